@@ -44,6 +44,7 @@ BUNDLED = "bundled"
 LOCAL = "minikv.toml"
 PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
+_DOTS = 1000  # in a line of a file; ten times as many in all lines
 _OTHERS = (paths.HOME, "MINIKV_NATIVE")  # variables that are no settings: see `kernels.cpu.build`
 _LARGEST = 1 << 64  # of whole numbers in the file
 _CHAT = ("ask", "chat")
@@ -245,7 +246,9 @@ def read_toml(path: Path, shown: str) -> dict[str, object] | None:
     import tomllib  # most people have no such file, and it is slow to import
 
     try:
-        return tomllib.loads(data.decode("utf-8-sig"))
+        text = data.decode("utf-8-sig")
+        _refuse_long_keys(text, shown)
+        return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise UsageError(f"{shown} is not valid UTF-8: byte {error.start:,}") from None
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError alone
@@ -253,6 +256,15 @@ def read_toml(path: Path, shown: str) -> dict[str, object] | None:
             f"{shown} is not valid TOML: {clean(str(error))}",
             'for example: budget = "20%", or temperature = 0.7',
         ) from None
+
+
+def _refuse_long_keys(text: str, shown: str) -> None:
+    """Raise UsageError if a line has many dots: of a key with n parts, tomllib keeps n keys of up
+    to n parts. Settings have no dots in their names, so comments and texts that have many are short
+    lines, too."""
+    many = max(line.count(".") for line in text.split("\n"))
+    if many > _DOTS or text.count(".") > 10 * _DOTS:
+        raise UsageError(f"{shown} has too many dots: at most {_DOTS:,} in a line")
 
 
 def _table(value: object, where: str) -> dict[str, str]:

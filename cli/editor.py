@@ -101,9 +101,13 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
 
 @contextlib.contextmanager
 def _ending(app: Application[str]) -> Iterator[None]:
-    """Inside, the signals of `ends` end the prompt as a key would, so its toolbar is removed."""
+    """Inside, the signals of `ends` end the prompt as a key would, so its toolbar is removed. One
+    that comes when the prompt has its answer already ends the chat, too."""
+    came = False
 
     def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
         if app.loop is None or not app.is_running:
             raise Terminated
         app.loop.call_soon_threadsafe(leave)
@@ -118,6 +122,8 @@ def _ending(app: Application[str]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if came:
+            raise Terminated
 
 
 class Presses:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from minikv.checks import quoted
 from minikv.cli import completion, config
 from minikv.cli.config import Config
 from minikv.cli.failures import guard
@@ -165,13 +166,18 @@ def _read(values: Mapping[str, Any], call: Call) -> dict[str, Any]:
     if "options" in made:
         made["options"] = read_pairs(made["options"] or [])
     if made.get("system", "").startswith("@"):
-        made["system"] = _file_text(made["system"][1:])
+        made["system"] = _file_text(made["system"][1:], typed="system" in call.given)
     return made
 
 
-def _file_text(path: str) -> str:
+def _file_text(path: str, *, typed: bool) -> str:
+    """The text of a file; of a pipe only if the user typed its name. A configuration file may be
+    anyone's, and would have minikv wait for ever."""
     from minikv.cli.documents import read_file
 
     if not path:
         raise UsageError("--system @ names no file")
-    return read_file(str(Path(path).expanduser())).text.strip()
+    file = Path(path).expanduser()
+    if not typed and file.exists() and not file.is_file():
+        raise UsageError(f"system = {quoted('@' + path)} is not a regular file")
+    return read_file(str(file)).text.strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from prompt_toolkit.history import History
 
 ENTRIES = 1000
 """Messages that the file keeps."""
+_LARGEST = 16 << 20  # bytes that are read, the newest
 
 
 class HistoryFile(History):
@@ -32,17 +34,23 @@ class HistoryFile(History):
         try:
             # Without O_NONBLOCK a named pipe would wait for a writer for ever.
             handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with open(handle, encoding="utf-8", errors="replace") as file:
-                lines = file.readlines()
+            with open(handle, "rb") as file:
+                about = os.fstat(handle)
+                if not stat.S_ISREG(about.st_mode):
+                    return []
+                cut = about.st_size > _LARGEST
+                file.seek(max(0, about.st_size - _LARGEST))
+                found = file.read(_LARGEST).decode(errors="replace").split("\n")
         except OSError:
             return []
+        lines = [line for line in found[cut:] if line]  # of what is cut, the first line is a part
         messages = []
         for line in lines[-ENTRIES:]:
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     messages.append(entry)
-        if len(lines) > ENTRIES:
+        if len(lines) > ENTRIES or cut:
             self._replace("".join(map(_line, messages)))
         return reversed(messages)
 

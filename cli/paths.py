@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from minikv.checks import quoted
 from minikv.errors import UsageError
 
 HOME = "MINIKV_HOME"
@@ -40,7 +41,13 @@ def cache_folder() -> Path:
 
 def _own(name: str) -> Path | None:
     home = os.environ.get(HOME)
-    return Path(home).expanduser() / name if home else None
+    try:
+        return Path(home).expanduser() / name if home else None
+    except RuntimeError:
+        raise UsageError(
+            f"{HOME} names the home directory of a user who does not exist: {quoted(home or '')}",
+            f"set {HOME} to a directory",
+        ) from None
 
 
 def _under(kind: str) -> Path:

@@ -56,7 +56,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
     from minikv.engine.engine import Engine
-    from minikv.engine.warmup import compiles, warm
+    from minikv.engine.warmup import compiles, damaged, warm
     from minikv.models import free_memory, load
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
@@ -64,12 +64,19 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     if settings.threads is not None:
         threads.use(settings.threads)
     rules = eviction.rules()
+
+    def announce(device: torch.device) -> None:
+        """Say that the C kernels will be compiled, if they will."""
+        if progress is not None and compiles(device, settings.kernels):
+            if line := damaged(device, settings.kernels):
+                progress.say(line)
+            progress.kernels()
+
     packing = None
     if settings.packs() and settings.device != "cuda":
 
         def first() -> None:
-            if progress is not None and compiles(torch.device("cpu"), settings.kernels):
-                progress.kernels()
+            announce(torch.device("cpu"))
 
         packing = packing_of(settings.kernels, first)
     began = perf_counter()
@@ -86,8 +93,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     )
     load_s = perf_counter() - began
     config, network = loaded.config, loaded.network
-    if progress is not None and compiles(network.device, settings.kernels):
-        progress.kernels()
+    announce(network.device)
     kv = KVCache(
         shape_of(config),
         rules,

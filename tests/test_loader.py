@@ -150,6 +150,17 @@ def test_a_compilation_is_announced_after_the_weights(
     assert heard.told == ["weights", "kernels"][: 1 + first]
 
 
+def test_damaged_kernels_are_said_to_be_compiled_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup.build, "compiles", lambda: True)
+    monkeypatch.setattr(warmup.build, "unusable", lambda: Path("/x.so"))
+    heard = Progress()
+    build(Settings(model=str(folder)), heard)
+    said = "/x.so is damaged: the kernels are compiled again"
+    assert heard.told == ["weights", said, "kernels"]
+
+
 @pytest.mark.parametrize("heard", [Progress(), None])
 def test_what_packs_is_compiled_when_the_first_matrix_is_packed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, heard: Progress | None

@@ -16,6 +16,7 @@ from pathlib import Path
 from minikv.cli.evaluation import longbench, metrics
 from minikv.cli.evaluation.longbench import CHOICES, DATASETS, Dataset, Prompt
 from minikv.cli.evaluation.metrics import Metric
+from minikv.cli.json_limits import refuse_many
 from minikv.errors import UsageError
 from minikv.models.errors import ModelError
 from minikv.models.hub import read_bytes
@@ -83,8 +84,11 @@ def read_items(path: Path) -> Iterator[Item]:
     """
     try:
         # Not splitlines: JSON texts may hold the other characters that Unicode calls a line's end.
-        text = read_bytes(path, _LARGEST).decode()
-    except (ModelError, UnicodeDecodeError) as error:
+        data = read_bytes(path, _LARGEST)
+        refuse_many(data)
+        text = data.decode()
+        del data
+    except (ModelError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}", "give a JSONL file") from None
     if text.lstrip().startswith("["):
         records = _loaded(text, lambda what: UsageError(f"{path}: {what}", _WANTED))

@@ -21,6 +21,7 @@ from minikv.cli.export.facts import (
     Section,
     Turn,
 )
+from minikv.cli.json_limits import refuse_many
 from minikv.cli.records import Wrong, checked, count, fields_of, key, report_of
 from minikv.cli.terminal import clean
 from minikv.errors import UsageError
@@ -54,6 +55,10 @@ def read_file(path: str) -> ChatFacts:
 
 def parse(data: bytes) -> ChatFacts:
     """The facts in the bytes of a JSON export. Raises `Wrong` (a ValueError) that says why not."""
+    try:
+        refuse_many(data)
+    except ValueError as error:
+        raise Wrong(str(error)) from None
     try:
         record = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
     except (ValueError, RecursionError) as error:

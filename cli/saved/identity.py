@@ -62,7 +62,9 @@ def tier_identity(identity: Mapping[str, object]) -> dict[str, object]:
 def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
     """The eviction settings of an identity. Raises ValueError, KeyError or TypeError."""
     value, unit = str(identity["budget"]).split()
-    if unit not in ("rows", "share", "bytes") or Fraction(value) <= 0:
+    # Without this bound "1e9999999" would be computed to its last digit.
+    written = re.fullmatch(r"\d{1,40}(/\d{1,40})?", value, re.ASCII)
+    if unit not in ("rows", "share", "bytes") or written is None or Fraction(value) <= 0:
         raise ValueError(f"{identity['budget']!r:.40} is no budget")
     return EvictionConfig(
         str(identity["policy"]),

@@ -46,13 +46,18 @@ def listing() -> list[Entry]:
             with opened(path) as file:
                 header = json.loads(file.readline(_HEADER))
             model, title = str(header["identity"]["model"]), str(header["title"])
-            entry = Entry(name, saved, int(header["turns"]), title[:_TITLE], model[:_TITLE])
+            entry = Entry(name, saved, int(header["turns"]), _line(title), _line(model))
         except OSError:
             continue
         except DAMAGE:
             entry = Entry(name, saved, 0, "(damaged: its first line cannot be read)", "", True)
         found.append((at, entry))
     return [entry for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _line(text: str) -> str:
+    """The text in one line, cut."""
+    return " ".join(text[:_TITLE].split())
 
 
 def unknown(name: str) -> UsageError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.chat.reuse import REUSES
+from minikv.cli.json_limits import refuse_many
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.files import (
     TRANSCRIPT,
@@ -114,7 +115,7 @@ def read(name: str) -> Saved:
         texts = [
             Document(
                 read_part(folder, line, DOCUMENT_BYTES).decode(),
-                line["name"],
+                _one_line(line["name"]),
                 # Chats of older versions do not have it.
                 Source(**line["source"]) if line.get("source") else None,
             )
@@ -147,6 +148,15 @@ def read(name: str) -> Saved:
     return saved
 
 
+def _one_line(name: str | None) -> str | None:
+    """A document's name as the commands give it. Raises ValueError for any other: it is shown."""
+    from minikv.cli.documents import one_line
+
+    if name is not None and one_line(name) != name:
+        raise ValueError(f"{name!r:.60} is no name of a document")
+    return name
+
+
 def _lines(name: str) -> list[dict[str, Any]]:
     """The transcript's lines, the header first, the checksum checked and left out."""
     check_name(name)
@@ -163,6 +173,7 @@ def _lines(name: str) -> list[dict[str, Any]]:
         body, newline, end = data.removesuffix(b"\n").rpartition(b"\n")
         if json.loads(end) != _end(body + newline):
             raise ValueError("the checksum of chat.jsonl does not fit: it was cut or edited")
+        refuse_many(body)
         lines = [json.loads(line) for line in body.splitlines()]
         if lines[0]["kind"] != "chat":
             raise ValueError("no header")

@@ -84,6 +84,19 @@ def compiles() -> bool:
         return False
 
 
+def unusable() -> Path | None:
+    """The library that was kept, if there is one and it cannot be used."""
+    compiler = find()
+    if switched_off() or compiler is None or library.cache_info().currsize:
+        return None
+    try:
+        folder = store()
+        path = None if folder is None else folder / f"{key(compiler)}.so"
+        return path if path is not None and os.path.lexists(path) and not _usable(path) else None
+    except OSError:
+        return None
+
+
 def switched_off() -> bool:
     """Whether the user switched the library off: see `OFF`."""
     return os.environ.get(OFF) == "0"
@@ -210,13 +223,14 @@ def _forget(kept: Path) -> None:
 
 def _usable(path: Path) -> bool:
     """Whether the file is this user's and complete: it ends with the hash of its content."""
-    if not _ours(path):
-        return False
+    if not (_ours(path) and path.is_file() and path.stat().st_size <= _LARGEST):
+        return False  # to open a named pipe would wait for ever
     data = path.read_bytes()
     return data[-_DIGEST:] == _digest(data[:-_DIGEST])
 
 
 _DIGEST = 32
+_LARGEST = 64 << 20  # bytes; a library has less than one MiB
 
 
 def _digest(data: bytes) -> bytes:

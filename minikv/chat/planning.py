@@ -220,10 +220,11 @@ class Planner:
         if name is None:
             return
         tokens = min(tokens, self.max_context) if refresh_every else 0
-        if recalled and self.recall.ready(tokens):
+        evicts = self.wanted.eviction.evicts  # not what an earlier policy left in the tier
+        if recalled and evicts and self.recall.ready(tokens):
             return
         why = self.recall.why or "none fits"
-        if not self.wanted.eviction.evicts:
+        if not evicts:
             why = "nothing is evicted"
         elif self.wanted.reuse not in ("auto", "recall"):
             why = f'`reuse="{self.wanted.reuse}"`'

@@ -34,6 +34,12 @@ def compiles(device: torch.device, kernels: str) -> bool:
     return device.type == "cpu" and kernels == "auto" and build.compiles()
 
 
+def damaged(device: torch.device, kernels: str) -> str:
+    """A line if the C kernels are there and cannot be used, so that they are compiled again."""
+    path = build.unusable() if device.type == "cpu" and kernels == "auto" else None
+    return "" if path is None else f"{path} is damaged: the kernels are compiled again"
+
+
 def warm(kv: KVCache, network: Network) -> None:
     """Compile all kernels by running steps and prompts on tiny caches with the same network, policy
     and kernels.

@@ -161,6 +161,7 @@ def apply(session: ChatSession, op: Op) -> None:
             stopped_before_writing(session, question, temperature)
     elif name == "skip":  # reading again was stopped
         before, session.reuse = session.reuse, "once"
+        session.refresh_every = 0  # it needs the tier, which was not read
         question, tokens, temperature = given
         "".join(session.ask(question, tokens, temperature))
         session.reuse = before
@@ -202,7 +203,7 @@ class Machine:
         self.copies = 0  # turns that can be taken back with a copy of the cache
         self.numbers = itertools.count(1)
         self.counts: Counter[str] = Counter()
-        self._twin: tuple[list[Op], ChatSession] | None = None
+        self._twin: tuple[list[Op], ChatSession, Setting] | None = None
 
     # -- operations ---------------------------------------------------------------------------
 
@@ -476,15 +477,14 @@ class Machine:
 
     def twin(self) -> ChatSession:
         """A chat that was given the operations that count, and nothing else."""
-        done, made = self._twin or ([], None)
-        if made is None or self.script[: len(done)] != done or done == []:
+        done, made, began = self._twin or ([], None, None)
+        if made is None or self.script[: len(done)] != done or began != self.setting:
             if made is not None:
                 made.recall.leave()
             done, made = [], self.setting.chat(undo=False)
-        assert made is not None
         for op in self.script[len(done) :]:
             apply(made, op)
-        self._twin = [*self.script], made
+        self._twin = [*self.script], made, self.setting
         return made
 
     def refused(

@@ -276,14 +276,19 @@ def test_a_turn_begins_where_it_began_whatever_the_tier_has(policy: str, undo_tu
     assert len(kv._turns) == 3
 
 
-def test_quality_without_eviction_is_no_error() -> None:
+@pytest.mark.parametrize("setting", ["quality", "refresh_every"])
+def test_what_needs_eviction_is_refused_without_whatever_the_tier_has(setting: str) -> None:
+    """The tier has all rows here, of the policy before. With an empty tier it is the same."""
     session = recalling(undo_turns=0)
     session.attach(MILL)
     for question in ("Who?", "Why?"):
         say(session, question)
-    session.quality = 0.5
+    setattr(session, setting, 1)
     session.configure(EvictionConfig.read("full"))
     session.undo()
+    with pytest.raises(UsageError, match="nothing is evicted"):
+        say(session, "Why?")
+    setattr(session, setting, 0)
     assert say(session, "Why?")[0]
     assert modes(session)[-1] == "recall"
 

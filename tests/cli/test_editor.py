@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import sys
 import termios
@@ -16,9 +17,10 @@ from prompt_toolkit.document import Document
 from small_chat import chat
 from terminals import Terminals
 
-from minikv.cli import editor, render
+from minikv.cli import editor, history, render
 from minikv.cli.editor import Commands, Help
 from minikv.cli.history import ENTRIES, HistoryFile
+from minikv.cli.interrupt import Terminated
 
 # Asks for messages and shows each in one line; `pause` stands for an answer that takes a while.
 LOOP = """
@@ -477,3 +479,34 @@ def test_a_named_pipe_as_history_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(path)
     HistoryFile(path).store_string("x")
     assert newest(path) == []
+
+
+def test_of_a_huge_history_only_the_newest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "history"
+    path.write_text("".join(f"{json.dumps(str(n))}\n" for n in range(300)))
+    monkeypatch.setattr(history, "_LARGEST", 103)
+    assert newest(path) == [str(n) for n in range(299, 282, -1)]
+    assert path.stat().st_size == 17 * 6
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_signal_ends_the_prompt_also_when_it_has_its_answer(done: bool) -> None:
+    """Between Enter and the end of the prompt there is nothing that could be left."""
+
+    class App:
+        is_running, is_done = True, done
+
+        class loop:
+            @staticmethod
+            def call_soon_threadsafe(leave: Callable[[], None]) -> None:
+                leave()
+
+        def exit(self, exception: BaseException) -> None:
+            raise exception
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), editor._ending(App()):  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -53,6 +53,12 @@ def test_without_a_home_directory(
     assert "MINIKV_HOME" in caught.value.hint
 
 
+def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
+    with pytest.raises(UsageError, match="a user who does not exist: '~no-such-user/x'"):
+        paths.chats_folder()
+
+
 def program(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """minikv in a folder that is removed before it starts."""
     entry = "from minikv.cli.__main__ import run; run()"

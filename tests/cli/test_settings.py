@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from minikv.cli import config, config_command, context_command, settings_command
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS, Config, Interface, load
 from minikv.cli.context_command import usage
-from minikv.cli.flags import Call, Only, command
+from minikv.cli.flags import Call, Only, _file_text, command
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
@@ -239,6 +240,10 @@ def test_files_that_are_no_files(home: Path) -> None:
     local.write_bytes(b"#" * (1 << 20) + b"\n")
     with pytest.raises(UsageError, match="larger than 1 MiB"):
         read(home)
+    for many in ("a." + "b." * 20_000 + "c = 1", "a.b.c.d.e.f = 1\n" * 3000):
+        local.write_text(many)  # tomllib would take a gigabyte
+        with pytest.raises(UsageError, match="has too many dots"):
+            read(home)
 
 
 # -- aliases and loaders --------------------------------------------------------------------
@@ -799,3 +804,17 @@ def test_choice_is_left_alone_by_looking(context: Context) -> None:
     for word in ("set", "tokens", "system"):
         do(context, word)
     assert context.session.eviction == before
+
+
+def test_a_configuration_file_names_no_pipe_as_the_system_prompt(tmp_path: Path) -> None:
+    """It may be anyone's, and reading would wait for ever. What the user types may be a pipe."""
+    file, pipe = tmp_path / "s.txt", tmp_path / "pipe"
+    file.write_text("Be brief.\n")
+    os.mkfifo(pipe)
+    assert _file_text(str(file), typed=False) == "Be brief."
+    with pytest.raises(UsageError, match="is not a regular file"):
+        _file_text(str(pipe), typed=False)
+    with pytest.raises(UsageError, match="no such file"):
+        _file_text(str(tmp_path / "none"), typed=False)
+    threading.Thread(target=pipe.write_text, args=("From a pipe.",)).start()
+    assert _file_text(str(pipe), typed=True) == "From a pipe."

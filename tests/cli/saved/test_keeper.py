@@ -22,6 +22,7 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
+from minikv.cli import json_limits
 from minikv.cli.saved import cache, transcript
 from minikv.cli.saved.files import damage as damage_of
 from minikv.cli.saved.identity import identity, model_identity
@@ -818,3 +819,43 @@ def test_that_all_is_to_be_read_again_is_something_to_save() -> None:
     again = chat()
     take_up(again)
     assert again.rereads
+
+
+def test_a_title_is_one_line_of_the_list(home: Path) -> None:
+    saved(talked(), "bad")
+    forge(home, "bad", lambda lines: lines[0].__setitem__("title", "x\n\ny\n" + "z" * 999))
+    (entry,) = listing()
+    assert "\n" not in entry.title
+    assert entry.title.startswith("x y zz")
+    assert len(entry.title) <= 200
+
+
+def test_a_budget_with_an_exponent_is_damage(home: Path) -> None:
+    """As a fraction it would be computed to its last digit."""
+    saved(talked(), "bad")
+    for budget in ("1e99999999999 rows", "1/1e9999999 share", "٣ rows", "-1 rows", "0 rows"):
+        forge(home, "bad", lambda lines, b=budget: lines[0]["identity"].__setitem__("budget", b))  # type: ignore[misc]
+        with pytest.raises(UsageError, match="bad"):
+            read("bad")
+
+
+def test_a_document_is_named_in_one_line(home: Path) -> None:
+    saved(talked(), "bad").close()
+    assert read("bad").pending[0].name == "w.txt"
+
+    def renamed(lines: list[Any]) -> None:
+        next(line for line in lines if line.get("name") == "w.txt")["name"] = "a\n\nb"
+
+    forge(home, "bad", renamed)
+    with pytest.raises(UsageError, match="bad"):
+        read("bad")
+
+
+def test_a_transcript_of_many_parts_is_refused_before_it_is_parsed(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(talked(), "bad")
+    read("bad")
+    monkeypatch.setattr(json_limits, "CONTAINERS", 10)
+    with pytest.raises(UsageError, match="are too many"):
+        read("bad")

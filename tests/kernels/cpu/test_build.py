@@ -86,6 +86,30 @@ def test_a_damaged_library_is_made_anew(kept: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", ["pipe", "large"])
+def test_what_is_no_library_is_not_read(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """To open a named pipe would wait for ever."""
+    compiler = build.find()
+    assert compiler is not None
+    assert build.unusable() is None
+    kept.mkdir(parents=True, exist_ok=True)
+    path = kept / f"{build.key(compiler)}.so"
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        monkeypatch.setattr(build, "_LARGEST", 1)
+        path.write_bytes(b"xx")
+    path.chmod(0o600)
+    assert not build._usable(path)
+    assert build.unusable() == path
+    assert build.library()[0] is not None
+    assert path.is_file()
+    assert build.unusable() is None
+
+
+@needs_compiler
 def test_a_library_that_was_cut_off_or_altered_is_made_anew(kept: Path) -> None:
     """To load a file that is shorter than it says ends the process with SIGBUS."""
     compiler = build.find()

@@ -1,0 +1,59 @@
+"""JSON that would take far more memory than its file is refused before it is parsed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minikv.cli import json_limits
+from minikv.cli.evaluation.files import read_items
+from minikv.cli.export.read import read_file
+from minikv.cli.json_limits import CONTAINERS, ITEMS, refuse_many
+from minikv.errors import UsageError
+
+OPEN, ITEM = b"{},", b"1,"
+
+
+@pytest.mark.parametrize(
+    "data", [OPEN * (CONTAINERS + 1), b"[" * (CONTAINERS + 1), ITEM * (ITEMS + 1)]
+)
+def test_many_parts_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="are too many"):
+        refuse_many(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        (b'["' + b"{,[" * 9 + b'"]', False),
+        (b'["\\"' + b"{,[" * 9 + b'"]', False),  # an escaped quotation mark
+        (b'["\\\\",' + b"{,[" * 9 + b'""]', True),  # an escaped backslash ends the text
+        (b'["x"' + b"{,[" * 9 + b'"x"]', True),
+        (b'"' + b"{" * 99, True),  # a text without end is no text
+    ],
+)
+def test_only_what_is_outside_of_texts_counts(
+    text: bytes, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_limits, "CONTAINERS", 5)
+    monkeypatch.setattr(json_limits, "ITEMS", 5)
+    if refused:
+        with pytest.raises(ValueError, match="are too many"):
+            refuse_many(text)
+    else:
+        refuse_many(text)
+
+
+def test_a_long_text_costs_little_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_limits, "CONTAINERS", 5)
+    refuse_many(b'"' + b"{\\n" * (1 << 20) + b'"')
+
+
+@pytest.mark.parametrize("read", ["report", "eval"])
+def test_such_files_are_refused_in_one_line(read: str, tmp_path: Path) -> None:
+    path = tmp_path / "many.json"
+    path.write_bytes(b"[" + OPEN * CONTAINERS + b"{}]")
+    with pytest.raises(UsageError, match="are too many") as caught:
+        read_file(str(path)) if read == "report" else list(read_items(path))
+    assert "\n" not in str(caught.value)
