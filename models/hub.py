@@ -46,9 +46,10 @@ JSON_LIMITS = {
 """The largest JSON files that are read, in bytes; 1 MiB for any other. Real files have at most
 about half of it."""
 _JSON_LIMIT = 1 << 20
-_CONTAINERS, _ITEMS = 1_000_000, 3_000_000
-"""The most lists and objects, and the most commas, of one file. Each takes some tens of bytes when
-it is parsed. The largest real vocabularies have half as many."""
+_CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
+"""The most lists and objects, commas, and colons of one file. When a file is parsed, a list or an
+item of one takes some tens of bytes, and a pair of an object up to 350. The largest real
+vocabularies have half as many lists and items, and a third as many pairs."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
@@ -585,15 +586,17 @@ def unreadable(path: Path, error: OSError) -> ModelUnavailable:
 
 def parse_json(data: bytes, name: str) -> dict[str, Any]:
     """`read_json` for bytes that were already read. name: of the file, for messages."""
-    containers, items = data.count(b"{") + data.count(b"["), data.count(b",")
-    if containers > _CONTAINERS or items > _ITEMS:
+    containers = data.count(b"{") + data.count(b"[")
+    items, pairs = data.count(b","), data.count(b":")
+    if containers > _CONTAINERS or items > _ITEMS or pairs > _PAIRS:
         raise CorruptModel(
-            f"{name}: {containers:,} lists and objects and {items:,} items: no model has so many"
+            f"{name}: {containers:,} lists and objects, {items:,} items and {pairs:,} pairs: no "
+            "model has so many"
         )
     try:
-        value = json.loads(
-            data.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
-        )
+        text = data.decode("utf-8-sig")
+        del data  # usually the last reference: `text` is enough, and parsing takes much memory
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CorruptModel(f"{name}: not valid JSON ({quote(what)[1:-1]})") from None

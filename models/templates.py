@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from minikv.models.errors import CorruptModel, UnsupportedModel
 from minikv.models.hub import read_bytes, read_json
 from minikv.models.rendering import SOURCE_LIMIT, Program, TemplateRefusal
 from minikv.models.tokenizer import Tokenizer, well_formed
-from minikv.models.vocabulary import Place
+from minikv.models.vocabulary import Place, TokenSearch
 
 Role = Literal["system", "user", "assistant"]
 
@@ -52,7 +53,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._program = Program(source, name)
         self._markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
-        self._shields = _Shields(tokenizer.control)
+        self._shields = _Shields(tokenizer.search)
         self._folds = self._loses_system()
         self._notes = tuple(notes)
         self._folded = False
@@ -233,15 +234,22 @@ class ChatTemplate:
 
 
 class _Shields:
-    """The patterns that must be hidden in messages, for one set of control tokens. whole: matches a
-    control token. heads and tails: proper prefixes and suffixes of control tokens."""
+    """What must be hidden in messages, for one set of control tokens. search: finds a control
+    token. first and last: the first and last characters of control tokens."""
 
-    def __init__(self, control: Iterable[str]) -> None:
-        texts = sorted((text for text in control if text), key=lambda text: (-len(text), text))
-        self.whole = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-        self.longest = max(map(len, texts), default=0)
-        self.heads = {text[:n] for text in texts for n in range(1, len(text))}
-        self.tails = {text[n:] for text in texts for n in range(1, len(text))}
+    def __init__(self, search: TokenSearch) -> None:
+        self.search = search
+        self.first = frozenset(text[0] for text in search.texts)
+        self.last = frozenset(text[-1] for text in search.texts)
+        self._backwards = sorted(text[::-1] for text in search.texts)
+
+    def is_head(self, text: str) -> bool:
+        """Whether a control token begins with the text, and is longer."""
+        return _begins_one(self.search.texts, text)
+
+    def is_tail(self, text: str) -> bool:
+        """Whether a control token ends with the text, and is longer."""
+        return _begins_one(self._backwards, text[::-1])
 
     def new(self) -> _Shield:
         """A shield with a fresh random name, for one conversation."""
@@ -274,17 +282,25 @@ class _Shield:
 
     def hide(self, text: str) -> str:
         """The text with placeholders for control tokens, and for parts of them at its edges."""
-        text = self._shields.whole.sub(lambda match: self.mark(match[0]), text)
-        # White space at the edges is skipped, because templates may trim it.
+        shields, longest = self._shields, self._shields.search.longest
+        parts, at = [], 0
+        for found, token in shields.search.find(text):
+            parts += [text[at:found], self.mark(token)]
+            at = found + len(token)
+        text = "".join([*parts, text[at:]])
+        # White space at the edges is skipped, because templates may trim it. The character is
+        # compared first, because that is faster than a bisection.
         start = len(text) - len(text.lstrip())
-        for n in range(min(self._shields.longest, len(text) - start), 0, -1):
-            if text[start : start + n] in self._shields.tails:
-                text = text[:start] + self.mark(text[start : start + n]) + text[start + n :]
+        for n in range(min(longest, len(text) - start), 0, -1):
+            part = text[start : start + n]
+            if part[-1] in shields.last and shields.is_tail(part):
+                text = text[:start] + self.mark(part) + text[start + n :]
                 break
         end = len(text.rstrip())
-        for n in range(min(self._shields.longest, end), 0, -1):
-            if text[end - n : end] in self._shields.heads:
-                text = text[: end - n] + self.mark(text[end - n : end]) + text[end:]
+        for n in range(min(longest, end), 0, -1):
+            part = text[end - n : end]
+            if part[0] in shields.first and shields.is_head(part):
+                text = text[: end - n] + self.mark(part) + text[end:]
                 break
         return text
 
@@ -298,6 +314,13 @@ class _Shield:
 
     def _character(self, number: int) -> str:
         return chr(self._FIRST + number)
+
+
+def _begins_one(texts: Sequence[str], text: str) -> bool:
+    """Whether one of the sorted texts begins with `text`, and is longer."""
+    # Those that do are next to each other, and `text` itself would be before them.
+    at = bisect_right(texts, text)
+    return at < len(texts) and texts[at].startswith(text)
 
 
 def _shortened(messages: Sequence[Message]) -> Sequence[Message]:

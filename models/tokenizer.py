@@ -17,7 +17,15 @@ from minikv.models.hub import read_json
 from minikv.models.stream import TextStream
 from minikv.models.tokenizer_json import JsonVocabulary
 from minikv.models.tokenizer_sp import PieceVocabulary
-from minikv.models.vocabulary import LARGEST_ID, Place, Prefix, Vocabulary, check_added, is_marker
+from minikv.models.vocabulary import (
+    LARGEST_ID,
+    Place,
+    Prefix,
+    TokenSearch,
+    Vocabulary,
+    check_added,
+    is_marker,
+)
 
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
 _NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -31,10 +39,11 @@ only found as a whole word."""
 class Tokenizer:
     """One model's vocabulary, and what the files of its folder say about it.
 
-    vocab: the number of ids. control: control tokens, string to id. stop_ids: ids that end an
-    answer, from all sources. bos: the id of the BOS token, or None. named: the special strings that
-    a chat template may use (`bos_token`, `eos_token`, ...). prefix: see `vocabulary.Prefix`. start:
-    the string with which a text without chat format begins: BOS or "".
+    vocab: the number of ids. control: control tokens, string to id. search: finds control tokens in
+    a text. stop_ids: ids that end an answer, from all sources. bos: the id of the BOS token, or
+    None. named: the special strings that a chat template may use (`bos_token`, `eos_token`, ...).
+    prefix: see `vocabulary.Prefix`. start: the string with which a text without chat format begins:
+    BOS or "".
     """
 
     def __init__(
@@ -60,8 +69,7 @@ class Tokenizer:
         self.stop_ids = frozenset(stop_ids) | {id for id in ends if id is not None}
         self._edges = dict(edges or {})
         self._forbidden = frozenset(control.values()) - {vocabulary.unknown}
-        longest_first = sorted((c for c in control if c), key=lambda c: (-len(c), c))
-        self._any_control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.search = TokenSearch(control)
 
     @classmethod
     def from_folder(cls, path: Path | str, stop_ids: Iterable[int] = ()) -> Tokenizer:
@@ -89,6 +97,8 @@ class Tokenizer:
         ]
         stated = "bos_token" in config or "bos_token" in special
         extra = _declared(folder, config)
+        # Those that are in the vocabulary become added tokens, too.
+        check_added({*named.values(), *also, *extra}, "the tokenizer")
         edges: Mapping[str, Edges] = {}
         vocabulary: Vocabulary
         if (file := folder / "tokenizer.json").exists():
@@ -145,7 +155,7 @@ class Tokenizer:
         # A vocabulary that looks whole words up in its table also finds control strings there.
         # Divide each of these strings in two, and encode the parts separately.
         ids, at = [], 0
-        cuts = [match.start() + 1 for match in self._any_control.finditer(text)]
+        cuts = [start + 1 for start, _ in self.search.find(text)]
         for cut in [*cuts, len(text)]:
             ids += self._vocabulary.encode(text[at:cut], place if at == 0 else "inside")
             at = cut
@@ -166,7 +176,7 @@ class Tokenizer:
 
     def lookalikes(self, text: str) -> int:
         """How often a text spells a control token."""
-        return sum(1 for _ in self._any_control.finditer(text))
+        return sum(1 for _ in self.search.find(text))
 
     def split(self, text: str) -> list[tuple[int | None, str]]:
         """Split trusted text into [(control id, the plain text after it), ...].
@@ -178,14 +188,14 @@ class Tokenizer:
         found: list[tuple[int | None, str]] = []
         id: int | None = None
         at = 0
-        for match in self._any_control.finditer(text):
-            left, right, whole = self._edges.get(match[0], (False, False, False))
-            start, end = match.span()
+        for start, token in self.search.find(text):
+            left, right, whole = self._edges.get(token, (False, False, False))
+            end = start + len(token)
             if start < at or (whole and _joins_word(text, start, end)):
                 continue
             preceding = text[at:start]
             found.append((id, preceding.rstrip() if left else preceding))
-            id = self.control[match[0]]
+            id = self.control[token]
             at = end
             while right and at < len(text) and text[at].isspace():
                 at += 1

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -28,6 +29,11 @@ LARGEST_ID = 1 << 21
 ADDED_TOKENS, ADDED_LENGTH, ADDED_TEXT = 100_000, 512, 1 << 21
 """Limits: the number of control and added tokens, the characters of one, and of all together.
 Models with speech have 65,000 such tokens."""
+ADDED_STATES = 1 << 20
+"""The most different beginnings that all control and added tokens have, in bytes of UTF-8. The
+tokenizers library builds up to three tables with a state for each. A state takes about a
+microsecond and 75 bytes. Numbered tokens share their beginnings: 100,000 have 111,000."""
+_FILTERED = 4  # how many of the first characters of a token a regular expression looks for
 _STDERR = threading.Lock()
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
@@ -78,6 +84,90 @@ def check_added(texts: Collection[str], name: str) -> None:
         )
     if sum(map(len, texts)) > ADDED_TEXT:
         raise CorruptModel(f"{name} has added tokens of more than {ADDED_TEXT:,} characters")
+    if _states(texts) > ADDED_STATES:
+        raise CorruptModel(
+            f"{name} has added tokens with more than {ADDED_STATES:,} different beginnings"
+        )
+
+
+def _states(texts: Iterable[str]) -> int:
+    """How many different beginnings the texts have in UTF-8: the states of their prefix tree."""
+    count, before = 0, b""
+    for text in sorted(text.encode("utf-8", "surrogatepass") for text in texts):
+        differing = (n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b)
+        count += len(text) - next(differing, len(before))  # or `before` is all at the beginning
+        before = text
+    return count
+
+
+class TokenSearch:
+    """Finds control tokens in a text: from the left, the longest first.
+
+    It finds what a regular expression with all tokens as alternatives finds. But that expression
+    compares the text with every token that begins with the same character, in one call that holds
+    the interpreter lock. Here, an expression of a few character classes finds the places where a
+    token can begin, and one bisection finds the longest token there. So the time does not depend on
+    the number of tokens, and other threads and signals get their turn.
+
+    texts: the tokens, sorted, without "". longest: the characters of the longest one.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = sorted({text for text in texts if text})
+        self.longest = max(map(len, self.texts), default=0)
+        shortest = min(map(len, self.texts), default=0)
+        classes = [
+            _character_class({text[n] for text in self.texts})
+            for n in range(min(shortest, _FILTERED))
+        ]
+        self._candidate = re.compile("".join(classes) or r"(?!)")
+        ranges = _ranges(self.texts)
+        self._starts, self._tokens = list(ranges), list(ranges.values())
+
+    def find(self, text: str) -> Iterator[tuple[int, str]]:
+        """(where it begins, the token) of all tokens in the text. They do not overlap."""
+        at = 0
+        while (candidate := self._candidate.search(text, at)) is not None:
+            at = candidate.start()
+            following = text[at : at + self.longest]
+            token = self._tokens[bisect_right(self._starts, following) - 1]
+            if token is None:
+                at += 1
+            else:
+                yield at, token
+                at += len(token)
+
+
+def _character_class(characters: set[str]) -> str:
+    """A regular expression for one of the characters. It takes the whole range of those beyond
+    U+FFFF, because `re` compares a character with each of them."""
+    far = {character for character in characters if character > "\uffff"}
+    near = "".join(map(re.escape, sorted(characters - far)))
+    return f"[{near}{min(far)}-{max(far)}]" if far else f"[{near}]"
+
+
+def _ranges(texts: list[str]) -> dict[str, str | None]:
+    """The longest of the sorted texts that a string begins with, for every string: each key is the
+    first of a range of strings in sorted order, and its value holds for the whole range."""
+    ranges: dict[str, str | None] = {"": None}
+    nested: list[str] = []  # texts that the current one begins with, the shortest first
+    for text in [*texts, None]:
+        while nested and (text is None or not text.startswith(nested[-1])):
+            after = _after(nested.pop())
+            if after is not None:
+                # A later text with the same end is shorter, and replaces this value.
+                ranges[after] = nested[-1] if nested else None
+        if text is not None:
+            ranges[text] = text
+            nested.append(text)
+    return ranges
+
+
+def _after(text: str) -> str | None:
+    """The first string in sorted order after all that begin with the text; None if there is
+    none."""
+    text = text.rstrip(chr(sys.maxunicode))
+    return text[:-1] + chr(ord(text[-1]) + 1) if text else None
 
 
 @contextmanager

@@ -35,6 +35,7 @@ STEP = "streaming,random,l2,hashevict,tova,scissorhands,h2o,roco"
 PAPER = "-o pool=1 -o lead=1"  # RoCo writes as in the paper; its default is newer (see `hand_over`)
 SMALL = "-o window=16 -o proxies=16"  # at a budget of 32, windows of 32 leave nothing
 BUDGETS = "64,128,256,512"
+WRITING = "none,roco,streaming,tova,h2o"  # each with its default
 RUNS = {
     "facts": f"--tasks facts,agree,loss --policy '{PROMPT}' --budget {BUDGETS} -n 200",
     "followup": f"--tasks followup --policy '{PROMPT}' --budget {BUDGETS} -n 204",
@@ -46,6 +47,7 @@ RUNS = {
     " -n 200",
     "stride-32": f"--tasks facts --stride 16 --policy {STEP} --budget 32 --length 1000 -n 200",
     "decode": f"--tasks ppl --policy snapkv --decode none,{STEP} --budget {BUDGETS} -n 10",
+    "decode-default": f"--tasks ppl --policy snapkv --decode {WRITING} --budget {BUDGETS} -n 10",
     "decode-32": f"--tasks ppl --policy snapkv --decode none,{STEP} --budget 32 -o window=16 -n 10",
     "needle": f"--tasks needle --policy '{PROMPT}' --budget {BUDGETS} --length 1000 -n 40",
     "needle-32": f"--tasks needle --policy '{PROMPT}' --budget 32 {SMALL} --length 1000 -n 40",
@@ -56,7 +58,8 @@ RUNS = {
 
 def arguments(name: str) -> str:
     """What follows `minikv eval` in a run."""
-    return RUNS[name] if "--stride" in RUNS[name] else f"{RUNS[name]} {PAPER}"
+    plain = "--stride" in RUNS[name] or name == "decode-default"
+    return RUNS[name] if plain else f"{RUNS[name]} {PAPER}"
 
 
 STRIDES, EVERY = "stride-32,stride,stride-more", ("32", "64", "128", "256", "512")
@@ -322,6 +325,26 @@ def claims() -> list[str]:
     return [*lines, ""]
 
 
+def writing() -> list[str]:
+    """The decode policies beside `none`, with their defaults, while prose is written."""
+    cells = load("decode-default")
+    lines = [
+        "| decode policy | budget | perplexity | minus `none`, nats | tokens held |",
+        "|---" * 5 + "|",
+    ]
+    for cell in cells:
+        if cell["policy"] == "full":
+            continue
+        none = find(cells, "ppl", "none", cell["budget"], decode=True)
+        found = difference(cell["by_item"], none["by_item"], shares=False)
+        apart = f"{found.mean:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+        lines.append(
+            f"| {cell['decode']} | {cell['budget']} | {cell['score']:.3f} "
+            f"| {'' if cell is none else apart} | {100 * cell['held']:.1f} % |"
+        )
+    return [*lines, ""] if cells else ["Not measured yet.", ""]
+
+
 def hand_over() -> list[str]:
     """Decode policies beside `none`, from hand_over.json."""
     path = HERE / "hand_over.json"
@@ -407,6 +430,10 @@ def page() -> str:
         "The last quarter of a document is written under the budget.",
         "",
         *table("ppl", ["decode-32", "decode"], decode=True),
+        "The same, with the defaults of today, and how much of the document and the text each",
+        "holds at the end:",
+        "",
+        *writing(),
         *unseen.section(),
         "## What a decode policy takes over from the prompt",
         "",

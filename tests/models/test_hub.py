@@ -383,6 +383,8 @@ def test_json_is_read_from_regular_files_only(tmp_path: Path) -> None:
     [
         ("tokenizer.json", b'{"a": [', b"{},", b"0]}"),
         ("tokenizer.json", b'{"a": [', b"0,", b"0]}"),
+        ("tokenizer.json", b'{"a": {', b'"":0,', b'"":0}}'),
+        ("tokenizer.json", b'{"a": "', b":", b'"}'),
         (hub.INDEX, b'{"a": [', b"[],", b"0]}"),
         ("tokenizer_config.json", b'{"a": [', b"[],", b"0]}"),
     ],
@@ -397,6 +399,26 @@ def test_json_that_would_fill_the_memory_is_not_parsed(
     error = refused(lambda: hub.read_json(tmp_path / name))
     assert error.exit_code == 6
     assert "lists and objects" in str(error)
+
+
+def test_pairs_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One object of 2.9 million pairs took 1.2 GB."""
+    pairs = b",".join(b'"%x":0' % i for i in range(1_000_001))
+    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("it was parsed"))
+    error = refused(lambda: hub.parse_json(b"{" + pairs + b"}", "tokenizer.json"))
+    assert error.exit_code == 6
+    assert "1,000,001 pairs" in str(error)
+
+
+def test_json_as_of_the_largest_vocabularies_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """262,144 pieces, 515,000 merges in lists, and 6,400 added tokens of seven pairs; and twice as
+    many."""
+    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: {})
+    for times in (1.0, 1.9):
+        pieces = b'"a": 1, ' * round(times * 262_144)
+        merges = b'["a", "b"], ' * round(times * 515_000)
+        added = b"{" + b'"a": 1, ' * 7 + b"}, "
+        assert hub.parse_json(pieces + merges + added * round(times * 6_400), "x") == {}
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a/" + "b" * 5000, "~nobody-at-all/x", "\0"])

@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import random
+import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ import vocabularies as v
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pairwise import some_by_day
 
+from minikv.models import vocabulary
 from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, UnsupportedModel
 from minikv.models.tokenizer import Tokenizer, well_formed
+from minikv.models.vocabulary import TokenSearch, _states, check_added
 
 STRINGS = 25_000
 TEKKEN_NAMES = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
@@ -267,6 +271,54 @@ def test_split_takes_the_white_space_that_a_token_takes(tmp_path: Path) -> None:
     assert tokenizer.split("x<whole> <whole>") == [(None, "x<whole> "), (3, "")]
 
 
+# Neighbours of the ends of what `re` and UTF-8 treat alike, and characters with a meaning in `re`.
+CHARACTERS = "ab-^]\\|\n<\u00e9\ud7ff\ud800\uffff\U00010000\U0001f600\U0010fffe\U0010ffff"
+
+
+def test_the_search_finds_what_an_alternation_finds(part: float) -> None:
+    """Of random tokens, many of which begin with others."""
+    rng = random.Random(10)
+    for _ in range(round(4000 * part)):
+        few = "".join(rng.sample(CHARACTERS, rng.randrange(1, 5)))
+
+        def text(most: int, few: str = few) -> str:
+            return "".join(rng.choices(few, k=rng.randrange(most)))
+
+        texts = [text(rng.choice([3, 8])) for _ in range(rng.randrange(12))]
+        texts += [one[: rng.randrange(9)] for one in texts] + [one + text(4) for one in texts[:3]]
+        longest_first = sorted({one for one in texts if one}, key=lambda one: (-len(one), one))
+        oracle = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        search = TokenSearch(texts)
+        assert search.longest == max(map(len, texts), default=0)
+        for sample in (text(60), text(60) + rng.choice(CHARACTERS), "".join(texts)):
+            expected = [(match.start(), match[0]) for match in oracle.finditer(sample)]
+            assert list(search.find(sample)) == expected, (texts, sample)
+
+
+def test_the_search_looks_at_most_once_at_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alternation compared the text at each of them with every token: of 90,000 tokens, 28,000
+    characters took 8 seconds, during which no other thread ran."""
+    looked: list[str] = []
+
+    def counted(starts: list[str], text: str) -> int:
+        looked.append(text)
+        return bisect_right(starts, text)
+
+    monkeypatch.setattr(vocabulary, "bisect_right", counted)
+    search = TokenSearch(f"e{i:06}" for i in range(90_000))
+    text = "e0" * 2000 + "e00000x" * 500 + "e012345" * 1000
+    assert sum(1 for _ in search.find(text)) == 1000
+    assert len(looked) <= len(text) / 2
+    assert len(search._candidate.pattern) < 100
+
+
+def test_a_character_takes_no_longer_for_many_beyond_the_first_plane() -> None:
+    """`re` compares a character with each of those in a class; here they are one range."""
+    search = TokenSearch(chr(0x10000 + 2 * i) for i in range(50_000))
+    assert len(search._candidate.pattern) == 5
+    assert list(search.find("a\U00010001\U00010002")) == [(2, "\U00010002")]
+
+
 def test_settings_that_alter_texts_are_off(tmp_path: Path) -> None:
     data, plain = v.legacy_json("v1"), loaded.tokenizer(v.legacy_json, "v1")
     data["truncation"] = {
@@ -389,6 +441,10 @@ TOO_MUCH = {
         {"added_tokens": _tokens(*(f"<|{i:0400}|>" for i in range(6000)))},
         "more than 2,097,152 characters",
     ),
+    "tokens that share no beginning": (
+        {"added_tokens": _tokens(*(f"{i:03}" + "\U0001f600" * 500 for i in range(600)))},
+        "more than 1,048,576 different beginnings",
+    ),
     "an id of many digits": (
         {"added_tokens": [{"id": 10**4200, "content": "<|a|>"}]},
         "19 digits or more",
@@ -432,6 +488,41 @@ def test_what_would_take_memory_or_time_is_refused_before_the_library_sees_it(
     monkeypatch.delattr("tokenizers.Tokenizer.from_str")
     with pytest.raises(CorruptModel, match=message):
         Tokenizer.from_folder(folder)
+
+
+def test_special_tokens_that_other_files_name_have_the_same_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are in the vocabulary become added tokens of the library."""
+    data = v.byte_level_json(v.LLAMA_3, 1000)
+    pieces = [f"{i:03}" + "\U0001f600" * 500 for i in range(600)]
+    data["model"]["vocab"] |= {piece: 2000 + i for i, piece in enumerate(pieces)}
+    folder = v.write_folder(tmp_path, data, {"additional_special_tokens": pieces})
+    monkeypatch.delattr("tokenizers.Tokenizer.from_str")
+    with pytest.raises(CorruptModel, match="different beginnings"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [f"<|reserved_special_{i}|>" for i in range(80_000)],
+        [f"e{i:06}" for i in range(90_000)],
+        [chr(0x4E00 + i % 20_000) + chr(0x3041 + i // 20_000) * 2 for i in range(100_000)],
+    ],
+    ids=["numbered", "short", "words"],
+)
+def test_many_short_added_tokens_are_within_the_limits(texts: list[str]) -> None:
+    check_added(texts, "t")
+
+
+def test_states_are_counted_as_the_different_beginnings() -> None:
+    rng = random.Random(11)
+    for _ in range(200):
+        texts = ["".join(rng.choices("ab\u00e9\U0001f600", k=rng.randrange(6))) for _ in range(9)]
+        data = [text.encode() for text in texts]
+        expected = {one[:n] for one in data for n in range(1, len(one) + 1)}
+        assert _states(texts) == len(expected)
 
 
 @pytest.mark.parametrize(
