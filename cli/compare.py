@@ -76,6 +76,7 @@ def _compare(context: Context, arguments: list[str]) -> None:
     choices = read_choices(session, arguments)
     stop = Stop()
     runs: list[Run] = []
+    told: list[str] = []
     try:
         with context.interrupts.stopping(stop):
             for eviction in choices:
@@ -86,16 +87,31 @@ def _compare(context: Context, arguments: list[str]) -> None:
                 stop.session = beside(session, eviction)
                 most = context.generation.max_tokens
                 live, ends = _live(terminal, name), context.generation.stop
-                runs.append(run(stop.session, name, question, most, live, stop, ends))
+                tell = _tell(terminal, name, runs, told)
+                runs.append(run(stop.session, name, question, most, live, stop, ends, tell))
                 stop.session = None  # so that only one cache exists beside the chat's
     except Interrupted:
         if len(runs) > 1:  # at least one that can be compared
-            _put(context, question, runs)
+            _put(context, question, runs, told)
         raise
     finally:
         terminal.clear_status()
     session.baseline_tok_s = speed(runs[0])  # for the records of later turns
-    _put(context, question, runs)
+    _put(context, question, runs, told)
+
+
+def _tell(
+    terminal: Terminal, name: str, runs: Sequence[Run], told: list[str]
+) -> Callable[[str], None]:
+    """Shows a warning of a run at once and adds it to `told`, unless the full cache, which is the
+    first of the runs, had it, too."""
+
+    def tell(line: str) -> None:
+        if runs and line not in runs[0].report.warnings:
+            told.append(f"{name}: {line}")
+            terminal.warn(told[-1])
+
+    return tell
 
 
 def _live(terminal: Terminal, name: str) -> Callable[[int, int, int], None]:
@@ -113,16 +129,18 @@ def _live(terminal: Terminal, name: str) -> Callable[[int, int, int], None]:
     return show
 
 
-def _put(context: Context, question: Question, runs: Sequence[Run]) -> None:
-    """Write the table, the full cache last, and the warnings that not every run had."""
+def _put(context: Context, question: Question, runs: Sequence[Run], told: Sequence[str]) -> None:
+    """Write the table, the full cache last, and the warnings that not every run had and that were
+    not `told` before."""
     runs = measured(runs)
     runs = [*runs[1:], runs[0]]
     screen = Screen.of(context.terminal)
     context.terminal.page(table(question, runs, screen))
     for one in runs:
         for warning in one.report.warnings:
-            if not all(warning in other.report.warnings for other in runs):
-                context.terminal.warn(f"{one.label}: {warning}")
+            line = f"{one.label}: {warning}"
+            if line not in told and not all(warning in x.report.warnings for x in runs):
+                context.terminal.warn(line)
 
 
 def _after_compare(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
@@ -246,12 +264,21 @@ def run(
     show: Callable[[int, int, int], None],
     stop: Stop,
     ends: Sequence[str] = (),
+    tell: Callable[[str], None] | None = None,
 ) -> Run:
-    """Ask greedily in a fresh chat; `ends` are the stop texts. Raises the session's errors, and
+    """Ask greedily in a fresh chat; `ends` are the stop texts. `tell` gets each warning that comes
+    before anything was read, such as what reading will cost. Raises the session's errors, and
     Interrupted once stopped."""
     stopped = Interrupted(f"stopped comparing at {name}", "the chat is as it was")
+    begun = False
+
+    def notice(line: str) -> None:
+        if tell is not None and not begun:
+            tell(line)
 
     def reading(done: int, total: int) -> None:
+        nonlocal begun
+        begun = True
         if stop.asked:
             raise stopped
         show(done, total, 0)
@@ -260,7 +287,9 @@ def run(
         session.attach(document.text, document.name)
     pieces: list[str] = []
     try:
-        for piece in session.ask(question.text, max_tokens, stop=ends, progress=reading):
+        for piece in session.ask(
+            question.text, max_tokens, stop=ends, progress=reading, notice=notice
+        ):
             pieces.append(piece)
             show(0, 0, len(pieces))
     except Interrupted:

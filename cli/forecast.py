@@ -40,7 +40,8 @@ class Row:
     with the state of the policy. fits: None where free memory is not known. `error` says why there
     are no figures. again: tokens that are read once more before anything is evicted; ram: what is
     held in RAM for that, beside a GPU's memory or as a part of `reading`; file: what is in a file
-    for that, 0 if there is none; file_ram: what `ram` is with a file.
+    for that, 0 if there is none; file_ram: what `ram` is with a file. suffices: false if `error` is
+    that too few positions are left for what the policy reads beside the document.
     """
 
     policy: str
@@ -57,6 +58,7 @@ class Row:
     ram: int = 0
     file: int = 0
     file_ram: int = 0
+    suffices: bool = True
 
     @property
     def label(self) -> str:
@@ -166,9 +168,16 @@ def forecast(
             "start packs them again"
         )
         disk = 0
-    space = workspace(config, tokens, kind.itemsize, cuda=where.type == "cuda")
+    unpacked = 0
     if packed and where.type == "cuda":  # a matrix is unpacked for each product of many rows
-        space += max(rows * columns for rows, columns in matrices(config).values()) * kind.itemsize
+        most = max(rows * columns for rows, columns in matrices(config).values())
+        unpacked = most * kind.itemsize
+
+    def work_space(*, foresees: bool = False) -> int:
+        cuda = where.type == "cuda"
+        return unpacked + workspace(config, tokens, kind.itemsize, cuda=cuda, foresees=foresees)
+
+    space = work_space()
     if room is None:
         free = free_memory(where)
         place = torch.cuda.get_device_name(where) if where.type == "cuda" else "this machine"
@@ -184,7 +193,10 @@ def forecast(
         try:
             kv = begun(eviction, config, kind, tokens, answer, settings.kv)
         except (UsageError, ContextError) as error:
-            return Row(name, eviction.decode, stride, error=worded(f"{error}; {error.hint}"))
+            text, suffices = f"{error}; {error.hint}", not isinstance(error, ContextError)
+            if not suffices and tokens >= config.max_context:
+                text = f"{tokens:,} tokens do not fit in {config.max_context:,} positions"
+            return Row(name, eviction.decode, stride, error=worded(text), suffices=suffices)
         assert kv.target is not None
         if kv.foresees:
             notes.append(f"{name} reads the prompt twice, which takes about twice the time")
@@ -198,7 +210,8 @@ def forecast(
             reading -= cost.ram
         elif in_file and twice is not None:
             reading = twice.planned_in_file
-        needs = max(weights + space + max(reading, writing), load)
+        work = work_space(foresees=kv.foresees)
+        needs = max(weights + work + max(reading, writing), load)
         return Row(
             name,
             eviction.decode,
@@ -369,9 +382,15 @@ def _held_of_pool(kv: KVCache, pool: int, tokens: int, steps: int) -> int:
     return min(most, pool)
 
 
-def workspace(config: ModelConfig, tokens: int, itemsize: int, *, cuda: bool) -> int:
+def workspace(
+    config: ModelConfig, tokens: int, itemsize: int, *, cuda: bool, foresees: bool = False
+) -> int:
     """About what the network needs at once to read, beside weights and cache: the residual stream
-    and the tables of positions in full, and of one chunk the widest intermediates, twice."""
+    and the tables of positions in full, and of one chunk the widest intermediates, twice.
+
+    foresees: the policy needs every token's probability. Their states take the place of the
+    residual stream, and a chunk of logits that of the intermediates."""
+    from minikv.engine.engine import logits_nbytes
     from minikv.loader import prompt_rows
     from minikv.models.llama import chunk_rows
 
@@ -380,7 +399,8 @@ def workspace(config: ModelConfig, tokens: int, itemsize: int, *, cuda: bool) ->
     attention = 2 * (q + 2 * kv) + 2 * q
     chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize
     stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
-    return stream + chunk + 4 * config.vocab
+    told = logits_nbytes(tokens, config.vocab) if foresees else 0
+    return stream + max(chunk + 4 * config.vocab, told)
 
 
 def _visible(tokens: int, window: int | None) -> int:

@@ -28,7 +28,7 @@ def plan(
         ),
     ],
     generation: Annotated[Generation, Only("max_tokens")],
-    interface: Annotated[Interface, Only("debug")],
+    interface: Annotated[Interface, Only("preset debug")],
     tokens: Annotated[
         str,
         typer.Option(

@@ -72,6 +72,7 @@ class Item:
 
 
 _LARGEST = 1 << 30  # bytes of a file
+_LABEL = 40  # characters of a group's name
 _RULER = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # tokens of an answer
 _RULER_NAME = re.compile(r"(?<![a-z0-9])(niah|vt|cwe|fwe|qa[_-]?[12])(?![a-z0-9])")
 _RULER_NAMES = "niah_*, vt, cwe, fwe, qa_1, qa_2"
@@ -86,7 +87,7 @@ def read_items(path: Path) -> Iterator[Item]:
         # Not splitlines: JSON texts may hold the other characters that Unicode calls a line's end.
         data = read_bytes(path, _LARGEST)
         refuse_many(data)
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
         del data
     except (ModelError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}", "give a JSONL file") from None
@@ -167,6 +168,21 @@ class _Record:
             raise self.wrong(f"{name} is empty")
         return value
 
+    def label(self, name: str) -> str:
+        """A text that a table may show."""
+        value = self.filled(name)
+        if len(value) > _LABEL or not value.isprintable():
+            raise self.wrong(
+                f"{name} is not a line of at most {_LABEL} characters without control characters"
+            )
+        return value
+
+    def count(self, name: str) -> int:
+        value = self.fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise self.wrong(f"{name} is not a whole number of 0 or more")
+        return value
+
     def texts(self, name: str) -> tuple[str, ...]:
         value = self.fields.get(name)
         if name not in self.fields:
@@ -201,10 +217,9 @@ def _longbench(path: Path, source: str, record: _Record) -> Item:
         raise record.wrong("none of answers is in all_classes")
     if dataset.metric is metrics.retrieval and not all(map(metrics.PARAGRAPH.search, right)):
         raise record.wrong("an answer names no paragraph, as in Paragraph 1")
-    words = record.fields.get("length")
     groups: tuple[str, ...] = ()
-    if (given != name or path.stem.endswith("_e")) and isinstance(words, int):
-        groups = (longbench.length_group(words),)
+    if (given != name or path.stem.endswith("_e")) and "length" in record.fields:
+        groups = (longbench.length_group(record.count("length")),)
     tail = prompt.tail.replace("{input}", asks)
     return _official(source, dataset, Prompt(prompt.head, tail), document, right, classes, groups)
 
@@ -217,9 +232,7 @@ def _choices(source: str, record: _Record) -> Item:
     right = record.text("answer")
     if right not in ("A", "B", "C", "D"):
         raise record.wrong("answer is not A, B, C or D")
-    groups = tuple(
-        str(record.fields[name]) for name in ("difficulty", "length") if name in record.fields
-    )
+    groups = tuple(record.label(x) for x in ("difficulty", "length") if x in record.fields)
     document = record.filled("context").strip()
     return _official(source, CHOICES, prompt, document, (right,), (), groups)
 

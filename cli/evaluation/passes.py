@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from minikv.cache.attend import Attend
+from minikv.chat import repeating
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Message
 from minikv.cli.evaluation import wording
@@ -17,7 +18,7 @@ from minikv.cli.evaluation.files import Item
 from minikv.cli.evaluation.interview import written
 from minikv.cli.evaluation.measure import Shadow, negative_log_likelihood
 from minikv.cli.evaluation.rereading import Rereading
-from minikv.engine.engine import Engine, Network
+from minikv.engine.engine import Engine, Network, Predicting
 from minikv.errors import ContextError
 
 
@@ -69,6 +70,7 @@ def _opening(chat: ChatSession, item: Item) -> int:
 
 def _perplexity(chat: ChatSession, item: Item) -> list[float]:
     """Nats of each token in the last quarter of the document."""
+    repeating.prepare(chat.engine.kv, chat.tokenizer, chat.template)
     return negative_log_likelihood(chat.engine, *_scored(chat, item))
 
 
@@ -92,6 +94,8 @@ def _lost(chat: ChatSession, item: Item) -> list[float]:
 def _lost_by_answer(chat: ChatSession, item: Item) -> list[float]:
     kv, network = chat.engine.kv, chat.engine.network
     prompts, answer = wording.parts(chat, item, 0), _answer(chat, item)
+    with wording.worded(chat, item, 0):
+        repeating.prepare(kv, chat.tokenizer, chat.template)
     if sum(map(len, prompts)) + len(answer) > chat.max_context:
         raise ContextError("a document does not fit the model", "choose a smaller --length")
     keys: list[Tensor] = []
@@ -125,6 +129,14 @@ class _Heard:
         self._done = True
         return self._network.forward(ids, _Hearing(kv, self.keys))
 
+    def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
+        """See `minikv.engine.engine.Predicting`. Keys are heard when the prompt itself is fed."""
+        return cast(Predicting, self._network).hidden(ids, kv)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `minikv.engine.engine.Predicting`."""
+        return cast(Predicting, self._network).logits(hidden)
+
 
 class _Hearing:
     """`Attend` that keeps the keys which pass."""
@@ -132,6 +144,11 @@ class _Hearing:
     def __init__(self, kv: Attend, keys: list[list[Tensor]]) -> None:
         self.position, self.advance = kv.position, kv.advance
         self._kv, self._keys = kv, keys
+
+    @property
+    def watch(self) -> Callable[[Tensor], None] | None:
+        """See `Attend`."""
+        return getattr(self._kv, "watch", None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`."""

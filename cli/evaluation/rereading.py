@@ -94,9 +94,15 @@ class Rereading:
         return cast(Predicting, self.network).logits(hidden)
 
     def keys(self) -> list[Tensor]:
-        """Each layer's keys [H, T, D] of the remembered prompt."""
-        traces, _ = next(iter(self._known.values()))
-        return [trace.key for trace in traces]
+        """Each layer's keys [H, T, D] of the remembered prompt. In a layer with a sliding window,
+        those that the next token does not see may be any finite numbers."""
+        if self._known:
+            traces, _ = next(iter(self._known.values()))
+            return [trace.key for trace in traces]
+        known = next(known for known, _ in self._scored.values() if known.scored)
+        tokens, layers = known.plan.tokens, range(known.shape.layers)
+        # `stage` returns the same buffer for every layer.
+        return [known.rows.stage(layer, tokens)[0].clone() for layer in layers]
 
 
 def _staged(reading: Prefill, layer: int, trace: LayerTrace) -> LayerTrace:

@@ -1,5 +1,6 @@
-"""For policies with a second pass (`minikv.policies.kvzip`): how a chat's model is asked to repeat
-what it has read, what that costs, and where the keys and values are kept meanwhile.
+"""For policies that read a prompt twice. With a second pass (`minikv.policies.kvzip`): how a chat's
+model is asked to repeat what it has read, what that costs, and where the keys and values are kept
+meanwhile. With probabilities (`minikv.policies.queryspan`): what that costs.
 """
 
 from __future__ import annotations
@@ -7,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.plan import RowsBefore
 from minikv.chat.planning import Planner
 from minikv.chat.prompt_plan import PromptPlan
 from minikv.chat.protocols import Template, Tokenizer
@@ -21,6 +24,7 @@ from minikv.policies.base import Wording
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with "
 _PROBES = ("a", "7?")  # two questions without a common last character
+_FEW = 256  # of fewer tokens that are read twice nothing is said: a question alone is read at once
 
 
 def wording(tokenizer: Tokenizer, template: Template) -> Wording:
@@ -32,6 +36,12 @@ def wording(tokenizer: Tokenizer, template: Template) -> Wording:
         tuple(tokenizer.encode(_LATER)),
         tuple(one[len(one) - count :]),
     )
+
+
+def prepare(kv: KVCache, tokenizer: Tokenizer, template: Template) -> None:
+    """Make the requests of the cache, unless they were made before."""
+    if not any((kv.words.first, kv.words.later, kv.words.answer)):
+        kv.words = wording(tokenizer, template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,36 @@ def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks:
     return made
 
 
+def foreseen(kv: KVCache, plan: PromptPlan) -> int:
+    """How many tokens of the prompts are read once before, because the policy needs their
+    probabilities: those of the prompts after which it must evict (see `KVCache.foresees`). Raises
+    UsageError if the budget is too small."""
+    rules, shape = kv.rules, kv.shape
+    if rules.prompt is None or not rules.prompt.evidence.predicted:
+        return 0
+    position, found = plan.behind(kv.position), 0
+    pinned = plan.pinned if plan.anew else kv.pinned
+    known = None if plan.anew else kv.budget_rows
+    held = RowsBefore.read(shape, kv.arena, position, len(plan.parts[0])).seen
+    for part in plan.parts:
+        position += len(part)
+        # A share becomes a number of rows with the first prompt.
+        each = known = known or rules.budget_rows(position, shape, kv.kv)
+        held = [
+            rows + shape.kv_heads * (len(part) if window is None else min(len(part), window))
+            for rows, window in zip(held, shape.windows, strict=True)
+        ]
+        totals = rules.layer_totals(each, position, shape, pinned)
+        if totals is None:  # all layers share one budget
+            most = each * shape.kv_heads * shape.layers
+            evicts, held = sum(held) > most, [min(sum(held), most), *[0] * (shape.layers - 1)]
+        else:
+            evicts = any(rows > total for rows, total in zip(held, totals, strict=True))
+            held = list(map(min, held, totals))
+        found += len(part) * evicts
+    return found
+
+
 def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
     """Decide where keys and values are kept until they are scored, and create the file if it is
     one. Returns True for a file, which exists until `Recall.scored`, and False for RAM, of which
@@ -136,15 +176,23 @@ def lines(
     engine: Engine, tokenizer: Tokenizer, planner: Planner, plan: PromptPlan
 ) -> Iterator[str]:
     """If a second pass scores this prompt, prepare it: make the requests, and a place for keys and
-    values until `Recall.scored`. Yields lines that tell the user the cost.
+    values until `Recall.scored`. Yields lines that tell the user the cost, also of a prompt that is
+    read once before for the probabilities of its tokens.
 
-    Raises ContextError, and what `keep` raises.
+    Raises ContextError, UsageError if the budget is too small, and what `keep` raises.
     """
-    if plan.recalled or not planner.scores_twice:
+    if plan.recalled:
         return
     kv = engine.kv
-    if not any((kv.words.first, kv.words.later, kv.words.answer)):
-        kv.words = wording(tokenizer, planner.composer.template)
+    if not planner.scores_twice:
+        tokens = foreseen(kv, plan)
+        if tokens >= _FEW:
+            yield (
+                f"{planner.wanted.eviction.policy} reads {tokens:,} tokens twice, first for their "
+                "probabilities, which takes about twice the time"
+            )
+        return
+    prepare(kv, tokenizer, planner.composer.template)
     cost = scoring(engine, plan.parts, plan.behind(kv.position), plan.asks)
     if not cost.tokens:
         return

@@ -41,7 +41,21 @@ class Predicting(Network, Protocol):
         ...
 
 
-_LOGITS = 1 << 23  # how many `_predicted` computes at once: 32 MiB
+_LOGITS = 1 << 20  # how many `_predicted` computes at once: 4 MiB
+# With a large vocabulary it computes up to so many rows or logits (32 MiB), whichever are fewer:
+# each chunk reads the whole lm_head.
+_ROWS, _MOST = 128, 1 << 23
+
+
+def logits_nbytes(tokens: int, vocab: int) -> int:
+    """Bytes that the probabilities of a prompt's tokens take beside the states: the logits of a
+    chunk, and as many numbers again for their log-sum-exp."""
+    return 8 * vocab * min(tokens, _rows(vocab))
+
+
+def _rows(vocab: int) -> int:
+    """The rows of a chunk of logits."""
+    return max(1, _LOGITS // vocab, min(_ROWS, _MOST // vocab))
 
 
 class Engine:
@@ -179,7 +193,8 @@ class Engine:
             logits = network.logits(hidden[lo:hi])
             right = logits.gather(1, fed[lo + 1 : hi + 1, None])[:, 0]
             found[lo + 1 : hi + 1] = (right - logits.logsumexp(1)).exp()
-            lo, rows = hi, max(1, _LOGITS // logits.shape[1])
+            lo, rows = hi, _rows(logits.shape[1])
+            del logits  # before the next ones are made
         _check(found, "reading the prompt")
         return found
 

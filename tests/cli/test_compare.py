@@ -122,6 +122,39 @@ def test_runs_are_fresh_chats_under_each_policy(monkeypatch: pytest.MonkeyPatch)
     assert full.report.sampling["temperature"] == 0
 
 
+@pytest.mark.parametrize(
+    ("policy", "words"), [("kvzip", "tokens more to score"), ("queryspan", "tokens twice")]
+)
+def test_what_a_policy_reads_more_is_told_before_it_is_paid(
+    policy: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And once, not again after the table."""
+    session = asked("Who?", document=STORY * 5)
+    began: list[str] = []
+
+    def live(terminal: Any, name: str) -> Any:
+        terminal.say(f"{name} begins")
+
+        def show(done: int, total: int, written: int) -> None:
+            if name not in began:
+                began.append(name)
+                terminal.say(f"{name} reads")
+
+        return show
+
+    monkeypatch.setattr(compare, "_live", live)
+    compared(session, policy, "streaming")
+    err = capsys.readouterr().err
+    assert err.count(words) == 1
+    name = f"{policy} {BUDGET}"
+    order = [err.index(f"{name} begins"), err.index(words), err.index(f"{name} reads")]
+    assert order == sorted(order)
+    assert f"! {name}: " in err
+
+
 def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     session = asked("Who?")
     caches: list[Any] = []

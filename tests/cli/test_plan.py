@@ -23,6 +23,7 @@ from huggingface_hub import errors
 from llama_8b import LLAMA
 from pairwise import pairwise
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import minikv
 from minikv.cache.kv_cache import KVCache
@@ -32,12 +33,13 @@ from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli import forecast as figures
 from minikv.cli.forecast import Forecast, forecast
+from minikv.cli.main import app
 from minikv.cli.plan import plan, read_bytes
 from minikv.cli.selftest import one_thread
 from minikv.cli.terminal import Terminal
 from minikv.cli.values import read_count
-from minikv.engine.engine import Engine
-from minikv.errors import UsageError
+from minikv.engine.engine import Engine, logits_nbytes
+from minikv.errors import ContextError, UsageError
 from minikv.models import BUNDLED
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError, ModelUnavailable
@@ -366,6 +368,14 @@ def test_what_is_read_twice_stays_below_its_plan(
     assert session.report.kv_bytes.allocated <= kv.target.nbytes
 
 
+def test_a_preset_can_be_planned() -> None:
+    done = CliRunner().invoke(
+        app, ["plan", "--preset", "many-questions", "--tokens", "2k", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert [row["policy"] for row in json.loads(done.stdout)["rows"]] == ["kvzip"]
+
+
 def test_the_plan_tells_what_is_read_twice() -> None:
     record = json.loads(run(None, "2k", policy="kvzip,keydiff", budget="64", as_json=True))
     kvzip, keydiff = record["rows"]
@@ -389,8 +399,57 @@ def test_the_plan_tells_what_is_read_twice() -> None:
     assert "holds all keys and values in RAM: 17.7 MiB (with --tier file 11.9 MiB)" in text
     assert "without a tier" not in text
     assert "scoring" not in run(None, "2k", policy="keydiff", budget="64")
-    with pytest.raises(UsageError, match="has the model repeat what it has read"):
+    with pytest.raises(ContextError, match="has the model repeat what it has read, and 2 of 8,192"):
         run(None, "8190", policy="kvzip", budget="64")
+
+
+def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
+    """With the exit code of what does not fit; a larger budget would not help. Beside a policy that
+    fits it is a row."""
+    for tokens, words in (("8150", "42 of 8,192 positions"), ("9000", "9,000 tokens do not fit")):
+        with pytest.raises(ContextError, match=words) as caught:
+            run(None, tokens, policy="kvzip,kvzip+")
+        assert caught.value.exit_code == 5
+        assert "budget" not in f"{caught.value} {caught.value.hint}"
+    rows = json.loads(run(None, "8150", policy="kvzip,keydiff", as_json=True))["rows"]
+    assert [row["suffices"] for row in rows] == [False, True]
+    with pytest.raises(UsageError, match="too small"):
+        run(None, "2000", policy="kvzip", budget="4")
+
+
+def test_the_logits_of_probabilities_are_counted(
+    bundled: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most so many exist at once as the plan says; it tells them where the network itself does
+    not need as much at other times."""
+    config, network = bundled.engine.network.config, bundled.engine.network  # type: ignore[attr-defined]
+    logits, most = network.logits, []  # type: ignore[attr-defined]
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        made = logits(hidden)
+        most.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(network, "logits", counted)
+    choice = EvictionConfig.read("queryspan", budget="72")
+    text = "The mill on the river is run by Ada, who came from Velgate. " * 60
+    measured_and_planned(bundled, config, choice, text, answer=2)
+    tokens = bundled.report.tokens.prompt_new  # type: ignore[union-attr]
+    assert len(most) > 3
+    assert 2 * max(most) == logits_nbytes(tokens, config.vocab)
+    assert max(most) <= 4 << 20
+    # With a vocabulary that is large for the network, logits are more than anything else.
+    raw = json.loads((BUNDLED / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"vocab_size": 100_000}))
+    monkeypatch.setattr("minikv.models.weights.loading_bytes", lambda *_: 0)
+    spaces = {}
+    for policy in ("snapkv", "queryspan"):
+        made = of(EvictionConfig.read(policy, budget="72"), str(tmp_path), 2000)
+        (row,) = made.rows
+        spaces[policy] = row.needs - made.weights - max(row.reading, row.writing)
+    assert spaces["snapkv"] == made.workspace
+    least = 2000 * raw["hidden_size"] * 4 + logits_nbytes(2000, 100_000)
+    assert spaces["queryspan"] > least > spaces["snapkv"]
 
 
 def test_a_second_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(bundled: ChatSession) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from rows import check_part, check_step
 
-from minikv.policies import PARTS, POLICIES, Part, PolicyInfo
+from minikv.policies import PARTS, POLICIES, Part, PolicyInfo, find
+from minikv.policies.options import Option, read_options
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=lambda part: part.name)
@@ -80,3 +84,54 @@ DEFAULTS: dict[str, dict[str, object]] = {
 def test_defaults(name: str) -> None:
     found = {option.name: option.default for option in POLICIES[name].options}
     assert found == DEFAULTS[name]
+
+
+COMPOSED = ("ada-expected+turns", "ada-expected+critical", "kvcrush(expected)", "expected+ada")
+
+
+def cards() -> list[Any]:
+    """Of every policy and part: what it says of paper and release, and its options."""
+    infos = [*POLICIES.values(), *map(find, COMPOSED)]
+    found = [pytest.param(p.differences, p.options, id=f"policy {p.name}") for p in infos]
+    parts = PARTS.values()
+    return [*found, *(pytest.param(p.differs, p.options, id=f"part {p.name}") for p in parts)]
+
+
+@pytest.mark.parametrize(("lines", "options"), cards())
+def test_no_card_says_a_default_that_it_does_not_have(
+    lines: tuple[str, ...], options: tuple[Option, ...]
+) -> None:
+    """`option=value` is what minikv does; in parentheses or after a semicolon, it is what makes it
+    do as they do. The numbers of protected tokens stand before the semicolon."""
+    values = {option.name: option.default for option in options}
+    for line in lines:
+        first, _, last = re.sub(r"\([^)]*\)", "", line).partition("; ")
+        ours, theirs = first, " ".join([*re.findall(r"\([^)]*\)", line), last])
+        for said, same in ((ours, True), (theirs, False)):
+            for name, value in re.findall(r"\b([a-z_]+)=([\w.]*\w)", said):
+                if name in values:
+                    read = read_options("", options, {name: value})[name]
+                    assert (read == values[name]) == same, line
+        for word, name in (("first", "sinks"), ("newest", "recent")):
+            found = re.search(rf"\b{word} (\d+)\b.* stay", line.partition(";")[0])
+            assert found is None or int(found[1]) == values[name], line
+
+
+def test_a_preset_leaves_out_what_is_said_of_other_defaults() -> None:
+    lines = " ".join(find("ada-expected").differences)
+    for words in ("newest 10", "epsilon", "blend"):
+        assert words in " ".join(find("expected+ada").differences)
+        assert words not in lines
+    assert "alpha=0.2" in lines  # a default that it shares
+    kvcrush = find("kvcrush(expected)")  # with sinks=4, which is what expected has, too
+    assert "newest 10" in " ".join(kvcrush.differences)
+
+
+@pytest.mark.parametrize("info", [p for p in POLICIES.values() if p.preset], ids=lambda p: p.name)
+def test_no_line_of_a_part_names_an_option_with_another_default(info: PolicyInfo) -> None:
+    for part in (PARTS[name] for name in info.parts):
+        own = {option.name: option.default for option in part.options}
+        other = {name for name in own if info.preset.get(name, own[name]) != own[name]}
+        for line in part.differs:
+            named = set(re.findall(r"[a-z_]\w+", " ".join(re.findall(r"`[^`]+`|\w+=", line))))
+            assert not (named & other) or line not in info.differences, line

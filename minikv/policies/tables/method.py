@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -59,8 +60,17 @@ class PolicyInfo:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """How it differs from paper and release, as prompt policy and as step policy."""
-        return (*(line for part in self.parts for line in PARTS[part].differs), *self.differs)
+        """How it differs from paper and release, as prompt policy and as step policy. What a part
+        says of an option does not hold where this method has another default of it."""
+        lines = (line for part in self.parts for line in self._still_true(PARTS[part]))
+        return (*lines, *self.differs)
+
+    def _still_true(self, part: Part) -> list[str]:
+        """The part's lines that name no option whose default is another one here."""
+        own = {option.name: option.default for option in part.options}
+        other = [name for name, value in self.preset.items() if own.get(name, value) != value]
+        named = re.compile(rf"`({'|'.join(other)})`|\b({'|'.join(other)})=")
+        return [line for line in part.differs if not other or not named.search(line)]
 
     @property
     def options(self) -> tuple[Option, ...]:

@@ -65,6 +65,16 @@ def choices(**changes: object) -> str:
         (choices(choice_D=None), "line 2: no choice_D"),
         (choices(answer="E"), "line 2: answer is not A, B, C or D"),
         (choices(question=" "), "line 2: question is empty"),
+        (choices(difficulty={"a": 1}), "line 2: difficulty is not a text"),
+        (choices(length=7), "line 2: length is not a text"),
+        (choices(length=" "), "line 2: length is empty"),
+        (choices(difficulty="x" * 41), "line 2: difficulty is not a line of at most 40 characters"),
+        (choices(length="a\x1b[2J"), "line 2: length is not a line of at most 40 characters"),
+        (choices(length="a\nb"), "line 2: length is not a line of at most 40 characters"),
+        (record(dataset="qasper_e", length=True), "line 2: length is not a whole number of 0"),
+        (record(dataset="qasper_e", length=-1), "line 2: length is not a whole number of 0"),
+        (record(dataset="qasper_e", length="9"), "line 2: length is not a whole number of 0"),
+        (record(dataset="qasper_e", length=9.5), "line 2: length is not a whole number of 0"),
         (record(dataset="trec"), "line 2: no all_classes"),
         (
             record(dataset="trec")[:-1] + ', "all_classes": null}',
@@ -237,9 +247,24 @@ def test_longbench_e_is_told_apart_by_length(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     groups = [item.groups for item in read_items(path)]
     assert groups == [("0-4k",), ("0-4k",), ("4-8k",), ("4-8k",), ("8k+",)]
+    path.write_text(record())
+    assert next(read_items(path)).groups == ()
     other = tmp_path / "qasper.jsonl"
     other.write_text(record(length=10))
     assert next(read_items(other)).groups == ()
+
+
+@pytest.mark.parametrize("text", [record(), f"[{choices()}]"])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text, encoding="utf-8-sig")
+    assert len(list(read_items(path))) == 1
+
+
+def test_a_group_may_have_any_name_that_a_line_can_show(tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(choices(difficulty="schwierig, über 9", length=None))
+    assert next(read_items(path)).groups == ("schwierig, über 9",)
 
 
 def test_records_about_one_document_become_one_item(tmp_path: Path) -> None:

@@ -306,6 +306,29 @@ def test_attention_is_lost_to_a_cache_that_did_not_see_the_question(about: Item)
     assert max(passes.PASSES["loss"].run(chat, about)) == pytest.approx(0.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("policy", ["queryspan", "queryspan+global", "kvzip"])
+@pytest.mark.parametrize("reuse", ["once", "blind"])
+def test_attention_is_lost_under_policies_that_read_twice(
+    policy: str, reuse: str, about: Item
+) -> None:
+    """What several budgets and questions share is as if each had been alone, without `Rereading`;
+    also after answers to the same prompts."""
+    chat = minikv.load(policy="full")
+    some = replace(about, questions=about.questions[:2], right=about.right[:2])
+    mine = [EvictionConfig.read(policy, budget=str(budget)) for budget in (64, 128)]
+    alone = []
+    for eviction in mine:
+        chat.configure(eviction)
+        chat.reuse = reuse
+        alone.append(passes.PASSES["loss"].run(chat, some))
+    chat.reset()
+    one = run.Run(chat, ["facts", "loss"], [some], [*full(), *mine], [reuse])
+    one.measure(never)
+    losses = [cell.score for cell in one.cells() if cell.task == "loss"]
+    assert losses[1:] == [sum(values) / len(values) for values in alone]
+    assert losses[1] > losses[2] > 0.0
+
+
 def test_the_least_share_is_of_what_is_evicted_before_the_question() -> None:
     chat = minikv.load(policy="full")
     item = Item("word " * 60, ("What is this long question of many words about?",), (("word",),))
