@@ -48,6 +48,9 @@ METHODS = (
 BUDGETS = "24,32,48,64,128,256"
 LENGTHS = "2000,8000"
 REUSES = {"blind": "not seen", "once": "seen"}
+DEFAULT = "adakv"
+RIVALS = ("snapkv+global", "defensive+global", "kvzip", "keydiff", "keydiff+global", "queryspan")
+"""Methods that are compared with the default, in pairs."""
 ROOM = 120
 """Tokens of a chat's own and of a question with its answer, which the longest document leaves."""
 
@@ -350,7 +353,47 @@ def section() -> list[str]:
             mine = chosen(cells, length, reuse)
             if any(c["budget"] != "-" for c in mine):
                 lines += [f"### {length:,} tokens, the question was {said}", "", *grid(mine), ""]
-    return lines
+    return [*lines, *beside_the_default(cells)]
+
+
+def beside_the_default(cells: Sequence[Row]) -> list[str]:
+    """How far other methods are ahead of the default, over the same documents."""
+    by = {(c["length"], c["reuse"], c["method"], c["budget"]): c["by_document"] for c in cells}
+    budgets = sorted({str(key[3]) for key in by if key[2] == DEFAULT}, key=int)
+    lines = [
+        f"### Beside the default, `{DEFAULT}`",
+        "",
+        "Points ahead of it, over the same documents in pairs, with the 95 % interval (Student's t).",
+        "",
+        "| documents | method | " + " | ".join(budgets) + " |",
+        "|---" * (len(budgets) + 2) + "|",
+    ]
+    for length in lengths_of(cells):
+        for reuse, said in REUSES.items():
+            for method in RIVALS:
+                row = []
+                for budget in budgets:
+                    mine = by.get((length, reuse, method, budget))
+                    other = by.get((length, reuse, DEFAULT, budget))
+                    row.append("" if mine is None or other is None else apart(mine, other))
+                if any(row):
+                    lines.append(f"| {length:,}, {said} | {method} | {' | '.join(row)} |")
+    return [*lines, "", (HERE / "default-notes.md").read_text().strip(), ""]
+
+
+def apart(mine: object, other: object) -> str:
+    """The mean difference in points, over the documents that both have."""
+    assert isinstance(mine, dict)
+    assert isinstance(other, dict)
+    a = {int(key): value for key, value in mine.items()}
+    b = {int(key): value for key, value in other.items()}
+    pairs = [a[key] - b[key] for key in sorted(a.keys() & b.keys())]
+    low, high = intervals.of_means([[pair] for pair in pairs])
+    assert low is not None
+    assert high is not None
+    mean = sum(pairs) / len(pairs)
+    ends = (f"{round(100 * x, 1) + 0.0:+.1f}" for x in (mean, low, high))
+    return "{} ({} to {})".format(*ends)
 
 
 def commands() -> list[str]:
