@@ -86,6 +86,8 @@ OTHER_PARTS = (
             "scores are compared as they are, as in the authors' code; KVCache-Factory "
             "weighs each head's first (`normalize`)",
             "a head's budget is a blend; kvpress gives each head a floor instead (alloc=floor)",
+            "first tokens that a scorer protects do not count in a head's own share; in kvpress "
+            "they do",
             "with a decode policy each head keeps its own budget while an answer is "
             "written; the release then evicts nothing",
         ),
@@ -129,7 +131,8 @@ OTHER_PARTS = (
         ),
         differs=(
             "head budgets are those of the policy it is added to; kvpress has a variant of "
-            "its own with Ada-KV's",
+            "its own with Ada-KV's, where the score alone picks a head's own share, also where "
+            "that is more than `by_score` of its tokens",
             "scores that are no attention, such as a key's norm, count by their rank; the "
             "paper has none of these",
         ),

@@ -338,6 +338,7 @@ SCORERS = (
             "(--pin-system); kvpress has 4. The template's and the system's other tokens are "
             "scored as the text is",
             "kvpress repeats 2,048 tokens at once (chunk=2048)",
+            "the newest token of every head stays; in kvpress it may leave",
             "near the end of the model's context chunks are shorter; the releases read on "
             "beyond it",
             "the releases take a question and its answer out of the cache again; here they "
