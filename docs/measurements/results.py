@@ -35,7 +35,7 @@ STEP = "streaming,random,l2,hashevict,tova,scissorhands,h2o,roco"
 PAPER = "-o pool=1 -o lead=1"  # RoCo writes as in the paper; its default is newer (see `hand_over`)
 SMALL = "-o window=16 -o proxies=16"  # at a budget of 32, windows of 32 leave nothing
 BUDGETS = "64,128,256,512"
-WRITING = "none,roco,streaming,tova,h2o"  # each with its default
+WRITING = "none,roco,streaming,tova,h2o,rkv"  # each with its default
 RUNS = {
     "facts": f"--tasks facts,agree,loss --policy '{PROMPT}' --budget {BUDGETS} -n 200",
     "followup": f"--tasks followup --policy '{PROMPT}' --budget {BUDGETS} -n 204",

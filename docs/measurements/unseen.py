@@ -363,7 +363,7 @@ def beside_the_default(cells: Sequence[Row]) -> list[str]:
     lines = [
         f"### Beside the default, `{DEFAULT}`",
         "",
-        "Points ahead of it, over the same documents in pairs, with the 95 % interval (Student's t).",
+        "Points ahead of it, over the same documents in pairs, with the 95 % interval.",
         "",
         "| documents | method | " + " | ".join(budgets) + " |",
         "|---" * (len(budgets) + 2) + "|",
