@@ -38,6 +38,7 @@ from minikv.errors import ContextError, UsageError
 
 HERE = Path(__file__).parent
 FILE = HERE / "unseen.json"
+NOTES = HERE / "default-notes.md"
 PICTURES = HERE.parent / "pictures"
 SEED = 920_000_000  # of documents that training never used
 BLOCK = 5  # documents by which all lengths grow in turn
@@ -378,7 +379,7 @@ def beside_the_default(cells: Sequence[Row]) -> list[str]:
                     row.append("" if mine is None or other is None else apart(mine, other))
                 if any(row):
                     lines.append(f"| {length:,}, {said} | {method} | {' | '.join(row)} |")
-    return [*lines, "", (HERE / "default-notes.md").read_text().strip(), ""]
+    return [*lines, "", NOTES.read_text().strip(), ""]
 
 
 def apart(mine: object, other: object) -> str:
