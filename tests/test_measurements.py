@@ -119,6 +119,7 @@ def test_the_section_has_every_method_with_its_interval(unseen: ModuleType, tmp_
     page = unseen.section()
     # Of the four documents it is ahead in three: Student's t with a standard error of 0.25.
     assert "| 2,000, not seen | keydiff | +75.0 (-4.5 to +154.6) |" in page
+    assert unseen.apart({"0": 1.0, "1": 0.5}, {"0": 0.5, "2": 0.5}) == ""  # one in common
 
     def figure(rows: list[list[float]], mean: float) -> str:
         low, high = unseen.intervals.of_shares(rows)

@@ -383,15 +383,16 @@ def beside_the_default(cells: Sequence[Row]) -> list[str]:
 
 
 def apart(mine: object, other: object) -> str:
-    """The mean difference in points, over the documents that both have."""
+    """The mean difference in points, over the documents that both have; "" where an interval needs
+    more of them."""
     assert isinstance(mine, dict)
     assert isinstance(other, dict)
     a = {int(key): value for key, value in mine.items()}
     b = {int(key): value for key, value in other.items()}
     pairs = [a[key] - b[key] for key in sorted(a.keys() & b.keys())]
     low, high = intervals.of_means([[pair] for pair in pairs])
-    assert low is not None
-    assert high is not None
+    if low is None or high is None:
+        return ""
     mean = sum(pairs) / len(pairs)
     ends = (f"{round(100 * x, 1) + 0.0:+.1f}" for x in (mean, low, high))
     return "{} ({} to {})".format(*ends)
