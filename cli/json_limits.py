@@ -8,7 +8,9 @@ CONTAINERS, ITEMS = 1_000_000, 5_000_000
 """The most lists and objects, and the most commas, of one file, outside of texts. An object takes
 64 bytes or more, a number 8 to 40."""
 
-_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A text, or the rest of the file behind a quotation mark that has no second one. Otherwise each
+escaped mark in the rest would be tried as a beginning, which is quadratic."""
 
 
 def refuse_many(data: bytes) -> None:
