@@ -138,6 +138,19 @@ def test_the_section_has_every_method_with_its_interval(unseen: ModuleType, tmp_
     assert "2,000 tokens, the question was seen" in told
 
 
+def test_a_picture_has_the_best_and_the_default(unseen: ModuleType) -> None:
+    def line(name: str, *scores: tuple[str, float]) -> object:
+        return unseen.Line(name, tuple(unseen.Point(b, s) for b, s in scores))
+
+    others = [line(f"m{i}", ("24", 1.0 - i), ("48", i / 20)) for i in range(12)]
+    lines = [line("adakv", ("48", 0.0)), *others]
+    names = [one.name for one in unseen.best(lines)]
+    assert names == [f"m{i}" for i in range(11, 3, -1)] + ["adakv"], "24 is not a budget of all"
+    lines[0] = line("adakv", ("48", 1.0))
+    assert unseen.best(lines)[0].name == "adakv"
+    assert len(unseen.best(lines)) == unseen.DRAWN
+
+
 def test_results_md_is_what_the_files_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page was written from what is beside it."""
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -174,9 +174,9 @@ def _panel(panel: Panel, names: Sequence[str]) -> list[str]:
 def _line(
     line: Line, number: int, lines: int, at: Mapping[str, float], down: Callable[[float], float]
 ) -> list[str]:
-    # Intervals of several lines at one budget are drawn side by side.
-    shift = 2.2 * (number - (lines - 1) / 2) if lines > 1 else 0.0
-    shift = max(-9.0, min(9.0, shift))
+    # Intervals of several lines at one budget are drawn side by side, at most 9 pixels from it.
+    apart = min(2.2, 18 / max(1, lines - 1))
+    shift = apart * (number - (lines - 1) / 2)
     points = sorted(line.points, key=lambda point: at[point.budget])
     places = [(at[p.budget] + shift, down(p.score)) for p in points]
     colour = _COLOURS[number % len(_COLOURS)]

@@ -52,6 +52,8 @@ REUSES = {"blind": "not seen", "once": "seen"}
 DEFAULT = "adakv"
 RIVALS = ("snapkv+global", "defensive+global", "kvzip", "keydiff", "keydiff+global", "queryspan")
 """Methods that are compared with the default, in pairs."""
+DRAWN = 8
+"""Methods of a panel: the best ones, and the default. The tables have all."""
 ROOM = 120
 """Tokens of a chat's own and of a question with its answer, which the longest document leaves."""
 
@@ -313,8 +315,20 @@ def panels(cells: Sequence[Row], length: int) -> list[Panel]:
         ]
         if names:
             title = f"{length:,} tokens, the question was {said}"
-            found.append(Panel(title, tuple(lines), full[0] if full else None))
+            found.append(Panel(title, tuple(best(lines)), full[0] if full else None))
     return found
+
+
+def best(lines: Sequence[Line]) -> list[Line]:
+    """The DRAWN lines of the highest mean over the budgets that all of them have, and the default;
+    the best first."""
+    shared = set.intersection(*({point.budget for point in line.points} for line in lines))
+
+    def mean(line: Line) -> float:
+        return sum(point.score for point in line.points if point.budget in shared)
+
+    ordered = sorted(lines, key=mean, reverse=True)
+    return ordered[:DRAWN] + [line for line in ordered[DRAWN:] if line.name == DEFAULT]
 
 
 def chosen(cells: Sequence[Row], length: int, reuse: str) -> list[Row]:
@@ -344,7 +358,9 @@ def section() -> list[str]:
         "that the document is evicted by itself, once for all its questions. Each question is",
         'then asked as if it were the first. "Seen" means that the document is read again with',
         "each question. A budget is tokens per head. A cell shows % exact answers with the 95 %",
-        "interval over documents. In an empty cell, the budget is too small for the method.",
+        "interval over documents. In an empty cell, the budget is too small for the method. A",
+        f"picture has the {DRAWN} best methods of each side, by the mean over the budgets that all",
+        "methods have, and the default. The tables have all.",
         "",
     ]
     for length in lengths_of(cells):

@@ -70,6 +70,16 @@ def test_higher_is_better_and_budgets_go_right() -> None:
     assert y2 == 0.0
 
 
+def test_many_lines_stand_side_by_side_near_their_budget() -> None:
+    lines = tuple(Line(f"m{i}", (Point("64", 0.5), Point("128", 0.6))) for i in range(28))
+    picture = plot.drawn([Panel("t", lines)])
+    (tick,) = re.findall(r'<path d="M([\d.]+) 240 v4"[^\n]*\n[^\n]*>64<', picture)
+    xs = [float(x) for x in re.findall(r'<circle cx="([\d.]+)"', picture)][::2]
+    assert len(set(xs)) == 28
+    assert max(abs(x - float(tick)) for x in xs) == pytest.approx(9.0, abs=0.1)
+    assert sum(xs) / 28 == pytest.approx(float(tick), abs=0.1)
+
+
 def test_shares_and_bytes_stand_evenly_and_in_order() -> None:
     points = tuple(Point(b, 0.5) for b in ("20%", "1MiB", "5%", "64"))
     picture = plot.drawn([Panel("t", (Line("a", points),))])
