@@ -16,6 +16,10 @@ Numbers are rounded where the separate calls round them: the norm before and aft
 product, silu and the sum with x. Packed weights are multiplied in float32 without rounding;
 packed_product.py and models/linear_gpu.py round weights of four bits to bfloat16 first. A bias is
 added in float32, before the product is rounded.
+
+A product can be launched before the kernel in front of it has ended (programmatic dependent launch,
+on compute capability 9.0 and later). Then it loads its first weights, which no kernel changes, and
+waits for that kernel before it touches anything else. See `EARLY`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -42,6 +46,9 @@ KEEP, ADD, GATE = range(3)
 second product."""
 _PLAIN, _EIGHT, _FOUR = tl.constexpr(PLAIN), tl.constexpr(EIGHT), tl.constexpr(FOUR)
 _ADD, _GATE = tl.constexpr(ADD), tl.constexpr(GATE)
+EARLY = False
+"""Whether a step launches its products early, where the device can. Not measured yet: True is right
+where `early_by_own` of tests/gpu/probe.py is below 1."""
 _MOST = 16384  # the most columns of a row that is normed
 _AT_ONCE = 4096  # how many of these columns are read at once
 
@@ -148,6 +155,7 @@ def _row_product(
     OUT: tl.constexpr,
     IN: tl.constexpr,
     NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid (rows of the result / OUT,). x [N]; out: as many numbers as the weights have rows, or
     half as many if gated; scale: the epsilon of the norm."""
@@ -162,6 +170,9 @@ def _row_product(
     if THEN == _GATE:
         up_ahead = _asked(weights, row + results, 0, N, EACH, IN)
         up_total = tl.zeros([OUT, T], tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # x and out belong to the kernels in front until here
+        tl.extra.cuda.gdc_launch_dependents()
     length = tl.full((), 0.0, tl.float32)
     if norm is not None:
         squares = tl.zeros([NORMED], tl.float32)
@@ -219,13 +230,15 @@ CONFIGS = {PLAIN: Config(8, 1024, 4), EIGHT: Config(4, 2048, 4), FOUR: Config(4,
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix and how it is multiplied: `group` columns of four bits share a scale."""
+    """A matrix and how it is multiplied: `group` columns of four bits share a scale. early: launch
+    before the kernel in front has ended."""
 
     matrix: Matrix
     form: int
     group: int
     scales: Tensor | None
     config: Config
+    early: bool = False
 
     def __call__(
         self, x: Tensor, out: Tensor, then: int, norm: Tensor | None = None, eps: float = 0.0
@@ -237,7 +250,8 @@ class Product:
         assert out.shape == (1, results)
         assert x.is_contiguous()
         assert out.is_contiguous()
-        tiles = _tiles(config, matrix.n, self.form, self.group, then, norm is not None)
+        tiles = _tiles(config, matrix.n, self.form, self.group, then, norm is not None, self.early)
+        options = {"launch_pdl": True} if self.early else {}  # not every backend has this option
         _row_product[(-(-results // tiles["OUT"]),)](
             x,
             norm,
@@ -248,6 +262,7 @@ class Product:
             eps,
             matrix.outs,
             **tiles,
+            **options,
             num_warps=config.warps,
             num_stages=1,
         )
@@ -255,8 +270,8 @@ class Product:
 
 
 def _tiles(
-    config: Config, n: int, form: int, group: int, then: int, normed: bool
-) -> dict[str, int]:
+    config: Config, n: int, form: int, group: int, then: int, normed: bool, early: bool = False
+) -> dict[str, int | bool]:
     """The constants of `_row_product`."""
     return {
         "N": n,
@@ -266,6 +281,7 @@ def _tiles(
         "OUT": config.rows // 2 if then == GATE else config.rows,
         "IN": min(config.columns, power(n)),
         "NORMED": min(_AT_ONCE, power(n)) if normed else 0,
+        "EARLY": early,
     }
 
 
@@ -277,6 +293,7 @@ def rest(
     mlp_norm: Tensor,
     next_norm: Tensor,
     eps: float,
+    early: bool = EARLY,
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
     """A function of x [1, hidden], the input of the layer, and mixed [1, heads * D], the output of
     attention, in the dtype of the norms. It changes x, in place, to the input of the next layer,
@@ -284,14 +301,15 @@ def rest(
     the normed row [1, hidden] if there is no next layer.
 
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
-    None: these kernels do not take such matrices or norms.
+    early: launch the products early, where the device can. None: these kernels do not take such
+    matrices or norms.
     """
     kind = mlp_norm.dtype
-    made = [product_of(matrix, kind) for matrix in (out, gate_up, down)]
+    made = [product_of(matrix, kind, early=early) for matrix in (out, gate_up, down)]
     first, second, third = made
     if first is None or second is None or third is None or not _norms(mlp_norm, out.outs):
         return None
-    last = None if following is None else normed_product(following, next_norm, eps)
+    last = None if following is None else normed_product(following, next_norm, eps, early)
     if following is not None and (last is None or next_norm.dtype != kind):
         return None
 
@@ -304,10 +322,13 @@ def rest(
     return run
 
 
-def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor] | None:
+def normed_product(
+    matrix: Matrix, norm: Tensor, eps: float, early: bool = EARLY
+) -> Callable[[Tensor], Tensor] | None:
     """A function of x [1, n] that returns matrix times RMSNorm(x), [1, outs]; `norm` [n] has the
-    weights of the norm. None: this kernel does not take such a matrix or norm."""
-    made = product_of(matrix, norm.dtype)
+    weights of the norm. early: see `rest`. None: this kernel does not take such a matrix or norm.
+    """
+    made = product_of(matrix, norm.dtype, early=early)
     if made is None or not _norms(norm, matrix.n):
         return None
 
@@ -317,7 +338,9 @@ def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor
     return run
 
 
-def product_of(matrix: Matrix, kind: torch.dtype, config: Config | None = None) -> Product | None:
+def product_of(
+    matrix: Matrix, kind: torch.dtype, config: Config | None = None, early: bool = EARLY
+) -> Product | None:
     """The product of a row of dtype `kind` and the matrix; None if the kernel does not take it."""
     weights, scales = matrix.weights, matrix.scales
     beside = [part for part in (scales, matrix.bias) if part is not None]
@@ -336,7 +359,16 @@ def product_of(matrix: Matrix, kind: torch.dtype, config: Config | None = None) 
         if scales.dtype != torch.bfloat16 or group < 32 or group & (group - 1):
             return None
         scales = scales.view(torch.int32)
-    return Product(matrix, form, group, scales, config or CONFIGS[form])
+    early = early and launches_early(weights.device)
+    return Product(matrix, form, group, scales, config or CONFIGS[form], early)
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels can be launched there before the kernel in front has ended."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    has_wait = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")  # not every Triton
+    return has_wait and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _norms(norm: Tensor, size: int) -> bool:

@@ -149,8 +149,10 @@ def _multiplied(own: list[rest.Product], x: Tensor, out: Tensor, i: int) -> obje
 
 def layers(device: torch.device, small: bool) -> dict[str, Any]:
     """Seconds of all behind attention in a layer, with the next one's queries, keys and values: the
-    separate calls ("separate") and our own products. Where `own_by_separate` is above 1, set
-    `products` of kernels/triton/table.py to False."""
+    separate calls ("separate"), our own products, and these launched before the kernel in front has
+    ended ("early"; without a GPU of compute capability 9.0 the same as "own"). Where
+    `own_by_separate` is above 1, set `products` of kernels/triton/table.py to False; where
+    `early_by_own` is below 1, set `EARLY` of kernels/triton/rest.py to True."""
     hidden, mlp, attended, rows = (32, 32, 32, 8) if small else (4096, 14336, 4096, 6144)
     ops = Triton()
     found: dict[str, Any] = {}
@@ -161,7 +163,10 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
         norms = [torch.ones(hidden, device=device, dtype=torch.bfloat16) for _ in range(2)]
         x = torch.randn(1, hidden, device=device, dtype=torch.bfloat16)
         mixed = torch.randn(1, attended, device=device, dtype=torch.bfloat16)
-        made = [rest.rest(*map(as_read, four), *norms, 1e-5) for four in kept]  # type: ignore[arg-type]
+        made, made_early = (
+            [rest.rest(*map(as_read, four), *norms, 1e-5, early=early) for four in kept]  # type: ignore[arg-type]
+            for early in (False, True)
+        )
 
         def separate(
             i: int,
@@ -179,17 +184,20 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
             product: Tensor = made[i](x, mixed)
             return product
 
+        ways = {"separate": separate, "own": own, "early": partial(own, made=made_early)}
         mine = {
             name: mean_seconds(run, device, calls, 1 if small else 7) * 1e6
-            for name, run in (("separate", separate), ("own", own))
+            for name, run in ways.items()
         }
+        mine["early_by_own"] = mine["early"] / mine["own"]
         mine["own_by_separate"] = mine["own"] / mine["separate"]
         nbytes = sum(one.nbytes for one in kept[0])
         mine["own_bytes_s"] = nbytes / mine["own"] * 1e6
         found[form] = mine
         print(
             f"  {form:5} separate {mine['separate']:7.1f} us, own {mine['own']:7.1f} us, "
-            f"ratio {mine['own_by_separate']:.2f}, {mine['own_bytes_s'] / 1e9:.0f} GB/s",
+            f"ratio {mine['own_by_separate']:.2f}, {mine['own_bytes_s'] / 1e9:.0f} GB/s, "
+            f"early / own {mine['early_by_own']:.2f}",
             flush=True,
         )
     return found

@@ -72,6 +72,7 @@ class Built:
 
     instructions: frozenset[str]
     ptx: str
+    llvm: str
     reads: Mapping[str, Collection[int]]
     stack: int
     local: int
@@ -79,22 +80,29 @@ class Built:
 
 
 def compiled(
-    name: str, arch: int, tool: Path, folder: Path, unaligned: Collection[str] = ()
+    name: str,
+    arch: int,
+    tool: Path,
+    folder: Path,
+    unaligned: Collection[str] = (),
+    early: bool = False,
 ) -> Built:
     """Compile a variant and read the machine code. It is disassembled only where a test reads
     instructions: that takes as long as compiling. unaligned: pointers that the compiler is not told
-    to be aligned, as it would be by a mistake in the kernel's decorator."""
+    to be aligned, as it would be by a mistake in the kernel's decorator. early: a product that is
+    launched before the kernel in front has ended."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     variant = VARIANTS[name]
     names = list(variant.signature)
+    constants = {**variant.constants, **({"EARLY": True} if early else {})}
     aligned = [i for i in variant.aligned if names[i] not in unaligned]
     source = ASTSource(
         variant.fn,
         dict(variant.signature),
-        {(names.index(n),): value for n, value in variant.constants.items()},
+        {(names.index(n),): value for n, value in constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
@@ -115,7 +123,27 @@ def compiled(
         taken = [n for n, kind in variant.signature.items() if kind != "constexpr"]
         widths = reads(made.asm["llir"], taken)
     memory = number["STACK"], number["LOCAL"], made.metadata.shared
-    return Built(frozenset(found), made.asm["ptx"], widths, *memory)
+    return Built(frozenset(found), made.asm["ptx"], made.asm["llir"], widths, *memory)
+
+
+def cuobjdump() -> Path:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    return tool
+
+
+def alone(
+    name: str, folder: Path, *, unaligned: Collection[str] = (), early: bool = False
+) -> Built:
+    """A build of one test, for compute capability 9.0."""
+    import triton
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder / "cache")
+        return compiled(name, DEFAULT, cuobjdump(), folder, unaligned, early)
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +153,7 @@ def build(
     """(name, arch) -> Built. The first call starts all builds of this run."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip("this Triton brings no cuobjdump")
+    tool = cuobjdump()
     folder = tmp_path_factory.mktemp("cubins")
     started: dict[tuple[str, int], Future[Built]] = {}
     with triton.knobs.cache.scope(), ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -176,15 +202,8 @@ def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
 ) -> None:
     """A `split` that is not told that keys or values are aligned reads them two bytes at a time.
     Its queries are still read 16 bytes at a time, which is no excuse."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip("this Triton brings no cuobjdump")
     name = "split-bf16-128"
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(tmp_path / "cache")
-        built = compiled(name, DEFAULT, tool, tmp_path, unaligned)
+    built = alone(name, tmp_path, unaligned=unaligned)
     assert set(built.reads["q"]) == {16}
     assert too_narrow(built.reads, VARIANTS[name].reads) == [
         f"{pointer} is read 2 bytes at a time, not 16" for pointer in sorted(unaligned)
@@ -199,6 +218,31 @@ def test_every_part_is_written_before_it_is_counted(build: Callable[[str, int], 
     assert "bar.sync" in before[before.rindex("st.global") :]
     assert "ld.global.cg" in after
     assert "ld.global.b" not in after
+
+
+@pytest.mark.parametrize(
+    "name",
+    some_by_day(
+        [name for name in sorted(VARIANTS) if name.startswith("row-product")],
+        lambda name: name == "row-product-plain-gate-up",
+    ),
+)
+def test_an_early_product_waits_before_it_touches_what_others_write(
+    tmp_path: Path, name: str
+) -> None:
+    """Until it has waited for the kernel in front it has read weights alone, and written nothing.
+    It lets the next kernel begin after that: what that one waits for includes all before."""
+    built = alone(name, tmp_path, early=True)
+    assert built.local == 0
+    assert built.stack <= 8  # of `down` with int8 weights; else 0
+    assert too_narrow(built.reads, VARIANTS[name].reads) == []
+    before, after = built.llvm.split("griddepcontrol.wait")
+    taken = [n for n, kind in VARIANTS[name].signature.items() if kind != "constexpr"]
+    assert set(reads(before, taken)) == {"weights"}
+    assert "store" not in before
+    assert "st.global" not in before
+    assert after.count("griddepcontrol.launch_dependents") == 1
+    assert built.ptx.index("griddepcontrol.wait") < built.ptx.index("st.global")
 
 
 def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None:

@@ -93,6 +93,32 @@ def test_a_layer_is_that_of_the_separate_calls(
 
 
 @on_device
+@pytest.mark.parametrize("form", FORMS)
+def test_products_that_are_launched_early_give_the_same(form: str) -> None:
+    """Many layers one behind another, each of which reads what the one before wrote: bit for bit
+    what they give one after another."""
+    rest = kernel("triton.rest")
+    if not rest.launches_early(torch.device(DEVICE)):
+        pytest.skip("kernels are launched early on compute capability 9.0 and later")
+    hidden, mlp, layers = 2048, 4096, 24
+    shapes = ((hidden, hidden), (2 * mlp, hidden), (hidden, mlp), (hidden, hidden))
+    kept = [
+        [matrix(4 * j + i, *s, form, BFLOAT16, False)[0] for i, s in enumerate(shapes)]
+        for j in range(layers)
+    ]
+    norms = [draw(i, (hidden,), BFLOAT16).to(DEVICE) for i in (200, 201)]
+    found = []
+    for early in (False, True):
+        made = [rest.rest(*four, *norms, 1e-5, early=early) for four in kept]
+        x, mixed = (draw(i, (1, hidden), BFLOAT16).to(DEVICE) for i in (202, 203))
+        for _ in range(20):
+            for one in made:
+                mixed = one(x, mixed)
+        found.append((x.cpu(), mixed.cpu()))
+    assert all(map(torch.equal, *found))
+
+
+@on_device
 @pytest.mark.parametrize(
     ("form", "dtype", "biased"), pairwise(FORMS, (BFLOAT16, torch.float16), (False, True))
 )
