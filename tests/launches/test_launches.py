@@ -106,6 +106,9 @@ def test_the_documented_figures_are_those_of_the_table() -> None:
         assert (line["layer"], line["beside"]) == (row["layer"], row["beside"]), name
         triton, own = (32 * row["layer"][kind] + row["beside"][kind] for kind in (0, 1))
         assert line["after"] == triton + own
+    for name, row in TABLE["prompts"].items():
+        line = documented["prompts"][name]
+        assert (line["layer"], line["beside"]) == (row["layer"], row["beside"]), name
 
 
 def test_the_table_has_every_policy() -> None:
