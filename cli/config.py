@@ -45,6 +45,7 @@ LOCAL = "minikv.toml"
 PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
 _DOTS = 1000  # in a line of a file; ten times as many in all lines
+_LINES = 5000
 _OTHERS = (paths.HOME, "MINIKV_NATIVE")  # variables that are no settings: see `kernels.cpu.build`
 _LARGEST = 1 << 64  # of whole numbers in the file
 _CHAT = ("ask", "chat")
@@ -259,12 +260,16 @@ def read_toml(path: Path, shown: str) -> dict[str, object] | None:
 
 
 def _refuse_long_keys(text: str, shown: str) -> None:
-    """Raise UsageError if a line has many dots: of a key with n parts, tomllib keeps n keys of up
-    to n parts. Settings have no dots in their names, so comments and texts that have many are short
-    lines, too."""
-    many = max(line.count(".") for line in text.split("\n"))
-    if many > _DOTS or text.count(".") > 10 * _DOTS:
-        raise UsageError(f"{shown} has too many dots: at most {_DOTS:,} in a line")
+    """Raise UsageError if a line has many dots, or if there are many lines: of a key with n parts,
+    tomllib keeps n keys of up to n parts, and for each key it goes through the n parts of its
+    table. Settings have no dots in their names; comments and texts seldom have so many."""
+    lines = text.split("\n")
+    hint = 'a long text can be in a file of its own: system = "@FILE"'
+    if max(line.count(".") for line in lines) > _DOTS or text.count(".") > 10 * _DOTS:
+        many = f"at most {_DOTS:,} in a line and {10 * _DOTS:,} in all"
+        raise UsageError(f"{shown} has too many dots: {many}", hint)
+    if len(lines) > _LINES:
+        raise UsageError(f"{shown} has {len(lines):,} lines, and {_LINES:,} are allowed", hint)
 
 
 def _table(value: object, where: str) -> dict[str, str]:

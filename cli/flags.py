@@ -177,7 +177,16 @@ def _file_text(path: str, *, typed: bool) -> str:
 
     if not path:
         raise UsageError("--system @ names no file")
-    file = Path(path).expanduser()
-    if not typed and file.exists() and not file.is_file():
-        raise UsageError(f"system = {quoted('@' + path)} is not a regular file")
+    shown = quoted("@" + path)
+    try:
+        file = Path(path).expanduser()
+        special = not typed and file.exists() and not file.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no such user
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read the system prompt {shown}: {reason}") from None
+    if special:
+        raise UsageError(
+            f"the system prompt {shown} is not a regular file",
+            "a pipe is read only if it is typed: --system @FILE",
+        )
     return read_file(str(file)).text.strip()

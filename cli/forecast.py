@@ -194,7 +194,9 @@ def forecast(
             kv = begun(eviction, config, kind, tokens, answer, settings.kv)
         except (UsageError, ContextError) as error:
             text, suffices = f"{error}; {error.hint}", not isinstance(error, ContextError)
-            if not suffices and tokens >= config.max_context:
+            if not suffices and tokens == config.max_context:
+                text = f"{tokens:,} tokens leave no position for an answer"
+            elif not suffices and tokens > config.max_context:
                 text = f"{tokens:,} tokens do not fit in {config.max_context:,} positions"
             return Row(name, eviction.decode, stride, error=worded(text), suffices=suffices)
         assert kv.target is not None

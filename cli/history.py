@@ -15,6 +15,7 @@ from prompt_toolkit.history import History
 ENTRIES = 1000
 """Messages that the file keeps."""
 _LARGEST = 16 << 20  # bytes that are read, the newest
+_LONGEST = 1 << 20  # bytes of a line; a longer message is not kept
 
 
 class HistoryFile(History):
@@ -56,13 +57,16 @@ class HistoryFile(History):
 
     def store_string(self, string: str) -> None:
         """Add a message to the file."""
+        line = _line(string).encode()
+        if len(line) > _LONGEST:
+            return
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             handle = os.open(self._path, flags, 0o600)
             try:
                 os.fchmod(handle, 0o600)
-                os.write(handle, _line(string).encode())
+                os.write(handle, line)
             finally:
                 os.close(handle)
 

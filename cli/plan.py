@@ -16,7 +16,7 @@ from minikv.cli.forecast import Forecast, Row, config_folder, forecast
 from minikv.cli.suggestion import Suggestion, suggest
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import read_count
-from minikv.errors import ContextError, UsageError
+from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
@@ -53,8 +53,8 @@ def plan(
 
     `tokens` is "100k" or the like, "" some lengths up to all that the model can read; `memory`
     ("24GiB") plans for another machine than this one.
-    Raises UsageError, ContextError where no policy has positions left for what it reads beside the
-    document, and ModelError where the model's configuration cannot be had.
+    Raises UsageError, and ModelError where the model's configuration cannot be had. A model without
+    enough positions is no error: the forecast says so.
     """
     refuse_without_torch()
     room = read_bytes(memory) if memory else None
@@ -74,9 +74,7 @@ def plan(
         lengths = [length for length in _LENGTHS if length < whole]
         made = [*(made if lengths else []), *map(made_for, [*lengths[1:], whole])]
     rows = [row for one in made for row in one.rows]
-    if not any(row.suffices for row in rows):
-        raise ContextError(rows[0].error)
-    if all(row.error for row in rows):
+    if all(row.error and row.suffices for row in rows):
         raise UsageError(rows[0].error, "a larger --budget, or other policies")
     policy = next((name for name, stride in cases if name != "full" and not stride), DEFAULT_PROMPT)
     found = [suggest(settings, one, policy, room, folder) for one in made]

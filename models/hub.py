@@ -49,7 +49,7 @@ _JSON_LIMIT = 1 << 20
 _CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
 """The most lists and objects, commas, and colons of one file. When a file is parsed, a list or an
 item of one takes some tens of bytes, and a pair of an object up to 350. The largest real
-vocabularies have half as many lists and items, and a third as many pairs."""
+vocabularies have half as many lists and items, and six tenths as many pairs."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)

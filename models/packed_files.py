@@ -45,11 +45,11 @@ class PackedFile:
 def store() -> Path:
     """The folder of the files: cache/packed under $MINIKV_HOME, or packed in the user's cache
     directory. It need not exist. Raises OSError if there is no home directory."""
-    if home := os.environ.get("MINIKV_HOME"):
-        return Path(home).expanduser() / "cache" / "packed"
-    from platformdirs.unix import Unix
-
     try:
+        if home := os.environ.get("MINIKV_HOME"):
+            return Path(home).expanduser() / "cache" / "packed"
+        from platformdirs.unix import Unix
+
         return Path(Unix("minikv").user_cache_path) / "packed"
     except RuntimeError:
         raise FileNotFoundError(2, "there is no home directory") from None

@@ -15,7 +15,8 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 @app.command(
     help="minikv plan -m meta-llama/Llama-3.1-8B-Instruct --memory 24GiB\n\n"
     "How much memory a model and its cache would need for a document of this length under several "
-    "policies, how much is free, and flags with which it fits. Downloads config.json only.",
+    "policies, how much is free, and flags with which it fits. Policies come from flags, not from "
+    "minikv.toml or a variable. Downloads config.json only.",
 )
 @command
 def plan(

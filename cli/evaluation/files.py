@@ -148,6 +148,10 @@ class _Record:
             raise wrong("not a JSON object")
         self.fields, self.wrong = fields, wrong
 
+    def has(self, name: str) -> bool:
+        """Whether an optional field is given: null and "" are how tables write that it is not."""
+        return self.fields.get(name) not in (None, "")
+
     def _checked(self, name: str, value: str) -> str:
         try:
             value.encode()
@@ -179,6 +183,8 @@ class _Record:
 
     def count(self, name: str) -> int:
         value = self.fields.get(name)
+        if isinstance(value, float) and value.is_integer():  # of a table's column with gaps
+            value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.wrong(f"{name} is not a whole number of 0 or more")
         return value
@@ -218,7 +224,7 @@ def _longbench(path: Path, source: str, record: _Record) -> Item:
     if dataset.metric is metrics.retrieval and not all(map(metrics.PARAGRAPH.search, right)):
         raise record.wrong("an answer names no paragraph, as in Paragraph 1")
     groups: tuple[str, ...] = ()
-    if (given != name or path.stem.endswith("_e")) and "length" in record.fields:
+    if (given != name or path.stem.endswith("_e")) and record.has("length"):
         groups = (longbench.length_group(record.count("length")),)
     tail = prompt.tail.replace("{input}", asks)
     return _official(source, dataset, Prompt(prompt.head, tail), document, right, classes, groups)
@@ -232,7 +238,7 @@ def _choices(source: str, record: _Record) -> Item:
     right = record.text("answer")
     if right not in ("A", "B", "C", "D"):
         raise record.wrong("answer is not A, B, C or D")
-    groups = tuple(record.label(x) for x in ("difficulty", "length") if x in record.fields)
+    groups = tuple(record.label(x) for x in ("difficulty", "length") if record.has(x))
     document = record.filled("context").strip()
     return _official(source, CHOICES, prompt, document, (right,), (), groups)
 

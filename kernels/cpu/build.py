@@ -85,14 +85,16 @@ def compiles() -> bool:
 
 
 def unusable() -> Path | None:
-    """The library that was kept, if there is one and it cannot be used."""
+    """The library that was kept, if there is one, and it cannot be used and will be replaced."""
     compiler = find()
     if switched_off() or compiler is None or library.cache_info().currsize:
         return None
     try:
         folder = store()
         path = None if folder is None else folder / f"{key(compiler)}.so"
-        return path if path is not None and os.path.lexists(path) and not _usable(path) else None
+        if path is None or not os.path.lexists(path) or path.is_dir() or _usable(path):
+            return None
+        return path
     except OSError:
         return None
 

@@ -114,7 +114,9 @@ def foreseen(kv: KVCache, plan: PromptPlan) -> int:
         # A share becomes a number of rows with the first prompt.
         each = known = known or rules.budget_rows(position, shape, kv.kv)
         held = [
-            rows + shape.kv_heads * (len(part) if window is None else min(len(part), window))
+            rows + shape.kv_heads * len(part)
+            if window is None
+            else min(rows + shape.kv_heads * len(part), shape.kv_heads * window)
             for rows, window in zip(held, shape.windows, strict=True)
         ]
         totals = rules.layer_totals(each, position, shape, pinned)

@@ -37,7 +37,8 @@ def compiles(device: torch.device, kernels: str) -> bool:
 def damaged(device: torch.device, kernels: str) -> str:
     """A line if the C kernels are there and cannot be used, so that they are compiled again."""
     path = build.unusable() if device.type == "cpu" and kernels == "auto" else None
-    return "" if path is None else f"{path} is damaged: the kernels are compiled again"
+    why = "it is damaged, or not yours alone"
+    return "" if path is None else f"{path} cannot be used ({why}): the kernels are compiled again"
 
 
 def warm(kv: KVCache, network: Network) -> None:

@@ -188,6 +188,20 @@ def test_what_is_read_for_probabilities_is_told_before_it_is_paid(
         assert (int(found[1].replace(",", "")), told[0][1]) == (sum(glances) - before, fed_before)
 
 
+def test_rows_that_a_window_has_left_are_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a long question behind a document is not read twice, and nothing is said."""
+    session = chat("queryspan", 300, window=80, reuse="blind")
+    network: Any = session.engine.network
+    hidden, glances, told = network.hidden, [], []
+    monkeypatch.setattr(
+        network, "hidden", lambda ids, kv: glances.append(len(ids)) or hidden(ids, kv)
+    )
+    session.attach(MILL)
+    list(session.ask("Who? " * 60, 4, notice=told.append))
+    assert glances == []
+    assert not [line for line in told if "twice" in line]
+
+
 @pytest.mark.parametrize("kind", ["none", "ram", "auto"])
 def test_no_memory_is_said_before_anything_is_read(
     kind: str, monkeypatch: pytest.MonkeyPatch

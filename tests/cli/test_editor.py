@@ -464,6 +464,14 @@ def test_history_keeps_the_newest_and_survives_damage(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
 
 
+def test_a_message_too_long_to_keep_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    history = HistoryFile(path)
+    for message in ("one", "x" * (17 << 20), "two"):
+        history.store_string(message)
+    assert newest(path) == ["two", "one"]
+
+
 def test_history_follows_no_link(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text('"secret"\n')

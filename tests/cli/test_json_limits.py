@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_a_long_text_costs_little_to_leave_out(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(json_limits, "CONTAINERS", 5)
     refuse_many(b'"' + b"{\\n" * (1 << 20) + b'"')
     refuse_many(b'"' + b'{\\"' * (1 << 20))  # without end: it took hours
+
+
+def test_many_short_texts_cost_little_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """45 bytes for each byte, when what is between all of them was kept at once."""
+    monkeypatch.setattr(json_limits, "ITEMS", 5)
+    data = b'["' + b'{", "[' * (1 << 18) + b'"'
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="are too many"):
+            refuse_many(data)
+        monkeypatch.setattr(json_limits, "ITEMS", 1 << 18)
+        refuse_many(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("read", ["report", "eval"])

@@ -244,6 +244,9 @@ def test_files_that_are_no_files(home: Path) -> None:
         local.write_text(many)  # tomllib would take a gigabyte
         with pytest.raises(UsageError, match="has too many dots"):
             read(home)
+    local.write_text("[a" + ".a" * 900 + "]\n" + "".join(f"k{i}=1\n" for i in range(20_000)))
+    with pytest.raises(UsageError, match="has 20,002 lines, and 5,000 are allowed"):
+        read(home)  # it took a minute
 
 
 # -- aliases and loaders --------------------------------------------------------------------
@@ -816,5 +819,9 @@ def test_a_configuration_file_names_no_pipe_as_the_system_prompt(tmp_path: Path)
         _file_text(str(pipe), typed=False)
     with pytest.raises(UsageError, match="no such file"):
         _file_text(str(tmp_path / "none"), typed=False)
+    for name, says in (("~no-such-user/x", "home directory"), ("a" * 300, "name too long")):
+        for typed in (False, True):
+            with pytest.raises(UsageError, match=f"cannot read .*(?i:{says})"):
+                _file_text(name, typed=typed)
     threading.Thread(target=pipe.write_text, args=("From a pipe.",)).start()
     assert _file_text(str(pipe), typed=True) == "From a pipe."

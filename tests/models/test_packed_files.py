@@ -48,10 +48,11 @@ def test_without_a_home_directory_there_is_no_store(monkeypatch: pytest.MonkeyPa
         def user_cache_path(self) -> Path:
             raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv("MINIKV_HOME")
     monkeypatch.setattr("platformdirs.unix.Unix", Homeless)
-    with pytest.raises(FileNotFoundError, match="there is no home directory"):
-        store()
+    for home in ("", "~no-such-user/minikv"):
+        monkeypatch.setenv("MINIKV_HOME", home)
+        with pytest.raises(FileNotFoundError, match="there is no home directory"):
+            store()
     assert listed() == []
     clear()
 

@@ -18,9 +18,13 @@ from minikv.models.rope import RopeConfig
 
 
 def chat(
-    policy: str = "adakv", budget: int | str = 48, layers: int = 2, **given: Any
+    policy: str = "adakv",
+    budget: int | str = 48,
+    layers: int = 2,
+    window: int | None = None,
+    **given: Any,
 ) -> ChatSession:
-    """A session over a small random network that speaks bytes."""
+    """A session over a small random network that speaks bytes. window: of all layers."""
     config = ModelConfig(
         family="llama",
         layers=layers,
@@ -33,7 +37,7 @@ def chat(
         norm_eps=1e-5,
         rope=RopeConfig(theta=1e4),
         max_context=2048,
-        windows=(None,) * layers,
+        windows=(window,) * layers,
     )
     net = Llama(config, rows=64).randomise(3, std=0.3)
     eviction = EvictionConfig.read(policy, budget=budget)

@@ -263,8 +263,23 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, text: str) -> No
 
 def test_a_group_may_have_any_name_that_a_line_can_show(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
-    path.write_text(choices(difficulty="schwierig, über 9", length=None))
-    assert next(read_items(path)).groups == ("schwierig, über 9",)
+    path.write_text(choices(difficulty="schwierig, über 9", length="short"))
+    assert next(read_items(path)).groups == ("schwierig, über 9", "short")
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        (choices(difficulty="", length=None), ()),
+        (record(dataset="qasper_e", length=None), ()),
+        (record(dataset="qasper_e", length=3000.0), ("0-4k",)),
+    ],
+)
+def test_a_group_that_is_not_given(tmp_path: Path, text: str, groups: tuple[str, ...]) -> None:
+    """Tables write null, an empty text or 3000.0 where a column has gaps."""
+    path = tmp_path / "data.json"
+    path.write_text(text)
+    assert next(read_items(path)).groups == groups
 
 
 def test_records_about_one_document_become_one_item(tmp_path: Path) -> None:
