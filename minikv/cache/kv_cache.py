@@ -164,8 +164,6 @@ class KVCache:
             self._open, self._rows = True, None
         self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
         self._last = Outcome()
-        # Of each prompt: the position of its first token, and the probabilities of its tokens.
-        self._predicted: list[tuple[int, Tensor]] = []
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._peak = 0
         self._evict_s = 0.0
@@ -263,8 +261,6 @@ class KVCache:
         assert self._reading is None, "a prompt is under way"
         arena, rules = self.arena, self.rules
         position = self.position if given is None else 0
-        # The others belong to turns that were taken back.
-        self._predicted = [one for one in self._predicted if one[0] < position]
         rows = self._rows_after(position + tokens, anew=given is not None)
         each = self._usable(rows)
         if each is not None and smaller is not None:
@@ -415,12 +411,7 @@ class KVCache:
     def end_glance(self, predicted: Tensor) -> None:
         """predicted: the probabilities of the prompt's tokens, float32 [T]."""
         assert isinstance(self._reading, Prefill)
-        begin = self._reading.plan.position
-        self._predicted.append((begin, predicted))
-        known = torch.zeros(begin + len(predicted), device=predicted.device)
-        for first, some in self._predicted:
-            known[first : first + len(some)] = some
-        self._reading.predict(known)
+        self._reading.predict(predicted)
 
     @property
     def watch(self) -> Callable[[Tensor], None] | None:
@@ -677,7 +668,6 @@ class KVCache:
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)
         self._pinned, self._rows, self._open = held.pinned, held.rows, held.open
         self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
-        self._predicted = []
         if under is not None:
             self._set(under, later)
 

@@ -218,8 +218,8 @@ class Prefill:
         return self._foresees and any(map(self.plan.evicts, range(self.shape.layers)))
 
     def predict(self, predicted: Tensor) -> None:
-        """The forward for probabilities is over. predicted: the probability of the token at every
-        position, float32 [P]."""
+        """The forward for probabilities is over. predicted: the probabilities of the prompt's
+        tokens, float32 [T]."""
         self.glancing = False
         self.plan = replace(self.plan, predicted=predicted)
         self._held_bytes += predicted.nbytes

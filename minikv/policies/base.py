@@ -76,8 +76,8 @@ class PromptView:
         slice of the heads; None unless `Evidence.each_query`.
     lengths float32 [W]: norms of the layer's input (after its norm) at the observed queries; None
         unless `Evidence.lengths`.
-    predicted float32 [P]: the probability that the network gave to the token at each position, 0
-        where not known; None unless `Evidence.predicted`.
+    predicted float32 [T]: the probability that the network gave to each token of the prompt, 0 for
+        the first one; None unless `Evidence.predicted`, and if no row must leave.
     peak float32 [H, N]: the scores of `Scorer.peak` from a second pass over the prompt, 0 for rows
         from before it; None if there was none.
     asks: the prompt only asks about what was read before. ops: the kernels.

@@ -9,12 +9,13 @@ of it the less the network could predict its token.
 
 The release reads a prompt once, holds every layer until the end and then evicts. Here a prompt is
 read twice: first only for the probability of each token, then to choose. So peak memory is that of
-one layer, and the choice is the same.
+one layer, and the choice is the same. What was probable is kept in a column, for later prompts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
 from minikv.policies.outputs import output_lengths
+
+_COLUMN = "foreseen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,20 @@ class QuerySpan(Scorer):
             predicted=True,
         )
 
+    @property
+    def columns(self) -> Mapping[str, torch.dtype]:
+        return {_COLUMN: torch.float32}
+
+    def state(self, view: PromptView) -> dict[str, Tensor]:
+        """The column after the prompt: the smallest probability of the `near` tokens around each
+        row's token in its prompt; 0 where probabilities are not known."""
+        known = view.carried[_COLUMN]
+        if view.predicted is None:
+            return {_COLUMN: known}
+        least = -F.max_pool1d(-view.predicted[None], self.near, 1, self.near // 2)[0]
+        at = view.pos - (view.position - len(view.predicted))
+        return {_COLUMN: torch.where(at >= 0, least[at.clamp(min=0)], known)}
+
     def score(self, view: PromptView) -> Tensor:
         assert view.attention is not None
         assert view.mass is not None
@@ -60,16 +77,8 @@ class QuerySpan(Scorer):
             most.append((p.amax(2) * norms[some]).amax(1))
         worth = torch.cat(most).masked_fill(~view.live, 0.0)
         carried = carry(worth, view.pos, self.decay)
-        return torch.maximum(worth, carried * self._unforeseen(view) ** self.gate)
-
-    def _unforeseen(self, view: PromptView) -> Tensor:
-        """float32 [H, N]: the largest 1 - p of the `near` tokens around each row's token; 1 where
-        probabilities are not known."""
-        if view.predicted is None:
-            return torch.ones(view.pos.shape, device=view.pos.device)
-        u = 1.0 - view.predicted
-        u = F.max_pool1d(u[None], self.near, 1, self.near // 2)[0]
-        return u.clamp(0.0, 1.0)[view.pos.clamp(min=0)]
+        unforeseen = (1.0 - self.state(view)[_COLUMN]).clamp(0.0, 1.0)
+        return torch.maximum(worth, carried * unforeseen**self.gate)
 
 
 def carry(worth: Tensor, pos: Tensor, decay: float) -> Tensor:

@@ -201,7 +201,7 @@ def read(
         turns=[(0, 30), (30, 90)] if before else [(0, 60)],
         rotary=far(SIZE // 2),
         output=lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
-        predicted=far(30 * before + 60),
+        predicted=far(60),
         pool=120 if chosen is not None and isinstance(chosen.layers, GlobalAllocator) else None,
     )
     shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (None,) * LAYERS, 4096)
