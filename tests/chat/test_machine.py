@@ -160,11 +160,12 @@ def apply(session: ChatSession, op: Op) -> None:
         else:
             stopped_before_writing(session, question, temperature)
     elif name == "skip":  # reading again was stopped
-        before, session.reuse = session.reuse, "once"
-        session.refresh_every = 0  # it needs the tier, which was not read
+        reuse, quality = session.reuse, session.quality
+        session.reuse = "once"
+        session.refresh_every, session.quality = 0, 0.0  # they need the tier, which was not read
         question, tokens, temperature = given
         "".join(session.ask(question, tokens, temperature))
-        session.reuse = before
+        session.reuse, session.quality = reuse, quality
     elif name == "continue":
         *more, session.refresh_every = given
         "".join(session.continue_answer(*more))
