@@ -157,7 +157,9 @@ def test_damaged_kernels_are_said_to_be_compiled_again(
     monkeypatch.setattr(warmup.build, "unusable", lambda: Path("/x.so"))
     heard = Progress()
     build(Settings(model=str(folder)), heard)
-    said = "/x.so is damaged: the kernels are compiled again"
+    said = (
+        "/x.so cannot be used (it is damaged, or not yours alone): the kernels are compiled again"
+    )
     assert heard.told == ["weights", said, "kernels"]
 
 
