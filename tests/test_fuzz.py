@@ -13,8 +13,8 @@ from pathlib import Path
 import fuzzing
 import pytest
 
-COUNT, MANY = 1500, 1_000_000
-SEED = 19
+COUNT, MANY = 5000, 1_000_000
+SEEDS = range(19, 27)
 
 
 @pytest.fixture
@@ -23,10 +23,15 @@ def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[fuzzing.Tar
     return fuzzing.targets(tmp_path)
 
 
-@pytest.mark.parametrize("count", [COUNT, pytest.param(MANY, marks=pytest.mark.soak)])
-def test_a_mutated_file_is_read_or_refused(targets: list[fuzzing.Target], count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "seed"),
+    [*((COUNT, seed) for seed in SEEDS), pytest.param(MANY, 1, marks=pytest.mark.soak)],
+)
+def test_a_mutated_file_is_read_or_refused(
+    targets: list[fuzzing.Target], count: int, seed: int
+) -> None:
     count = int(os.environ.get("FUZZ_COUNT", count))
-    found = fuzzing.run(targets, count, int(os.environ.get("FUZZ_SEED", SEED)))
+    found = fuzzing.run(targets, count, int(os.environ.get("FUZZ_SEED", seed)))
     assert found.findings == []
     assert found.tried.total() >= 0.9 * count
     # Mutations that all are refused, or none, would try little.

@@ -698,11 +698,11 @@ def run(runs: int, steps: int, seed: int) -> Counter[str]:
     return STEPS
 
 
-@pytest.mark.parametrize(("runs", "seed"), [(20, 5), pytest.param(40, 3, marks=pytest.mark.soak)])
-def test_any_order_of_operations(runs: int, seed: int) -> None:
-    done = run(runs, 20, seed)
-    assert done["steps"] > 15 * runs
-    assert min(done[name] for name in ("ask", "cancel", "stop", "undo", "load", "refused")) > 5
+@pytest.mark.parametrize("seed", [3, 5, 6])
+def test_any_order_of_operations(seed: int) -> None:
+    done = run(50, 20, seed)
+    assert done["steps"] > 750
+    assert all(done[name] for name in ("ask", "cancel", "stop", "undo", "load", "refused"))
 
 
 SEEDS = range(*(int(end) for end in os.environ.get("MACHINE_SEEDS", "0:20").split(":")))
