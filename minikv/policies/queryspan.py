@@ -57,8 +57,8 @@ class QuerySpan(Scorer):
         return {_COLUMN: torch.float32}
 
     def state(self, view: PromptView) -> dict[str, Tensor]:
-        """The column after the prompt: the smallest probability of the `near` tokens around each
-        row's token in its prompt; 0 where probabilities are not known."""
+        """The column float32 [H, N] after the prompt: the smallest probability of the `near` tokens
+        around each row's token in its prompt; 0 where probabilities are not known."""
         known = view.carried[_COLUMN]
         if view.predicted is None:
             return {_COLUMN: known}
