@@ -60,7 +60,9 @@ def parse(data: bytes) -> ChatFacts:
     except ValueError as error:
         raise Wrong(str(error)) from None
     try:
-        record = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
+        # Bytes may be taken for UTF-16, in which the limit does not see the lists.
+        text = data.decode("utf-8-sig", "surrogatepass")
+        record = json.loads(text, parse_int=_int, parse_float=_float, parse_constant=_float)
     except (ValueError, RecursionError) as error:
         raise Wrong(f"no JSON ({error})") from None
     top = checked(dict, record, "the file")

@@ -174,7 +174,8 @@ def _lines(name: str) -> list[dict[str, Any]]:
         if json.loads(end) != _end(body + newline):
             raise ValueError("the checksum of chat.jsonl does not fit: it was cut or edited")
         refuse_many(body)
-        lines = [json.loads(line) for line in body.splitlines()]
+        # Bytes may be taken for UTF-16, in which the limit does not see the lists.
+        lines = [json.loads(line.decode("utf-8", "surrogatepass")) for line in body.splitlines()]
         if lines[0]["kind"] != "chat":
             raise ValueError("no header")
         if lines[0]["identity"]["format"] != FORMAT:

@@ -74,3 +74,12 @@ def test_such_files_are_refused_in_one_line(read: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="are too many") as caught:
         read_file(str(path)) if read == "report" else list(read_items(path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_a_report_in_another_encoding_is_refused(encoding: str, tmp_path: Path) -> None:
+    """In UTF-16, this letter has the byte of a quotation mark, behind which nothing counts."""
+    path = tmp_path / "x.json"
+    path.write_bytes('{"a": "\u2200", "b": [[], []]}'.encode(encoding))
+    with pytest.raises(UsageError, match="no JSON"):
+        read_file(str(path))
