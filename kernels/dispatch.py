@@ -52,6 +52,8 @@
     row_product            -                        cpu/product         torch/product
     rest                   triton/rest              cpu/rest            models
     normed_product         triton/rest              -                   models
+    layers                 -                        cpu/layers          models
+    step_arena             -                        cpu/layers          models
     int8_product           -                        cpu/integer         models
     int4_product           -                        cpu/integer         models
     pack_int8              -                        cpu/packing         models
@@ -63,10 +65,11 @@
     unpack_int4_rows       triton/packed_product    -                   models
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
-policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest` and
-normed_product: llama.py); `Kernels` has None for both. torch/integer has the specification of
-int8_product and int4_product, which is too slow to run: without C, models/linear.py does not
-quantize activations. On a CPU without C, `TorchOnCPU` takes ragged_attention from torch/decode_cpu.
+policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest`, `layers` and
+normed_product: llama.py); `Kernels` has None for both. step_arena prepares what `layers` takes.
+torch/integer has the specification of int8_product and int4_product, which is too slow to run:
+without C, models/linear.py does not quantize activations. On a CPU without C, `TorchOnCPU` takes
+ragged_attention from torch/decode_cpu.
 `choose` is called once for a device and a head size, and its `Kernels` object is passed on; this
 module keeps no state. On a CPU the choice also depends on the processor: cpu/choice.py says which
 operations are left to torch. rows_product exists only with tiles (AMX).
@@ -110,8 +113,8 @@ class Kernels:
     choices = ""
     """On a CPU with C: the class of the processor and what computes each operation, for users."""
     products = False
-    """Whether rest, normed_product, row_product, rows_product, int8_product and int4_product take
-    the place of torch's own products."""
+    """Whether rest, layers, normed_product, row_product, rows_product, int8_product and
+    int4_product take the place of torch's own products."""
     integer_prompts = False
     """Whether int8_product and int4_product are also faster for the many rows of a prompt."""
     float_rows: int | None = None
@@ -174,6 +177,8 @@ class Kernels:
     row_product = staticmethod(product.row_product)
     rest: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
     normed_product: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
+    layers: Callable[..., Callable[..., Tensor] | None] | None = None
+    step_arena: Callable[..., object | None] | None = None
     int8_product: Callable[..., Tensor] | None = None
     int4_product: Callable[..., Tensor] | None = None
     pack_int8: Callable[..., None] | None = None

@@ -94,6 +94,11 @@ D], and adds to x in place what follows in the layer. Returns the next layer's q
 values [1, (heads + 2 * kv_heads) * D], not rotated; for the last layer, x after the final norm [1,
 hidden]."""
 
+AllLayers = Callable[[Tensor, Tensor, Tensor, Tensor, object], Tensor]
+"""All layers for one token. Takes x [1, hidden], the first layer's queries, keys and values [1,
+(heads + 2 * kv_heads) * D], not rotated, cos and sin, and the arena in the kernel's form
+(`Attend.step_arena`). Returns x after the final norm [1, hidden], and overwrites x."""
+
 First = Callable[[Tensor], Tensor]
 """Takes x [1, hidden] of one token, and returns the first layer's queries, keys and values [1,
 (heads + 2 * kv_heads) * D], not rotated."""
@@ -153,6 +158,12 @@ class Ops(Protocol):
         """A function that makes a `Rest` from a layer's matrices (kernels/cpu/rest.py,
         kernels/triton/rest.py); it returns None for matrices that it does not support. None: there
         is none."""
+        ...
+
+    @property
+    def layers(self) -> Callable[..., AllLayers | None] | None:
+        """A function that makes an `AllLayers` from the `Rest` of each layer
+        (kernels/cpu/layers.py), or returns None. None: there is none."""
         ...
 
     @property
@@ -249,6 +260,7 @@ class Llama:
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
         self.ops: Ops | None = None
         self._rests: list[Rest] = []  # one for each layer, or empty
+        self._layers: AllLayers | None = None  # in place of attention and `Rest` of each layer
         self._first: First | None = None  # used before the first of them; None: `_qkv`
         self._scratch = Scratch()
 
@@ -277,7 +289,9 @@ class Llama:
             if isinstance(matrix, Plain | Int8 | Int4):
                 matrix.scratch = self._scratch
         self._rests = [] if own is None else self._all_rests(own)
-        self._first = None
+        self._layers = self._first = None
+        if self._rests and own is not None and own.layers is not None:
+            self._layers = own.layers(self._rests)
         if own is not None and own.normed_product is not None and self._rests:
             layer = self.layers[0]
             qkv, eps = as_read(layer.qkv), self.config.norm_eps
@@ -408,6 +422,13 @@ class Llama:
         rests = self._rests if last and count == 1 and not grad and not watched else []
         # In a step: the next layer's queries, keys and values, from `First` or `Rest`.
         ready = self._first(x) if rests and self._first is not None else None
+        step_arena = getattr(kv, "step_arena", None) if rests and self._layers else None
+        arena = None if step_arena is None else step_arena()
+        if self._layers is not None and arena is not None:
+            qkv = self._qkv(self.layers[0], x, None, kv) if ready is None else ready
+            x = self._layers(x, qkv, *tables[0], arena)
+            kv.advance(count)
+            return x
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
             for start, (cos, sin) in zip(starts, tables, strict=True):

@@ -1,5 +1,6 @@
 /* Write the row of a new token, and choose where the next one goes. Arguments and results as in
    kernels/torch/append.py. */
+#include "cache.h"
 #include "row.h"
 
 /* Quantize a row of D numbers to int8; returns its scale. See to_codes of kernels/torch/int8.py. */
@@ -17,46 +18,52 @@ static float quantize(const void *row, int kind, int D, int8_t *codes) {
     return scale;
 }
 
+/* See cache.h. */
+void minikv_append_row(const Cache *c, int kind, int64_t at, const void *key, const void *value) {
+    const long size = item_size(kind);
+    if (c->k_scale) {
+        c->k_scale[at] = quantize(key, kind, c->D, (int8_t *)c->k + at * c->D);
+        c->v_scale[at] = quantize(value, kind, c->D, (int8_t *)c->v + at * c->D);
+    } else {
+        memcpy((char *)c->k + at * c->D * size, key, c->D * size);
+        memcpy((char *)c->v + at * c->D * size, value, c->D * size);
+    }
+    c->pos[at] = (int32_t)*c->position;
+    for (int64_t i = 0; i < c->blanks; i++)
+        memset((char *)c->blank[i] + at * c->sizes[i], 0, c->sizes[i]);
+}
+
 /* append: write key and value [H, D] of dtype `kind`, and the position, to row slot[h] of k and v
    [R, D] and pos [R], and zeros to each blank column [R]. The rows of key and value are key_pitch
-   and value_pitch numbers apart. With `coded`, k and v are int8 with scales [R]. blank: `blanks`
-   columns of sizes[i] bytes a number. */
+   and value_pitch numbers apart. With scales [R], k and v are int8. blank: `blanks` columns of
+   sizes[i] bytes a number. */
 void minikv_append(
-    int kind, int coded, int H, int D, const void *key, int64_t key_pitch, const void *value,
+    int kind, int H, int D, const void *key, int64_t key_pitch, const void *value,
     int64_t value_pitch, const int64_t *slot, const int64_t *position, void *k, void *v,
     int32_t *pos, float *k_scale, float *v_scale, int blanks, void *const *blank,
     const int32_t *sizes
 ) {
+    const Cache cache = {D, blanks, k, v, pos, k_scale, v_scale, blank, sizes, position};
     const long size = item_size(kind);
-    for (int h = 0; h < H; h++) {
-        const int64_t at = slot[h];
-        const char *new_key = (const char *)key + h * key_pitch * size;
-        const char *new_value = (const char *)value + h * value_pitch * size;
-        if (coded) {
-            k_scale[at] = quantize(new_key, kind, D, (int8_t *)k + at * D);
-            v_scale[at] = quantize(new_value, kind, D, (int8_t *)v + at * D);
-        } else {
-            memcpy((char *)k + at * D * size, new_key, D * size);
-            memcpy((char *)v + at * D * size, new_value, D * size);
-        }
-        pos[at] = (int32_t)*position;
-        for (int i = 0; i < blanks; i++)
-            memset((char *)blank[i] + at * sizes[i], 0, sizes[i]);
-    }
+    for (int h = 0; h < H; h++)
+        minikv_append_row(
+            &cache, kind, slot[h], (const char *)key + h * key_pitch * size,
+            (const char *)value + h * value_pitch * size
+        );
 }
 
 /* rotate_append: rotate the queries and keys of qkv [rows, D] into turned [rows - H, D], and append
    the rotated keys and the values. qkv: all queries, then H keys, then H values; cos and sin [D];
    the rest as in append. */
 void minikv_rotate_append(
-    int kind, int coded, int H, int rows, int D, const void *qkv, const void *cos, const void *sin,
+    int kind, int H, int rows, int D, const void *qkv, const void *cos, const void *sin,
     const int64_t *slot, const int64_t *position, void *k, void *v, int32_t *pos, float *k_scale,
     float *v_scale, int blanks, void *const *blank, const int32_t *sizes, void *turned
 ) {
     const long size = D * item_size(kind);
     minikv_rotate_row(kind, rows - H, D, qkv, cos, sin, turned);
     minikv_append(
-        kind, coded, H, D, (const char *)turned + (rows - 2 * H) * size, D,
+        kind, H, D, (const char *)turned + (rows - 2 * H) * size, D,
         (const char *)qkv + (rows - H) * size, D, slot, position, k, v, pos, k_scale, v_scale,
         blanks, blank, sizes
     );

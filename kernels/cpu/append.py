@@ -21,9 +21,9 @@ def _library() -> ctypes.CDLL:
     """The library, the arguments of its functions declared."""
     found = loaded()
     p, i, n = c_void_p, c_int, c_int64
-    found.minikv_append.argtypes = [i, i, i, i, p, n, p, n, p, p, p, p, p, p, p, i, p, p]
+    found.minikv_append.argtypes = [i, i, i, p, n, p, n, p, p, p, p, p, p, p, i, p, p]
     found.minikv_append.restype = None
-    found.minikv_rotate_append.argtypes = [i, i, i, i, i, p, p, p, p, p, p, p, p, p, p, i, p, p, p]
+    found.minikv_rotate_append.argtypes = [i, i, i, i, p, p, p, p, p, p, p, p, p, p, i, p, p, p]
     found.minikv_rotate_append.restype = None
     found.minikv_advance.argtypes = [n, i] + [p] * 9
     found.minikv_advance.restype = None
@@ -50,7 +50,6 @@ def append(
         return
     _library().minikv_append(
         kind,
-        coded,
         len(slot),
         key.shape[1],
         key.data_ptr(),
@@ -99,7 +98,6 @@ def rotate_append(
     turned = torch.empty((len(qkv) - heads, size), dtype=qkv.dtype)
     _library().minikv_rotate_append(
         kind,
-        coded,
         heads,
         len(qkv),
         size,

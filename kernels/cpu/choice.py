@@ -33,7 +33,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "norms and rotation": ("add_norm", "rotate", "silu_mul"),
     "sampling": ("drawn",),
-    "products of one row": ("row_product", "rest"),
+    "products of one row": ("row_product", "rest", "layers", "step_arena"),
     "int8 products": ("int8_product",),
     "int4 products": ("int4_product",),
     "prompts with packed weights": ("rows_product",),

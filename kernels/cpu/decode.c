@@ -1,6 +1,6 @@
 /* Attention of one query per head over the head's own segment of rows: arguments and results as in
    ragged_attention of kernels/torch/decode.py. */
-#include "numbers.h"
+#include "cache.h"
 
 #include <stdlib.h>
 
@@ -226,50 +226,64 @@ static void attend_queries(
     attend(queries, r->D / VEC, kind, r->stored, r, q, logits, pitch, lse, out, p);
 }
 
+/* See cache.h. */
+int64_t minikv_attend_bytes(int64_t n) { return (int64_t)sizeof(float) * FOUR * (n ? n : 1); }
+
+/* See cache.h. */
+void minikv_attend_head(
+    const Cache *c, int kind, int stored, int G, int64_t at, int64_t n, const int64_t *oldest,
+    const void *q, float *logits, int64_t pitch, float *lse, void *out, void *memory
+) {
+    const long row_size = (long)c->D * item_size(stored), q_size = (long)c->D * item_size(kind);
+    const Segment rows = {
+        (int)c->D,
+        stored,
+        n,
+        (const char *)c->k + at * row_size,
+        (const char *)c->v + at * row_size,
+        oldest ? c->pos + at : NULL,
+        oldest ? *oldest : 0,
+        c->k_scale ? c->k_scale + at : NULL,
+        c->v_scale ? c->v_scale + at : NULL,
+    };
+    for (int g = 0, queries; g < G; g += queries) {
+        queries = G - g < FOUR ? G - g == 3 ? 3 : 1 : FOUR;
+        attend_queries(
+            queries, kind, &rows, (const char *)q + g * q_size, logits ? logits + g * pitch : NULL,
+            pitch, lse + g, (char *)out + g * q_size, memory
+        );
+    }
+}
+
 /* ragged_attention: out = softmax(q k^T / sqrt(D)) v for the rows of each head. q and out [H, G, D]
    of dtype `kind`; k and v [R, D] of dtype `stored`; head h owns rows start[h] .. start[h] +
    length[h] - 1; lse [H, G] gets the log-sum-exps, logits [H, G, pitch] the logits if it is not
    NULL. pos [R] and oldest are both NULL or neither; so are the scales [R]. Returns 0, or 1 if
    there is no memory. */
 int minikv_ragged_attention(
-    int kind, int stored, int H, int G, int D, const void *q, const void *k, const void *v,
-    const int64_t *start, const int64_t *length, const int32_t *pos, const int64_t *oldest,
-    const float *k_scale, const float *v_scale, float *logits, int64_t pitch, float *lse, void *out
+    int kind, int stored, int H, int G, int D, const void *q, void *k, void *v,
+    const int64_t *start, const int64_t *length, int32_t *pos, const int64_t *oldest,
+    float *k_scale, float *v_scale, float *logits, int64_t pitch, float *lse, void *out
 ) {
-    const long row_size = (long)D * item_size(stored);
+    const Cache cache = {D, 0, k, v, pos, k_scale, v_scale, NULL, NULL, NULL};
     const long q_size = (long)D * item_size(kind);
-    long most = 0, all = 0;
+    int64_t most = 0, all = 0;
     for (int h = 0; h < H; h++) {
         most = length[h] > most ? length[h] : most;
         all += length[h];
     }
-    float *memory = malloc(sizeof(float) * FOUR * H * (most ? most : 1));
+    const int64_t each = minikv_attend_bytes(most);
+    char *memory = malloc(H * each + 1);
     if (!memory)
         return 1;
 #pragma omp parallel for schedule(dynamic) if (all * G * D > 200000)
     for (int h = 0; h < H; h++) {
-        float *p = memory + FOUR * h * most;
-        const int64_t at = start[h];
-        const Segment rows = {
-            D,
-            stored,
-            length[h],
-            (const char *)k + at * row_size,
-            (const char *)v + at * row_size,
-            pos ? pos + at : NULL,
-            pos ? *oldest : 0,
-            k_scale ? k_scale + at : NULL,
-            v_scale ? v_scale + at : NULL,
-        };
-        for (int g = 0, queries; g < G; g += queries) {
-            queries = G - g < FOUR ? G - g == 3 ? 3 : 1 : FOUR;
-            const long first = (long)h * G + g;
-            attend_queries(
-                queries, kind, &rows, (const char *)q + first * q_size,
-                logits ? logits + first * pitch : NULL, pitch, lse + first,
-                (char *)out + first * q_size, p
-            );
-        }
+        const long first = (long)h * G;
+        minikv_attend_head(
+            &cache, kind, stored, G, start[h], length[h], oldest, (const char *)q + first * q_size,
+            logits ? logits + first * pitch : NULL, pitch, lse + first,
+            (char *)out + first * q_size, memory + h * each
+        );
     }
     free(memory);
     return 0;

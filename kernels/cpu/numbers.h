@@ -9,6 +9,9 @@
 /* Dtypes, as the Python files pass them. */
 enum { F32, BF16, F16, INT8 };
 
+/* For functions that only other files of this library call. */
+#define HIDDEN __attribute__((visibility("hidden")))
+
 typedef uint16_t bf16;
 
 /* Floats of a vector: as many as a register of this processor holds. Wider vectors would compile,

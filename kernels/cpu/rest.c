@@ -98,6 +98,78 @@ static Rounded rounded_in(char *memory, int64_t n) {
     };
 }
 
+/* Bytes that each thread needs for itself, in cache lines of its own: a row, its norm, and a
+   quantized row. And bytes that the threads share: an output, gate and up, a quantized row. */
+static int64_t own_bytes(const Matrix *m, int64_t hidden) {
+    const int64_t widest = m[0].n > hidden ? m[0].n : hidden;
+    return (rounded_bytes(widest) + 4 * hidden + 191) / 64 * 64;
+}
+static int64_t shared_bytes(const Matrix *m, int64_t hidden) {
+    return rounded_bytes(m[2].n) + 2 * hidden + 4 * m[2].n;
+}
+
+/* See row.h. */
+int64_t minikv_rest_threads(const Matrix *m, int64_t layers) {
+    int64_t weights = 0;
+    for (int i = 0; i < 4; i++)
+        weights += m[i].n * m[i].outs;
+    return layers * weights > THREADS_FROM ? most_threads() : 1;
+}
+int64_t minikv_rest_bytes(const Matrix *m, int64_t hidden, int64_t threads) {
+    return threads * own_bytes(m, hidden) + shared_bytes(m, hidden);
+}
+
+/* See row.h. */
+void minikv_rest_begin(const Matrix *m, int64_t hidden, const bf16 *x, char *memory) {
+    memcpy(memory + this_thread() * own_bytes(m, hidden), x, (size_t)hidden * sizeof *x);
+}
+void minikv_rest_end(const Matrix *m, int64_t hidden, bf16 *x, const char *memory) {
+    memcpy(x, memory + this_thread() * own_bytes(m, hidden), (size_t)hidden * sizeof *x);
+}
+
+/* See row.h. */
+void minikv_rest_fetch(const Matrix *m) { fetch(m, share_of(m->outs, minikv_rows_together(m))); }
+
+/* See row.h. */
+void minikv_rest_share(
+    const Matrix *m, int64_t hidden, const bf16 *mixed, const bf16 *mlp_norm, const bf16 *next_norm,
+    double eps, char *memory, bf16 *result
+) {
+    const Matrix *out = m, *gate_up = m + 1, *down = m + 2, *next = m + 3;
+    const int64_t mlp = down->n, widest = out->n > hidden ? out->n : hidden;
+    char *mine = memory + this_thread() * own_bytes(m, hidden);
+    char *shared = memory + threads_here() * own_bytes(m, hidden);
+    bf16 *row = (bf16 *)mine, *normed = row + hidden;
+    const Rounded rounded = rounded_in(mine + 4 * hidden, widest), middle = rounded_in(shared, mlp);
+    bf16 *y = (bf16 *)(shared + rounded_bytes(mlp)), *both = y + hidden;
+    const Share first = share_of(out->outs, minikv_rows_together(out));
+    const Share gates = share_of(mlp, unit(gate_up));
+    const Share ups = {gates.first + mlp, gates.end + mlp};
+    const Share third = share_of(down->outs, minikv_rows_together(down));
+    const Share last = share_of(next->outs, next->outs ? minikv_rows_together(next) : 1);
+    prepare(out, mixed, rounded);
+    multiply(out, mixed, rounded, first, y);
+    fetch(gate_up, gates);
+#pragma omp barrier
+    minikv_norm_row(hidden, row, y, mlp_norm, eps, normed);
+    prepare(gate_up, normed, rounded);
+    multiply(gate_up, normed, rounded, gates, both);
+    multiply(gate_up, normed, rounded, ups, both);
+    activate(down, both, middle, gates);
+    fetch(down, third);
+#pragma omp barrier
+    multiply(down, both, middle, third, y);
+    fetch(next, last);
+#pragma omp barrier
+    minikv_norm_row(hidden, row, y, next_norm, eps, normed);
+    if (next->outs) {
+        prepare(next, normed, rounded);
+        multiply(next, normed, rounded, last, result);
+    } else if (this_thread() == 0) {
+        memcpy(result, normed, (size_t)hidden * sizeof *normed);
+    }
+}
+
 /* rest: x += m[0] mixed; x += m[2] (silu(gate) * up) with gate and up = m[1] norm(x); result = m[3]
    norm(x), or norm(x) itself if m[3] has no rows. m: the matrices of the attention output, of gate
    and up, of down, and of the next layer's queries, keys and values. mixed [m[0].n]: the output of
@@ -107,54 +179,17 @@ int minikv_rest(
     const Matrix *m, int64_t hidden, const bf16 *mixed, bf16 *x, const bf16 *mlp_norm,
     const bf16 *next_norm, double eps, bf16 *result
 ) {
-    const Matrix *out = m, *gate_up = m + 1, *down = m + 2, *next = m + 3;
-    const int64_t mlp = down->n, widest = out->n > hidden ? out->n : hidden;
-    const int64_t weights = out->n * out->outs + gate_up->n * gate_up->outs + down->n * down->outs +
-                            next->n * next->outs;
-    /* Each thread has its own row, norm and quantized row, in cache lines of its own. */
-    const int64_t own = (rounded_bytes(widest) + 4 * hidden + 191) / 64 * 64;
-    const int64_t threads = weights > THREADS_FROM ? most_threads() : 1;
-    char *memory = malloc((size_t)(threads * own + rounded_bytes(mlp) + 2 * hidden + 4 * mlp));
+    const int64_t threads = minikv_rest_threads(m, 1);
+    char *memory = malloc((size_t)minikv_rest_bytes(m, hidden, threads));
     if (!memory)
         return 1;
-    const Rounded middle = rounded_in(memory + threads * own, mlp);
-    bf16 *y = (bf16 *)(memory + threads * own + rounded_bytes(mlp)), *both = y + hidden;
-#pragma omp parallel if (threads > 1)
+#pragma omp parallel num_threads(threads)
     {
-        char *mine = memory + this_thread() * own;
-        const Rounded rounded = rounded_in(mine, widest);
-        bf16 *row = (bf16 *)(mine + rounded_bytes(widest)), *normed = row + hidden;
-        const Share first = share_of(out->outs, minikv_rows_together(out));
-        const Share gates = share_of(mlp, unit(gate_up));
-        const Share ups = {gates.first + mlp, gates.end + mlp};
-        const Share third = share_of(down->outs, minikv_rows_together(down));
-        const Share last = share_of(next->outs, next->outs ? minikv_rows_together(next) : 1);
-        fetch(out, first);
-        memcpy(row, x, (size_t)hidden * sizeof *row);
-        prepare(out, mixed, rounded);
-        multiply(out, mixed, rounded, first, y);
-        fetch(gate_up, gates);
-#pragma omp barrier
-        minikv_norm_row(hidden, row, y, mlp_norm, eps, normed);
-        prepare(gate_up, normed, rounded);
-        multiply(gate_up, normed, rounded, gates, both);
-        multiply(gate_up, normed, rounded, ups, both);
-        activate(down, both, middle, gates);
-        fetch(down, third);
-#pragma omp barrier
-        multiply(down, both, middle, third, y);
-        fetch(next, last);
-#pragma omp barrier
-        minikv_norm_row(hidden, row, y, next_norm, eps, normed);
-        if (next->outs) {
-            prepare(next, normed, rounded);
-            multiply(next, normed, rounded, last, result);
-        }
-        if (this_thread() == 0) {
-            memcpy(x, row, (size_t)hidden * sizeof *row);
-            if (!next->outs)
-                memcpy(result, normed, (size_t)hidden * sizeof *normed);
-        }
+        minikv_rest_fetch(m);
+        minikv_rest_begin(m, hidden, x, memory);
+        minikv_rest_share(m, hidden, mixed, mlp_norm, next_norm, eps, memory, result);
+        if (this_thread() == 0)
+            minikv_rest_end(m, hidden, x, memory);
     }
     free(memory);
     return 0;

@@ -28,8 +28,6 @@ typedef struct {
 /* Columns of a row that share a scale. */
 enum { BLOCK = 32 };
 
-#define HIDDEN __attribute__((visibility("hidden")))
-
 /* Quantize the blocks `first` to `end` - 1 of a row x [n]. */
 HIDDEN void minikv_round_blocks(const bf16 *x, int64_t n, int64_t first, int64_t end, Rounded out);
 
@@ -55,5 +53,23 @@ HIDDEN void minikv_silu_row(int64_t n, bf16 *gate, const bf16 *up);
 HIDDEN void minikv_rotate_row(
     int kind, int64_t heads, int64_t D, const void *x, const void *cos, const void *sin, void *out
 );
+
+/* A layer after attention, in a team of threads (rest.c). m: its four matrices, as in minikv_rest.
+   How many threads such layers are worth, and the bytes of memory that so many need. */
+HIDDEN int64_t minikv_rest_threads(const Matrix *m, int64_t layers);
+HIDDEN int64_t minikv_rest_bytes(const Matrix *m, int64_t hidden, int64_t threads);
+
+/* Every thread calls these. begin: copy x [hidden], the input of the layer, to memory. share:
+   compute this thread's share of minikv_rest, which changes that copy and writes to `result`. All
+   threads must have written `mixed` before. end: copy the input of the next layer back to x. */
+HIDDEN void minikv_rest_begin(const Matrix *m, int64_t hidden, const bf16 *x, char *memory);
+HIDDEN void minikv_rest_share(
+    const Matrix *m, int64_t hidden, const bf16 *mixed, const bf16 *mlp_norm, const bf16 *next_norm,
+    double eps, char *memory, bf16 *result
+);
+HIDDEN void minikv_rest_end(const Matrix *m, int64_t hidden, bf16 *x, const char *memory);
+
+/* Prefetch what this thread reads first in minikv_rest_share. */
+HIDDEN void minikv_rest_fetch(const Matrix *m);
 
 #endif

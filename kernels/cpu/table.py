@@ -24,6 +24,7 @@ from minikv.kernels.cpu import (
     sampling,
     step,
 )
+from minikv.kernels.cpu import layers as all_layers
 from minikv.kernels.dispatch import Kernels
 
 _SOURCES = {choice.TORCH: Kernels, choice.FLOATS: prefill.FLOAT, choice.TILES: prefill.TILES}
@@ -87,6 +88,8 @@ class Native(Kernels):
     drawn = staticmethod(sampling.drawn)
     row_product = staticmethod(product.row_product)
     rest = staticmethod(rest.rest)
+    layers = staticmethod(all_layers.layers)
+    step_arena = staticmethod(all_layers.step_arena)
     pack_int8 = staticmethod(packing.pack_int8)
     pack_int4 = staticmethod(packing.pack_int4)
     unpack_int4 = staticmethod(packing.unpack_int4)

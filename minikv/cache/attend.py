@@ -18,9 +18,12 @@ class Attend(Protocol):
     over its T rows in several chunks, in order (t rows each, sum of t = T). Each chunk attends to
     everything seen before it and causally to itself. `advance(T)` ends the forward.
 
-    Two members are optional, and each is a function or None. `watch`: the network calls it before
+    Three members are optional, and each is a function or None. `watch`: the network calls it before
     each `attend` of a prompt, with the layer's normed input [t, hidden]. `attend_unrotated`:
     `attend` for a single token that also rotates its query and key (`DecodeStep.attend_unrotated`).
+    `step_arena`: for a single token, called before the first layer. It returns what a kernel needs
+    that computes all layers at once (`DecodeStep.step_arena`), and then the network does not call
+    `attend`; or it returns None.
     """
 
     @property

@@ -93,6 +93,7 @@ class DecodeStep:
         self.undo_rows: dict[str, Tensor] = {}
         self._layers: list[tuple[Tensor, ...]] = []  # views by layer, made once to save time
         self._used: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
+        self._step_arena: object | None = None  # see `step_arena`
         self.half_ended = False  # statistics and victims are final, the lengths are not
         self.schedule: Schedule
         self.due = True  # what `schedule.is_due` says of the step that `end_if_accepted` ends
@@ -161,7 +162,7 @@ class DecodeStep:
         self.position.fill_(position)
         self.overwritten.zero_()
         self.arrived.zero_()  # a launch that failed may have left counts
-        self.half_ended, self._used = False, None
+        self.half_ended, self._used, self._step_arena = False, None, None
         self.due = True
         self.schedule = Schedule(policy, arena, position, slides=self._slides)
         whole = (arena.start, self.count, self.slot, self.oldest_seen)
@@ -214,7 +215,7 @@ class DecodeStep:
 
     def close(self) -> None:
         """End the steps: release the arena and, unless a graph needs it, the memory of steps."""
-        self._open, self._used = None, None
+        self._open, self._used, self._step_arena = None, None, None
         if not self.speculative:
             self.logits = self.lse = self._nothing
             self.leaves_last = self.shown = None
@@ -271,6 +272,30 @@ class DecodeStep:
         if policy is not None and not norm:
             self._init_state(policy, layer, key, slot)
         return self._attention(layer, query)
+
+    def step_arena(self) -> object | None:
+        """In place of `attend` and `attend_unrotated` in every layer: the arena in the form that
+        `ops.layers` takes. None if there is no such kernel, or if the policy computes something
+        from each layer's query or key; then nothing was done."""
+        policy, arena, ops = self.policy, self.rows.arena, self.ops
+        if ops.step_arena is None or (policy is not None and policy.layer_by_layer):
+            return None
+        if self._step_arena is None:
+            scratch = (self.logits, self.lse) if self.logits.numel() else (None, None)
+            self._step_arena = ops.step_arena(
+                arena.columns,
+                self._blank(),
+                self.position,
+                arena.start,
+                self.count,
+                self.slot,
+                self.shape.windows,
+                self.oldest_seen,
+                *scratch,
+            )
+        if self._step_arena is not None:
+            self._make_room()
+        return self._step_arena
 
     def _attention(self, layer: int, query: Tensor) -> Tensor:
         """Attention of a layer's query [H, G, D] to the rows of each head: mixed values [1, H * G,

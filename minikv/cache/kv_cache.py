@@ -426,6 +426,14 @@ class KVCache:
         """See `Attend`; None for a prompt."""
         return None if self._reading is not None else self._step_unrotated
 
+    @property
+    def step_arena(self) -> Callable[[], object | None] | None:
+        """See `Attend`; None for a prompt."""
+        return None if self._reading is not None else self._step_arena
+
+    def _step_arena(self) -> object | None:
+        return self.open_steps().step_arena()
+
     def _step_unrotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if layer == 0:
             self.open_steps()

@@ -283,6 +283,11 @@ class _Withheld:
         """See `Attend`."""
         return self._kv.attend_unrotated
 
+    @property
+    def step_arena(self) -> Callable[[], object | None] | None:
+        """See `Attend`."""
+        return self._kv.step_arena
+
     def advance(self, tokens: int) -> None:
         """Does nothing: the engine calls the cache's `advance`."""
 

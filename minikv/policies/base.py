@@ -591,6 +591,12 @@ class StepPolicy(ABC):
         columns [H, t]."""
         return {}
 
+    @property
+    def layer_by_layer(self) -> bool:
+        """Whether a step calls the policy in every layer, with the layer's query or key."""
+        reads_query = self.evict_first and self.needs_query
+        return reads_query or type(self).init_state is not StepPolicy.init_state
+
     def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
         """float32 [..., N]: the attention of a query to each row of a KV head, its G query heads
         joined. `update` gets it as `probabilities`. This base class takes the mean over G.

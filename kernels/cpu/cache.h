@@ -1,0 +1,38 @@
+/* The rows of the KV cache, and what a decode step does with those of one head. No function here
+   starts threads. */
+#ifndef MINIKV_CACHE_H
+#define MINIKV_CACHE_H
+
+#include "numbers.h"
+
+/* The columns of the cache: keys and values [R, D], of dtype bfloat16, float32 or, with scales [R],
+   int8; positions [R]; and `blanks` other columns of sizes[i] bytes a row, in which a new row is
+   zero. position: that of the new rows. The fields are those of kernels/cpu/cache.py. */
+typedef struct {
+    int64_t D, blanks;
+    void *k, *v;
+    int32_t *pos;
+    float *k_scale, *v_scale;
+    void *const *blank;
+    const int32_t *sizes;
+    const int64_t *position;
+} Cache;
+
+/* Write a key and a value [D] of dtype `kind` to row `at`. */
+HIDDEN void minikv_append_row(
+    const Cache *c, int kind, int64_t at, const void *key, const void *value
+);
+
+/* Bytes of memory that minikv_attend_head needs for a head of n rows. */
+HIDDEN int64_t minikv_attend_bytes(int64_t n);
+
+/* Attention of the G queries q [G, D] of a head over its rows `at` .. at + n - 1, into out [G, D].
+   q and out are of dtype `kind`, keys and values of dtype `stored`. Rows before position *oldest
+   are not seen, unless that is NULL. lse [G] gets the log-sum-exps; logits [G, pitch] gets the
+   logits, if it is not NULL. */
+HIDDEN void minikv_attend_head(
+    const Cache *c, int kind, int stored, int G, int64_t at, int64_t n, const int64_t *oldest,
+    const void *q, float *logits, int64_t pitch, float *lse, void *out, void *memory
+);
+
+#endif

@@ -1,0 +1,125 @@
+/* All layers of a decode step in one call, for weights, queries and values in bfloat16. Each layer
+   makes what rotate_append, ragged_attention and rest make one after the other. The threads stay
+   together from the first layer to the last; between two calls they would fall asleep. */
+#include "cache.h"
+#include "row.h"
+
+#include <stdlib.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* The weights of a layer after attention, as in minikv_rest; the fields are those of layers.py. */
+typedef struct {
+    const Matrix *matrices;
+    const bf16 *mlp_norm, *next_norm;
+} Weights;
+
+/* The rows of a layer's heads: start, length and slot [H] of each head's rows and of its new row.
+   oldest: as in minikv_attend_head, NULL for a layer without a window. logits [H, G, pitch] and lse
+   [H, G], or NULL. The fields are those of layers.py. */
+typedef struct {
+    const int64_t *start, *length, *slot, *oldest;
+    float *logits, *lse;
+} Heads;
+
+/* Sizes of all layers: KV heads, queries of each, and the pitch of logits. */
+typedef struct {
+    int64_t H, G, pitch, hidden;
+} Sizes;
+
+/* The memory of a call, in this order: queries and keys after rotation, outputs of attention, the
+   next layer's queries, keys and values, log-sum-exps, and for each thread that of a head. */
+typedef struct {
+    bf16 *turned, *mixed, *qkv;
+    float *lse;
+    char *head, *rest;
+} Memory;
+
+/* The number of this thread. */
+static inline int64_t this_thread(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+/* Rotate and append head h of qkv [H * G + 2 * H, D], and let its queries attend. */
+static void attend(
+    const Cache *c, const Sizes *s, const Heads *heads, int64_t h, const bf16 *qkv, const bf16 *cos,
+    const bf16 *sin, const Memory *m, char *own
+) {
+    const int64_t D = c->D, G = s->G, key = s->H * G + h;
+    bf16 *query = m->turned + h * G * D;
+    minikv_rotate_row(BF16, G, D, qkv + h * G * D, cos, sin, query);
+    minikv_rotate_row(BF16, 1, D, qkv + key * D, cos, sin, m->turned + key * D);
+    minikv_append_row(c, BF16, heads->slot[h], m->turned + key * D, qkv + (key + s->H) * D);
+    minikv_attend_head(
+        c, BF16, c->k_scale ? INT8 : BF16, (int)G, heads->start[h], heads->length[h], heads->oldest,
+        query, heads->logits ? heads->logits + h * G * s->pitch : NULL, s->pitch,
+        (heads->lse ? heads->lse : m->lse) + h * G, m->mixed + h * G * D, own
+    );
+}
+
+/* `layers` layers of a step: x [hidden] and qkv [H * G + 2 * H, D], the input of the first one and
+   its queries, keys and values before rotation, become the input of the layer after the last one.
+   result: as in minikv_rest for the last layer. cos and sin [D]. Returns 0, or 1 if there is no
+   memory; then nothing was written. */
+int minikv_layers(
+    const Cache *c, const Sizes *s, const Heads *heads, const Weights *w, int64_t layers,
+    double eps, const bf16 *cos, const bf16 *sin, bf16 *x, const bf16 *qkv, bf16 *result
+) {
+    const int64_t D = c->D, H = s->H, G = s->G, hidden = s->hidden;
+    const Matrix *m = w->matrices;
+    int64_t most = 0;
+    for (int64_t l = 0; l < layers; l++)
+        for (int64_t h = 0; h < H; h++)
+            most = heads[l].length[h] > most ? heads[l].length[h] : most;
+    const int64_t threads = minikv_rest_threads(m, layers);
+    const int64_t each = (minikv_attend_bytes(most) + 63) / 64 * 64;
+    int64_t rest = 0;
+    for (int64_t l = 0; l < layers; l++) {
+        const int64_t bytes = minikv_rest_bytes(w[l].matrices, hidden, threads);
+        rest = bytes > rest ? bytes : rest;
+    }
+    const int64_t numbers = (H * G + H) * D + H * G * D + (H * G + 2 * H) * D;
+    const int64_t shared = (numbers * 2 + H * G * 4 + 63) / 64 * 64;
+    char *memory = malloc((size_t)(shared + threads * each + rest));
+    if (!memory)
+        return 1;
+    bf16 *first = (bf16 *)memory;
+    const Memory own = {
+        first,
+        first + (H * G + H) * D,
+        first + (2 * H * G + H) * D,
+        (float *)(first + numbers),
+        memory + shared,
+        memory + shared + threads * each,
+    };
+#pragma omp parallel num_threads(threads)
+    {
+        minikv_rest_begin(m, hidden, x, own.rest);
+        for (int64_t l = 0; l < layers; l++) {
+            const Matrix *four = w[l].matrices;
+#pragma omp for schedule(dynamic) nowait
+            for (int64_t h = 0; h < H; h++)
+                attend(
+                    c, s, heads + l, h, l ? own.qkv : qkv, cos, sin, &own,
+                    own.head + this_thread() * each
+                );
+            minikv_rest_fetch(four);
+#pragma omp barrier
+            minikv_rest_share(
+                four, hidden, own.mixed, w[l].mlp_norm, w[l].next_norm, eps, own.rest,
+                l + 1 < layers ? own.qkv : result
+            );
+#pragma omp barrier
+        }
+        if (this_thread() == 0)
+            minikv_rest_end(m, hidden, x, own.rest);
+    }
+    free(memory);
+    return 0;
+}

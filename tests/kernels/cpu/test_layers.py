@@ -1,0 +1,318 @@
+"""All layers of a step in one call: bit for bit what the calls of each layer make one after the
+other, with every step policy, in the network's numbers and in the cache."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from pairwise import pairwise, some_by_day
+from small import SOON, VOCAB, ids, over
+from torch import Tensor
+
+from minikv import policies
+from minikv.cache.budget import Budget
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import Sampling
+from minikv.kernels.cpu import build, layers, rest
+from minikv.models.config import ModelConfig
+from minikv.models.linear import Plain, kept
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+
+pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+
+STEPS = [*policies.step_names()]
+LAYER_BY_LAYER = {"hashevict", "l2"}
+"""Policies that read each layer's query or key: these steps are not computed in one call."""
+SHAPES = {"3 queries": (6, 2, 32), "one": (2, 2, 24), "5": (10, 2, 16)}
+"""Heads, KV heads and head size."""
+
+
+def network(
+    shape: str = "3 queries", form: str = "auto", window: int | None = None, count: int = 3
+) -> Llama:
+    heads, kv_heads, size = SHAPES[shape]
+    config = ModelConfig(
+        family="llama",
+        layers=count,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=size,
+        hidden=96,
+        mlp=160,
+        vocab=VOCAB,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        max_context=512,
+        windows=(None, *(window,) * (count - 1)),
+        tied=False,
+    )
+    net = Llama(config, dtype=torch.bfloat16).randomise(1, 0.2)
+    for layer in net.layers if form != "auto" else ():
+        for slot in ("qkv", "out", "gate_up", "down"):
+            plain = getattr(layer, slot)
+            assert isinstance(plain, Plain)
+            setattr(layer, slot, kept(plain, form))
+    return net
+
+
+def cached(
+    net: Llama, step: str = "none", kv: torch.dtype | None = None, together: bool = True
+) -> Engine:
+    """An engine whose cache is over its budget after the prompt of `told`."""
+    rules = Rules()
+    if step != "none":
+        rules = Rules(
+            policies.prompt_policy("adakv", None),
+            policies.step_policy(step, SOON.get(step)),
+            Budget.parse(40),
+        )
+    made = over(net, rules, kv=kv)
+    if not together:
+        made.ops.layers = None
+    net.use(made.ops)
+    return Engine(net, made)
+
+
+def told(engine: Engine, steps: int = 12) -> list[Tensor]:
+    """The logits of a prompt and of some steps after it."""
+    found = [engine.prompt(ids(70))]
+    for _ in range(steps):
+        found.append(engine.step(int(found[-1].argmax())))
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call computed."""
+    found: list[int] = []
+    library = layers._library()
+
+    class Counted:
+        def minikv_layers(self, *given: Any) -> int:
+            found.append(given[4])
+            failed: int = library.minikv_layers(*given)
+            return failed
+
+    monkeypatch.setattr(layers, "_library", Counted)
+    return found
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+CASES = (
+    STEPS,
+    [*SHAPES],
+    ("auto", "int8", "int4"),
+    (None, torch.int8),
+    (None, 20),
+    (1, 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "form", "kv", "window", "threads"),
+    some_by_day(product(*CASES), {*pairwise(*CASES)}.__contains__),
+    indirect=["threads"],
+    ids=str,
+)
+def test_a_step_is_that_of_separate_calls(
+    step: str,
+    shape: str,
+    form: str,
+    kv: torch.dtype | None,
+    window: int | None,
+    threads: int,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if threads > 1:  # so few weights would be left to one thread
+        monkeypatch.setattr(layers, "_AT_ONCE", 1 << 40)
+    net = network(shape, form, window)
+    one, two = (cached(net, step, kv, together) for together in (False, True))
+    net.use(one.kv.ops)
+    apart = told(one)
+    assert calls == []
+    net.use(two.kv.ops)
+    for mine, other in zip(apart, told(two), strict=True):
+        assert torch.equal(mine, other)
+        assert bool(mine.isfinite().all())
+    taken = step not in LAYER_BY_LAYER and net._layers is not None
+    assert calls == ([3] * 12 if taken else [])
+    assert form == "int4" or net._layers is not None
+    same(one.kv, two.kv)
+
+
+def test_rows_before_the_window_are_not_seen() -> None:
+    """A cache reuses the row that slid out, so nothing else hides one."""
+    net = network(window=20)
+    found = {}
+    for together, hidden in product((True, False), (True, False)):
+        engine = cached(net, together=together)
+        engine.prompt(ids(70))
+        step = engine.kv.open_steps()
+        if hidden:
+            step.oldest_seen[1:] = 65
+        found[together, hidden] = net.forward(torch.tensor([5]), step)
+    assert torch.equal(found[True, True], found[False, True])
+    assert torch.equal(found[True, False], found[False, False])
+    assert not torch.equal(found[True, True], found[True, False])
+
+
+def same(one: KVCache, two: KVCache) -> None:
+    """Both hold the same rows, in every column."""
+    a, b = one.arena, two.arena
+    assert torch.equal(a.length, b.length)
+    assert a.columns.keys() == b.columns.keys()
+    for layer, head in product(range(len(a.length)), range(a.length.shape[1])):
+        start, count = int(a.start[layer, head]), int(a.length[layer, head])
+        for name, column in a.columns.items():
+            rows = slice(start, start + count)
+            assert torch.equal(column[rows], b.columns[name][rows]), name
+
+
+def test_large_weights_are_read_in_several_calls(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = network(count=5)
+    want = told(cached(net, together=False))
+    net.use(cached(net).kv.ops)
+    layer = net._rests[0]
+    assert isinstance(layer, rest.Rest)
+    monkeypatch.setattr(layers, "_AT_ONCE", 2 * layer.nbytes)
+    for mine, other in zip(want, told(cached(net)), strict=True):
+        assert torch.equal(mine, other)
+    assert calls == [2, 2, 1] * 12
+
+
+@pytest.mark.parametrize("sizes", [[5], [5, 5, 5], [9, 1, 1, 9], [100, 100]])
+def test_spans_hold_each_layer_once(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_AT_ONCE", 10)
+    spans = [*layers._spans(sizes)]
+    assert [i for span in spans for i in span] == [*range(len(sizes))]
+    assert all(len(span) == 1 or sum(sizes[i] for i in span) <= 10 for span in spans)
+
+
+@pytest.mark.parametrize("step", ["none", "roco", "streaming"])
+def test_a_step_without_memory_did_not_happen(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network(count=4)
+    layer_bytes = 2 * sum(
+        m.dense().numel() for m in (net.layers[0].out, net.layers[0].gate_up, net.layers[0].down)
+    )
+    monkeypatch.setattr(layers, "_AT_ONCE", 2 * layer_bytes)
+    want = told(cached(net, step), 4)
+    engine = cached(net, step)
+    logits = told(engine, 3)[-1]
+    library, left = layers._library(), 0
+
+    class Failing:
+        def minikv_layers(self, *given: Any) -> int:
+            nonlocal left
+            left -= 1
+            return 1 if left < 0 else int(library.minikv_layers(*given))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "_library", Failing)
+        net.use(engine.kv.ops)
+        for left in range(len([*layers._spans([layer_bytes] * 4)])):  # noqa: B007
+            position = engine.kv.position
+            with pytest.raises(MemoryError, match="a step found no memory"):
+                engine.step(int(logits.argmax()))
+            assert engine.kv.position == position
+    net.use(engine.kv.ops)
+    assert torch.equal(engine.step(int(logits.argmax())), want[-1])
+
+
+def test_what_is_drawn_is_the_same() -> None:
+    """The engine's own loop, which feeds each drawn token."""
+    net = network()
+    found = []
+    for together in (True, False):
+        engine = cached(net, "h2o", together=together)
+        token, drawn = int(engine.prompt(ids(70)).argmax()), []
+        for _ in range(10):
+            token = engine.next(token, VOCAB, Sampling(temperature=1.0), 5)
+            drawn.append(token)
+        found.append(drawn)
+    assert found[0] == found[1]
+    assert len({*found[0]}) > 2
+
+
+@pytest.mark.parametrize("step", sorted(LAYER_BY_LAYER))
+def test_a_policy_that_reads_each_layer_is_asked_layer_by_layer(step: str) -> None:
+    engine = cached(network(), step)
+    engine.prompt(ids(70))
+    assert engine.kv.open_steps().step_arena() is None
+
+
+def test_every_other_policy_is_served() -> None:
+    for step in {*STEPS} - LAYER_BY_LAYER:
+        engine = cached(network(), step)
+        engine.prompt(ids(70))
+        assert engine.kv.open_steps().step_arena() is not None, step
+
+
+def test_what_it_does_not_take() -> None:
+    """Layers of different sizes, another kernel's layers, no layers; and an arena of float32."""
+    net = network()
+    kv = cached(net).kv
+    rests = net._rests
+    assert layers.layers(rests) is not None
+    assert layers.layers([]) is None
+    assert layers.layers([*rests[:-1], lambda x, mixed: x]) is None
+    assert layers.layers([rests[-1], rests[-1]]) is None  # only the last one ends the network
+    wide = network("one")
+    wide.use(kv.ops)
+    assert layers.layers([rests[0], wide._rests[-1]]) is None
+    exact = Llama(net.config).randomise(1)
+    made = over(exact)
+    exact.use(made.ops)
+    assert exact._layers is None
+    assert made.open_steps().step_arena() is None
+
+
+def test_the_arena_is_released_when_the_steps_end() -> None:
+    engine = cached(network(), "h2o")
+    told(engine, 2)
+    column = weakref.ref(engine.kv.decode.rows.arena.columns["k"])
+    made = engine.kv.decode.step_arena()
+    assert isinstance(made, layers.StepArena)
+    assert made is engine.kv.decode.step_arena()  # made once
+    kept_by = weakref.ref(made)
+    del made
+    engine.reset()
+    gc.collect()
+    assert kept_by() is None
+    assert column() is None
+
+
+def test_threads_give_the_same_numbers() -> None:
+    """With enough weights for several threads."""
+    config = network().config
+    sizes = {"hidden": 512, "mlp": 1024}
+    facts = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    net = Llama(ModelConfig(**{**facts, **sizes}), dtype=torch.bfloat16).randomise(2, 0.05)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(told(cached(net, "roco"), 8))
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        for one, two in zip(found[0][1:], others[1:], strict=True):
+            assert torch.allclose(one, two, atol=0.1)  # the prompt's products are torch's
