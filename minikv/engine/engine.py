@@ -204,16 +204,21 @@ class Engine:
         After an error, the token is not in the cache. After an interrupt, `kv.position` says
         whether it is. Raises ContextError and NumericsError.
         """
-        return self._step(token, lambda logits: logits)
+
+        def checked(logits: Tensor) -> Tensor:
+            _check(logits, "writing the answer")
+            return logits
+
+        return self._step(token, checked)
 
     def _step(self, token: int, use: Callable[[Tensor], T]) -> T:
-        """Feed one token and return `use(logits)`. The token counts only after that."""
+        """Feed one token and return `use(logits)`, which raises NumericsError for logits that are
+        not finite. The token counts only after that."""
         kv = self.kv
         self._refuse_full()
         position = kv.position
         try:
             logits = self.network.forward(self._tensor([token]), _Withheld(kv))
-            _check(logits, "writing the answer")
             found = use(logits)
             kv.advance(1)
         except BaseException:
