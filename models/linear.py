@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.models.pages import Empty, empty
+from minikv.pages import Empty, empty
 
 FORMS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
 """The forms of weights. "auto" and "plain": as the checkpoint has them. "int8" and "int4": the

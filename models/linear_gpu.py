@@ -30,7 +30,7 @@ from minikv.models.linear import (
     packed_blocks,
     suits,
 )
-from minikv.models.pages import Empty
+from minikv.pages import Empty
 
 FEW = 16
 """Up to this many rows, one tile of a matrix instruction, are multiplied without unpacking the

@@ -33,8 +33,8 @@ from minikv.models.linear import (
     row_product,
 )
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read
-from minikv.models.pages import Empty, Pages
 from minikv.models.rope import Rotary, rotate
+from minikv.pages import Empty, Pages
 
 # On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
 # torch's attention there takes queries in blocks of 256 instead of 64, and reads faster).

@@ -57,7 +57,7 @@ from minikv.models.linear import (
 )
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, kept_on
 from minikv.models.llama import Layer, Llama, Place
-from minikv.models.pages import Empty, Pages
+from minikv.pages import Empty, Pages
 
 _PackedMatrix = Int8 | Int4 | Int8OnGpu | Int4OnGpu
 

@@ -56,7 +56,7 @@ def allowed(source: str, target: str) -> bool:
     return {
         "kernels": False,
         "minikv": to == "kernels",
-        "models": target == "minikv.cache.attend" or target.startswith("minikv.cache.attend."),
+        "models": target.startswith(("minikv.cache.attend", "minikv.pages")),
         "cli": to in ("minikv", "models"),
     }[source]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import minikv
 from minikv.cli.bench.floors import Rates
 from minikv.engine import threads
-from minikv.models.pages import Pages
+from minikv.pages import Pages
 
 _MIB = 1 << 20
 _event: Any = torch.cuda.Event  # torch has no types for it

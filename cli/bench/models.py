@@ -22,9 +22,9 @@ from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Plain, packs, split
 from minikv.models.linear_gpu import Int8OnGpu, kept_on
 from minikv.models.llama import Llama
-from minikv.models.pages import Pages
 from minikv.models.rope import RopeConfig
 from minikv.models.weights import check_form, free_memory
+from minikv.pages import Pages
 
 POSITIONS = 1 << 20
 """Context of a random network: longer than any prompt that is measured."""

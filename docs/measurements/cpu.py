@@ -54,8 +54,8 @@ from minikv.models.config import ModelConfig
 from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, as_read, kept
 from minikv.models.llama import Llama
 from minikv.models.packed import Origin, Packed
-from minikv.models.pages import Pages
 from minikv.models.weights import load_network
+from minikv.pages import Pages
 
 PARTS = (
     "packing",

@@ -34,8 +34,8 @@ from minikv.models.bundled import exam, world
 from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.linear import Int4, Int8, Plain, kept, row_product
-from minikv.models.pages import Pages
 from minikv.models.weights import load_network
+from minikv.pages import Pages
 
 FORMS = (
     ("float32", "auto"),

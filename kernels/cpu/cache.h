@@ -28,11 +28,12 @@ HIDDEN int64_t minikv_attend_bytes(int64_t n);
 
 /* Attention of the G queries q [G, D] of a head over its rows `at` .. at + n - 1, into out [G, D].
    q and out are of dtype `kind`, keys and values of dtype `stored`. Rows before position *oldest
-   are not seen, unless that is NULL. lse [G] gets the log-sum-exps; logits [G, pitch] gets the
-   logits, if it is not NULL. */
+   are not seen, unless that is NULL. tiles: this process may use them (AMX). lse [G] gets the
+   log-sum-exps; logits [G, pitch] gets the logits, if it is not NULL. */
 HIDDEN void minikv_attend_head(
-    const Cache *c, int kind, int stored, int G, int64_t at, int64_t n, const int64_t *oldest,
-    const void *q, float *logits, int64_t pitch, float *lse, void *out, void *memory
+    const Cache *c, int kind, int stored, int tiles, int G, int64_t at, int64_t n,
+    const int64_t *oldest, const void *q, float *logits, int64_t pitch, float *lse, void *out,
+    void *memory
 );
 
 #endif

@@ -53,11 +53,16 @@ _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 # Joined attention and prompt statistics were measured on amx and avx512-bf16-intel; the
 # instructions that they use are those of every AVX-512 and AVX2.
 CHOICES: Mapping[str, Mapping[str, str]] = {
-    # With tiles of bfloat16, attention is two to three times as fast as torch's, and four times as
-    # fast as with C's floats. Prompts with packed weights take about as long as with bfloat16
-    # weights, whose products are torch's.
+    # With tiles of bfloat16, attention of prompts is two to three times as fast as torch's, and
+    # four times as fast as with C's floats. That of a step is 1.1 to 1.3 times as fast as with
+    # vectors. Prompts with packed weights take about as long as with bfloat16 weights, whose
+    # products are torch's.
     "amx": dict.fromkeys(OPERATIONS, C)
-    | {"prompt attention": TILES, "prompts with packed weights": TILES},
+    | {
+        "prompt attention": TILES,
+        "step attention": TILES,
+        "prompts with packed weights": TILES,
+    },
     # C is two and a half to four times as fast as torch, whose kernel converts to float32.
     "avx512-bf16": dict.fromkeys(OPERATIONS, C),
     # Intel's, where tiles are missing or hidden: a bfloat16 product takes twice the time of a float
@@ -70,6 +75,14 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
 }
 """Class of processor -> operation -> what computes it. Products of many rows are always torch's,
 unless the weights are packed."""
+
+WITHOUT_TILES: Mapping[str, str] = {
+    "prompt attention": TORCH,
+    "step attention": C,
+    "prompts with packed weights": TORCH,
+}
+"""What computes an operation of `TILES` where the compiler does not support them, or the library
+has no threads."""
 
 FLOAT_ROWS: Mapping[str, int] = {"avx512-bf16-intel": 128}
 """Class -> from so many rows on, torch multiplies bfloat16 faster in float32, a block of weights at

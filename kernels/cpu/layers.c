@@ -24,9 +24,10 @@ typedef struct {
     float *logits, *lse;
 } Heads;
 
-/* Sizes of all layers: KV heads, queries of each, and the pitch of logits. */
+/* Sizes of all layers: KV heads, queries of each, and the pitch of logits. tiles: as in
+   minikv_attend_head. */
 typedef struct {
-    int64_t H, G, pitch, hidden;
+    int64_t H, G, pitch, hidden, tiles;
 } Sizes;
 
 /* The memory of a call, in this order: queries and keys after rotation, outputs of attention, the
@@ -57,8 +58,8 @@ static void attend(
     minikv_rotate_row(BF16, 1, D, qkv + key * D, cos, sin, m->turned + key * D);
     minikv_append_row(c, BF16, heads->slot[h], m->turned + key * D, qkv + (key + s->H) * D);
     minikv_attend_head(
-        c, BF16, c->k_scale ? INT8 : BF16, (int)G, heads->start[h], heads->length[h], heads->oldest,
-        query, heads->logits ? heads->logits + h * G * s->pitch : NULL, s->pitch,
+        c, BF16, c->k_scale ? INT8 : BF16, (int)s->tiles, (int)G, heads->start[h], heads->length[h],
+        heads->oldest, query, heads->logits ? heads->logits + h * G * s->pitch : NULL, s->pitch,
         (heads->lse ? heads->lse : m->lse) + h * G, m->mixed + h * G * D, own
     );
 }

@@ -51,7 +51,7 @@ class _Weights(ctypes.Structure):
 class _Sizes(ctypes.Structure):
     """`Sizes` of layers.c."""
 
-    _fields_ = tuple((name, c_int64) for name in ("H", "G", "pitch", "hidden"))
+    _fields_ = tuple((name, c_int64) for name in ("H", "G", "pitch", "hidden", "tiles"))
 
 
 @cache
@@ -68,7 +68,7 @@ class StepArena:
     """The arena of a decode step in the form that C takes. It keeps the tensors alive, which must
     stay where they are.
 
-    group: queries per KV head, 0 if there is no lse; pitch: as in `Sizes` of layers.c.
+    group: queries per KV head, 0 if there is no lse; pitch and tiles: as in `Sizes` of layers.c.
     """
 
     layers: int
@@ -76,6 +76,7 @@ class StepArena:
     head_dim: int
     group: int
     pitch: int
+    tiles: bool
     cache: _Cache
     each: ctypes.Array[_Heads]
     kept: tuple[object, ...]
@@ -92,13 +93,15 @@ def step_arena(
     oldest: Tensor,
     logits: Tensor | None,
     lse: Tensor | None,
+    *,
+    tiles: bool = False,
 ) -> StepArena | None:
     """The arena of a decode step in the form that `layers` takes; None if C does not take it.
 
     columns: k, v, pos and perhaps k_scale and v_scale; these, blank and position: as in
     `rotate_append`. start, length and slot int64 [L, H]: each head's rows and its new row. oldest
     int64 [L], which counts for layers with a window; logits [L, H, G, N] and lse [L, H, G]: as in
-    `ragged_attention`, which gets those of one layer.
+    `ragged_attention`, which gets those of one layer. tiles: as in `decode.Decode`.
     """
     k, v, pos = columns["k"], columns["v"], columns["pos"]
     k_scale, v_scale = columns.get("k_scale"), columns.get("v_scale")
@@ -132,6 +135,7 @@ def step_arena(
         k.shape[1],
         0 if lse is None else lse.shape[2],
         0 if logits is None else logits.shape[3],
+        tiles,
         _Cache(
             k.shape[1],
             len(blank),
@@ -189,7 +193,7 @@ def layers(rests: Sequence[object]) -> Layers | None:
         assert arena.layers == len(each)
         assert arena.group in (0, group)
         assert cos.numel() == size == sin.numel()
-        told = _Sizes(heads, group, arena.pitch, hidden)
+        told = _Sizes(heads, group, arena.pitch, hidden, arena.tiles)
         for part in spans:
             last = each[part.stop - 1]
             result = torch.empty((1, last.outs or hidden), dtype=x.dtype)

@@ -15,7 +15,7 @@ INLINE __m512i interleave(__m512i pairs) {
 }
 
 /* Transpose 16 x 16 numbers of 4 bytes. */
-static void transpose(__m512i x[16]) {
+static inline void transpose(__m512i x[16]) {
     __m512i y[16];
     UNROLL
     for (int i = 0; i < 16; i += 2) {

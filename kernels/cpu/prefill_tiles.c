@@ -13,7 +13,7 @@ INLINE int64_t block_keys(int64_t size) { return size <= 128 ? 256 : 128; }
 
 #include "prefill_pairs.h"
 
-INLINE void begin_thread(void) { shape_tiles(); }
+INLINE void begin_thread(void) { shape_tiles(0, 0); }
 
 INLINE void end_thread(void) { _tile_release(); }
 

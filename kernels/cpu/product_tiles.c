@@ -285,7 +285,7 @@ static int product(const Product *p) {
 #pragma omp atomic write
             failed = 1;
 #pragma omp barrier
-        shape_tiles();
+        shape_tiles(0, 0);
         for (int64_t begin = 0; begin < p->t && !failed; begin += p->most) {
             int64_t here = least(p->t - begin, p->most), tiles = over(here, 16);
 #pragma omp for schedule(static)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,11 @@ from minikv.kernels.cpu import (
 from minikv.kernels.cpu import layers as all_layers
 from minikv.kernels.dispatch import Kernels
 
-_SOURCES = {choice.TORCH: Kernels, choice.FLOATS: prefill.FLOAT, choice.TILES: prefill.TILES}
+_SOURCES: dict[str, tuple[object, ...]] = {
+    choice.TORCH: (Kernels,),
+    choice.FLOATS: (prefill.FLOAT,),
+    choice.TILES: (prefill.TILES, decode.TILES),
+}
 """Where `Native` takes an operation that is not computed by its own C function."""
 
 
@@ -42,10 +47,11 @@ class Native(Kernels):
         # Compiled without threads, products and tiles would use only one core.
         self.products = product.threads() > 1 or torch.get_num_threads() == 1
         # A compiler may not support tiles; torch does.
-        tiles = self.products and (bool(processor) or prefill.TILES.available())
+        tiled = prefill.TILES.available()
         choices = dict(choice.CHOICES[kind])
-        if not tiles:
-            choices |= {name: choice.TORCH for name, who in choices.items() if who == choice.TILES}
+        if not (self.products and (bool(processor) or tiled)):
+            tiles = [name for name, who in choices.items() if who == choice.TILES]
+            choices |= {name: choice.WITHOUT_TILES[name] for name in tiles}
         self.choices = choice.describe(kind, choices)
         if not processor and choice.tiles_refused():
             self.choices += "; Linux refuses this process the tiles (AMX) of the processor"
@@ -53,14 +59,17 @@ class Native(Kernels):
         self.integer_prompts = prompts == choice.C
         if prompts != choice.TILES:
             self.rows_product = None
+        if choices["step attention"] == choice.TILES and tiled:
+            self.step_arena = partial(all_layers.step_arena, tiles=True)
         for operation, who in choices.items():
             if who != choice.C:
                 for name in choice.OPERATIONS[operation]:
-                    setattr(self, name, getattr(_SOURCES[who], name))
+                    source = next(one for one in _SOURCES[who] if hasattr(one, name))
+                    setattr(self, name, getattr(source, name))
         self.prompt_rows = choice.PROMPT_ROWS.get(kind)
         self.float_rows = choice.FLOAT_ROWS.get(kind)
 
-    ragged_attention = staticmethod(decode.ragged_attention)
+    ragged_attention = staticmethod(decode.VECTORS.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
@@ -89,7 +98,7 @@ class Native(Kernels):
     row_product = staticmethod(product.row_product)
     rest = staticmethod(rest.rest)
     layers = staticmethod(all_layers.layers)
-    step_arena = staticmethod(all_layers.step_arena)
+    step_arena: Callable[..., object | None] | None = staticmethod(all_layers.step_arena)
     pack_int8 = staticmethod(packing.pack_int8)
     pack_int4 = staticmethod(packing.pack_int4)
     unpack_int4 = staticmethod(packing.unpack_int4)

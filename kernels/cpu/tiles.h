@@ -31,15 +31,16 @@ enum { NUMBERS = 512, ROW = 64 };
         _tile_loadd(N, x, row);            \
     } while (0)
 
-/* Give all eight tiles of this thread 16 rows of 64 bytes, until the thread releases them. */
-INLINE void shape_tiles(void) {
+/* Give the eight tiles of this thread 16 rows of 64 bytes, or of `bytes` bytes if the tile's bit is
+   set in `narrow`, until the thread releases them. */
+INLINE void shape_tiles(unsigned narrow, int bytes) {
     struct {
         uint8_t palette, start, none[14];
         uint16_t bytes[16];
         uint8_t rows[16];
     } shape = {.palette = 1};
     for (int i = 0; i < 8; i++) {
-        shape.bytes[i] = ROW;
+        shape.bytes[i] = narrow >> i & 1 ? bytes : ROW;
         shape.rows[i] = 16;
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(shape));

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
+from minikv.pages import large
 
 _CORE = ("k", "v", "k_scale", "v_scale", "pos")
 _FIRST = 1 << 40  # above every position
@@ -97,7 +98,7 @@ class Arena:
     def _blank(self, dtype: torch.dtype, *size: int) -> Tensor:
         """A new column [R, *size], not yet written."""
         with torch.inference_mode(False):
-            blank = torch.empty((self.rows, *size), dtype=dtype, device=self.device)
+            blank = large((self.rows, *size), dtype, self.device)
         if self.poison:
             real = blank.is_floating_point()
             blank.fill_(float("nan") if real else torch.iinfo(dtype).max // 2)

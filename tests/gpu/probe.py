@@ -46,7 +46,7 @@ from minikv.kernels.triton import rest
 from minikv.kernels.triton.table import Triton
 from minikv.models.linear import Linear, Plain
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
-from minikv.models.pages import Pages
+from minikv.pages import Pages
 
 
 def mean_seconds(

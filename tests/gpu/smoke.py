@@ -47,7 +47,7 @@ from minikv.kernels.torch import attention_mass, decode
 from minikv.kernels.triton.table import Triton
 from minikv.models.linear import Plain
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
-from minikv.models.pages import Pages
+from minikv.pages import Pages
 
 SEED = int(os.environ.get("GPU_TEST_SEED") or int.from_bytes(os.urandom(3)))
 

@@ -16,7 +16,7 @@ from minikv.models.linear_gpu import (
     pack_int4_rows,
     unpack_int4_rows,
 )
-from minikv.models.pages import empty
+from minikv.pages import empty
 
 FORMS = {"int8": (Int8OnGpu, Int8), "int4": (Int4OnGpu, Int4)}
 

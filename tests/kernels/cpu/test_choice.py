@@ -14,7 +14,7 @@ from drawing import randoms
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
 from minikv.kernels import dispatch
-from minikv.kernels.cpu import build, choice, prefill, table
+from minikv.kernels.cpu import build, choice, decode, prefill, table
 from minikv.kernels.torch import attention
 from minikv.models.linear import bf16_products, has_tiles
 
@@ -35,7 +35,7 @@ def test_every_class_says_of_every_operation_who_computes_it() -> None:
         assert row.keys() == choice.OPERATIONS.keys()
         assert set(row.values()) <= {choice.C, choice.TILES, choice.FLOATS, choice.TORCH}
         special = {name for name, who in row.items() if who in (choice.TILES, choice.FLOATS)}
-        assert special <= {"prompt attention", "prompts with packed weights"}
+        assert special <= {*choice.WITHOUT_TILES}
     assert choice.processor() in choice.CHOICES
     assert choice.FLOAT_ROWS.keys() <= choice.CHOICES.keys()
     assert choice.PROMPT_ROWS.keys() <= choice.CHOICES.keys()
@@ -62,12 +62,15 @@ def test_the_table_is_what_runs(processor: str) -> None:
         if names == ("rows_product",):
             continue
         who = choice.CHOICES[processor][operation]
+        tiled = decode.TILES if operation == "step attention" else prefill.TILES
         source = {
             choice.TORCH: dispatch.Kernels,
             choice.FLOATS: prefill.FLOAT,
-            choice.TILES: prefill.TILES,
+            choice.TILES: tiled,
         }.get(who, table.Native)
         for name in names:
+            if name == "step_arena":  # it is told about tiles
+                continue
             assert getattr(ops, name) == getattr(source, name), (operation, name)
     packed = choice.CHOICES[processor]["prompts with packed weights"]
     assert (ops.rows_product is not None) == (packed == choice.TILES)
@@ -81,7 +84,8 @@ def test_with_tiles_of_bfloat16_prompts_take_them() -> None:
     assert ops.rows_attention == prefill.TILES.rows_attention
     assert ops.last_rows_attention == prefill.TILES.last_rows_attention
     assert ops.ragged_prefill == prefill.TILES.ragged_prefill
-    assert ops.ragged_attention is table.Native.ragged_attention
+    assert ops.ragged_attention == decode.TILES.ragged_attention
+    assert chosen("avx512-bf16").ragged_attention == decode.VECTORS.ragged_attention
     assert ops.prompt_rows == 2048
     assert chosen("avx512-bf16").prompt_rows is None
     assert "C with tiles for prompt attention" in ops.choices
@@ -131,6 +135,7 @@ def test_a_compiler_that_knows_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     without = table.Native()
     assert without.rows_attention is attention.rows_attention
     assert without.rows_product is None
+    assert without.ragged_attention == decode.VECTORS.ragged_attention
     assert "torch for prompt attention, prompts with packed weights" in without.choices
     monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
     assert table.Native().choices == choice.describe("amx")

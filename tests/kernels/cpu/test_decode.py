@@ -4,6 +4,7 @@ every row that no head has."""
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -11,11 +12,19 @@ from drawing import close, randoms
 from ragged import in_use, segments
 
 from minikv.kernels import to_codes
-from minikv.kernels.cpu import build, decode
+from minikv.kernels.cpu import build, decode, prefill
 from minikv.kernels.torch import decode as plain_torch
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 DTYPES = [torch.float32, torch.bfloat16]
+WAYS = [
+    pytest.param(decode.VECTORS, id="vectors"),
+    pytest.param(
+        decode.TILES,
+        id="tiles",
+        marks=pytest.mark.skipif(not prefill.TILES.available(), reason="there are no tiles"),
+    ),
+]
 LOOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -28,14 +37,17 @@ CASES = [
     (5, 8, [9, 30]),
     (2, 20, [31, 2]),
     (4, 64, [700, 900, 513]),
+    (9, 32, [15, 16, 17, 0, 48]),
+    (3, 128, [33, 160]),
 ]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group", "size", "lengths"), CASES)
 @pytest.mark.parametrize("sees", ["all", "window", "logits"])
 def test_attention_over_segments(
-    group: int, size: int, lengths: list[int], dtype: torch.dtype, sees: str
+    group: int, size: int, lengths: list[int], dtype: torch.dtype, sees: str, way: decode.Decode
 ) -> None:
     start, length, rows = segments(lengths)
     used = in_use(start, length, rows)
@@ -51,7 +63,7 @@ def test_attention_over_segments(
     logits = torch.full((len(lengths), group, wide), 7.0) if sees == "logits" else None
     lse = torch.empty(len(lengths), group) if sees == "logits" else None
     windowed = {} if sees == "all" else {"pos": pos, "oldest": oldest}
-    mixed, sums = decode.ragged_attention(
+    mixed, sums = way.ragged_attention(
         q, k, v, start, length, width=wide, logits=logits, lse=lse, **windowed
     )
     assert mixed.dtype == dtype
@@ -69,14 +81,15 @@ def test_attention_over_segments(
         assert sums is lse
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [20, 64, 96])
-def test_attention_over_codes(dtype: torch.dtype, size: int) -> None:
+def test_attention_over_codes(dtype: torch.dtype, size: int, way: decode.Decode) -> None:
     start, length, rows = segments([30, 0, 1, 70])
     used = in_use(start, length, rows)
     q = randoms(1, 4, 3, size, dtype=dtype, by=2.0)
     (k, ks), (v, vs) = (to_codes(randoms(i, len(used), size)) for i in (2, 3))
-    got, lse = decode.ragged_attention(q, k, v, start, length, width=70, k_scale=ks, v_scale=vs)
+    got, lse = way.ragged_attention(q, k, v, start, length, width=70, k_scale=ks, v_scale=vs)
     want, other = plain_torch.ragged_attention(
         q.double(), k.double() * ks[:, None], v.double() * vs[:, None], start, length, width=70
     )
@@ -84,13 +97,17 @@ def test_attention_over_codes(dtype: torch.dtype, size: int) -> None:
     close(lse, other)
 
 
-def test_what_is_not_finite_is_not_hidden() -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_not_hidden(dtype: torch.dtype, way: decode.Decode) -> None:
     """A NaN in a row that is seen comes out, so that the turn is stopped."""
-    q, k = randoms(1, 1, 2, 64).abs(), randoms(2, 9, 64)
-    start, length = torch.tensor([0]), torch.tensor([9])
-    for bad in (math.nan, math.inf):
-        k[4, 3] = bad
-        mixed, _ = decode.ragged_attention(q, k, randoms(3, 9, 64), start, length, width=9)
+    q = randoms(1, 1, 2, 64, dtype=dtype)
+    k, v = (randoms(i, 19, 64, dtype=dtype) for i in (2, 3))
+    start, length = torch.tensor([0]), torch.tensor([19])
+    for bad, row in product((math.nan, math.inf), (4, 17)):
+        broken = k.clone()
+        broken[row, 3] = bad
+        mixed, _ = way.ragged_attention(q.abs(), broken, v, start, length, width=19)
         assert bool(mixed.isnan().any())
 
 
@@ -100,9 +117,9 @@ def test_torchs_defaults_do_not_matter() -> None:
     start, length = torch.tensor([0]), torch.tensor([9])
     torch.set_default_dtype(torch.bfloat16)
     try:
-        _, lse = decode.ragged_attention(q, k, k, start, length, width=9)
+        _, lse = decode.VECTORS.ragged_attention(q, k, k, start, length, width=9)
         logits = torch.zeros(1, 2, 9)
-        decode.ragged_attention(q, k, k, start, length, width=9, logits=logits)
+        decode.VECTORS.ragged_attention(q, k, k, start, length, width=9, logits=logits)
     finally:
         torch.set_default_dtype(torch.float32)
     assert lse.dtype == torch.float32

@@ -21,7 +21,8 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
-from minikv.kernels.cpu import build, layers, rest
+from minikv.kernels import dispatch
+from minikv.kernels.cpu import build, choice, layers, prefill, rest
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Plain, kept
 from minikv.models.llama import Llama
@@ -283,6 +284,18 @@ def test_what_it_does_not_take() -> None:
     exact.use(made.ops)
     assert exact._layers is None
     assert made.open_steps().step_arena() is None
+
+
+def test_tiles_are_used_where_attention_of_a_step_uses_them() -> None:
+    for processor in choice.CHOICES:
+        engine = cached(network())
+        engine.kv.decode.ops, _ = dispatch.choose(
+            torch.device("cpu"), "auto", 32, torch.bfloat16, processor
+        )
+        engine.prompt(ids(70))
+        made = engine.kv.open_steps().step_arena()
+        assert isinstance(made, layers.StepArena)
+        assert made.tiles == (processor == "amx" and prefill.TILES.available())
 
 
 def test_the_arena_is_released_when_the_steps_end() -> None:

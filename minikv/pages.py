@@ -1,5 +1,5 @@
-"""Memory for weights: on a CPU in pages of 2 MiB, if the system has them. A decode step reads every
-matrix completely, which is faster there (docs/measurements/README.md, Weights)."""
+"""Memory for weights, keys and values: on a CPU in pages of 2 MiB, if the system has them. A decode
+step reads all of it, which is faster there (docs/measurements/README.md, Weights)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ _LINE = 64  # a tensor in a slab begins at a multiple of this many bytes
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The `Empty` that uses torch's own memory."""
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+def large(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `torch.empty`. On a CPU, a tensor of at least `LARGE` bytes is in pages of 2 MiB."""
+    if math.prod(shape) * dtype.itemsize < LARGE:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return Pages(device).empty(shape, dtype)
 
 
 class Pages:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from minikv import pages
 from minikv.cli.bench import models
 from minikv.cli.bench.shapes import Sizes
-from minikv.models import pages
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8
-from minikv.models.pages import LARGE, PAGE, SLAB, SMALL, Pages
 from minikv.models.weights import load_network
+from minikv.pages import LARGE, PAGE, SLAB, SMALL, Pages
 
 CPU = torch.device("cpu")
 needs_large = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="asks for large pages")
