@@ -653,3 +653,66 @@ def test_what_steps_hold_beside_the_arena_is_counted(step: str, undo: bool) -> N
     assert run.kv.decode.nbytes == want
     run.kv.settle()
     assert run.kv.decode.nbytes == 0
+
+
+# -- a kernel that computes all layers ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["none", *STEPS])
+def test_all_layers_are_computed_at_once_unless_a_policy_reads_each(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gets what is fixed while steps are open, once, and the first row is made room
+    for."""
+    run = engine(
+        network(layers=2, windows=(None, 16)), None, "full", step, None if step == "none" else 24
+    )
+    run.prompt(ids(40))
+    made: list[tuple[Any, ...]] = []
+
+    def step_arena(*given: Any) -> tuple[Any, ...]:
+        made.append(given)
+        return given
+
+    monkeypatch.setattr(run.kv.ops, "step_arena", step_arena)
+    decode = run.kv.open_steps()
+    found = decode.step_arena()
+    if step in ("hashevict", "l2"):
+        assert found is None
+        assert made == []
+        return
+    assert found is made[0]
+    assert decode.step_arena() is found
+    assert len(made) == 1
+    columns, _, position, start, length, slot, windows, oldest, logits, lse = made[0]
+    arena = decode.rows.arena
+    assert columns is arena.columns
+    assert (position, start, length, slot) == (
+        decode.position,
+        arena.start,
+        decode.count,
+        decode.slot,
+    )
+    assert windows == (None, 16)
+    assert oldest is decode.oldest_seen
+    evicts_first = decode.policy is not None and decode.policy.evict_first
+    reads = decode.policy is not None and not evicts_first
+    assert (logits is decode.logits) == (lse is decode.lse) == reads
+    assert bool((arena.free_slot >= 0).any()) == evicts_first
+    decode.close()
+    decode = run.kv.open_steps()
+    assert decode.step_arena() is not found
+
+
+def test_without_such_a_kernel_or_if_it_refuses_nothing_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = engine(network(layers=2), None, "full", "streaming", 24)
+    run.prompt(ids(40))
+    for kernel in (None, lambda *given: None):
+        monkeypatch.setattr(run.kv.ops, "step_arena", kernel)
+        assert run.kv.step_arena is not None
+        assert run.kv.step_arena() is None
+        assert bool((run.kv.decode.rows.arena.free_slot < 0).all())
+    run.kv.begin(5)
+    assert run.kv.step_arena is None
