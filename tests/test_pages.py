@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from minikv import pages
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
 from minikv.cli.bench import models
 from minikv.cli.bench.shapes import Sizes
 from minikv.models.checkpoint import Checkpoint
@@ -149,3 +151,20 @@ def test_without_such_memory_it_is_torch_s(refused: str, monkeypatch: pytest.Mon
 def test_elsewhere_it_is_torch_s() -> None:
     made = Pages(torch.device("meta")).empty((1 << 40, 2), torch.float32)
     assert (made.device.type, made.shape) == ("meta", (1 << 40, 2))
+
+
+@needs_large
+def test_keys_and_values_of_a_long_text_are_in_large_pages() -> None:
+    """And those of a short one are in torch's own memory."""
+    rows = LARGE // (64 * 2)
+    shape = Shape(1, 1, 1, 64, (None,), 1 << 20)
+    for count, large in ((rows, True), (rows - 1, False)):
+        arena = KVCache(shape, dtype=torch.bfloat16, device="cpu").arena.fresh([count], {})
+        for name in ("k", "v"):
+            column = arena.columns[name]
+            assert column.shape == (count, 64)
+            assert (column.data_ptr() % PAGE == 0) == large
+            assert not column.is_inference()
+        assert arena.columns["pos"].data_ptr() % PAGE
+    with torch.inference_mode():
+        assert not arena.fresh([rows], {}).columns["k"].is_inference()
