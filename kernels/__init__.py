@@ -22,12 +22,13 @@ from minikv.kernels.torch.attention_mass import (
     peak_attention,
 )
 from minikv.kernels.torch.compaction import gather_column, gather_rows, held_rows
-from minikv.kernels.torch.decode import Rows, lowest_step, ragged_attention
+from minikv.kernels.torch.decode import Hashing, Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
 from minikv.kernels.torch.window import window_attention
 
 __all__ = [
+    "Hashing",
     "Part",
     "Rows",
     "add_attention_mass",

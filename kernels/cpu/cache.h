@@ -36,4 +36,30 @@ HIDDEN void minikv_attend_head(
     void *memory
 );
 
+/* HashEvict in all layers: bytes of a code, bits of it, whether the probe is the key and not the
+   queries, and the rows that never leave. code: the column of codes [R]. The fields are those of
+   layers.py. */
+typedef struct {
+    int64_t code_size, bits, keyed, sinks, recent, pinned;
+    void *code;
+} Hashing;
+
+/* HashEvict in one layer: the projection [D, bits]; length (without the new row), cap and free_slot
+   [H]; and where overwritten rows of each head are copied. The fields are those of layers.py. */
+typedef struct {
+    const float *matrix;
+    const int64_t *length, *cap;
+    int64_t *free_slot;
+    void *undo_k, *undo_v;
+    int32_t *undo_pos;
+    void *undo_code;
+} HashLayer;
+
+/* Evict from head h, whose rows begin at `start`, if it is full, by P probes [P, D], and write its
+   new row. Keys and values are of dtype `kind`. score: memory for the head's rows. */
+HIDDEN void minikv_hash_row(
+    const Cache *c, const Hashing *a, const HashLayer *l, int kind, int64_t h, int64_t start,
+    int64_t P, const void *probe, const void *key, const void *value, float *score
+);
+
 #endif

@@ -8,6 +8,7 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+#include "cache.h"
 #include "span.h"
 
 /* Number d of a row of floats of dtype `kind`. */
@@ -56,25 +57,63 @@ static inline int64_t code_at(const void *code, int size, int64_t row) {
                        : ((const int64_t *)code)[row];
 }
 
-/* score [n] = minus the Hamming distance of each row's code to a probe, summed over P probes. These
-   are whole numbers, exact in float. */
-static inline __attribute__((always_inline)) void hamming_scores(
-    const void *code, const int size, int64_t begin, int n, const uint64_t *probes, int64_t P,
-    float *score
+/* Subtract from score [n] the Hamming distance of each row's code to a probe: whole numbers, exact
+   in float. */
+static inline __attribute__((always_inline)) void subtract_distance(
+    const void *code, const int size, int64_t begin, int n, uint64_t probe, float *score
 ) {
-    memset(score, 0, n * sizeof(float));
-    for (int64_t i = 0; i < P; i++) {
-        const uint64_t probe = probes[i];
 #pragma omp simd
-        for (int j = 0; j < n; j++)
-            score[j] -=
-                (float)__builtin_popcountll(probe ^ (uint64_t)code_at(code, size, begin + j));
-    }
+    for (int j = 0; j < n; j++)
+        score[j] -= (float)__builtin_popcountll(probe ^ (uint64_t)code_at(code, size, begin + j));
 }
 
 /* Where a row of `bytes` bytes is. */
 static inline char *row_of(void *rows, int64_t row, int64_t bytes) {
     return (char *)rows + row * bytes;
+}
+
+/* See cache.h. */
+void minikv_hash_row(
+    const Cache *c, const Hashing *a, const HashLayer *l, int kind, int64_t h, int64_t start,
+    int64_t P, const void *probe, const void *key, const void *value, float *score
+) {
+    const int64_t row_size = c->D * item_size(kind), newest = *c->position - 1;
+    const int size = (int)a->code_size, bits = (int)a->bits;
+    if (l->free_slot[h] < 0 && l->length[h] >= l->cap[h]) {
+        const int n = (int)l->length[h];
+        const int32_t *at = c->pos + start;
+        memset(score, 0, n * sizeof(float));
+        for (int64_t i = 0; i < P; i++) {
+            const void *one = (const char *)probe + i * row_size;
+            const uint64_t bitmap = code_of(one, kind, c->D, l->matrix, bits);
+            if (size == 2)
+                subtract_distance(a->code, 2, start, n, bitmap, score);
+            else if (size == 4)
+                subtract_distance(a->code, 4, start, n, bitmap, score);
+            else
+                subtract_distance(a->code, 8, start, n, bitmap, score);
+        }
+        int found = lowest(score, at, n, evictable_span(newest, a->sinks, a->recent, a->pinned));
+        if (found < 0)
+            found = lowest(score, at, n, fallback_span(newest, a->pinned));
+        const int64_t row = start + (found < 0 ? 0 : found);
+        memcpy(row_of(l->undo_k, h, row_size), row_of(c->k, row, row_size), row_size);
+        memcpy(row_of(l->undo_v, h, row_size), row_of(c->v, row, row_size), row_size);
+        memcpy(row_of(l->undo_code, h, size), row_of(a->code, row, size), size);
+        l->undo_pos[h] = c->pos[row];
+        l->free_slot[h] = row;
+    }
+    const int64_t row = l->free_slot[h] >= 0 ? l->free_slot[h] : start + l->length[h];
+    const uint64_t code = code_of(key, kind, c->D, l->matrix, bits);
+    memcpy(row_of(c->k, row, row_size), key, row_size);
+    memcpy(row_of(c->v, row, row_size), value, row_size);
+    c->pos[row] = (int32_t)*c->position;
+    if (size == 2)
+        ((int16_t *)a->code)[row] = (int16_t)code;
+    else if (size == 4)
+        ((int32_t *)a->code)[row] = (int32_t)code;
+    else
+        ((int64_t *)a->code)[row] = (int64_t)code;
 }
 
 /* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full head
@@ -88,49 +127,18 @@ int minikv_hash_append(
     void *v, int32_t *pos, void *code, void *undo_k, void *undo_v, int32_t *undo_pos,
     void *undo_code, int64_t width, int64_t sinks, int64_t recent, int64_t pinned
 ) {
-    const int64_t row_size = D * item_size(kind), newest = *position - 1;
-    uint64_t *probes = scratch(P, sizeof(uint64_t));
+    const Cache cache = {D, 0, k, v, pos, NULL, NULL, NULL, NULL, position};
+    const Hashing hashing = {code_size, B, 0, sinks, recent, pinned, code};
+    const HashLayer layer = {
+        matrix, length, cap, free_slot, undo_k, undo_v, undo_pos, undo_code,
+    };
+    const int64_t row_size = D * item_size(kind);
     float *score = scratch(width, sizeof(float));
-    const int good = probes && score;
-    for (int64_t h = 0; good && h < H; h++) {
-        if (free_slot[h] >= 0 || length[h] < cap[h])
-            continue;
-        const int n = (int)length[h];
-        const int32_t *at = pos + start[h];
-        for (int64_t i = 0; i < P; i++)
-            probes[i] =
-                code_of((const char *)probe + (h * P + i) * row_size, kind, D, matrix, (int)B);
-        if (code_size == 2)
-            hamming_scores(code, 2, start[h], n, probes, P, score);
-        else if (code_size == 4)
-            hamming_scores(code, 4, start[h], n, probes, P, score);
-        else
-            hamming_scores(code, 8, start[h], n, probes, P, score);
-        int found = lowest(score, at, n, evictable_span(newest, sinks, recent, pinned));
-        if (found < 0)
-            found = lowest(score, at, n, fallback_span(newest, pinned));
-        const int64_t row = start[h] + (found < 0 ? 0 : found);
-        memcpy(row_of(undo_k, h, row_size), row_of(k, row, row_size), row_size);
-        memcpy(row_of(undo_v, h, row_size), row_of(v, row, row_size), row_size);
-        memcpy(row_of(undo_code, h, code_size), row_of(code, row, code_size), code_size);
-        undo_pos[h] = pos[row];
-        free_slot[h] = row;
-    }
-    for (int64_t h = 0; good && h < H; h++) {
-        const int64_t row = free_slot[h] >= 0 ? free_slot[h] : start[h] + length[h];
-        const char *new_key = (const char *)key + h * row_size;
-        const uint64_t new_code = code_of(new_key, kind, D, matrix, (int)B);
-        memcpy(row_of(k, row, row_size), new_key, row_size);
-        memcpy(row_of(v, row, row_size), (const char *)value + h * row_size, row_size);
-        pos[row] = (int32_t)*position;
-        if (code_size == 2)
-            ((int16_t *)code)[row] = (int16_t)new_code;
-        else if (code_size == 4)
-            ((int32_t *)code)[row] = (int32_t)new_code;
-        else
-            ((int64_t *)code)[row] = (int64_t)new_code;
-    }
+    for (int64_t h = 0; score && h < H; h++)
+        minikv_hash_row(
+            &cache, &hashing, &layer, kind, h, start[h], P, (const char *)probe + h * P * row_size,
+            (const char *)key + h * row_size, (const char *)value + h * row_size, score
+        );
     free(score);
-    free(probes);
-    return !good;
+    return !score;
 }

@@ -18,16 +18,19 @@ typedef struct {
 
 /* The rows of a layer's heads: start, length and slot [H] of each head's rows and of its new row.
    oldest: as in minikv_attend_head, NULL for a layer without a window. logits [H, G, pitch] and lse
-   [H, G], or NULL. The fields are those of layers.py. */
+   [H, G], or NULL. hash: for HashEvict, which also writes the new row. The fields are those of
+   layers.py. */
 typedef struct {
     const int64_t *start, *length, *slot, *oldest;
     float *logits, *lse;
+    HashLayer hash;
 } Heads;
 
-/* Sizes of all layers: KV heads, queries of each, and the pitch of logits. tiles: as in
-   minikv_attend_head. */
+/* What all layers share: KV heads, queries of each, and the pitch of logits; whether tiles may be
+   used, as in minikv_attend_head; and HashEvict, or NULL. */
 typedef struct {
     int64_t H, G, pitch, hidden, tiles;
+    const Hashing *hashing;
 } Sizes;
 
 /* The memory of a call, in this order: queries and keys after rotation, outputs of attention, the
@@ -56,7 +59,15 @@ static void attend(
     bf16 *query = m->turned + h * G * D;
     minikv_rotate_row(BF16, G, D, qkv + h * G * D, cos, sin, query);
     minikv_rotate_row(BF16, 1, D, qkv + key * D, cos, sin, m->turned + key * D);
-    minikv_append_row(c, BF16, heads->slot[h], m->turned + key * D, qkv + (key + s->H) * D);
+    const bf16 *new_key = m->turned + key * D, *value = qkv + (key + s->H) * D;
+    if (s->hashing) {
+        const int keyed = s->hashing->keyed != 0;
+        minikv_hash_row(
+            c, s->hashing, &heads->hash, BF16, h, heads->start[h], keyed ? 1 : G,
+            keyed ? new_key : query, new_key, value, (float *)own
+        );
+    } else
+        minikv_append_row(c, BF16, heads->slot[h], new_key, value);
     minikv_attend_head(
         c, BF16, c->k_scale ? INT8 : BF16, (int)s->tiles, (int)G, heads->start[h], heads->length[h],
         heads->oldest, query, heads->logits ? heads->logits + h * G * s->pitch : NULL, s->pitch,

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from minikv import kernels
 from minikv.kernels.cpu.binding import address, loaded, plain
 from minikv.kernels.cpu.rest import Rest
 
@@ -34,11 +35,33 @@ class _Cache(ctypes.Structure):
     )
 
 
+class _Hashing(ctypes.Structure):
+    """`Hashing` of cache.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("code_size", "bits", "keyed", "sinks", "recent", "pinned")),
+        ("code", c_void_p),
+    )
+
+
+class _HashLayer(ctypes.Structure):
+    """`HashLayer` of cache.h."""
+
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("matrix", "length", "cap", "free_slot"),
+            *("undo_k", "undo_v", "undo_pos", "undo_code"),
+        )
+    )
+
+
 class _Heads(ctypes.Structure):
     """`Heads` of layers.c."""
 
-    _fields_ = tuple(
-        (name, c_void_p) for name in ("start", "length", "slot", "oldest", "logits", "lse")
+    _fields_ = (
+        *((name, c_void_p) for name in ("start", "length", "slot", "oldest", "logits", "lse")),
+        ("hash", _HashLayer),
     )
 
 
@@ -51,7 +74,10 @@ class _Weights(ctypes.Structure):
 class _Sizes(ctypes.Structure):
     """`Sizes` of layers.c."""
 
-    _fields_ = tuple((name, c_int64) for name in ("H", "G", "pitch", "hidden", "tiles"))
+    _fields_ = (
+        *((name, c_int64) for name in ("H", "G", "pitch", "hidden", "tiles")),
+        ("hashing", c_void_p),
+    )
 
 
 @cache
@@ -78,6 +104,7 @@ class StepArena:
     pitch: int
     tiles: bool
     cache: _Cache
+    hashing: _Hashing | None
     each: ctypes.Array[_Heads]
     kept: tuple[object, ...]
 
@@ -93,6 +120,7 @@ def step_arena(
     oldest: Tensor,
     logits: Tensor | None,
     lse: Tensor | None,
+    hashing: kernels.Hashing | None = None,
     *,
     tiles: bool = False,
 ) -> StepArena | None:
@@ -101,7 +129,8 @@ def step_arena(
     columns: k, v, pos and perhaps k_scale and v_scale; these, blank and position: as in
     `rotate_append`. start, length and slot int64 [L, H]: each head's rows and its new row. oldest
     int64 [L], which counts for layers with a window; logits [L, H, G, N] and lse [L, H, G]: as in
-    `ragged_attention`, which gets those of one layer. tiles: as in `decode.Decode`.
+    `ragged_attention`, which gets those of one layer. hashing: for HashEvict. tiles: as in
+    `decode.Decode`.
     """
     k, v, pos = columns["k"], columns["v"], columns["pos"]
     k_scale, v_scale = columns.get("k_scale"), columns.get("v_scale")
@@ -113,6 +142,7 @@ def step_arena(
         and plain(torch.int64, position, start, length, slot, oldest)
         and plain(torch.float32, *exact)
         and all(column.is_contiguous() and column.dim() == 1 for column in blank)
+        and (hashing is None or _takes(hashing, kind))
     )
     if not fits:
         return None
@@ -125,6 +155,7 @@ def step_arena(
                 *(t[layer].data_ptr() for t in (start, length, slot)),
                 None if window is None else oldest[layer].data_ptr(),
                 *(None if t is None else t[layer].data_ptr() for t in (logits, lse)),
+                _HashLayer() if hashing is None else _hash_layer(hashing, layer),
             )
             for layer, window in enumerate(windows)
         )
@@ -144,10 +175,12 @@ def step_arena(
             ctypes.addressof(sizes),
             position.data_ptr(),
         ),
+        None if hashing is None else _hashing(hashing),
         each,
         (
             dict(columns),
             blank,
+            hashing,
             position,
             start,
             length,
@@ -159,6 +192,32 @@ def step_arena(
             sizes,
         ),
     )
+
+
+def _takes(hashing: kernels.Hashing, kind: torch.dtype) -> bool:
+    """Whether C can compute HashEvict over rows of this dtype."""
+    k, v, pos, code = hashing.undo_rows
+    return (
+        plain(torch.bfloat16, k, v)
+        and kind == torch.bfloat16
+        and plain(torch.int32, pos)
+        and plain(hashing.code.dtype, hashing.code, code)
+        and plain(torch.float32, *hashing.matrices)
+        and plain(torch.int64, hashing.length, hashing.cap, hashing.free_slot)
+    )
+
+
+def _hashing(given: kernels.Hashing) -> _Hashing:
+    bits = given.matrices[0].shape[1]
+    rows = given.sinks, given.recent, given.pinned
+    return _Hashing(given.code.itemsize, bits, given.keyed, *rows, given.code.data_ptr())
+
+
+def _hash_layer(given: kernels.Hashing, layer: int) -> _HashLayer:
+    tables = (t[layer].data_ptr() for t in (given.length, given.cap, given.free_slot))
+    head = layer * given.length.shape[1]
+    undo = (rows[head:].data_ptr() for rows in given.undo_rows)
+    return _HashLayer(given.matrices[layer].data_ptr(), *tables, *undo)
 
 
 Layers = Callable[[Tensor, Tensor, Tensor, Tensor, StepArena], Tensor]
@@ -193,7 +252,8 @@ def layers(rests: Sequence[object]) -> Layers | None:
         assert arena.layers == len(each)
         assert arena.group in (0, group)
         assert cos.numel() == size == sin.numel()
-        told = _Sizes(heads, group, arena.pitch, hidden, arena.tiles)
+        hashing = None if arena.hashing is None else ctypes.addressof(arena.hashing)
+        told = _Sizes(heads, group, arena.pitch, hidden, arena.tiles, hashing)
         for part in spans:
             last = each[part.stop - 1]
             result = torch.empty((1, last.outs or hidden), dtype=x.dtype)

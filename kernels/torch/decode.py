@@ -8,7 +8,7 @@ on values. Indices are int64. Rows that are not in use may hold any value, also 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,29 @@ class Rows:
     cap: Tensor
     pos: Tensor
     newest: Tensor
+    sinks: int
+    recent: int
+    pinned: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hashing:
+    """What a kernel of all layers needs for HashEvict (arXiv 2412.16187), which chooses victims by
+    the query and writes the new row.
+
+    matrices: each layer's projection, float32 [D, bits]; keyed: the probe is the key, not the
+    queries; code [R]: the column of codes; length, cap and free_slot int64 [L, H], as in `Arena`;
+    undo_rows: overwritten keys, values, positions and codes are copied there, [L * H, ...] each.
+    sinks, recent and pinned: as in `Rows`.
+    """
+
+    matrices: Sequence[Tensor]
+    keyed: bool
+    code: Tensor
+    length: Tensor
+    cap: Tensor
+    free_slot: Tensor
+    undo_rows: tuple[Tensor, Tensor, Tensor, Tensor]
     sinks: int
     recent: int
     pinned: int

@@ -33,6 +33,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from minikv import kernels
 from minikv.cache.arena import Arena
 from minikv.cache.block_eviction import Schedule, close_gaps
 from minikv.cache.stats import Shape
@@ -278,9 +279,14 @@ class DecodeStep:
         `ops.layers` takes. None if there is no such kernel, or if the policy computes something
         from each layer's query or key; then nothing was done."""
         policy, arena, ops = self.policy, self.rows.arena, self.ops
-        if ops.step_arena is None or (policy is not None and policy.layer_by_layer):
+        if ops.step_arena is None:
             return None
         if self._step_arena is None:
+            hashing = None
+            if policy is not None and policy.layer_by_layer:
+                hashing = self._hashing(policy)
+                if hashing is None:
+                    return None
             scratch = (self.logits, self.lse) if self.logits.numel() else (None, None)
             self._step_arena = ops.step_arena(
                 arena.columns,
@@ -292,10 +298,19 @@ class DecodeStep:
                 self.shape.windows,
                 self.oldest_seen,
                 *scratch,
+                hashing,
             )
         if self._step_arena is not None:
             self._make_room()
         return self._step_arena
+
+    def _hashing(self, policy: StepPolicy) -> kernels.Hashing | None:
+        """See `StepPolicy.hashing`."""
+        arena = self.rows.arena
+        rows = self.rows.for_kernel(policy, arena.length)
+        room = StepRoom(rows, arena.free_slot, self.slot, self.rows.written, self.undo_rows)
+        sizes = self.shape.layers, self.shape.head_dim
+        return policy.hashing(room, sizes, self.leaves_last is not None)
 
     def _attention(self, layer: int, query: Tensor) -> Tensor:
         """Attention of a layer's query [H, G, D] to the rows of each head: mixed values [1, H * G,

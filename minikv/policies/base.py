@@ -597,6 +597,14 @@ class StepPolicy(ABC):
         reads_query = self.evict_first and self.needs_query
         return reads_query or type(self).init_state is not StepPolicy.init_state
 
+    def hashing(
+        self, room: StepRoom, shape: tuple[int, int], leave_last: bool
+    ) -> kernels.Hashing | None:
+        """For `layer_by_layer`: what a kernel needs that computes all layers and does in each what
+        `append_kernel` does. None if it cannot. shape: layers and head size; leave_last: some rows
+        leave after all others."""
+        return None
+
     def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
         """float32 [..., N]: the attention of a query to each row of a KV head, its G query heads
         joined. `update` gets it as `probabilities`. This base class takes the mean over G.

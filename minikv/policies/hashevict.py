@@ -16,8 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minikv import kernels
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import PromptView, StepAppend, StepPolicy, StepView, unprotected
+from minikv.policies.base import (
+    PromptView,
+    StepAppend,
+    StepPolicy,
+    StepRoom,
+    StepView,
+    unprotected,
+)
 
 _OWN = ("k", "v", "pos", "code")
 
@@ -88,6 +96,27 @@ class HashEvict(StepPolicy):
         stored = view.columns["code"].to(torch.int64)
         distance = ones(probe_codes[:, :, None] ^ stored[:, None]).sum(1)
         return -distance.to(torch.float32), unprotected(view, self)
+
+    def hashing(
+        self, room: StepRoom, shape: tuple[int, int], leave_last: bool
+    ) -> kernels.Hashing | None:
+        columns, undo = room.columns, room.undo_rows
+        if leave_last or {*columns} != {*_OWN}:
+            return None
+        layers, size = shape
+        like = columns["k"].new_empty(size)
+        return kernels.Hashing(
+            [self.matrix(layer, like) for layer in range(layers)],
+            self.hash_with == "key",
+            columns["code"],
+            room.rows.length,
+            room.rows.cap,
+            room.free_slot,
+            (undo["k"], undo["v"], undo["pos"], undo["code"]),
+            self.sinks,
+            self.recent,
+            room.rows.pinned,
+        )
 
     def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
         key, columns, undo = append.key, append.columns, append.undo_rows

@@ -677,14 +677,14 @@ def test_all_layers_are_computed_at_once_unless_a_policy_reads_each(
     monkeypatch.setattr(run.kv.ops, "step_arena", step_arena)
     decode = run.kv.open_steps()
     found = decode.step_arena()
-    if step in ("hashevict", "l2"):
+    if step == "l2":
         assert found is None
         assert made == []
         return
     assert found is made[0]
     assert decode.step_arena() is found
     assert len(made) == 1
-    columns, _, position, start, length, slot, windows, oldest, logits, lse = made[0]
+    columns, _, position, start, length, slot, windows, oldest, logits, lse, hashing = made[0]
     arena = decode.rows.arena
     assert columns is arena.columns
     assert (position, start, length, slot) == (
@@ -698,10 +698,32 @@ def test_all_layers_are_computed_at_once_unless_a_policy_reads_each(
     evicts_first = decode.policy is not None and decode.policy.evict_first
     reads = decode.policy is not None and not evicts_first
     assert (logits is decode.logits) == (lse is decode.lse) == reads
+    if step == "hashevict":  # chooses by the query
+        assert hashing.length is not decode.count
+        assert hashing.free_slot is arena.free_slot
+        assert hashing.undo_rows[0] is decode.undo_rows["k"]
+        assert len(hashing.matrices) == 2
+        evicts_first = False
+    else:
+        assert hashing is None
     assert bool((arena.free_slot >= 0).any()) == evicts_first
     decode.close()
     decode = run.kv.open_steps()
     assert decode.step_arena() is not found
+
+
+@pytest.mark.parametrize(("kv", "marked"), [(torch.int8, False), (None, True)])
+def test_such_a_kernel_does_not_hash_codes_nor_rows_that_leave_last(
+    kv: torch.dtype | None, marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = pair(Tape(), "full", "hashevict", 44, net=network(layers=2), kv=kv)
+    run.prompt(ids(60))
+    arena = run.there.kv.arena
+    marks = torch.zeros(arena.rows, dtype=torch.bool) if marked else None
+    decode = DecodeStep(run.there.kv.shape, run.there.kv.device)
+    monkeypatch.setattr(decode.ops, "step_arena", lambda *given: given, raising=False)
+    decode.open(arena, run.there.kv.rules.step, 60, leaves_last=marks)
+    assert decode.step_arena() is None
 
 
 def test_without_such_a_kernel_or_if_it_refuses_nothing_is_done(
