@@ -180,7 +180,7 @@ def _file_text(path: str, *, typed: bool) -> str:
     shown = quoted("@" + path)
     try:
         file = Path(path).expanduser()
-        special = not typed and file.exists() and not file.is_file()
+        special = not typed and file.exists() and not (file.is_file() or file.is_dir())
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no such user
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read the system prompt {shown}: {reason}") from None

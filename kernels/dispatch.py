@@ -53,7 +53,7 @@
     rest                   triton/rest              cpu/rest            models
     normed_product         triton/rest              -                   models
     layers                 -                        cpu/layers          models
-    step_arena             -                        cpu/layers          models
+    step_arena             -                        cpu/step_arena      models
     int8_product           -                        cpu/integer         models
     int4_product           -                        cpu/integer         models
     pack_int8              -                        cpu/packing         models

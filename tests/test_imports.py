@@ -32,6 +32,7 @@ EXCEPTIONS = {
     ("minikv/loader.py", "minikv.models.linear"),
     ("minikv/loader.py", "minikv.models.llama"),
     ("cli/bench/kernels.py", "minikv.kernels"),  # what it measures
+    ("minikv/__main__.py", "minikv.cli.__main__"),  # the command, by another name
 }
 THIRD_PARTY = {
     "kernels": {"torch", "triton"},

@@ -19,7 +19,7 @@ typedef struct {
 /* The rows of a layer's heads: start, length and slot [H] of each head's rows and of its new row.
    oldest: as in minikv_attend_head, NULL for a layer without a window. logits [H, G, pitch] and lse
    [H, G], or NULL. hash: for HashEvict, which also writes the new row. The fields are those of
-   layers.py. */
+   step_arena.py. */
 typedef struct {
     const int64_t *start, *length, *slot, *oldest;
     float *logits, *lse;

@@ -16,6 +16,7 @@ from minikv.kernels.cpu import (
     hash_append,
     integer,
     layer,
+    layers,
     merge,
     packing,
     prefill,
@@ -24,8 +25,8 @@ from minikv.kernels.cpu import (
     rest,
     sampling,
     step,
+    step_arena,
 )
-from minikv.kernels.cpu import layers as all_layers
 from minikv.kernels.dispatch import Kernels
 
 _SOURCES: dict[str, tuple[object, ...]] = {
@@ -60,7 +61,7 @@ class Native(Kernels):
         if prompts != choice.TILES:
             self.rows_product = None
         if choices["step attention"] == choice.TILES and tiled:
-            self.step_arena = partial(all_layers.step_arena, tiles=True)
+            self.step_arena = partial(step_arena.step_arena, tiles=True)
         for operation, who in choices.items():
             if who != choice.C:
                 for name in choice.OPERATIONS[operation]:
@@ -97,8 +98,8 @@ class Native(Kernels):
     drawn = staticmethod(sampling.drawn)
     row_product = staticmethod(product.row_product)
     rest = staticmethod(rest.rest)
-    layers = staticmethod(all_layers.layers)
-    step_arena: Callable[..., object | None] | None = staticmethod(all_layers.step_arena)
+    layers = staticmethod(layers.layers)
+    step_arena: Callable[..., object | None] | None = staticmethod(step_arena.step_arena)
     pack_int8 = staticmethod(packing.pack_int8)
     pack_int4 = staticmethod(packing.pack_int4)
     unpack_int4 = staticmethod(packing.unpack_int4)

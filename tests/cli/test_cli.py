@@ -923,10 +923,11 @@ def test_output_that_cannot_be_written_is_an_error_and_no_bug(
     assert done.stderr == f"error: cannot write the output: {reason}\n"
 
 
-def test_ctrl_c_while_python_imports_is_quiet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["minikv", "minikv.cli"])
+def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     done = subprocess.run(
-        [sys.executable, "-m", "minikv.cli", "--version"],
+        [sys.executable, "-m", module, "--version"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,

@@ -819,6 +819,9 @@ def test_a_configuration_file_names_no_pipe_as_the_system_prompt(tmp_path: Path)
         _file_text(str(pipe), typed=False)
     with pytest.raises(UsageError, match="no such file"):
         _file_text(str(tmp_path / "none"), typed=False)
+    with pytest.raises(UsageError, match="is a directory") as refused:
+        _file_text(str(tmp_path), typed=False)
+    assert refused.value.hint == "name a file"
     for name, says in (("~no-such-user/x", "home directory"), ("a" * 300, "name too long")):
         for typed in (False, True):
             with pytest.raises(UsageError, match=f"cannot read .*(?i:{says})"):

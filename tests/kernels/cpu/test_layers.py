@@ -23,6 +23,7 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.kernels import dispatch
 from minikv.kernels.cpu import build, choice, layers, prefill, rest
+from minikv.kernels.cpu.step_arena import StepArena
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Plain, kept
 from minikv.models.llama import Llama
@@ -316,7 +317,7 @@ def test_tiles_are_used_where_attention_of_a_step_uses_them() -> None:
         )
         engine.prompt(ids(70))
         made = engine.kv.open_steps().step_arena()
-        assert isinstance(made, layers.StepArena)
+        assert isinstance(made, StepArena)
         assert made.tiles == (processor == "amx" and prefill.TILES.available())
 
 
@@ -325,7 +326,7 @@ def test_the_arena_is_released_when_the_steps_end() -> None:
     told(engine, 2)
     column = weakref.ref(engine.kv.decode.rows.arena.columns["k"])
     made = engine.kv.decode.step_arena()
-    assert isinstance(made, layers.StepArena)
+    assert isinstance(made, StepArena)
     assert made is engine.kv.decode.step_arena()  # made once
     kept_by = weakref.ref(made)
     del made
