@@ -11,9 +11,9 @@
     overwrite_step         triton/overwrite         -                   torch/decode
     shown_positions        triton/overwrite         -                   torch/decode
     unseen_rows            triton/overwrite         -                   torch/decode
-    streaming_step         triton/overwrite         -                   policies
-    l2_step                triton/overwrite         -                   policies
-    random_step            triton/overwrite         -                   policies
+    streaming_step         triton/overwrite         cpu/overwrite       policies
+    l2_step                triton/overwrite         cpu/overwrite       policies
+    random_step            triton/overwrite         cpu/overwrite       policies
     h2o_step               triton/step              cpu/step            policies
     tova_step              triton/step              cpu/step            policies
     roco_step              triton/step              cpu/step            policies

@@ -18,6 +18,7 @@ from minikv.kernels.cpu import (
     layer,
     layers,
     merge,
+    overwrite,
     packing,
     prefill,
     product,
@@ -76,6 +77,9 @@ class Native(Kernels):
     rotate_append = staticmethod(append_row.rotate_append)
     hash_append = staticmethod(hash_append.hash_append)
     lowest_step = staticmethod(step.lowest_step)
+    streaming_step = staticmethod(overwrite.streaming_step)
+    l2_step = staticmethod(overwrite.l2_step)
+    random_step = staticmethod(overwrite.random_step)
     h2o_step = staticmethod(step.h2o_step)
     tova_step = staticmethod(step.tova_step)
     roco_step = staticmethod(step.roco_step)
