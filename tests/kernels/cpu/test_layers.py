@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minikv import policies
 from minikv.cache.budget import Budget
+from minikv.cache.decode_step import DecodeStep
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
@@ -259,6 +260,55 @@ def test_a_step_without_memory_did_not_happen(step: str, monkeypatch: pytest.Mon
             assert engine.kv.position == position
     net.use(engine.kv.ops)
     assert torch.equal(engine.step(int(logits.argmax())), want[-1])
+
+
+@pytest.mark.parametrize("step", ["streaming", "hashevict", "roco"])
+@pytest.mark.parametrize("pinned", [0, 30])
+def test_a_step_that_is_dropped_leaves_no_trace(step: str, pinned: int) -> None:
+    """Nor does one that overwrote a row in every head of every layer; pinned rows stay."""
+    net = network()
+    found = []
+    for together in (True, False):
+        engine = cached(net, step, together=together)
+        told(engine, 3)
+        arena, policy = engine.kv.arena, engine.kv.rules.step
+        decode = DecodeStep(engine.kv.shape, engine.kv.device, engine.kv.ops)
+        columns = {name: column.clone() for name, column in arena.columns.items()}
+        free_slot = arena.free_slot.clone()
+        decode.open(arena, policy, 73, pinned=pinned)
+        assert (net._layers is not None) == together
+        logits = net.forward(torch.tensor([5]), decode)
+        written = arena.columns["pos"].clone()
+        decode.drop()
+        assert torch.equal(arena.free_slot, free_slot)
+        for layer, head in product(range(3), range(2)):
+            begin, count = int(arena.start[layer, head]), int(arena.length[layer, head])
+            held = torch.arange(begin, begin + count)
+            held = held[held != free_slot[layer, head]]
+            for name, column in arena.columns.items():
+                assert torch.equal(column[held], columns[name][held]), name
+        if pinned and step != "roco":  # which chooses at the end of a step
+            overwritten = columns["pos"][written != columns["pos"]]
+            assert len(overwritten) == 6
+            assert int(overwritten.min()) >= pinned
+        found.append((logits, written))
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_steps_that_open_anew_read_the_new_arena() -> None:
+    net = network()
+    engine = cached(net)
+    told(engine, 2)
+    decode = DecodeStep(engine.kv.shape, engine.kv.device, engine.kv.ops)
+    first = engine.kv.arena.grown(engine.kv.arena.capacity + 4)
+    second = first.grown(first.capacity + 4)
+    second.columns["v"].fill_(1.0)
+    found = []
+    for arena in (first, second):  # without `close`
+        decode.open(arena, None, 72)
+        found.append(net.forward(torch.tensor([5]), decode))
+    assert not torch.equal(*found)
 
 
 def test_what_is_drawn_is_the_same() -> None:
