@@ -1,5 +1,6 @@
 """Memory for weights, keys and values: on a CPU in pages of 2 MiB, if the system has them. A decode
-step reads all of it, which is faster there (docs/measurements/README.md, Weights)."""
+step reads all of it, which is faster there (docs/measurements/README.md, Weights; cpu.md, A step in
+one call)."""
 
 from __future__ import annotations
 

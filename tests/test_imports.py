@@ -57,7 +57,7 @@ def allowed(source: str, target: str) -> bool:
     return {
         "kernels": False,
         "minikv": to == "kernels",
-        "models": target.startswith(("minikv.cache.attend", "minikv.pages")),
+        "models": f"{target}.".startswith(("minikv.cache.attend.", "minikv.pages.")),
         "cli": to in ("minikv", "models"),
     }[source]
 

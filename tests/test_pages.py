@@ -158,8 +158,14 @@ def test_keys_and_values_of_a_long_text_are_in_large_pages() -> None:
     """And those of a short one are in torch's own memory."""
     rows = LARGE // (64 * 2)
     shape = Shape(1, 1, 1, 64, (None,), 1 << 20)
-    for count, large in ((rows, True), (rows - 1, False)):
-        arena = KVCache(shape, dtype=torch.bfloat16, device="cpu").arena.fresh([count], {})
+    empty = KVCache(shape, dtype=torch.bfloat16, device="cpu").arena
+    for count, filled, large in (
+        (rows, None, True),
+        (rows, rows // 2, True),
+        (rows, rows // 2 - 1, False),  # unused rows would take memory, too
+        (rows - 1, None, False),
+    ):
+        arena = empty.fresh([count], {}, filled=filled)
         for name in ("k", "v"):
             column = arena.columns[name]
             assert column.shape == (count, 64)

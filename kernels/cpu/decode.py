@@ -99,7 +99,7 @@ class Decode:
             start.data_ptr(),
             length.data_ptr(),
             address(seen),
-            address(oldest),
+            address(None if seen is None else oldest),
             address(k_scale),
             address(v_scale),
             address(logits),

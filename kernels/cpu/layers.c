@@ -34,7 +34,8 @@ typedef struct {
 } Sizes;
 
 /* The memory of a call, in this order: queries and keys after rotation, outputs of attention, the
-   next layer's queries, keys and values, log-sum-exps, and for each thread that of a head. */
+   next layer's queries, keys and values, log-sum-exps, that of a head for each thread, and that of
+   minikv_rest_share. */
 typedef struct {
     bf16 *turned, *mixed, *qkv;
     float *lse;
@@ -85,11 +86,13 @@ int minikv_layers(
 ) {
     const int64_t D = c->D, H = s->H, G = s->G, hidden = s->hidden;
     const Matrix *m = w->matrices;
-    int64_t most = 0;
+    int64_t most = 0, all = 0;
     for (int64_t l = 0; l < layers; l++)
-        for (int64_t h = 0; h < H; h++)
+        for (int64_t h = 0; h < H; h++) {
             most = heads[l].length[h] > most ? heads[l].length[h] : most;
-    const int64_t threads = minikv_rest_threads(m, layers);
+            all += heads[l].length[h];
+        }
+    const int64_t threads = minikv_rest_threads(m, all / layers * G * D);
     const int64_t each = (minikv_attend_bytes(most) + 63) / 64 * 64;
     int64_t rest = 0;
     for (int64_t l = 0; l < layers; l++) {
@@ -97,40 +100,40 @@ int minikv_layers(
         rest = bytes > rest ? bytes : rest;
     }
     const int64_t numbers = (H * G + H) * D + H * G * D + (H * G + 2 * H) * D;
-    const int64_t shared = (numbers * 2 + H * G * 4 + 63) / 64 * 64;
-    char *memory = malloc((size_t)(shared + threads * each + rest));
+    const int64_t bytes_shared = (numbers * 2 + H * G * 4 + 63) / 64 * 64;
+    char *memory = malloc((size_t)(bytes_shared + threads * each + rest));
     if (!memory)
         return 1;
     bf16 *first = (bf16 *)memory;
-    const Memory own = {
+    const Memory shared = {
         first,
         first + (H * G + H) * D,
         first + (2 * H * G + H) * D,
         (float *)(first + numbers),
-        memory + shared,
-        memory + shared + threads * each,
+        memory + bytes_shared,
+        memory + bytes_shared + threads * each,
     };
 #pragma omp parallel num_threads(threads)
     {
-        minikv_rest_begin(m, hidden, x, own.rest);
+        minikv_rest_begin(m, hidden, x, shared.rest);
         for (int64_t l = 0; l < layers; l++) {
             const Matrix *four = w[l].matrices;
 #pragma omp for schedule(dynamic) nowait
             for (int64_t h = 0; h < H; h++)
                 attend(
-                    c, s, heads + l, h, l ? own.qkv : qkv, cos, sin, &own,
-                    own.head + this_thread() * each
+                    c, s, heads + l, h, l ? shared.qkv : qkv, cos, sin, &shared,
+                    shared.head + this_thread() * each
                 );
             minikv_rest_fetch(four);
 #pragma omp barrier
             minikv_rest_share(
-                four, hidden, own.mixed, w[l].mlp_norm, w[l].next_norm, eps, own.rest,
-                l + 1 < layers ? own.qkv : result
+                four, hidden, shared.mixed, w[l].mlp_norm, w[l].next_norm, eps, shared.rest,
+                l + 1 < layers ? shared.qkv : result
             );
 #pragma omp barrier
         }
         if (this_thread() == 0)
-            minikv_rest_end(m, hidden, x, own.rest);
+            minikv_rest_end(m, hidden, x, shared.rest);
     }
     free(memory);
     return 0;

@@ -109,11 +109,11 @@ static int64_t shared_bytes(const Matrix *m, int64_t hidden) {
 }
 
 /* See row.h. */
-int64_t minikv_rest_threads(const Matrix *m, int64_t layers) {
-    int64_t weights = 0;
+int64_t minikv_rest_threads(const Matrix *m, int64_t more) {
+    int64_t numbers = more;
     for (int i = 0; i < 4; i++)
-        weights += m[i].n * m[i].outs;
-    return layers * weights > THREADS_FROM ? most_threads() : 1;
+        numbers += m[i].n * m[i].outs;
+    return numbers > THREADS_FROM ? most_threads() : 1;
 }
 int64_t minikv_rest_bytes(const Matrix *m, int64_t hidden, int64_t threads) {
     return threads * own_bytes(m, hidden) + shared_bytes(m, hidden);
@@ -179,7 +179,7 @@ int minikv_rest(
     const Matrix *m, int64_t hidden, const bf16 *mixed, bf16 *x, const bf16 *mlp_norm,
     const bf16 *next_norm, double eps, bf16 *result
 ) {
-    const int64_t threads = minikv_rest_threads(m, 1);
+    const int64_t threads = minikv_rest_threads(m, 0);
     char *memory = malloc((size_t)minikv_rest_bytes(m, hidden, threads));
     if (!memory)
         return 1;

@@ -55,8 +55,9 @@ HIDDEN void minikv_rotate_row(
 );
 
 /* A layer after attention, in a team of threads (rest.c). m: its four matrices, as in minikv_rest.
-   How many threads such layers are worth, and the bytes of memory that so many need. */
-HIDDEN int64_t minikv_rest_threads(const Matrix *m, int64_t layers);
+   How many threads such a layer is worth, if attention multiplies `more` numbers; and the bytes of
+   memory that so many need. */
+HIDDEN int64_t minikv_rest_threads(const Matrix *m, int64_t more);
 HIDDEN int64_t minikv_rest_bytes(const Matrix *m, int64_t hidden, int64_t threads);
 
 /* Every thread calls these. begin: copy x [hidden], the input of the layer, to memory. share:

@@ -67,10 +67,12 @@ class Arena:
         kv: torch.dtype | None = None,
         poison: bool = False,
         rows: Sequence[int] = (),
+        filled: int | None = None,
     ) -> None:
         """dtype: the network's. kv: the dtype that k and v are stored in: `dtype` (the default) or
         int8. extra: dtypes of the policies' columns. rows: how many rows each layer's region has;
-        none by default.
+        none by default. filled: how many of all rows will soon be written; all by default. If they
+        are fewer than half, memory is not in large pages, where unused rows would take some, too.
 
         `poison` fills new memory with NaN, so that a test sees any read of an unwritten row.
         """
@@ -79,6 +81,7 @@ class Arena:
         self.device, self.poison, self.dtype = device, poison, dtype
         self.coded = kv == torch.int8
         self.region = [0, *accumulate(rows or [0] * layers)]
+        self._sparse = filled is not None and 2 * filled < self.rows
         with torch.inference_mode(False):  # written inside and outside of a forward
             self.start = torch.zeros((layers, heads), dtype=torch.int64, device=device)
             self.length = torch.zeros_like(self.start)
@@ -98,7 +101,8 @@ class Arena:
     def _blank(self, dtype: torch.dtype, *size: int) -> Tensor:
         """A new column [R, *size], not yet written."""
         with torch.inference_mode(False):
-            blank = large((self.rows, *size), dtype, self.device)
+            made = torch.empty if self._sparse else large
+            blank = made((self.rows, *size), dtype=dtype, device=self.device)
         if self.poison:
             real = blank.is_floating_point()
             blank.fill_(float("nan") if real else torch.iinfo(dtype).max // 2)
@@ -166,8 +170,11 @@ class Arena:
 
     # -- other arenas -------------------------------------------------------------------------
 
-    def fresh(self, rows: Sequence[int], extra: Mapping[str, torch.dtype]) -> Arena:
-        """An arena of the same kind that holds nothing: layer i's region has rows[i] rows."""
+    def fresh(
+        self, rows: Sequence[int], extra: Mapping[str, torch.dtype], *, filled: int | None = None
+    ) -> Arena:
+        """An arena of the same kind that holds nothing: layer i's region has rows[i] rows. filled:
+        as in the constructor."""
         return Arena(
             self.layers,
             self.heads,
@@ -178,6 +185,7 @@ class Arena:
             kv=torch.int8 if self.coded else None,
             poison=self.poison,
             rows=rows,
+            filled=filled,
         )
 
     def sharing(self, extra: Mapping[str, torch.dtype]) -> Arena:
@@ -199,7 +207,8 @@ class Arena:
         place in their segment. Waits for the device."""
         assert bool((self.length <= capacity).all()), "a segment would lose rows"
         kinds = {name: self.columns[name].dtype for name in self.extra}
-        made = self.fresh(capacity.sum(1).tolist(), kinds)
+        filled = int(self.length.sum())
+        made = self.fresh(capacity.sum(1).tolist(), kinds, filled=filled)
         made.lay(capacity)
         made.length.copy_(self.length)
         made.cap.copy_(self.cap)
@@ -217,7 +226,8 @@ class Arena:
         first; positions below `sinks` or `pinned` leave last. Waits for the device."""
         kinds = {name: self.columns[name].dtype for name in self.extra}
         capacity = torch.maximum(self.capacity, most)
-        made = self.fresh(capacity.sum(1).tolist(), kinds)
+        filled = int(torch.minimum(self.length, most).sum())
+        made = self.fresh(capacity.sum(1).tolist(), kinds, filled=filled)
         made.lay(capacity)
         made.cap.copy_(self.cap)
         for layer in range(self.layers):
@@ -301,7 +311,8 @@ class Arena:
         regions and rows. columns: as `pack` returned them."""
         assert columns.keys() == self.columns.keys()
         sizes = [b - a for a, b in pairwise(region)]
-        made = self.fresh(sizes, {name: columns[name].dtype for name in self.extra})
+        kinds = {name: columns[name].dtype for name in self.extra}
+        made = self.fresh(sizes, kinds, filled=int(layout.length.sum()))
         for name in ("start", "length", "capacity", "cap", "free_slot"):
             getattr(made, name).copy_(getattr(layout, name))
         used = _used(layout).to(self.device)

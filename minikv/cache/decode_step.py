@@ -10,9 +10,10 @@ The step is the same on every device. In order:
     evict      choose the row that leaves each head over its cap        (all heads at once)
 
 `attend_unrotated`, or `attend` if queries and keys are already rotated, does `append` and
-`attention`. `end` does `update` and `evict`, and then `place` for the next step. A policy that
-evicts before attention chooses its victims between `place` and `append`: for all heads at once
-before the first layer, or layer by layer if it needs the query.
+`attention`. On a CPU one kernel may do both in all layers (`step_arena`). `end` does `update` and
+`evict`, and then `place` for the next step. A policy that evicts before attention chooses its
+victims between `place` and `append`: for all heads at once before the first layer, or layer by
+layer if it needs the query.
 
 Devices differ in the kernels (`ops`) and in the caller. On a CPU the engine calls `end` as soon as
 the logits are known to be finite. On CUDA one graph holds `end` of the last step and then the next
@@ -276,8 +277,8 @@ class DecodeStep:
 
     def step_arena(self) -> object | None:
         """In place of `attend` and `attend_unrotated` in every layer: the arena in the form that
-        `ops.layers` takes. None if there is no such kernel, or if the policy computes something
-        from each layer's query or key; then nothing was done."""
+        `ops.layers` takes. None if there is no such kernel, or if the policy does something in each
+        layer that this kernel cannot do; then nothing was done."""
         policy, arena, ops = self.policy, self.rows.arena, self.ops
         if ops.step_arena is None:
             return None
@@ -309,8 +310,7 @@ class DecodeStep:
         arena = self.rows.arena
         rows = self.rows.for_kernel(policy, arena.length)
         room = StepRoom(rows, arena.free_slot, self.slot, self.rows.written, self.undo_rows)
-        sizes = self.shape.layers, self.shape.head_dim
-        return policy.hashing(room, sizes, self.leaves_last is not None)
+        return policy.hashing(room, self.shape.layers, self.shape.head_dim)
 
     def _attention(self, layer: int, query: Tensor) -> Tensor:
         """Attention of a layer's query [H, G, D] to the rows of each head: mixed values [1, H * G,

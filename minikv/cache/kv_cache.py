@@ -305,7 +305,10 @@ class KVCache:
         shape, rules = self.shape, self.rules
         prompt, step = rules.prompt, rules.step
         columns = policy_columns(prompt, step)
-        target = arena.sharing(columns) if plan.shares else arena.fresh(plan.needed, columns)
+        if plan.shares:
+            target = arena.sharing(columns)
+        else:
+            target = arena.fresh(plan.needed, columns, filled=plan.kept)
         tier = self.tier if recalls else None
         if tier is not None:
             tier.open(plan.tokens)

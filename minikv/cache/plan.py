@@ -61,6 +61,14 @@ class Plan:
         """How many tokens go through the network."""
         return self.tokens - self.given
 
+    @property
+    def kept(self) -> int:
+        """How many rows exist after the prompt, over all layers and heads, at most."""
+        if self.pool is not None:
+            return min(self.pool, sum(self.visible))
+        most = self.visible if self.totals is None else map(min, self.visible, self.totals)
+        return sum(most)
+
     def observes(self, queries: int) -> int:
         """How many of the last queries are observed, if a policy wants `queries`."""
         return min(

@@ -593,16 +593,13 @@ class StepPolicy(ABC):
 
     @property
     def layer_by_layer(self) -> bool:
-        """Whether a step calls the policy in every layer, with the layer's query or key."""
+        """Whether a step does something of the policy's in every layer, with its query or key."""
         reads_query = self.evict_first and self.needs_query
         return reads_query or type(self).init_state is not StepPolicy.init_state
 
-    def hashing(
-        self, room: StepRoom, shape: tuple[int, int], leave_last: bool
-    ) -> kernels.Hashing | None:
+    def hashing(self, room: StepRoom, layers: int, head_dim: int) -> kernels.Hashing | None:
         """For `layer_by_layer`: what a kernel needs that computes all layers and does in each what
-        `append_kernel` does. None if it cannot. shape: layers and head size; leave_last: some rows
-        leave after all others."""
+        `append_kernel` does. None if it cannot."""
         return None
 
     def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:

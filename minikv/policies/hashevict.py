@@ -97,14 +97,11 @@ class HashEvict(StepPolicy):
         distance = ones(probe_codes[:, :, None] ^ stored[:, None]).sum(1)
         return -distance.to(torch.float32), unprotected(view, self)
 
-    def hashing(
-        self, room: StepRoom, shape: tuple[int, int], leave_last: bool
-    ) -> kernels.Hashing | None:
+    def hashing(self, room: StepRoom, layers: int, head_dim: int) -> kernels.Hashing | None:
         columns, undo = room.columns, room.undo_rows
-        if leave_last or {*columns} != {*_OWN}:
+        if {*columns} != {*_OWN}:
             return None
-        layers, size = shape
-        like = columns["k"].new_empty(size)
+        like = columns["k"].new_empty(head_dim)
         return kernels.Hashing(
             [self.matrix(layer, like) for layer in range(layers)],
             self.hash_with == "key",

@@ -111,6 +111,14 @@ def test_what_is_not_finite_is_not_hidden(dtype: torch.dtype, way: decode.Decode
         assert bool(mixed.isnan().any())
 
 
+def test_without_positions_there_is_no_window() -> None:
+    q, k = randoms(1, 1, 2, 64), randoms(2, 9, 64)
+    given = q, k, k, torch.tensor([0]), torch.tensor([9])
+    want, _ = decode.VECTORS.ragged_attention(*given, width=9)
+    found, _ = decode.VECTORS.ragged_attention(*given, width=9, oldest=torch.tensor(4))
+    assert torch.equal(found, want)
+
+
 def test_torchs_defaults_do_not_matter() -> None:
     """The C writes float32, whatever torch would make."""
     q, k = randoms(1, 1, 2, 64, dtype=torch.bfloat16), randoms(2, 9, 64, dtype=torch.bfloat16)
