@@ -6,10 +6,6 @@
 
 #include <stdlib.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 /* The weights of a layer after attention, as in minikv_rest; the fields are those of layers.py. */
 typedef struct {
     const Matrix *matrices;
@@ -41,15 +37,6 @@ typedef struct {
     float *lse;
     char *head, *rest;
 } Memory;
-
-/* The number of this thread. */
-static inline int64_t this_thread(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
 
 /* Rotate and append head h of qkv [H * G + 2 * H, D], and let its queries attend. */
 static void attend(

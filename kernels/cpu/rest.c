@@ -7,15 +7,11 @@
 
 #include <stdlib.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 /* THREADS_FROM: with more weights than this, threads are faster. EARLY: how many bytes of its part
    of the next matrix a thread prefetches before it waits for the others. */
 enum { THREADS_FROM = 1 << 18, EARLY = 32768 };
 
-/* The most threads there can be, how many run here, and the number of this one. */
+/* The most threads there can be, and how many run here. */
 static inline int64_t most_threads(void) {
 #ifdef _OPENMP
     return omp_get_max_threads();
@@ -28,13 +24,6 @@ static inline int64_t threads_here(void) {
     return omp_get_num_threads();
 #else
     return 1;
-#endif
-}
-static inline int64_t this_thread(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
 #endif
 }
 

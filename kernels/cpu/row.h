@@ -5,6 +5,19 @@
 
 #include "numbers.h"
 
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* The number of this thread. */
+static inline int64_t this_thread(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
 /* The format of weights: bfloat16 [outs, n]; int8 with a bfloat16 scale for each row; four bits as
    `pack_int4` of packing.c packs them. */
 enum { PLAIN, EIGHT, FOUR };

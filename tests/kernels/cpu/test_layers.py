@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import half_network
 import pytest
 import torch
 from pairwise import pairwise, some_by_day
@@ -25,10 +26,7 @@ from minikv.engine.sampling import Sampling
 from minikv.kernels import dispatch
 from minikv.kernels.cpu import build, choice, layers, prefill, rest
 from minikv.kernels.cpu.step_arena import StepArena
-from minikv.models.config import ModelConfig
-from minikv.models.linear import Plain, kept
 from minikv.models.llama import Llama
-from minikv.models.rope import RopeConfig
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
@@ -42,29 +40,8 @@ SHAPES = {"3 queries": (6, 2, 32), "one": (2, 2, 24), "5": (10, 2, 16)}
 def network(
     shape: str = "3 queries", form: str = "auto", window: int | None = None, count: int = 3
 ) -> Llama:
-    heads, kv_heads, size = SHAPES[shape]
-    config = ModelConfig(
-        family="llama",
-        layers=count,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=size,
-        hidden=128,
-        mlp=640,
-        vocab=VOCAB,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        max_context=4096,
-        windows=(None, *(window,) * (count - 1)),
-        tied=False,
-    )
-    net = Llama(config, dtype=torch.bfloat16).randomise(1, 0.2)
-    for layer in net.layers if form != "auto" else ():
-        for slot in ("qkv", "out", "gate_up", "down"):
-            plain = getattr(layer, slot)
-            assert isinstance(plain, Plain)
-            setattr(layer, slot, kept(plain, form))
-    return net
+    sizes = count, 128, *SHAPES[shape], 640
+    return half_network.packed(half_network.made(*sizes, vocab=VOCAB, window=window), form)
 
 
 def cached(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+import half_network
 import pytest
 import torch
 from drawing import randoms
@@ -18,10 +19,8 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.kernels.cpu import build, rest
-from minikv.models.config import ModelConfig
-from minikv.models.linear import Matrix, Plain, half_tile, kept
+from minikv.models.linear import Matrix, half_tile
 from minikv.models.llama import Llama
-from minikv.models.rope import RopeConfig
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
@@ -31,35 +30,11 @@ SIZES = [(3, 96, 4, 2, 24, 160), (2, 64, 2, 1, 32, 192), (1, 768, 12, 4, 64, 204
 
 
 def network(sizes: tuple[int, ...], form: str, biased: bool = False) -> Llama:
-    layers, hidden, heads, kv_heads, size, mlp = sizes
-    config = ModelConfig(
-        family="llama",
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=size,
-        hidden=hidden,
-        mlp=mlp,
-        vocab=50,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        max_context=512,
-        windows=(None,) * layers,
-        tied=False,
-        qkv_bias=biased,
-        o_bias=biased,
-        mlp_bias=biased,
-    )
-    net = Llama(config, dtype=torch.bfloat16).randomise(1, 0.2)
+    net = half_network.made(*sizes, biased=biased)
     for name, tensor in net.tensors():
         if name.endswith(("norm.weight", "bias")):
             tensor.copy_(randoms(len(name), *tensor.shape, dtype=torch.bfloat16))
-    for layer in net.layers if form != "auto" else ():
-        for slot in ("qkv", "out", "gate_up", "down"):
-            plain = getattr(layer, slot)
-            assert isinstance(plain, Plain)
-            setattr(layer, slot, kept(plain, form))
-    return net
+    return half_network.packed(net, form)
 
 
 def cache_of(net: Llama) -> KVCache:
