@@ -567,8 +567,20 @@ def _found(bench: Bench, asked: argparse.Namespace) -> dict[str, object]:
         cases = [Case(*name.split("/")) for name in asked.what] or step_cases()
         return {"late": {case.name: late(bench, case) for case in cases}}
     if asked.names:
-        return {case.name: _names(step_row(bench, case, Sampling())) for case in step_cases()}
+        return _all_names(bench, asked.what or ["steps"])
     return counted(bench, asked.what or ["steps", "prompts"], whole=asked.all or asked.write)
+
+
+def _all_names(bench: Bench, what: Sequence[str]) -> dict[str, object]:
+    """Which kernels and operators every step launches, and every prompt of one chunk."""
+    found: dict[str, object] = {}
+    if "steps" in what:
+        found = {case.name: _names(step_row(bench, case, Sampling())) for case in step_cases()}
+    if "prompts" in what:
+        for case in prompt_cases(whole=False):
+            first, later = prompt_rows(bench, case, whole=False)
+            found |= {f"{case.name} first": _names(first), f"{case.name} later": _names(later)}
+    return found
 
 
 def counted(bench: Bench, what: Sequence[str], *, whole: bool = False) -> dict[str, Any]:
