@@ -1,6 +1,6 @@
-"""What decides how a step and a prompt are to be computed: products of one row, torch's and our
-own, alone and in a layer; ways to attend within a chunk of a prompt; and the time of a captured
-step, kernel by kernel.
+"""What decides how a step and a prompt are to be computed: the rest of a layer, torch's and our
+own; the time of a captured step, kernel by kernel; chunks of a prompt in several lengths, and ways
+to attend within one; and products of one row.
 
     python tests/gpu/probe.py [--json FILE]
     TRITON_INTERPRET=1 python tests/gpu/probe.py --device cpu --small     tries it without a GPU
@@ -279,6 +279,33 @@ def chunks(device: torch.device, small: bool) -> dict[str, Any]:
     return found
 
 
+def lengths(device: torch.device, small: bool) -> dict[str, Any]:
+    """The products of a layer of a prompt, in chunks of several lengths: microseconds a row. Where
+    longer chunks take clearly less, raise `CUDA_ROWS` of models/llama.py."""
+    hidden, mlp, rows = (32, 32, 48) if small else (4096, 14336, 6144)
+    shapes = ((rows, hidden), (hidden, hidden), (2 * mlp, hidden), (hidden, mlp))
+    found: dict[str, Any] = {}
+    for form in FORMS:
+        weights = [matrix(device, *shape, form) for shape in shapes]
+        mine: dict[str, float] = {}
+        for n in (8, 16) if small else (1024, 2048, 4096, 8192):
+            given = [
+                torch.randn(n, columns, device=device, dtype=torch.bfloat16)
+                for columns in sorted({columns for _, columns in shapes})
+            ]
+            fitting = [next(x for x in given if x.shape[1] == columns) for _, columns in shapes]
+            run = partial(_each_product, weights, fitting)
+            mine[str(n)] = mean_seconds(run, device, 1, 1 if small else 5) * 1e6 / n
+        found[form] = mine
+        print(f"  {form:5} us a row: " + ", ".join(f"{n} {us:.3f}" for n, us in mine.items()))
+    return found
+
+
+def _each_product(weights: list[Linear], given: list[Tensor], _: int) -> None:
+    for one, x in zip(weights, given, strict=True):
+        one(x)
+
+
 def step(device: torch.device, small: bool) -> dict[str, Any]:
     """The kernels of a captured step, and the time in which none runs."""
     from torch.profiler import ProfilerActivity, profile
@@ -343,7 +370,13 @@ def main() -> int:
     asked = parser.parse_args()
     device, failed = torch.device(asked.device), 0
     found: dict[str, Any] = {}
-    parts = (("products", products), ("layers", layers), ("chunks", chunks), ("step", step))
+    parts = (
+        ("layers", layers),
+        ("step", step),
+        ("lengths", lengths),
+        ("chunks", chunks),
+        ("products", products),
+    )
     for name, part in parts:
         began = perf_counter()
         print(name, flush=True)

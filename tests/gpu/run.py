@@ -1,6 +1,7 @@
 """Try and measure minikv on a GPU, with one command.
 
     python tests/gpu/run.py                          check, then measure: at most 21 minutes
+    python tests/gpu/run.py first                    what to know first: at most 8 minutes
     python tests/gpu/run.py check                    is anything broken? facts, smoke, tests
     python tests/gpu/run.py measure                  at most 10 minutes
     python tests/gpu/run.py probe step 128k          slices by name
@@ -34,9 +35,11 @@ from plain_tree import ROOT, linked
 HERE = Path(__file__).resolve().parent
 PYTHON = sys.executable
 GROUPS: Mapping[str, Sequence[str]] = {
+    "first": ("facts", "smoke", "step", "probe"),
     "check": ("facts", "smoke", "tests"),
     "measure": ("probe", "step", "kernels", "eviction", "scoring", "ncu"),
 }
+_WHOLE = ("check", "measure")
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _LEAST = 20.0  # seconds in which a step can do something
 _METRICS = (
@@ -182,7 +185,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="STEP", help="check, measure, or steps by name")
+    parser.add_argument(
+        "names", nargs="*", metavar="STEP", help="first, check, measure, or steps by name"
+    )
     where = Path(os.environ.get("OUT", "gpu-results"))
     parser.add_argument("--out", type=Path, default=where, help="[$OUT, or gpu-results]")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all steps [3600]")
@@ -190,7 +195,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="without a GPU, on tiny sizes")
     asked = parser.parse_args()
     known = steps(asked.out.resolve(), small=asked.small)
-    names = [n for name in asked.names or GROUPS for n in GROUPS.get(name, (name,))]
+    names = [n for name in asked.names or _WHOLE for n in GROUPS.get(name, (name,))]
     if unknown := [name for name in names if name not in known]:
         parser.error(f"no step is called {unknown[0]!r}; there are {', '.join((*GROUPS, *known))}")
     if asked.dry:

@@ -53,7 +53,7 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
     smoke = json.loads((tmp_path / "smoke.json").read_text())
     assert {check["state"] for check in smoke["checks"]} == {"ok"}
     assert smoke["seed"] == 77
-    assert {"products", "layers", "chunks", "step"} == {
+    assert {"layers", "step", "lengths", "chunks", "products"} == {
         *json.loads((tmp_path / "probe.json").read_text())
     }
 
@@ -98,11 +98,13 @@ def test_what_would_run_is_listed() -> None:
     ran = called(HERE / "run.py", "--dry")
     *listed, minutes, left = ran.stdout.splitlines()
     assert [line.split()[0] for line in listed] == [
-        name for names in GROUPS.values() for name in names
+        name for group in ("check", "measure") for name in GROUPS[group]
     ]
-    assert minutes in (HERE / "run.py").read_text().partition("\n\n")[2].splitlines()[0]
+    usage = (HERE / "run.py").read_text().partition("\n\n")[2].splitlines()
+    assert minutes in usage[0]
     assert left == "not run unless named: 128k, 512k"
     assert called(HERE / "run.py", "--dry", "nothing").returncode == 2
+    assert called(HERE / "run.py", "--dry", "first").stdout.splitlines()[-2] in usage[1]
 
 
 def test_the_parts_of_bench_and_the_kernels_that_are_named_exist(tmp_path: Path) -> None:
