@@ -102,3 +102,22 @@ def test_an_empty_home_is_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "run", lambda: seen.append(os.environ.get("HOME")))
     __main__.run()
     assert seen == [None]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_warnings_of_libraries_are_shown_only_if_python_is_asked_to(asked: bool) -> None:
+    """Triton's and torch's appeared in the middle of a chat."""
+    code = (
+        "import warnings; from minikv.cli import __main__, main; "
+        "main.run = lambda: warnings.warn('for developers'); __main__.run()"
+    )
+    options = ("-W", "default") if asked else ()
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert ("for developers" in done.stderr) == asked
