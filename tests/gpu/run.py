@@ -23,6 +23,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,14 +67,12 @@ def steps(out: Path, *, small: bool) -> Mapping[str, Step]:
         return (PYTHON, str(HERE / f"{name}.py"), *options)
 
     def part(name: str, seconds: int, *parts: str) -> Step:
-        minutes = f"{seconds / 60:.2f}"
-        command = [PYTHON, "-m", "minikv.cli", "bench", "all", "--minutes", minutes]
-        for one in parts:
-            command += ["--part", one]
-        if small:  # the list of a CPU has other parts
-            command = [PYTHON, "-m", "minikv.cli", "bench", "kernels", "--shape", "tinyllama"]
-            command += ["--length", "64", "--repeat", "1", "--kernels", "torch"]
-        return Step(name, seconds + 25, (*command, "--json", str(out / f"{name}.json")))
+        options = ["--small"] if small else ["--minutes", f"{seconds / 60:.2f}"]
+        for one in () if small else parts:
+            options += ["--part", one]
+        return Step(
+            name, seconds + 25, script("bench", "--json", str(out / f"{name}.json"), *options)
+        )
 
     little = ("--device", "cpu", "--small") if small else ()
     tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--maxfail", "40"]
@@ -206,6 +205,7 @@ def main() -> int:
             print(f"not run unless named: {', '.join(left)}")
         return 0
     os.environ.setdefault("GPU_TEST_SEED", str(int.from_bytes(os.urandom(3))))
+    os.environ["MINIKV_HOME"] = tempfile.mkdtemp(prefix="minikv-home-")  # no settings, no chats
     linked()
     runner = Runner(asked.out.resolve(), asked.seconds)
     for name in names:

@@ -43,11 +43,12 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
         "facts",
         "smoke",
         "probe",
+        "kernels",
         "ncu",
         GPU_TEST_SEED="77",
     )
     done = json.loads((tmp_path / "steps.json").read_text())
-    assert [one["state"] for one in done] == ["ok"] * 4, ran.stdout[-4000:]
+    assert [one["state"] for one in done] == ["ok"] * 5, ran.stdout[-4000:]
     assert ran.returncode == 0
     assert "== smoke" in (tmp_path / "log.txt").read_text()
     smoke = json.loads((tmp_path / "smoke.json").read_text())
