@@ -33,8 +33,22 @@ def called(*options: object, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def without(folder: Path, names: tuple[str, ...]) -> None:
+    """Write a module to a folder that hides these packages from a Python with it in its path."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {names}:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+
+
 def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
+    """With the packages of an image for GPUs: what only the command line needs is not there."""
     pytest.importorskip("triton", reason="no Triton on this system")
+    without(tmp_path, ("platformdirs", "prompt_toolkit", "pydantic"))
     ran = called(
         HERE / "run.py",
         "--small",
@@ -46,6 +60,7 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
         "kernels",
         "ncu",
         GPU_TEST_SEED="77",
+        PYTHONPATH=os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))),
     )
     done = json.loads((tmp_path / "steps.json").read_text())
     assert [one["state"] for one in done] == ["ok"] * 5, ran.stdout[-4000:]
@@ -140,16 +155,9 @@ OPTIONAL = ("hypothesis", "transformers", "mistral_common", "pypdf", "pyte", "ma
 @pytest.mark.parametrize("gpu", some_by_day([True, False], bool))
 def test_optional_packages_are_not_needed_on_a_gpu(tmp_path: Path, gpu: bool) -> None:
     """With -m gpu files are skipped whose packages are missing; without it they are an error."""
-    (tmp_path / "missing.py").write_text(
-        "import sys\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name.partition('.')[0] in {OPTIONAL}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Finder())\n"
-    )
+    without(tmp_path, OPTIONAL)
     files = ("tests/cache/test_int8.py", "tests/kernels/triton/test_append.py")
-    options = ("-p", "missing", "-p", "no:hypothesispytest", "-n", "0", "--collect-only")
+    options = ("-p", "no:hypothesispytest", "-n", "0", "--collect-only")
     mark = ("-m", "gpu") if gpu else ()
     env = {"PYTHONPATH": str(tmp_path), "GPU_TEST_SEED": "12"}
     ran = called("-m", "pytest", *options, *mark, *files, **env)
