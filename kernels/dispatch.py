@@ -37,6 +37,7 @@
     stayed                 triton/selection         -                   torch/selection
     share                  triton/selection         -                   torch/selection
     ensure_least           triton/selection         -                   torch/selection
+    row_uniform            triton/counter_rng       -                   torch/counter_rng
     held_rows              triton/compaction        -                   torch/compaction
     survivors              triton/compaction        -                   torch/compaction
     lay_out                triton/compaction        -                   torch/compaction
@@ -90,6 +91,7 @@ from minikv.kernels.torch import (
     attention,
     attention_mass,
     compaction,
+    counter_rng,
     decode,
     decode_cpu,
     layer,
@@ -162,6 +164,7 @@ class Kernels:
     stayed = staticmethod(selection.stayed)
     share = staticmethod(selection.share)
     ensure_least = staticmethod(selection.ensure_least)
+    row_uniform = staticmethod(counter_rng.row_uniform)
     held_rows = staticmethod(compaction.held_rows)
     survivors = staticmethod(compaction.survivors)
     lay_out = staticmethod(compaction.lay_out)

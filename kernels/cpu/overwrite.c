@@ -14,7 +14,7 @@ enum { STREAMING, L2, RANDOM };
  */
 enum { THREADS_FROM = 200000 };
 
-/* One round of splitmix64 (Steele et al. 2014), as in minikv/policies/counter_rng.py. */
+/* One round of splitmix64 (Steele et al. 2014), as in kernels/torch/counter_rng.py. */
 static inline uint64_t mixed(uint64_t x) {
     x += 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.torch.decode import Rows
+from minikv.kernels.triton.counter_rng import chained, drawn
 from minikv.kernels.triton.step import NONE, lower, lowest, may_leave, signed_key
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
@@ -25,26 +26,6 @@ from minikv.kernels.triton.variants import Variant
 _BLOCK, _WARPS = 1024, 4
 FAR = tl.constexpr((1 << 31) - 1)
 _ROWS = ("k", "v")  # the columns with more than one number per row
-_MIX = tuple(
-    tl.constexpr(number - (1 << 64))
-    for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-_STEP, _FIRST, _SECOND = _MIX
-
-
-@triton.jit
-def _shifted(x, bits: tl.constexpr):
-    """Logical shift to the right of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-@triton.jit
-def _mixed(x):
-    """One round of splitmix64, as in minikv/policies/counter_rng.py."""
-    x = x.to(tl.int64) + _STEP
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
 
 
 @triton.jit(
@@ -94,9 +75,7 @@ def _overwrite(
         begin = tl.load(start + head)
         now = tl.load(newest)
         if RULE == "random":
-            state = _mixed(seed.to(tl.int64) ^ _mixed(head // H))
-            state = _mixed(state ^ _mixed(head % H))
-            state = _mixed(state ^ _mixed(now))
+            state = chained(seed, head // H, head % H, now)
         n = tl.arange(0, BN)
         best = tl.full((BN,), NONE, tl.int64)
         row = tl.zeros((BN,), tl.int32)
@@ -117,8 +96,7 @@ def _overwrite(
                 elif RULE == "l2":
                     score = -tl.load(scores + begin + j, mask=ok, other=0.0)
                 else:
-                    drawn = _shifted(_mixed(state ^ _mixed(at)), 41)
-                    score = (drawn.to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+                    score = drawn(state, at)
                 key = signed_key(score, at)
                 unpinned = ok & (at >= pinned)
                 best, row = lower(

@@ -8,6 +8,7 @@ from minikv.kernels.triton import (
     attention,
     attention_mass,
     compaction,
+    counter_rng,
     decode,
     hash_append,
     layer,
@@ -61,6 +62,7 @@ class Triton(Kernels):
     stayed = staticmethod(selection.stayed)
     share = staticmethod(selection.share)
     ensure_least = staticmethod(selection.ensure_least)
+    row_uniform = staticmethod(counter_rng.row_uniform)
     held_rows = staticmethod(compaction.held_rows)
     survivors = staticmethod(compaction.survivors)
     lay_out = staticmethod(compaction.lay_out)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from minikv.errors import UsageError
+from minikv.kernels.torch.counter_rng import uniform
 from minikv.policies.base import Candidates, Scorer, Selector
-from minikv.policies.counter_rng import uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.kernels.torch.counter_rng import gumbel
 from minikv.policies import selection
 from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, Selector
-from minikv.policies.counter_rng import gumbel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,6 @@ class Draw(Selector):
         adds_up = rows.scorer.evidence.adds_up
         worth = rows.scores if adds_up else selection.ranked(rows.scores, view.pos, free)
         weight = worth if self.draw == "softmax" else worth.clamp(min=1e-30).log()
-        heads = torch.arange(len(free), device=free.device)[:, None]
-        noise = gumbel(self.seed, view.layer, heads, view.position, view.pos)
-        key = weight / self.temperature + noise
+        drawn_from = view.ops.row_uniform(self.seed, view.layer, view.position, view.pos)
+        key = weight / self.temperature + gumbel(drawn_from)
         return sure | view.ops.best(key, view.pos, free & ~sure, drawn, most)

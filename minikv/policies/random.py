@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
+from minikv.kernels.torch.counter_rng import uniform
 from minikv.policies.base import (
     Evidence,
     PromptView,
@@ -21,7 +21,6 @@ from minikv.policies.base import (
     StepView,
     unprotected,
 )
-from minikv.policies.counter_rng import uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +36,7 @@ class RandomScorer(Scorer):
         return Evidence(sinks=self.sinks, window=self.recent)
 
     def score(self, view: PromptView) -> Tensor:
-        heads = torch.arange(len(view.pos), device=view.pos.device)[:, None]
-        return uniform(self.seed, view.layer, heads, view.position, view.pos)
+        return view.ops.row_uniform(self.seed, view.layer, view.position, view.pos)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -468,6 +468,14 @@ def segments(s: Sizes, new: int) -> str:
     )
 
 
+def drawn(s: Sizes) -> str:
+    """A random number for each row."""
+    pos = torch.randint(-1, 1 << 20, (s.heads, s.rows), generator=s.made).to(s.device)
+    outs = [ops.row_uniform(SEED, 3, 1 << 20, pos) for ops in (Twins(), Triton())]
+    assert torch.equal(*outs), "not equal"
+    return "equal"
+
+
 def gathered(s: Sizes) -> str:
     n, stays = s.rows, s.rows // 4
     index = (
@@ -707,6 +715,7 @@ def main() -> int:
     check("add_attention_mass, rows_lse", partial(columns, s, s.rows // 5 * 2, s.rows // 5 * 2))
     for new in (3, 9 if asked.small else 300):
         check(f"ragged_prefill, {new} new", partial(segments, s, new))
+    check("row_uniform", partial(drawn, s))
     check("gather_rows, gather_column", partial(gathered, s))
     check("add_norm, rotate, silu_mul", partial(between, s))
     for form in ("int8", "int4"):

@@ -37,6 +37,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
+from minikv.kernels.torch.counter_rng import gumbel, uniform
 from minikv.policies import kvcrush
 from minikv.policies.base import (
     Candidates,
@@ -49,7 +50,6 @@ from minikv.policies.base import (
     unprotected,
 )
 from minikv.policies.base import ends as first_and_last
-from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.selection import pool, wanted
 from minikv.policies.snapkv import SnapKV
 
@@ -563,7 +563,7 @@ def test_the_extreme_draws_are_inside_the_unit_interval(seed: int) -> None:
     low, high = uniform(seed, keys).tolist()
     assert 0.0 < low < 2**-20
     assert 1 - 2**-20 < high < 1.0
-    assert bool(torch.isfinite(gumbel(seed, keys)).all())
+    assert bool(torch.isfinite(gumbel(uniform(seed, keys))).all())
 
 
 def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:

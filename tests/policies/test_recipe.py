@@ -93,7 +93,7 @@ STEP = '''
     from torch import Tensor
 
     from minikv.policies.base import StepPolicy, StepView, unprotected
-    from minikv.policies.counter_rng import uniform
+    from minikv.kernels.torch.counter_rng import uniform
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minikv import policies
+from minikv.kernels.torch.counter_rng import gumbel, uniform
 from minikv.policies import adakv, kvcrush, selection, tova
 from minikv.policies.base import (
     Candidates,
@@ -21,7 +22,6 @@ from minikv.policies.base import (
     PromptView,
     Scorer,
 )
-from minikv.policies.counter_rng import gumbel
 from minikv.policies.outputs import output_norms
 from minikv.policies.selection import ranked
 
@@ -299,7 +299,9 @@ def expected(
                 here[0, some] = True
                 worth = selection.ranked(worth, view.pos[head : head + 1], here)
             weight = worth if values["draw"] == "softmax" else worth.clamp(min=1e-30).log()
-            noise = gumbel(seed, view.layer, torch.tensor(head), view.position, view.pos[head])
+            noise = gumbel(
+                uniform(seed, view.layer, torch.tensor(head), view.position, view.pos[head])
+            )
             return (weight[0] / values["temperature"] + noise).tolist()  # type: ignore[operator]
 
         then = oracle.draw(pos, keys, float(values["random"]))

@@ -24,10 +24,17 @@ def uniform(seed: int, *keys: Tensor | int) -> Tensor:
     return (_shift(state, 41).to(torch.float32) + 0.5) / (1 << 23)
 
 
-def gumbel(seed: int, *keys: Tensor | int) -> Tensor:
-    """Standard Gumbel numbers, float32, keyed as in `uniform`. The top k of log p + gumbel are a
-    draw of k entries without replacement with probabilities p."""
-    return -(-uniform(seed, *keys).log()).log()
+def row_uniform(seed: int, layer: int, position: int, pos: Tensor) -> Tensor:
+    """float32 [H, N] in (0, 1): `uniform` for each row of a layer's heads, whose positions are pos
+    int64 [H, N]. position: tokens counted so far."""
+    heads = torch.arange(len(pos), device=pos.device)[:, None]
+    return uniform(seed, layer, heads, position, pos)
+
+
+def gumbel(drawn: Tensor) -> Tensor:
+    """Standard Gumbel numbers, float32, of numbers that are `uniform`. The top k of log p + gumbel
+    are a draw of k entries without replacement with probabilities p."""
+    return -(-drawn.log()).log()
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
