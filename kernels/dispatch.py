@@ -28,6 +28,7 @@
     peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
     rows_lse               triton/attention_mass    -                   torch/attention_mass
     output_norms           triton/outputs           -                   torch/outputs
+    key_distances          triton/distances         -                   torch/distances
     ends                   triton/selection         -                   torch/selection
     divide                 triton/selection         -                   torch/selection
     order_key              triton/selection         -                   torch/selection
@@ -94,6 +95,7 @@ from minikv.kernels.torch import (
     counter_rng,
     decode,
     decode_cpu,
+    distances,
     layer,
     outputs,
     product,
@@ -155,6 +157,7 @@ class Kernels:
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
     output_norms = staticmethod(outputs.output_norms)
+    key_distances = staticmethod(distances.key_distances)
     ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)
     order_key = staticmethod(selection.order_key)

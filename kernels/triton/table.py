@@ -10,6 +10,7 @@ from minikv.kernels.triton import (
     compaction,
     counter_rng,
     decode,
+    distances,
     hash_append,
     layer,
     outputs,
@@ -53,6 +54,7 @@ class Triton(Kernels):
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
     output_norms = staticmethod(outputs.output_norms)
+    key_distances = staticmethod(distances.key_distances)
     ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)
     order_key = staticmethod(selection.order_key)

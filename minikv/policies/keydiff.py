@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.kernels.torch.distances import distances, units
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.selection import order_key
 
@@ -33,16 +33,16 @@ class KeyDiff(Scorer):
         return Evidence(sinks=self.sinks, window=self.recent, adds_up=False)
 
     def score(self, view: PromptView) -> Tensor:
-        key, scores = view.key(), []
-        for h in range(len(key)):
-            unit = F.normalize(key[h].float(), dim=-1).masked_fill(~view.live[h, :, None], 0.0)
-            scores.append(self._in_blocks(view, h, unit) if self.block else distances(unit))
-        return torch.stack(scores)
+        key = view.key()
+        if not self.block:
+            return view.ops.key_distances(key, view.pos)
+        return torch.stack([self._in_blocks(view, h, key[h]) for h in range(len(key))])
 
-    def _in_blocks(self, view: PromptView, head: int, unit: Tensor) -> Tensor:
+    def _in_blocks(self, view: PromptView, head: int, key: Tensor) -> Tensor:
         """float32 [N]: scores of a head's rows, chosen block by block. Rows that are kept after the
-        last block score above all that were dropped. unit [N, D]: the head's keys of length 1."""
+        last block score above all that were dropped. key [N, D]: the head's."""
         pos, live, keeps = view.pos[head], view.live[head], max(1, view.budget)
+        unit = units(key, pos)
         order = pos.masked_fill(~live, view.position).argsort(stable=True)
         worth = torch.zeros(len(pos), device=pos.device)
         left = order[:keeps]
@@ -57,11 +57,6 @@ class KeyDiff(Scorer):
             left = rows[best]
             worth.index_copy_(0, left, found[best])
         return worth
-
-
-def distances(unit: Tensor) -> Tensor:
-    """float32 [N]: minus the cosine between rows of length 1 (or 0) [N, D] and their mean."""
-    return -(unit @ F.normalize(unit.sum(0), dim=0))
 
 
 _SINK = 1 << 62  # above every order key

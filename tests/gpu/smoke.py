@@ -476,6 +476,15 @@ def drawn(s: Sizes) -> str:
     return "equal"
 
 
+def unlike(s: Sizes) -> str:
+    """Keys that have a direction in common."""
+    key = s.normal(s.heads, s.rows, s.size) + 0.25
+    pos = torch.arange(s.rows, device=s.device).expand(s.heads, s.rows).clone()
+    pos[:, ::9] = -1
+    want, got = (ops.key_distances(key, pos) for ops in (Twins(), Triton()))
+    return near(1e-4, distances=(got, want))
+
+
 def gathered(s: Sizes) -> str:
     n, stays = s.rows, s.rows // 4
     index = (
@@ -716,6 +725,7 @@ def main() -> int:
     for new in (3, 9 if asked.small else 300):
         check(f"ragged_prefill, {new} new", partial(segments, s, new))
     check("row_uniform", partial(drawn, s))
+    check("key_distances", partial(unlike, s))
     check("gather_rows, gather_column", partial(gathered, s))
     check("add_norm, rotate, silu_mul", partial(between, s))
     for form in ("int8", "int4"):
