@@ -39,6 +39,7 @@
     share                  triton/selection         -                   torch/selection
     ensure_least           triton/selection         -                   torch/selection
     row_uniform            triton/counter_rng       -                   torch/counter_rng
+    heads_mean             triton/heads_mean        -                   torch/heads_mean
     held_rows              triton/compaction        -                   torch/compaction
     survivors              triton/compaction        -                   torch/compaction
     lay_out                triton/compaction        -                   torch/compaction
@@ -102,6 +103,7 @@ from minikv.kernels.torch import (
     sampling,
     selection,
 )
+from minikv.kernels.torch import heads_mean as heads
 from minikv.kernels.torch import ragged_prefill as ragged
 
 _OLDEST_TRITON = (3, 6)  # the oldest Triton that the kernels were built with
@@ -168,6 +170,7 @@ class Kernels:
     share = staticmethod(selection.share)
     ensure_least = staticmethod(selection.ensure_least)
     row_uniform = staticmethod(counter_rng.row_uniform)
+    heads_mean = staticmethod(heads.heads_mean)
     held_rows = staticmethod(compaction.held_rows)
     survivors = staticmethod(compaction.survivors)
     lay_out = staticmethod(compaction.lay_out)

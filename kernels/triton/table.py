@@ -20,6 +20,7 @@ from minikv.kernels.triton import (
     selection,
     step,
 )
+from minikv.kernels.triton import heads_mean as heads
 from minikv.kernels.triton import ragged_prefill as ragged
 from minikv.kernels.triton import rest as rest_of_layer
 
@@ -65,6 +66,7 @@ class Triton(Kernels):
     share = staticmethod(selection.share)
     ensure_least = staticmethod(selection.ensure_least)
     row_uniform = staticmethod(counter_rng.row_uniform)
+    heads_mean = staticmethod(heads.heads_mean)
     held_rows = staticmethod(compaction.held_rows)
     survivors = staticmethod(compaction.survivors)
     lay_out = staticmethod(compaction.lay_out)

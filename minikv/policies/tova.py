@@ -40,20 +40,6 @@ def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
     return (sums / counts).gather(0, same).view(values.shape).to(values.dtype)
 
 
-def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
-    """`layer_mean` for the heads of one layer, whose positions are below `end`.
-
-    Where pos is -1 the result has no meaning.
-    """
-    place = pos + 1
-    sums = torch.zeros(end + 1, dtype=torch.float64, device=values.device)
-    counts = torch.zeros_like(sums)
-    for at, row in zip(place, values.to(torch.float64), strict=True):  # a fixed order of addition
-        sums.scatter_add_(0, at, row)
-        counts.scatter_add_(0, at, torch.ones_like(row))
-    return (sums[place] / counts[place]).to(values.dtype)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TovaScorer(Scorer):
     """The score is the attention of the prompt's last query."""
@@ -68,7 +54,7 @@ class TovaScorer(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         mean = view.mass.mean(1)
-        return mean if self.per_head else heads_mean(mean, view.pos, view.position)
+        return mean if self.per_head else view.ops.heads_mean(mean, view.pos, view.position)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -476,6 +476,16 @@ def drawn(s: Sizes) -> str:
     return "equal"
 
 
+def averaged(s: Sizes) -> str:
+    """Over the heads that hold a position."""
+    end = s.rows + s.rows // 3
+    pos = torch.stack([torch.randperm(end, generator=s.made)[: s.rows] for _ in range(s.heads)])
+    pos, values = pos.to(s.device), s.normal(s.heads, s.rows, kind=torch.float32).exp()
+    outs = [ops.heads_mean(values, pos, end) for ops in (Twins(), Triton())]
+    assert torch.equal(*outs), "not equal"
+    return "equal"
+
+
 def unlike(s: Sizes) -> str:
     """Keys that have a direction in common."""
     key = s.normal(s.heads, s.rows, s.size) + 0.25
@@ -725,6 +735,7 @@ def main() -> int:
     for new in (3, 9 if asked.small else 300):
         check(f"ragged_prefill, {new} new", partial(segments, s, new))
     check("row_uniform", partial(drawn, s))
+    check("heads_mean", partial(averaged, s))
     check("key_distances", partial(unlike, s))
     check("gather_rows, gather_column", partial(gathered, s))
     check("add_norm, rotate, silu_mul", partial(between, s))
