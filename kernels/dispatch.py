@@ -45,6 +45,8 @@
     lay_out                triton/compaction        -                   torch/compaction
     gather_rows            triton/compaction        -                   torch/compaction
     gather_column          triton/compaction        -                   torch/compaction
+    to_codes               triton/int8              -                   torch/int8
+    codes_at               triton/int8              -                   torch/int8
     add_norm               triton/layer             cpu/layer           torch/layer
     rotate                 triton/layer             cpu/layer           torch/layer
     rotary_table           triton/layer             -                   torch/layer
@@ -97,6 +99,7 @@ from minikv.kernels.torch import (
     decode,
     decode_cpu,
     distances,
+    int8,
     layer,
     outputs,
     product,
@@ -176,6 +179,8 @@ class Kernels:
     lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
     gather_column = staticmethod(compaction.gather_column)
+    to_codes = staticmethod(int8.to_codes)
+    codes_at = staticmethod(int8.codes_at)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     rotary_table = staticmethod(layer.rotary_table)

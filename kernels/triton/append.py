@@ -12,19 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.triton.int8 import quantized
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
-
-
-@triton.jit
-def quantized(x):
-    """A row as int8, and its scale: `torch.int8.to_codes`."""
-    x = x.to(tl.float32)
-    most = tl.max(tl.abs(x), 0)
-    scale = tl.where(most == 0, 1.0, tl.div_rn(most, 127.0))
-    scale = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
-    code = tl.div_rn(x, scale) + 12582912.0  # 1.5 * 2^23: rounds to a whole number, half to even
-    return tl.minimum(tl.maximum(code - 12582912.0, -127.0), 127.0), scale
 
 
 @triton.jit

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.append import quantized, turned_rows
+from minikv.kernels.triton.append import turned_rows
+from minikv.kernels.triton.int8 import quantized
 from minikv.kernels.triton.step import NONE, lower, lowest, may_leave, popcount
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant

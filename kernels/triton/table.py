@@ -12,6 +12,7 @@ from minikv.kernels.triton import (
     decode,
     distances,
     hash_append,
+    int8,
     layer,
     outputs,
     overwrite,
@@ -72,6 +73,8 @@ class Triton(Kernels):
     lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
     gather_column = staticmethod(compaction.gather_column)
+    to_codes = staticmethod(int8.to_codes)
+    codes_at = staticmethod(int8.codes_at)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     rotary_table = staticmethod(layer.rotary_table)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
+from minikv.kernels.dispatch import Kernels
 from minikv.pages import large
 
 _CORE = ("k", "v", "k_scale", "v_scale", "pos")
@@ -113,20 +114,19 @@ class Arena:
         """Names of the columns with the scales of k and v; none if these are not int8."""
         return ("k_scale", "v_scale") if self.coded else ()
 
-    def stored(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    def stored(self, ops: Kernels, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Convert keys and values [..., D] from the network's dtype to what the columns hold: k and
         v, and for int8 also k_scale and v_scale [...]."""
         if not self.coded:
             return {"k": k, "v": v}
-        (k, k_scale), (v, v_scale) = kernels.to_codes(k), kernels.to_codes(v)
+        (k, k_scale), (v, v_scale) = ops.to_codes(k), ops.to_codes(v)
         return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
-    def read(self, name: str, index: Tensor) -> Tensor:
+    def read(self, ops: Kernels, name: str, index: Tensor) -> Tensor:
         """Keys ("k") or values ("v") of the rows `index` [...]: [..., D] in the network's dtype."""
-        rows = self.columns[name][index]
         if not self.coded:
-            return rows
-        return kernels.from_codes(rows, self.columns[f"{name}_scale"][index], self.dtype)
+            return self.columns[name][index]
+        return ops.codes_at(self.columns[name], self.columns[f"{name}_scale"], index, self.dtype)
 
     def declare(self, extra: Mapping[str, torch.dtype], *, anew: Collection[str] = ()) -> None:
         """Make the policies' columns exactly `extra`. New columns, and those in `anew`, start at

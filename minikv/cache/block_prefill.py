@@ -82,7 +82,7 @@ class BlockPrefill:
         """The layer is complete: write the rows that are left to the target."""
         target, columns = self.target, self._columns
         pos = columns["pos"]
-        staged = target.stored(columns["k"], columns["v"])
+        staged = target.stored(self._ops, columns["k"], columns["v"])
         extra = {name: columns[name] for name in self.step.columns}
         gather_survivors(
             self._ops,
@@ -114,7 +114,11 @@ class BlockPrefill:
         if not count:
             return
         for name, column in self._columns.items():
-            rows = arena.read(name, index) if name in ("k", "v") else arena.columns[name][index]
+            rows = (
+                arena.read(self._ops, name, index)
+                if name in ("k", "v")
+                else arena.columns[name][index]
+            )
             column[:, :count] = rows.to(column.dtype)
         # Columns that are computed from keys may be missing: another policy may have been in force.
         for name, values in self.step.init_state(layer, self._columns["k"][:, :count]).items():

@@ -53,11 +53,14 @@ class EarlierRows:
         tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
         column = arena.columns["pos"]
         index, live, pos = ops.held_rows(*tables, column, most)
-        even = bool((length == most).all()) and bool((free_slot < 0).all())
+        full = bool((free_slot < 0).all())
+        even = bool((length == most).all()) and full
         if arena.coded:
-            key, value = arena.read("k", index), arena.read("v", index)
-            first = torch.arange(len(index), device=index.device) * most
-            gone = torch.where(tables[2] < 0, -1, tables[2] - tables[0] + first)
+            key, value = arena.read(ops, "k", index), arena.read(ops, "v", index)
+            first = torch.arange(0, index.numel(), most, device=index.device)
+            gone = tables[2]
+            if not full:
+                gone = torch.where(gone < 0, -1, gone - tables[0] + first)
             rows = key.flatten(0, 1), value.flatten(0, 1), pos.flatten().to(torch.int32)
             size = key.nbytes + value.nbytes + rows[2].nbytes
             tables = first, tables[1], gone

@@ -53,7 +53,7 @@ class LastToken:
         """See `Attend`; one token."""
         assert len(q) == 1
         columns, slot, held = self.arena.columns, self._slot[layer], self._held[layer]
-        new = self.arena.stored(k[0], v[0])
+        new = self.arena.stored(self._ops, k[0], v[0])
         old = {name: columns[name][slot] for name in new}
         try:
             for name, row in new.items():

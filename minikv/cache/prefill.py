@@ -424,7 +424,7 @@ class Prefill:
         if evicts and self.prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live
             share = mass / mass.sum(1, keepdim=True) / len(mass)
-        staged = self.target.stored(self._key, self._value)
+        staged = self.target.stored(self._ops, self._key, self._value)
         copies = pool.entering_nbytes(view.pos.numel(), staged, earlier=self._old is not None)
         self._note_peak(*(staged.values() if self.target.coded else ()), more=copies)
         old = None if self._old is None else (self.arena, self._old.index)
@@ -437,7 +437,7 @@ class Prefill:
         if plan.totals is not None and not plan.evicts(layer):
             total = plan.totals[layer]
         floor = plan.floor if plan.totals is None else 0
-        staged = target.stored(self._key, self._value)
+        staged = target.stored(self._ops, self._key, self._value)
         self._note_peak(*(staged.values() if target.coded else ()))
         if plan.shares:
             kept = keep.sum(1)

@@ -110,7 +110,7 @@ class StepRows:
             attention,
             query,
             None if key is None else key[:, None],
-            lambda heads: arena.read("k", index[heads]),
+            lambda heads: arena.read(self.ops, "k", index[heads]),
             layer,
             self.readable,
         )

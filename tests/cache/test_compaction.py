@@ -30,7 +30,7 @@ def test_survivors_are_copied_in_the_order_of_positions(
     keep = (torch.rand(pos.shape, generator=random(5)) < 0.6) & (pos >= 0)
     keep[0], keep[2] = pos[0] >= 0, False
     target = old.fresh([30, 60], {"sum": torch.float32})
-    staged = old.stored(*torch.randn(2, HEADS, tokens, SIZE, generator=random(6)))
+    staged = old.stored(Kernels(), *torch.randn(2, HEADS, tokens, SIZE, generator=random(6)))
     extra = {"sum": torch.rand(pos.shape, generator=random(7))}
     caps = keep.sum(1).clamp(min=5)
     sizes = caps + 2
@@ -92,7 +92,7 @@ def test_rows_are_written_behind_those_that_stay(kv: torch.dtype | None) -> None
     assert target.columns["sum"] is not old.columns["sum"]
     tokens = 5
     pos = torch.cat((old.columns["pos"][old.index(1)[0]], torch.arange(50, 55).expand(3, 5)), 1)
-    staged = old.stored(*torch.randn(2, HEADS, tokens, SIZE, generator=random(6)))
+    staged = old.stored(Kernels(), *torch.randn(2, HEADS, tokens, SIZE, generator=random(6)))
     extra = {"sum": torch.rand(pos.shape, generator=random(7))}
     append_rows(Kernels(), target, 1, pos, torch.tensor([8, 9, 10]), staged, extra)
     for h in range(HEADS):
@@ -134,7 +134,7 @@ def test_kernels_are_told_of_no_more_rows_than_the_layer_has_room_for(layer: int
     like, ops, regions = filled([9, 9, 9], [[0] * 3] * 3, None), Bounded(), [21, 12, 200]
     target = like.fresh(regions, {})
     pos = torch.arange(30).expand(HEADS, 30)
-    staged = like.stored(*torch.randn(2, HEADS, 30, SIZE, generator=random(6)))
+    staged = like.stored(Kernels(), *torch.randn(2, HEADS, 30, SIZE, generator=random(6)))
     gather_survivors(ops, target, layer, pos < 4, pos, Room(), staged, {})
     assert {*ops.most} == {min(30, regions[layer])}
     assert target.length[layer].tolist() == [4] * HEADS

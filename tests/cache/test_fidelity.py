@@ -38,7 +38,7 @@ class Kept:
                 at = kv.arena.segment("pos", layer, head).tolist()
                 begin = int(kv.arena.start[layer, head])
                 index = torch.arange(begin, begin + len(at))
-                k, v = kv.arena.read("k", index).clone(), kv.arena.read("v", index).clone()
+                k, v = (kv.arena.read(kv.ops, name, index).clone() for name in "kv")
                 self.rows[layer, head] = [
                     (p, k[i], v[i]) for i, p in enumerate(at) if p != self.position
                 ]

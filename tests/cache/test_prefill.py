@@ -327,7 +327,7 @@ def test_a_prompt_attends_to_the_earlier_rows_that_are_held(
     for h in range(HEADS):
         rows = torch.arange(int(arena.length[1, h])) + arena.start[1, h]
         rows = rows[rows != arena.free_slot[1, h]]
-        key, value = arena.read("k", rows), arena.read("v", rows)
+        key, value = arena.read(Kernels(), "k", rows), arena.read(Kernels(), "v", rows)
         logits = query[h] @ key.T * SIZE**-0.5
         torch.testing.assert_close(out[h], logits.softmax(-1) @ value, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(lse[h], logits.logsumexp(-1))
@@ -637,8 +637,8 @@ def test_the_first_layers_earlier_rows_are_those_that_it_holds(
         rows = torch.arange(lengths[h]) + arena.start[0, h]
         rows = rows[rows != arena.free_slot[0, h]]
         if len(rows):
-            logits = query[h] @ arena.read("k", rows).T * SIZE**-0.5
-            want = logits.softmax(-1) @ arena.read("v", rows)
+            logits = query[h] @ arena.read(Kernels(), "k", rows).T * SIZE**-0.5
+            want = logits.softmax(-1) @ arena.read(Kernels(), "v", rows)
             torch.testing.assert_close(out[h], want, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(lse[h], logits.logsumexp(-1))
 

@@ -44,7 +44,7 @@ def test_a_policy_sees_neither_padding_nor_pinned_rows() -> None:
     assert view.pos[0, :22].tolist() == [-1] * 5 + list(range(5, 22))
     assert bool((view.pos[:, 22:] == -1).all())
     assert view.keys is not None
-    assert torch.equal(view.keys(torch.tensor([1])), arena.read("k", index[some][[1]]))
+    assert torch.equal(view.keys(torch.tensor([1])), arena.read(made.ops, "k", index[some][[1]]))
     assert made.for_kernel(policy, count).pinned == 5
 
 

@@ -476,6 +476,19 @@ def drawn(s: Sizes) -> str:
     return "equal"
 
 
+def coded(s: Sizes) -> str:
+    """Rows as int8 and back."""
+    x = s.normal(s.rows, s.heads, s.size).transpose(0, 1)
+    index = torch.randint(s.rows, (s.heads, s.rows), generator=s.made).to(s.device)
+    rows = x.cpu()  # where torch divides as Triton does
+    want = [t.to(s.device) for t in Twins().to_codes(rows)]
+    got = Triton().to_codes(x)
+    assert all(map(torch.equal, got, want)), "not equal"
+    table = want[0].flatten(0, 1).contiguous(), want[1].flatten()
+    back = [ops.codes_at(*table, index, s.kind) for ops in (Twins(), Triton())]
+    return near(1e-2 if s.interprets else 0.0, back=(back[1], back[0]))
+
+
 def averaged(s: Sizes) -> str:
     """Over the heads that hold a position."""
     end = s.rows + s.rows // 3
@@ -735,6 +748,7 @@ def main() -> int:
     for new in (3, 9 if asked.small else 300):
         check(f"ragged_prefill, {new} new", partial(segments, s, new))
     check("row_uniform", partial(drawn, s))
+    check("to_codes, codes_at", partial(coded, s))
     check("heads_mean", partial(averaged, s))
     check("key_distances", partial(unlike, s))
     check("gather_rows, gather_column", partial(gathered, s))

@@ -136,7 +136,7 @@ def _tokens(session: ChatSession) -> None:
         head, _ = live.nonzero(as_tuple=True)
         rows = index[live]
         for name in ("k", "v"):
-            found = arena.read(name, rows)
+            found = arena.read(kv.ops, name, rows)
             assert bool(torch.isfinite(found).all()), (name, layer)
             if name == "k" and layer == 0:
                 at = arena.columns["pos"][rows].to(torch.int64)

@@ -260,6 +260,8 @@ def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None
         "norms",
         "unit-sums",
         "key-distances",
+        "to-codes",
+        "codes-at",
         "w8a16-product",
         "w4a16-product",
         "row-product",
