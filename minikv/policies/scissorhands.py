@@ -51,13 +51,16 @@ class ScissorHands(StepPolicy):
         observed = min(self.prompt_history, end - begin)
         queries = (end - view.pos.clamp(min=end - observed)).clamp(0, observed)
         # Shift by as many bits as there were queries that could see the row, all at once.
-        columns: dict[str, Tensor] = {}
-        carry = view.below() & ((1 << queries) - 1)
-        for i in range(self._words):
-            word = old[f"below{i}"]
-            bits = min(_BITS, self.history - i * _BITS)
-            columns[f"below{i}"] = ((word << queries) | carry) & ((1 << bits) - 1)
-            carry = word >> (_BITS - queries)
+        words = torch.stack([old[f"below{i}"] for i in range(self._words)])
+        carry = torch.empty_like(words)
+        torch.bitwise_and(view.below(), (1 << queries) - 1, out=carry[0])
+        torch.bitwise_right_shift(words[:-1], _BITS - queries, out=carry[1:])
+        full = (1 << _BITS) - 1
+        words.bitwise_left_shift_(queries).bitwise_or_(carry).bitwise_and_(full)
+        spare = self._words * _BITS - self.history
+        if spare:  # clear bits of queries older than `history`
+            words[-1].bitwise_and_(full >> spare)
+        columns = {f"below{i}": word for i, word in enumerate(words)}
         columns["queries"] = (old["queries"] + queries).clamp(max=float(self.history))
         return columns
 
