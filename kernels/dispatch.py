@@ -45,6 +45,7 @@
     lay_out                triton/compaction        -                   torch/compaction
     gather_rows            triton/compaction        -                   torch/compaction
     gather_column          triton/compaction        -                   torch/compaction
+    carried_columns        triton/columns           -                   torch/columns
     to_codes               triton/int8              -                   torch/int8
     codes_at               triton/int8              -                   torch/int8
     add_norm               triton/layer             cpu/layer           torch/layer
@@ -94,6 +95,7 @@ from minikv.kernels.torch import append as append_row
 from minikv.kernels.torch import (
     attention,
     attention_mass,
+    columns,
     compaction,
     counter_rng,
     decode,
@@ -179,6 +181,7 @@ class Kernels:
     lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
     gather_column = staticmethod(compaction.gather_column)
+    carried_columns = staticmethod(columns.carried_columns)
     to_codes = staticmethod(int8.to_codes)
     codes_at = staticmethod(int8.codes_at)
     add_norm = staticmethod(layer.add_norm)

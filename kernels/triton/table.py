@@ -7,6 +7,7 @@ from minikv.kernels.triton import append as append_row
 from minikv.kernels.triton import (
     attention,
     attention_mass,
+    columns,
     compaction,
     counter_rng,
     decode,
@@ -73,6 +74,7 @@ class Triton(Kernels):
     lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
     gather_column = staticmethod(compaction.gather_column)
+    carried_columns = staticmethod(columns.carried_columns)
     to_codes = staticmethod(int8.to_codes)
     codes_at = staticmethod(int8.codes_at)
     add_norm = staticmethod(layer.add_norm)

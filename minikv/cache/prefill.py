@@ -528,14 +528,17 @@ class Prefill:
 
     def _carried(self, pos: Tensor) -> dict[str, Tensor]:
         """The policies' columns [H, N] from before the prompt; zero for new rows."""
-        earlier = pos.shape[1] - self.plan.tokens
+        kinds = policy_columns(self.prompt, self.step)
+        if self._old is not None:
+            columns = [self.arena.columns[name] for name in kinds]
+            given = self._old.index, self._old.live, self.plan.tokens
+            return dict(zip(kinds, self._ops.carried_columns(columns, *given), strict=True))
         carried: dict[str, Tensor] = {}
-        for name, dtype in policy_columns(self.prompt, self.step).items():
-            carried[name] = torch.zeros(pos.shape, dtype=dtype, device=pos.device)
-            if self._old is not None:
-                rows = self.arena.columns[name][self._old.index]
-                carried[name][:, :earlier] = rows.masked_fill(~self._old.live, 0)
-        return carried
+        for kind in dict.fromkeys(kinds.values()):  # one launch for all columns of a dtype
+            names = [name for name in kinds if kinds[name] == kind]
+            zeros = torch.zeros((len(names), *pos.shape), dtype=kind, device=pos.device)
+            carried |= dict(zip(names, zeros, strict=True))
+        return {name: carried[name] for name in kinds}
 
     def _note_peak(self, *scratch: Tensor, more: int = 0) -> None:
         if self.tier is not None:  # its rows are counted elsewhere, and may be the staging buffer

@@ -476,6 +476,17 @@ def drawn(s: Sizes) -> str:
     return "equal"
 
 
+def carried(s: Sizes) -> str:
+    """Columns from before a prompt."""
+    total, new = s.heads * s.rows, s.rows // 3
+    columns = [s.normal(total, kind=torch.float32), torch.arange(total, device=s.device)]
+    index = torch.randint(total, (s.heads, s.rows), generator=s.made).to(s.device)
+    live = (torch.rand((s.heads, s.rows), generator=s.made) < 0.7).to(s.device)
+    outs = [ops.carried_columns(columns, index, live, new) for ops in (Twins(), Triton())]
+    assert all(map(torch.equal, *outs)), "not equal"
+    return "equal"
+
+
 def coded(s: Sizes) -> str:
     """Rows as int8 and back."""
     x = s.normal(s.rows, s.heads, s.size).transpose(0, 1)
@@ -748,6 +759,7 @@ def main() -> int:
     for new in (3, 9 if asked.small else 300):
         check(f"ragged_prefill, {new} new", partial(segments, s, new))
     check("row_uniform", partial(drawn, s))
+    check("carried_columns", partial(carried, s))
     check("to_codes, codes_at", partial(coded, s))
     check("heads_mean", partial(averaged, s))
     check("key_distances", partial(unlike, s))
