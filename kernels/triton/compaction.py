@@ -153,7 +153,9 @@ def _rows(
         tl.store(out_v + target, value, mask=real[:, None] & narrow)
 
 
-@triton.jit(do_not_specialize=["index_head", "values_head"])
+@triton.jit(
+    do_not_specialize=["index_head", "values_head"], do_not_specialize_on_alignment=["values"]
+)
 def _column(index, count, start, values, out, index_head, values_head, BN: tl.constexpr):
     h = tl.program_id(1).to(tl.int64)
     n = tl.load(count + h)

@@ -147,6 +147,9 @@ def test_launches_arrive_with_their_grid(bench: Bench) -> None:
     with bench.counted() as found:
         compaction.gather_column(index, count, count - 1, values, out, 1)
     assert found["triton", "column"] == 1
+    builds = bench.launches.builds.copy()
+    compaction.gather_column(index, count, count - 1, values[1:2].expand(8, 1), out, 1)
+    assert bench.launches.builds == builds, "values of another alignment are another build"
     with pytest.raises(RuntimeError, match="a launch that no GPU takes"):
         compaction._column[(1, 70000)](index, count, count, values, out, 1, 1, BN=1024, num_warps=4)
 
