@@ -29,6 +29,7 @@
     rows_lse               triton/attention_mass    -                   torch/attention_mass
     output_norms           triton/outputs           -                   torch/outputs
     key_distances          triton/distances         -                   torch/distances
+    hash_codes             triton/hash_codes        -                   torch/hash_codes
     ends                   triton/selection         -                   torch/selection
     divide                 triton/selection         -                   torch/selection
     order_key              triton/selection         -                   torch/selection
@@ -108,6 +109,7 @@ from minikv.kernels.torch import (
     sampling,
     selection,
 )
+from minikv.kernels.torch import hash_codes as hashes
 from minikv.kernels.torch import heads_mean as heads
 from minikv.kernels.torch import ragged_prefill as ragged
 
@@ -165,6 +167,7 @@ class Kernels:
     rows_lse = staticmethod(attention_mass.rows_lse)
     output_norms = staticmethod(outputs.output_norms)
     key_distances = staticmethod(distances.key_distances)
+    hash_codes = staticmethod(hashes.hash_codes)
     ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)
     order_key = staticmethod(selection.order_key)

@@ -22,6 +22,7 @@ from minikv.kernels.triton import (
     selection,
     step,
 )
+from minikv.kernels.triton import hash_codes as hashes
 from minikv.kernels.triton import heads_mean as heads
 from minikv.kernels.triton import ragged_prefill as ragged
 from minikv.kernels.triton import rest as rest_of_layer
@@ -58,6 +59,7 @@ class Triton(Kernels):
     rows_lse = staticmethod(attention_mass.rows_lse)
     output_norms = staticmethod(outputs.output_norms)
     key_distances = staticmethod(distances.key_distances)
+    hash_codes = staticmethod(hashes.hash_codes)
     ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)
     order_key = staticmethod(selection.order_key)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.kernels.dispatch import Kernels
+from minikv.kernels.torch.hash_codes import codes, hash_codes
 from minikv.policies.base import (
     PromptView,
     StepAppend,
@@ -34,12 +35,6 @@ def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
     """float32 [D, bits], standard normal, keyed by seed and layer."""
     generator = torch.Generator().manual_seed((seed << 20) + layer)
     return torch.randn(size, bits, generator=generator)
-
-
-def codes(x: Tensor, matrix: Tensor) -> Tensor:
-    """int64 [...]: the signs of x [..., D] @ matrix [D, bits] as one number; zero is positive."""
-    signs = (x.to(torch.float32) @ matrix >= 0).to(torch.int64)
-    return (signs << torch.arange(matrix.shape[1], device=x.device)).sum(-1)
 
 
 def ones(x: Tensor) -> Tensor:
@@ -82,10 +77,12 @@ class HashEvict(StepPolicy):
         return made
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.init_state(view.layer, view.key())
+        key = view.key()
+        matrix, kind = self.matrix(view.layer, key), self.columns["code"]
+        return {"code": view.ops.hash_codes(key, matrix, kind)}
 
     def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
-        return {"code": codes(key, self.matrix(layer, key)).to(self.columns["code"])}
+        return {"code": hash_codes(key, self.matrix(layer, key), self.columns["code"])}
 
     def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
         probe = view.key if self.hash_with == "key" else view.query

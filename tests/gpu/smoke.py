@@ -487,6 +487,14 @@ def carried(s: Sizes) -> str:
     return "equal"
 
 
+def hashed_keys(s: Sizes) -> str:
+    """Codes of a prompt's keys."""
+    key = s.normal(s.rows, s.heads, s.size).transpose(0, 1)
+    matrix = s.normal(s.size, 16, kind=torch.float32)
+    want, got = (ops.hash_codes(key, matrix, torch.int32) for ops in (Twins(), Triton()))
+    return alike(got, want)
+
+
 def coded(s: Sizes) -> str:
     """Rows as int8 and back."""
     x = s.normal(s.rows, s.heads, s.size).transpose(0, 1)
@@ -760,6 +768,7 @@ def main() -> int:
         check(f"ragged_prefill, {new} new", partial(segments, s, new))
     check("row_uniform", partial(drawn, s))
     check("carried_columns", partial(carried, s))
+    check("hash_codes", partial(hashed_keys, s))
     check("to_codes, codes_at", partial(coded, s))
     check("heads_mean", partial(averaged, s))
     check("key_distances", partial(unlike, s))

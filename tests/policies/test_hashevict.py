@@ -9,10 +9,11 @@ import torch
 from small import victims
 
 from minikv import policies
+from minikv.kernels.torch.hash_codes import codes
 from minikv.policies.base import (
     StepView,
 )
-from minikv.policies.hashevict import HashEvict, codes, ones, projection
+from minikv.policies.hashevict import HashEvict, ones, projection
 
 
 def test_simhash_law() -> None:

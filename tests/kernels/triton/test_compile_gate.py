@@ -260,6 +260,7 @@ def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None
         "norms",
         "unit-sums",
         "key-distances",
+        "hash-codes",
         "to-codes",
         "codes-at",
         "w8a16-product",
