@@ -30,12 +30,13 @@
     output_norms           triton/outputs           -                   torch/outputs
     key_distances          triton/distances         -                   torch/distances
     hash_codes             triton/hash_codes        -                   torch/hash_codes
-    ends                   triton/selection         -                   torch/selection
     divide                 triton/selection         -                   torch/selection
+    remaining              triton/selection         -                   torch/selection
     order_key              triton/selection         -                   torch/selection
     best                   triton/selection         -                   torch/selection
     wanted                 triton/selection         -                   torch/selection
     pool                   triton/selection         -                   torch/selection
+    pool_mass              triton/selection         -                   torch/selection
     stayed                 triton/selection         -                   torch/selection
     share                  triton/selection         -                   torch/selection
     ensure_least           triton/selection         -                   torch/selection
@@ -168,12 +169,13 @@ class Kernels:
     output_norms = staticmethod(outputs.output_norms)
     key_distances = staticmethod(distances.key_distances)
     hash_codes = staticmethod(hashes.hash_codes)
-    ends = staticmethod(selection.ends)
     divide = staticmethod(selection.divide)
+    remaining = staticmethod(selection.remaining)
     order_key = staticmethod(selection.order_key)
     best = staticmethod(selection.best)
     wanted = staticmethod(selection.wanted)
     pool = staticmethod(selection.pool)
+    pool_mass = staticmethod(selection.pool_mass)
     stayed = staticmethod(selection.stayed)
     share = staticmethod(selection.share)
     ensure_least = staticmethod(selection.ensure_least)

@@ -414,7 +414,9 @@ def _gather(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device, seed
     start = torch.arange(heads, device=device) * stays
     fresh = tuple(normal(device, seed + i, dtype, heads, n, size) for i in range(2))
     into = tuple(torch.zeros(heads * stays, size, dtype=dtype, device=device) for _ in fresh)
-    return lambda ops: ops.gather_rows(index, count, start, fresh, None, into, stays)
+    pos = torch.arange(n, device=device).expand(heads, n)
+    places = pos, torch.zeros(heads * stays, dtype=torch.int32, device=device)
+    return lambda ops: ops.gather_rows(index, count, start, fresh, None, into, places, stays)
 
 
 def _add_norm(sizes: Sizes, dtype: torch.dtype, t: int, device: torch.device, seed: int) -> Call:

@@ -28,15 +28,21 @@ def held_rows(
     return index, live, pos[index].to(torch.int64).masked_fill(~live, -1)
 
 
-def survivors(keep: Tensor, pos: Tensor, before: int) -> tuple[Tensor, Tensor]:
+def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """The rows that stay, ascending by position: (index int64 [H, N], count int64 [H]).
 
-    keep bool, pos int64 [H, N]: the first `before` rows may be in any order; the others have higher
-    positions and are in order. The rows that head h keeps are index[h, :count[h]]; the entries
-    after them may hold anything. Rows of equal position keep their order.
+    keep bool [H, N]; order int64 [H, B]: the first B rows by position; the others follow as they
+    are. The rows that head h keeps are index[h, :count[h]]; the entries after them may hold
+    anything.
     """
-    order = pos.masked_fill(~keep, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
-    return order, keep.sum(1)
+    heads, rows = keep.shape
+    early = order.shape[1]
+    line = torch.cat((keep[:, :early].gather(1, order), keep[:, early:]), 1)
+    later = torch.arange(early, rows, device=keep.device).expand(heads, -1)
+    place = (line.cumsum(1) - 1).masked_fill(~line, rows)  # in a column of its own
+    index = order.new_empty((heads, rows + 1))
+    index.scatter_(1, place, torch.cat((order, later), 1))
+    return index[:, :rows], keep.sum(1)
 
 
 def lay_out(
@@ -65,15 +71,17 @@ def gather_rows(
     new: tuple[Tensor, Tensor],
     old: tuple[Tensor, Tensor, Tensor] | None,
     out: tuple[Tensor, Tensor],
+    pos: tuple[Tensor, Tensor],
     max_count: int,
 ) -> None:
-    """Copy k and v of the rows that each head keeps into its segment, in place.
+    """Copy k, v and pos of the rows that each head keeps into its segment, in place.
 
     index int64 [H, N], count and start int64 [H] (`survivors`): for r < count[h], row start[h] + r
     of `out` (k and v [R, D]) becomes row index[h, r] of head h. The rows of head h are those of
     `old` (k and v [E, D], and int64 [H, B]: which of them are the head's), followed by those of
     `new` (k and v [H, T, D]). Among a head's kept rows, those of `old` also come first. No count
-    exceeds `max_count`. The rows that are written share no memory with `old` and `new`.
+    exceeds `max_count`. The rows that are written share no memory with `old` and `new`. pos:
+    positions int64 [H, N], and int32 [R] for those of the rows of `out`.
     """
     before = 0 if old is None else old[2].shape[1]
     for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):
@@ -81,6 +89,7 @@ def gather_rows(
         if old is not None:
             early = int((rows < before).sum())
             at = old[2][h, rows[:early]]
+        pos[1][begin : begin + n] = pos[0][h, rows].to(pos[1].dtype)
         rows = rows[early:] - before
         for i in (0, 1):
             target = out[i][begin : begin + n]

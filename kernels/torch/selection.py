@@ -15,24 +15,23 @@ NOT_FREE = torch.iinfo(torch.int64).min
 """The order key of a row that is not free."""
 
 
-def ends(pos: Tensor, sinks: int, young: int) -> Tensor:
-    """bool [H, N]: the rows below position `sinks`, and those from `young` on. pos int64 [H, N], -1
-    for no row."""
-    return (pos >= 0) & ((pos < sinks) | (pos >= young))
-
-
-def divide(pos: Tensor, protected: Tensor, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
+def divide(pos: Tensor, sinks: int, young: int, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which rows stay whatever their score, and which are free: bool [H, N] each.
 
-    pos int64, -1 for no row; protected bool [H, N]: they stay, and so do those at positions below
-    `pinned`. Also int64 [3, H]: how many stay, how many of these are not pinned, and how many
-    are free.
+    pos int64 [H, N], -1 for no row. The rows below position `sinks` stay, those from `young` on,
+    and those below `pinned`. Also int64 [3, H]: how many stay, how many of these are not pinned,
+    and how many are free.
     """
     live = pos >= 0
-    stays = (protected | (pos < pinned)) & live
+    stays = ((pos < max(sinks, pinned)) | (pos >= young)) & live
     free = live & ~stays
     own = stays & (pos >= pinned)
     return stays, free, torch.stack((stays.sum(1), own.sum(1), free.sum(1)))
+
+
+def remaining(total: int, staying: Tensor) -> Tensor:
+    """int64 []: how many of `total` rows are left beside the staying int64 [H], at least 0."""
+    return (total - staying.sum()).clamp(min=0)
 
 
 def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
@@ -42,24 +41,37 @@ def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     return ((bits << 32) | pos.clamp(min=0)).masked_fill(~free, NOT_FREE)
 
 
-def best(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
+def best(
+    scores: Tensor,
+    pos: Tensor,
+    free: Tensor,
+    counts: Tensor,
+    most: int,
+    key: Tensor | None = None,
+    also: Tensor | None = None,
+) -> Tensor:
     """bool [H, N]: the counts[h] best free rows of each head, or all if it has fewer.
 
-    scores float32, pos int64, free bool, all [H, N]. No count exceeds `most`.
+    scores float32, pos int64, free bool, all [H, N]. No count exceeds `most`. key: their
+    `order_key`, if it is known. also bool [H, N]: further rows of the result.
     """
-    key = order_key(scores, pos, free)
+    key = order_key(scores, pos, free) if key is None else key
     count = counts.clamp(max=free.shape[1])[:, None]
     found = key.topk(max(1, min(most, key.shape[1])), dim=1).values
     edge = found.gather(1, (count - 1).clamp(min=0))
-    return free & (key >= edge) & (count > 0)
+    chosen = free & (key >= edge) & (count > 0)
+    return chosen if also is None else also | chosen
 
 
-def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
+def wanted(
+    scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int, key: Tensor | None = None
+) -> Tensor:
     """int64 [H]: how many of the layer's `total` best free rows each head holds.
 
-    scores, pos and free [H, N]; total int64 [], at most `most`.
+    scores, pos and free [H, N]; total int64 [], at most `most`. key: their `order_key`, if it is
+    known.
     """
-    key = order_key(scores, pos, free)
+    key = order_key(scores, pos, free) if key is None else key
     flat = key.flatten()
     found = flat.topk(max(1, min(most, len(flat)))).values
     edge = found.gather(0, (total - 1).clamp(0, len(found) - 1)[None])
@@ -69,26 +81,46 @@ def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) 
     return torch.where(total >= free.sum(), free.sum(1), counts * (total > 0))
 
 
-def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
+def pool(scores: Tensor, order: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
     """Pool each head's free rows with their neighbours by position.
 
-    scores float32 [H, N] (or several of them, [..., H, N]), pos and free [H, N] -> as scores.
-    kernel: how many rows are pooled, odd. how: "max", or "avg", in which rows beyond the free ones
-    count as 0, as those of the window do in SnapKV's release (arXiv 2404.14469). Rows that are not
-    free get -inf.
+    scores float32 [H, N] (or several of them, [..., H, N]), free [H, N] -> as scores. order int64
+    [H, B]: the first B rows by position; the others follow as they are. No row between two free
+    ones is not free. kernel: how many rows are pooled, odd. how: "max", or "avg", in which rows
+    beyond the free ones count as 0, as those of the window do in SnapKV's release (arXiv
+    2404.14469). Rows that are not free get -inf.
     """
     if kernel == 1:
         return scores.masked_fill(~free, -torch.inf)
-    # Neighbours are those in the text, but decode steps leave the rows in any order. Rows that are
-    # not free are sorted to the end, where they act as padding.
-    order = pos.masked_fill(~free, torch.iinfo(pos.dtype).max).argsort(dim=1, stable=True)
-    real, order = free.gather(1, order), order.expand(scores.shape)
-    line = scores.gather(-1, order)
+    # Neighbours are those in the text, but decode steps leave the rows in any order.
+    line = scores.masked_fill(~free, -torch.inf if how == "max" else 0.0)
+    early = order.shape[1]
+    order = order.expand(*scores.shape[:-1], early)
+    if early:
+        line = torch.cat((line[..., :early].gather(-1, order), line[..., early:]), -1)
+    pooled = F.max_pool1d if how == "max" else F.avg_pool1d
+    line = pooled(line, kernel, 1, kernel // 2)
+    if early:
+        first = torch.empty_like(line[..., :early]).scatter_(-1, order, line[..., :early])
+        line = torch.cat((first, line[..., early:]), -1)
+    return line.masked_fill(~free, -torch.inf)
+
+
+def joined(mass: Tensor, how: str) -> Tensor:
+    """[H, G, N] -> [H, N]: join the query heads of each KV head by mean, sum or max."""
     if how == "max":
-        line = F.max_pool1d(line.masked_fill(~real, -torch.inf), kernel, 1, kernel // 2)
-    else:
-        line = F.avg_pool1d(line.masked_fill(~real, 0.0), kernel, 1, kernel // 2)
-    return torch.empty_like(scores).scatter_(-1, order, line).masked_fill(~free, -torch.inf)
+        return mass.amax(1)
+    return mass.sum(1) if how == "sum" else mass.mean(1)
+
+
+def pool_mass(
+    mass: Tensor, queries: int, join: str, order: Tensor, free: Tensor, kernel: int, how: str
+) -> Tensor:
+    """`pool` of mass / queries, joined over the group by `joined`: float32 [H, N].
+
+    mass float32 [H, G, N]. The others are as for `pool`.
+    """
+    return pool(joined(mass / queries, join), order, free, kernel, how)
 
 
 def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
@@ -100,14 +132,14 @@ def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
     return (mean * keep).sum(1) / mean.sum(1)
 
 
-def share(wish: Tensor, parts: int, most: Tensor, total: Tensor) -> Tensor:
+def share(need: Tensor, times: int, even: int, parts: int, most: Tensor, total: Tensor) -> Tensor:
     """Whole numbers near wish / parts, each <= most, which sum to min(total, sum of most).
 
-    Rounded by the method of largest remainders; of equal ones, the first head gets more. If a wish
-    exceeds its `most`, the excess is divided evenly among the others. wish int64 [H] sums to parts
-    x total; most int64 [H]; total int64 [].
+    wish = need x times + total x even. Rounded by the method of largest remainders; of equal ones,
+    the first head gets more. If a wish exceeds its `most`, the excess is divided evenly among the
+    others. need int64 [H]: so that the wishes sum to parts x total; most int64 [H]; total int64 [].
     """
-    heads = len(wish)
+    heads, wish = len(need), need * times + total * even
     total = torch.minimum(total, most.sum())
     # Each head is either full or raised by the same amount. In order of room, the full ones come
     # first.

@@ -101,8 +101,10 @@ def _lay_out(
         "new_head",
         "new_row",
         "at_head",
+        "pos_head",
         "before",
-    ]
+    ],
+    do_not_specialize_on_alignment=["pos"],
 )
 def _rows(
     index,
@@ -115,10 +117,13 @@ def _rows(
     at,
     out_k,
     out_v,
+    pos,
+    out_pos,
     index_head,
     new_head,
     new_row,
     at_head,
+    pos_head,
     before,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -133,7 +138,10 @@ def _rows(
         d = tl.arange(0, DP)
         narrow = (d < D)[None, :]
         row = tl.load(index + h * index_head + j, mask=real, other=0).to(tl.int64)
-        target = (tl.load(start + h) + j)[:, None] * D + d[None, :]
+        into = tl.load(start + h) + j
+        where = tl.load(pos + h * pos_head + row, mask=real, other=0)
+        tl.store(out_pos + into, where.to(tl.int32), mask=real)
+        target = into[:, None] * D + d[None, :]
         is_new = real & (row >= before)
         there = (h * new_head + (row - before) * new_row)[:, None] * D + d[None, :]
         key = tl.load(k + there, mask=is_new[:, None] & narrow, other=0.0)
@@ -182,14 +190,14 @@ def held_rows(
     return index, live, at
 
 
-def survivors(keep: Tensor, pos: Tensor, before: int) -> tuple[Tensor, Tensor]:
+def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """See `torch.compaction.survivors`."""
     keep = keep if keep.stride(-1) == 1 else keep.contiguous()
     heads, rows = keep.shape
     index = torch.empty((heads, rows), dtype=torch.int64, device=keep.device)
     count = torch.empty(heads, dtype=torch.int64, device=keep.device)
-    order = pos[:, :before].sort(dim=1, stable=True).indices if before else index
-    strides = 0 if heads == 1 else keep.stride(0), rows, before
+    order = order.contiguous()
+    strides = 0 if heads == 1 else keep.stride(0), rows, order.shape[1]
     _survivors[(heads,)](keep, order, index, count, *strides, BN=_VALUES, num_warps=4)
     return index, count
 
@@ -210,6 +218,7 @@ def gather_rows(
     new: tuple[Tensor, Tensor],
     old: tuple[Tensor, Tensor, Tensor] | None,
     out: tuple[Tensor, Tensor],
+    pos: tuple[Tensor, Tensor],
     max_count: int,
 ) -> None:
     """See `torch.compaction.gather_rows`."""
@@ -220,6 +229,7 @@ def gather_rows(
         return
     heads, _, size = k.shape
     old_k, old_v, at = (k, v, index) if old is None else old
+    where = pos[0] if pos[0].stride(-1) == 1 else pos[0].contiguous()
     _rows[(-(-max_count // _ROWS), heads)](
         index,
         count,
@@ -230,10 +240,13 @@ def gather_rows(
         old_v,
         at,
         *out,
+        where,
+        pos[1],
         index.stride(0),
         row_stride(k, 0),
         row_stride(k, 1),
         at.stride(0),
+        0 if len(where) == 1 else where.stride(0),
         0 if old is None else at.shape[1],
         D=size,
         DP=power(size),
@@ -267,6 +280,7 @@ def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
     lists = {"index": "*i64", "count": "*i64", "start": "*i64"}
+    places = {"pos": "*i64", "out_pos": "*i32"}
     for size, kind, old in ((128, "bf16", True), (80, "fp32", False)):
         data = dict.fromkeys(("k", "v", "old_k", "old_v", "out_k", "out_v"), f"*{kind}")
         constants: dict[str, object] = {"D": size, "DP": power(size), "BN": _ROWS, "OLD": old}
@@ -274,7 +288,7 @@ def variants() -> list[Variant]:
             Variant(
                 f"rows-{kind}-d{size}" + "-old" * old,
                 _rows,
-                typed(_rows, lists | {"at": "*i64"} | data, constants),
+                typed(_rows, lists | {"at": "*i64"} | places | data, constants),
                 constants,
                 reads=dict.fromkeys(("k", "v", *(("old_k", "old_v") if old else ())), WIDE),
             )

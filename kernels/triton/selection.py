@@ -23,21 +23,10 @@ _ROWS = 1024  # of a head, in one program or one round of it
 
 
 @triton.jit(
-    do_not_specialize=["pos_head", "rows", "sinks", "young"], do_not_specialize_on_alignment=["pos"]
+    do_not_specialize=["pos_head", "rows", "sinks", "young", "pinned"],
+    do_not_specialize_on_alignment=["pos"],
 )
-def _ends(pos, out, pos_head, rows, sinks, young, BN: tl.constexpr):
-    h = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
-    at = tl.load(pos + h * pos_head + j, mask=j < rows, other=-1)
-    stays = (at >= 0) & ((at < sinks) | (at >= young))
-    tl.store(out + h * rows + j, stays, mask=j < rows)
-
-
-@triton.jit(
-    do_not_specialize=["pos_head", "sure_head", "rows", "pinned"],
-    do_not_specialize_on_alignment=["pos", "sure"],
-)
-def _divide(pos, sure, stays, free, counts, pos_head, sure_head, rows, pinned, BN: tl.constexpr):
+def _divide(pos, stays, free, counts, pos_head, rows, sinks, young, pinned, BN: tl.constexpr):
     h = tl.program_id(0).to(tl.int64)
     heads = tl.num_programs(0)
     staying = tl.zeros((BN,), tl.int64)
@@ -47,9 +36,8 @@ def _divide(pos, sure, stays, free, counts, pos_head, sure_head, rows, pinned, B
         j = s + tl.arange(0, BN)
         inside = j < rows
         at = tl.load(pos + h * pos_head + j, mask=inside, other=-1)
-        marked = tl.load(sure + h * sure_head + j, mask=inside, other=0) != 0
         live = at >= 0
-        stay = (marked | (at < pinned)) & live
+        stay = ((at < sinks) | (at >= young) | (at < pinned)) & live
         go = live & (stay == 0)
         tl.store(stays + h * rows + j, stay, mask=inside)
         tl.store(free + h * rows + j, go, mask=inside)
@@ -82,10 +70,24 @@ def _order_key(
 
 
 @triton.jit(
-    do_not_specialize=["free_head", "counts_head", "rows", "most"],
-    do_not_specialize_on_alignment=["free", "counts"],
+    do_not_specialize=["free_head", "counts_head", "also_head", "rows", "most"],
+    do_not_specialize_on_alignment=["free", "counts", "also"],
 )
-def _chosen(key, free, found, counts, out, free_head, counts_head, rows, most, BN: tl.constexpr):
+def _chosen(
+    key,
+    free,
+    found,
+    counts,
+    also,
+    out,
+    free_head,
+    counts_head,
+    also_head,
+    rows,
+    most,
+    ALSO: tl.constexpr,
+    BN: tl.constexpr,
+):
     h = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = j < rows
@@ -93,6 +95,8 @@ def _chosen(key, free, found, counts, out, free_head, counts_head, rows, most, B
     edge = tl.load(found + h * most + tl.maximum(count - 1, 0))
     ok = tl.load(free + h * free_head + j, mask=inside, other=0) != 0
     mine = ok & (tl.load(key + h * rows + j, mask=inside, other=0) >= edge) & (count > 0)
+    if ALSO:
+        mine = mine | (tl.load(also + h * also_head + j, mask=inside, other=0) != 0)
     tl.store(out + h * rows + j, mine, mask=inside)
 
 
@@ -134,8 +138,38 @@ def _wanted(sums, total, out, heads, HP: tl.constexpr):
     tl.store(out + i, tl.where(all_ >= tl.sum(have, 0), have, some), mask=ok)
 
 
+@triton.jit
+def _joined(scores, row, ok, scores_group, group, queries, JOIN: tl.constexpr):
+    """The scores of some rows of one head. JOIN 0: as they are. Else the numbers of the group are
+    divided by `queries`, then joined: by the mean (1), the sum (2) or the maximum (3)."""
+    if JOIN == 0:
+        found = tl.load(scores + row, mask=ok, other=0.0)
+    else:
+        found = tl.zeros(row.shape, tl.float32)
+        for g in tl.range(0, group):
+            value = tl.load(scores + g * scores_group + row, mask=ok, other=0.0)
+            value = tl.div_rn(value, tl.full(row.shape, 1.0, tl.float32) * queries)
+            if JOIN == 3:
+                found = tl.where(g == 0, value, tl.maximum(found, value))
+            else:
+                found += value
+        if JOIN == 1:
+            found = tl.div_rn(found, tl.full(row.shape, 1.0, tl.float32) * group)
+    return found
+
+
 @triton.jit(
-    do_not_specialize=["scores_head", "free_head", "heads", "rows", "kernel"],
+    do_not_specialize=[
+        "scores_line",
+        "scores_group",
+        "free_head",
+        "heads",
+        "rows",
+        "early",
+        "group",
+        "queries",
+        "kernel",
+    ],
     do_not_specialize_on_alignment=["scores", "free"],
 )
 def _pool(
@@ -143,12 +177,17 @@ def _pool(
     order,
     free,
     out,
-    scores_head,
+    scores_line,
+    scores_group,
     free_head,
     heads,
     rows,
+    early,
+    group,
+    queries,
     kernel,
     MAX: tl.constexpr,
+    JOIN: tl.constexpr,
     BN: tl.constexpr,
 ):
     line = tl.program_id(1).to(tl.int64)
@@ -160,13 +199,16 @@ def _pool(
     for i in tl.range(0, kernel):
         p = place - kernel // 2 + i
         there = (p >= 0) & (p < rows)
-        row = tl.load(order + h * rows + p, mask=there, other=0)
+        row = tl.load(order + h * early + p, mask=there & (p < early), other=0)
+        row = tl.where(p < early, row, p)
         ok = there & (tl.load(free + h * free_head + row, mask=there, other=0) != 0)
-        value = tl.load(scores + line * scores_head + row, mask=ok, other=blank)
+        value = _joined(scores + line * scores_line, row, ok, scores_group, group, queries, JOIN)
+        value = tl.where(ok, value, blank)
         found = tl.maximum(found, value) if MAX else found + value
     if not MAX:
-        found = found / kernel
-    row = tl.load(order + h * rows + place, mask=inside, other=0)
+        found = tl.div_rn(found, tl.full((BN,), 1.0, tl.float32) * kernel)
+    row = tl.load(order + h * early + place, mask=place < early, other=0)
+    row = tl.where(place < early, row, place)
     ok = tl.load(free + h * free_head + row, mask=inside, other=0) != 0
     tl.store(out + line * rows + row, tl.where(ok, found, -float("inf")), mask=inside)
 
@@ -221,16 +263,25 @@ def filled(used, ok, i, total):
     return tl.where(lifted > 0, tl.maximum(used, level) + extra.to(tl.int64), used)
 
 
+@triton.jit(do_not_specialize=["total", "heads"], do_not_specialize_on_alignment=["staying"])
+def _remaining(staying, out, total, heads, HP: tl.constexpr):
+    i = tl.arange(0, HP)
+    tl.store(out, tl.maximum(total - tl.sum(tl.load(staying + i, mask=i < heads, other=0), 0), 0))
+
+
 @triton.jit(
-    do_not_specialize=["wish_head", "most_head", "heads", "parts"],
-    do_not_specialize_on_alignment=["wish", "most", "total"],
+    do_not_specialize=["need_head", "most_head", "heads", "times", "even", "parts"],
+    do_not_specialize_on_alignment=["need", "most", "total"],
 )
-def _share(wish, most, total, out, wish_head, most_head, heads, parts, HP: tl.constexpr):
+def _share(
+    need, most, total, out, need_head, most_head, heads, times, even, parts, HP: tl.constexpr
+):
     i = tl.arange(0, HP)
     ok = i < heads
-    want = tl.load(wish + i * wish_head, mask=ok, other=0)
+    all_ = tl.load(total)
+    want = tl.load(need + i * need_head, mask=ok, other=0) * times + all_ * even
     limit = tl.load(most + i * most_head, mask=ok, other=0)
-    all_ = tl.minimum(tl.load(total), tl.sum(limit, 0))
+    all_ = tl.minimum(all_, tl.sum(limit, 0))
     full = limit * parts
     rank, first = ranks(full - want, ok, i)
     # How much is left for a head and those after it, when the heads before it are full.
@@ -290,25 +341,24 @@ def _grid(rows: int, lines: int) -> tuple[int, int]:
     return max(1, -(-rows // _ROWS)), lines
 
 
-def ends(pos: Tensor, sinks: int, young: int) -> Tensor:
-    """See `torch.selection.ends`."""
-    pos = _lines(pos)
-    heads, rows = pos.shape
-    out = torch.empty((heads, rows), dtype=torch.bool, device=pos.device)
-    _ends[_grid(rows, heads)](pos, out, _stride(pos), rows, sinks, young, BN=_ROWS)
-    return out
-
-
-def divide(pos: Tensor, protected: Tensor, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
+def divide(pos: Tensor, sinks: int, young: int, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `torch.selection.divide`."""
-    pos, protected = _lines(pos), _lines(protected)
+    pos = _lines(pos)
     heads, rows = pos.shape
     stays = torch.empty((heads, rows), dtype=torch.bool, device=pos.device)
     free = torch.empty_like(stays)
     counts = torch.empty((3, heads), dtype=torch.int64, device=pos.device)
-    strides = _stride(pos), _stride(protected)
-    _divide[(heads,)](pos, protected, stays, free, counts, *strides, rows, pinned, BN=_ROWS)
+    numbers = _stride(pos), rows, sinks, young, pinned
+    _divide[(heads,)](pos, stays, free, counts, *numbers, BN=_ROWS)
     return stays, free, counts
+
+
+def remaining(total: int, staying: Tensor) -> Tensor:
+    """See `torch.selection.remaining`."""
+    staying = staying.contiguous()
+    out = torch.empty((), dtype=torch.int64, device=staying.device)
+    _remaining[(1,)](staying, out, total, len(staying), HP=power(len(staying)))
+    return out
 
 
 def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
@@ -329,9 +379,18 @@ def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     return out
 
 
-def best(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor, most: int) -> Tensor:
+def best(
+    scores: Tensor,
+    pos: Tensor,
+    free: Tensor,
+    counts: Tensor,
+    most: int,
+    key: Tensor | None = None,
+    also: Tensor | None = None,
+) -> Tensor:
     """See `torch.selection.best`."""
-    key, free = order_key(scores, pos, free), _lines(free)
+    key, free = order_key(scores, pos, free) if key is None else key, _lines(free)
+    more = free if also is None else _lines(also)
     heads, rows = key.shape
     found = key.topk(max(1, min(most, rows)), dim=1).values
     out = torch.empty((heads, rows), dtype=torch.bool, device=key.device)
@@ -340,19 +399,24 @@ def best(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor, most: int) -
         free,
         found,
         counts,
+        more,
         out,
         _stride(free),
         _stride(counts),
+        _stride(more),
         rows,
         found.shape[1],
+        ALSO=also is not None,
         BN=_ROWS,
     )
     return out
 
 
-def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) -> Tensor:
+def wanted(
+    scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int, key: Tensor | None = None
+) -> Tensor:
     """See `torch.selection.wanted`."""
-    key, free = order_key(scores, pos, free), _lines(free)
+    key, free = order_key(scores, pos, free) if key is None else key, _lines(free)
     heads, rows = key.shape
     found = key.flatten().topk(max(1, min(most, key.numel()))).values
     sums = torch.empty((3, heads), dtype=torch.int64, device=key.device)
@@ -362,28 +426,61 @@ def wanted(scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int) 
     return out
 
 
-def pool(scores: Tensor, pos: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
+def pool(scores: Tensor, order: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
     """See `torch.selection.pool`."""
-    free = _lines(free)
-    heads, rows = free.shape
-    last = pos.masked_fill(~free, torch.iinfo(pos.dtype).max)
-    order = last.sort(dim=1, stable=True).indices
     scores = scores.contiguous()
     out = torch.empty_like(scores)
-    _pool[_grid(rows, scores.numel() // max(1, rows))](
+    _launch_pool(scores, order, free, out, (scores.shape[-1], 0, 1, 1, 0), kernel, how)
+    return out
+
+
+def pool_mass(
+    mass: Tensor, queries: int, join: str, order: Tensor, free: Tensor, kernel: int, how: str
+) -> Tensor:
+    """See `torch.selection.pool_mass`."""
+    mass = _lines(mass)
+    heads, group, rows = mass.shape
+    out = torch.empty((heads, rows), dtype=torch.float32, device=mass.device)
+    layout = _stride(mass), mass.stride(1), group, queries, _JOINS.index(join)
+    _launch_pool(mass, order, free, out, layout, kernel, how)
+    return out
+
+
+_JOINS = ("", "mean", "sum", "max")
+
+
+def _launch_pool(
+    scores: Tensor,
+    order: Tensor,
+    free: Tensor,
+    out: Tensor,
+    layout: tuple[int, int, int, int, int],
+    kernel: int,
+    how: str,
+) -> None:
+    """layout: the strides between lines and in a group, its heads, the number of queries, and how
+    the heads are joined."""
+    free, order = _lines(free), order.contiguous()
+    heads, rows = free.shape
+    line, member, group, queries, join = layout
+    _pool[_grid(rows, out.numel() // max(1, rows))](
         scores,
         order,
         free,
         out,
-        rows,
+        line,
+        member,
         _stride(free),
         heads,
         rows,
+        order.shape[1],
+        group,
+        queries,
         kernel,
         MAX=how == "max",
+        JOIN=join,
         BN=_ROWS,
     )
-    return out
 
 
 def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
@@ -396,11 +493,11 @@ def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
     return out
 
 
-def share(wish: Tensor, parts: int, most: Tensor, total: Tensor) -> Tensor:
+def share(need: Tensor, times: int, even: int, parts: int, most: Tensor, total: Tensor) -> Tensor:
     """See `torch.selection.share`."""
-    out = torch.empty(len(wish), dtype=torch.int64, device=wish.device)
-    strides = wish.stride(0), most.stride(0)
-    _share[(1,)](wish, most, total, out, *strides, len(wish), parts, HP=power(len(wish)))
+    out = torch.empty(len(need), dtype=torch.int64, device=need.device)
+    numbers = need.stride(0), most.stride(0), len(need), times, even, parts
+    _share[(1,)](need, most, total, out, *numbers, HP=power(len(need)))
     return out
 
 
@@ -415,21 +512,21 @@ def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tens
 def variants() -> list[Variant]:
     """Builds for the compile gate."""
     lists = dict.fromkeys(("pos", "key", "order", "found", "sums"), "*i64")
-    lists |= dict.fromkeys(("counts", "sure", "free", "wish", "most", "total"), "*i64")
-    masks = dict.fromkeys(("keep", "stays", "free", "sure"), "*i1")
+    lists |= dict.fromkeys(("counts", "staying", "need", "most", "total"), "*i64")
+    masks = dict.fromkeys(("keep", "stays", "free", "also"), "*i1")
     numbers = dict.fromkeys(("scores", "mass"), "*fp32")
     rows: dict[str, object] = {"BN": _ROWS}
     heads: dict[str, object] = {"HP": 32}
     found = []
     for fn, kinds, constants in (
-        (_ends, {"out": "*i1"}, rows),
         (_divide, {}, rows),
         (_order_key, {"out": "*i64", "LEAST": "i64"}, rows),
-        (_chosen, {"out": "*i1", "most": "i32"}, rows),
+        (_chosen, {"out": "*i1", "most": "i32"}, rows | {"ALSO": True}),
         (_above, {"most": "i32"}, rows),
-        (_pool, {"out": "*fp32"}, rows | {"MAX": True}),
+        (_pool, {"out": "*fp32"}, rows | {"MAX": True, "JOIN": 1}),
         (_stayed, {"out": "*fp32"}, rows),
         (_wanted, {"out": "*i64"}, heads),
+        (_remaining, {"out": "*i64", "total": "i32"}, heads),
         (_share, {"out": "*i64"}, heads),
         (_ensure_least, {"out": "*i64", "sure": "*i64", "free": "*i64"}, heads),
     ):

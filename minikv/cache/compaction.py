@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minikv.cache.arena import Arena
 from minikv.kernels.dispatch import Kernels
+from minikv.policies.selection import order_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ def gather_survivors(
     extra: Mapping[str, Tensor],
     earlier: tuple[Arena, Tensor] | None = None,
     unordered: int | None = None,
+    order: Tensor | None = None,
 ) -> None:
     """Copy the kept rows, ascending by position, into segments side by side.
 
@@ -48,13 +50,14 @@ def gather_survivors(
     prompt's rows, as `Arena.stored` makes them of keys and values [H, T, D]. extra: the policies'
     columns [H, N]. earlier: the arena that holds the rows of earlier turns, and their indices in
     it, int64 [H, N - T]. unordered: how many of the first rows are in any order; by default those
-    of earlier turns.
+    of earlier turns. order int64 [H, unordered]: these by position, if that is known.
     """
     begin = target.region[layer]
     most = min(keep.shape[1], target.region[layer + 1] - begin)
-    if unordered is None:
-        unordered = keep.shape[1] - staged["k"].shape[1]
-    index, count = ops.survivors(keep, pos, unordered)
+    if order is None:
+        early = keep.shape[1] - staged["k"].shape[1] if unordered is None else unordered
+        order = order_of(pos[:, :early])
+    index, count = ops.survivors(keep, order)
     names = ("start", "length", "capacity", "cap", "free_slot")
     start, length, capacity, cap, free_slot = (getattr(target, name)[layer] for name in names)
     tables = start, length, capacity, cap, free_slot
@@ -64,8 +67,9 @@ def gather_survivors(
         arena, rows = earlier
         old = arena.columns["k"], arena.columns["v"], rows
     into = target.columns["k"], target.columns["v"]
-    ops.gather_rows(index, count, start, (staged["k"], staged["v"]), old, into, most)
-    columns = {"pos": pos, **extra}
+    new = staged["k"], staged["v"]
+    ops.gather_rows(index, count, start, new, old, into, (pos, target.columns["pos"]), most)
+    columns = dict(extra)
     for name in target.scales:
         columns[name] = staged[name]
         if earlier is not None:
@@ -98,11 +102,11 @@ def append_rows(
         (staged["k"], staged["v"]),
         None,
         (target.columns["k"], target.columns["v"]),
+        (pos[:, rows - tokens :], target.columns["pos"]),
         tokens,
     )
-    columns = {"pos": pos[:, rows - tokens :]} | {name: staged[name] for name in target.scales}
-    for name, values in columns.items():
-        ops.gather_column(*new, values, target.columns[name], tokens)
+    for name in target.scales:
+        ops.gather_column(*new, staged[name], target.columns[name], tokens)
     for name, values in extra.items():
         ops.gather_column(place, length + tokens, start, values, target.columns[name], rows)
     target.length[layer] = length + tokens

@@ -385,10 +385,11 @@ class Prefill:
                 self._stayed[layer] = self._ops.stayed(view.mass, keep, view.pos)
         else:
             keep = view.live
+        order = None if plan.shares else view.order
         del view
         if not self._all:  # `trace` may still need them
             self._mass = self._squares = None
-        self._store(layer, pos, keep, extra)
+        self._store(layer, pos, order, keep, extra)
 
     def _judged(self, layer: int) -> PromptView:
         """The policies' view of the layer that was just completed."""
@@ -430,8 +431,16 @@ class Prefill:
         old = None if self._old is None else (self.arena, self._old.index)
         pool.add(view.layer, key, view.pos, staged, extra, share, old)
 
-    def _store(self, layer: int, pos: Tensor, keep: Tensor, extra: dict[str, Tensor]) -> None:
-        """Write the rows to keep to the target, and the cap and capacity of each head."""
+    def _store(
+        self,
+        layer: int,
+        pos: Tensor,
+        order: Tensor | None,
+        keep: Tensor,
+        extra: dict[str, Tensor],
+    ) -> None:
+        """Write the rows to keep to the target, and the cap and capacity of each head. order: see
+        `PromptView`; None if the rows of earlier turns stay where they are."""
         plan, target = self.plan, self.target
         total = -1  # caps are what the heads hold; if nothing was evicted, the budget
         if plan.totals is not None and not plan.evicts(layer):
@@ -447,7 +456,7 @@ class Prefill:
         # Without a step policy the heads own the whole region, so that the answer has room.
         room = Room(floor, total, plan.spare, plan.needed[layer] if self.step is None else -1)
         old = None if self._old is None else (self.arena, self._old.index)
-        gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old)
+        gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old, order=order)
 
     def _view(self, layer: int, pos: Tensor, new: Tensor, carried: dict[str, Tensor]) -> PromptView:
         observed, old = self._observed, self._old
@@ -524,6 +533,7 @@ class Prefill:
             peak=self._peak,
             asks=self.plan.asks,
             ops=ops,
+            earlier=pos.shape[1] - self.plan.tokens,
         )
 
     def _carried(self, pos: Tensor) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ layer's best rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,28 +49,29 @@ class AdaKV(HeadAllocator):
     def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
         if self.alloc == "floor":
             return self._floor(rows, total, most)
-        heads, have, scores = len(rows.free), rows.have, rows.scores
+        heads, have, weighed = len(rows.free), rows.have, rows
         if self.normalize:
-            scores = normalized(scores, rows.free, total // heads, most // heads)
-        need = rows.view.ops.wanted(scores, rows.view.pos, rows.free, total, most)
+            scores = normalized(rows.scores, rows.free, total // heads, most // heads)
+            weighed = replace(rows, scores=scores)
+        need = weighed.wanted(total, most)
         if self.rounding == "official":
             floor = ((total // heads).to(torch.float64) * self.alpha).to(torch.int64)
             blend = need.to(torch.float32) * (1 - self.alpha) + floor
             return torch.minimum(blend.round().to(torch.int64), have)
         a = selection.exact(self.alpha)
-        wish = need * ((a.denominator - a.numerator) * heads) + total * a.numerator
-        return rows.view.ops.share(wish, a.denominator * heads, have, total)
+        times, parts = (a.denominator - a.numerator) * heads, a.denominator * heads
+        return rows.view.ops.share(need, times, a.numerator, parts, have, total)
 
     def _floor(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
         """kvpress' rule. The window's rows, which are kept in any case, count as part of a head's
         own share."""
-        heads, pos, window = len(rows.free), rows.view.pos, rows.scorer.evidence.window
+        heads, window = len(rows.free), rows.scorer.evidence.window
         each = total // heads + window
         own = ((each.to(torch.float64) * self.alpha).to(torch.int64) - window).clamp(min=0)
-        sure = rows.view.ops.best(rows.scores, pos, rows.free, own.expand(heads), most // heads)
+        sure = rows.best(own.expand(heads), most // heads)
         have = sure.sum(1)
-        rest = rows.free & ~sure
-        return have + rows.view.ops.wanted(rows.scores, pos, rest, total - have.sum(), most)
+        rest = replace(rows, free=rows.free & ~sure, counted=None)
+        return have + rest.wanted(total - have.sum(), most)
 
 
 def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:

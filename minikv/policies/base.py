@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,8 @@ class PromptView:
     peak float32 [H, N]: the scores of `Scorer.peak` from a second pass over the prompt, 0 for rows
         from before it; None if there was none.
     asks: the prompt only asks about what was read before. ops: the kernels.
+    earlier: how many of the first rows may be in any order of position; the others follow them in
+        order. None: all.
     """
 
     layer: int
@@ -105,11 +108,31 @@ class PromptView:
     peak: Tensor | None = None
     asks: bool = False
     ops: Kernels = field(default_factory=Kernels)
+    earlier: int | None = None
+    _found: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def live(self) -> Tensor:
         """bool [H, N]: rows that exist and that the next token can still see."""
         return self.pos >= 0
+
+    @property
+    def order(self) -> Tensor:
+        """int64 [H, `earlier`]: the first rows by position. Computed once."""
+        if "order" not in self._found:
+            self._found["order"] = selection.order_of(self.pos[:, : self.earlier])
+        found: Tensor = self._found["order"]
+        return found
+
+    def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Which rows stay because they are among the first `sinks`, the last `recent` or the first
+        `pinned` positions; which are free; how many: see `kernels`' `divide`. Computed once."""
+        key = sinks, recent, pinned
+        if key not in self._found:
+            young = max(0, self.position - recent)
+            self._found[key] = self.ops.divide(self.pos, sinks, young, pinned)
+        found: tuple[Tensor, Tensor, Tensor] = self._found[key]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,13 +347,13 @@ class Scorer(ABC):
     def score(self, view: PromptView) -> Tensor:
         """float32 [H, N]: what each row is worth. Values where the view has no row are ignored."""
 
-    def protected(self, view: PromptView) -> Tensor:
-        """bool [H, N]: rows that stay whatever their score; the sinks and the window."""
-        return ends(view, self.evidence.sinks, self.evidence.window)
+    def protected(self, view: PromptView) -> tuple[int, int]:
+        """How many first and last positions stay whatever their score: the sinks and the window."""
+        return self.evidence.sinks, self.evidence.window
 
     def free(self, view: PromptView) -> Tensor:
         """bool [H, N]: the other rows, which stay or leave by their score."""
-        return view.ops.divide(view.pos, self.protected(view), 0)[1]
+        return view.divide(*self.protected(view))[1]
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
@@ -370,6 +393,26 @@ class Candidates:
     scores: Tensor
     free: Tensor
     counted: Tensor | None = None
+    _found: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def key(self) -> Tensor:
+        """int64 [H, N]: the rows' `order_key`. Computed once."""
+        if "key" not in self._found:
+            self._found["key"] = self.view.ops.order_key(self.scores, self.view.pos, self.free)
+        return self._found["key"]
+
+    def best(self, counts: Tensor, most: int, also: Tensor | None = None) -> Tensor:
+        """bool [H, N]: the counts[h] best of each head's rows, or all of them if they are fewer,
+        and those in `also`. counts int64 [H]: at most `most` each."""
+        view = self.view
+        return view.ops.best(self.scores, view.pos, self.free, counts, most, self.key, also)
+
+    def wanted(self, total: Tensor, most: int) -> Tensor:
+        """int64 [H]: how many of the layer's `total` best rows each head holds. total int64 [], at
+        most `most`."""
+        view = self.view
+        return view.ops.wanted(self.scores, view.pos, self.free, total, most, self.key)
 
     @property
     def have(self) -> Tensor:
@@ -419,7 +462,7 @@ class HeadAllocator:
         No head gets more rows than it has free ones.
         """
         heads = len(rows.free)
-        return rows.view.ops.share(total.expand(heads), heads, rows.have, total)
+        return rows.view.ops.share(rows.have, 0, 1, heads, rows.have, total)
 
 
 class Selector:
@@ -431,7 +474,7 @@ class Selector:
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
         """bool [H, N]: counts[h] of each head's free rows, or all of them if they are fewer. counts
         int64 [H]: at most `most` each."""
-        return rows.view.ops.best(rows.scores, rows.view.pos, rows.free, counts, most)
+        return rows.best(counts, most)
 
 
 class Reweighter(ABC):
@@ -503,10 +546,10 @@ class PromptPolicy:
         beside them.
         """
         ops = view.ops
-        stays, free, counts = ops.divide(view.pos, self.scorer.protected(view), pinned)
+        stays, free, counts = view.divide(*self.scorer.protected(view), pinned)
         staying, own, have = counts
         scores = self.scorer.score(view)
-        left = (total - staying.sum()).clamp(min=0)
+        left = ops.remaining(total, staying)
         if self.preference is not None:
             preferred = self.preference.prefers(view.pos, view.turns) & free
             count = preferred.sum()
@@ -517,13 +560,16 @@ class PromptPolicy:
             own, have = (stays & (view.pos >= pinned)).sum(1), free.sum(1)
         rows = Candidates(view, self.scorer, scores, free, have)
         counts = ops.ensure_least(self.heads.share(rows, left, total), own, have, least)
-        return stays | self.select(rows, counts, total + len(free))
+        most = total + len(free)
+        if self.reweighter is None and type(self.selector) is Selector:
+            return rows.best(counts, most, also=stays)
+        return stays | self.select(rows, counts, most)
 
     def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
         """int64 [H, N]: a key that orders the rows of all layers, for a `GlobalAllocator`. Larger
         is better; `selection.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
         assert isinstance(self.layers, GlobalAllocator)
-        sure, free, (_, own, have) = view.ops.divide(view.pos, self.scorer.protected(view), pinned)
+        sure, free, (_, own, have) = view.divide(*self.scorer.protected(view), pinned)
         rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
         worth = self.layers.worth(rows)
         lack = (least - own).clamp(min=0)
@@ -533,11 +579,6 @@ class PromptPolicy:
             preferred = self.preference.prefers(view.pos, view.turns) & free
         key = view.ops.order_key(worth, view.pos, free)
         return selection.tiered_key(key, view.pos, sure, preferred)
-
-
-def ends(view: PromptView, sinks: int, recent: int) -> Tensor:
-    """bool [H, N]: rows of the first `sinks` positions and of the last `recent` ones."""
-    return view.ops.ends(view.pos, sinks, max(0, view.position - recent))
 
 
 class StepPolicy(ABC):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.snapkv import join_group
+from minikv.policies.snapkv import pooled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,7 @@ class ChunkKV(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         free = self.free(view)
-        scores = join_group(view.mass / view.observed, self.group)
-        scores = view.ops.pool(scores, view.pos, free, self.kernel, self.pooling)
+        scores = pooled(view, view.mass, self.group, free, self.kernel, self.pooling)
         worth = chunk_means(scores, view.pos, free, self.chunk, view.position)
         return worth.masked_fill(~free, -torch.inf)
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
-from minikv.policies.snapkv import join_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +44,9 @@ class DropKV(Scorer):
         for some in blocks(len(value), view.mass[0].numel() * view.observed, most):
             rows = value[some].float().masked_fill(gone[some], 0.0)
             changes.append(output_changes(view.attention(some), rows, self.epsilon, most))
-        scores = join_group(torch.cat(changes), self.group)
         free = self.free(view)
-        return view.ops.pool(scores, view.pos, free, self.kernel, self.pooling)
+        given = torch.cat(changes), 1, self.group
+        return view.ops.pool_mass(*given, view.order, free, self.kernel, self.pooling)
 
 
 def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Tensor:

@@ -25,7 +25,6 @@ from minikv.policies.base import (
     StepEnd,
     StepPolicy,
     StepView,
-    ends,
     unprotected,
 )
 
@@ -55,11 +54,9 @@ class H2OScorer(Scorer):
             return sums / (view.position - view.pos.clamp(min=first)).clamp(min=1)
         return sums + view.carried["sum"] if "sum" in view.carried else sums
 
-    def protected(self, view: PromptView) -> Tensor:
+    def protected(self, view: PromptView) -> tuple[int, int]:
         room = max(0, view.budget - self.sinks - 1)  # leaves at least one row to choose
-        return ends(
-            view, self.sinks, self.window or min(int(view.budget * self.recent_share), room)
-        )
+        return self.sinks, self.window or min(int(view.budget * self.recent_share), room)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from torch import Tensor
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import StepEnd, StepPolicy, StepView, unprotected
-from minikv.policies.selection import pool
+from minikv.policies.selection import order_of, pool
 
 BLOCK = 1 << 20
 """How many cosines are held at once, at most."""
@@ -97,7 +97,8 @@ class RKV(StepPolicy):
             if self.softmax == "past":
                 of_past = of_past / of_past.sum(1, keepdim=True).clamp(min=1e-30)
             attention += of_past
-        attention = pool(attention / self.window, view.pos, past, self.kernel, "max")
+        order = order_of(view.pos)
+        attention = pool(attention / self.window, order, past, self.kernel, "max")
         attention = attention.masked_fill(~past, 0.0)
         score = self.mix * attention - (1 - self.mix) * redundancy(view, self.threshold)
         # If an adaptive budget gives a head less than the window, the window's rows leave last.

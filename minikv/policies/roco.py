@@ -71,7 +71,7 @@ class RoCo(StepPolicy):
             before = view.position - min(view.observed, self.observe)
             free = view.live & (view.pos < before)
             means = totals / count.clamp(min=1.0)
-            means = view.ops.pool(means, view.pos, free, self.pool, "max")
+            means = view.ops.pool(means, view.order, free, self.pool, "max")
             totals = torch.where(free, means * count, totals)
         return {
             self.total: old[self.total] + self.lead * totals[0],

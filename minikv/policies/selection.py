@@ -29,6 +29,7 @@ __all__ = [
     "exact",
     "fill",
     "order_key",
+    "order_of",
     "pool",
     "ranked",
     "share",
@@ -38,6 +39,11 @@ __all__ = [
 
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
 _SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
+
+
+def order_of(pos: Tensor) -> Tensor:
+    """int64 [H, N]: each head's rows by position, -1 first. pos int64 [H, N]."""
+    return pos.sort(dim=1, stable=True).indices if pos.numel() else torch.empty_like(pos)
 
 
 def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:

@@ -33,13 +33,12 @@ class SnapKV(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
-        scores = join_group(view.mass / view.observed, self.group)
-        free = self.free(view)
-        return view.ops.pool(scores, view.pos, free, self.kernel, self.pooling)
+        return pooled(view, view.mass, self.group, self.free(view), self.kernel, self.pooling)
 
 
-def join_group(mass: Tensor, how: str) -> Tensor:
-    """[H, G, N] -> [H, N]: join the query heads of each KV head by mean, sum or max."""
-    if how == "max":
-        return mass.amax(1)
-    return mass.sum(1) if how == "sum" else mass.mean(1)
+def pooled(
+    view: PromptView, mass: Tensor, group: str, free: Tensor, kernel: int, pooling: str
+) -> Tensor:
+    """float32 [H, N]: the mean of mass [H, G, N] over the observed queries, joined over the group,
+    pooled over neighbouring rows."""
+    return view.ops.pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)

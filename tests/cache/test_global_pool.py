@@ -38,7 +38,7 @@ def policy(name: str, options: dict[str, object] | None = None) -> tuple[PromptP
     seen: Seen = {}
 
     def note(view: PromptView, scores: Tensor) -> None:
-        seen[view.layer] = scores, view.pos, made.scorer.protected(view)
+        seen[view.layer] = scores, view.pos, view.divide(*made.scorer.protected(view))[0]
 
     return replace(made, scorer=Spy(made.scorer, note), layers=Global()), seen
 

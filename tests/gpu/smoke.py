@@ -537,14 +537,16 @@ def gathered(s: Sizes) -> str:
     start = torch.arange(s.heads, device=s.device) * stays
     fresh = s.normal(s.heads, n, s.size), s.normal(s.heads, n, s.size)
     values, outs = s.normal(s.heads, n, kind=torch.float32), []
+    pos = torch.arange(n, device=s.device).expand(s.heads, n)
     for ops in (Twins(), Triton()):
         into = tuple(
             torch.zeros(s.heads * stays, s.size, dtype=s.kind, device=s.device) for _ in range(2)
         )
         column = torch.zeros(s.heads * stays, device=s.device)
-        ops.gather_rows(index, count, start, fresh, None, into, stays)
+        places = torch.zeros(s.heads * stays, dtype=torch.int32, device=s.device)
+        ops.gather_rows(index, count, start, fresh, None, into, (pos, places), stays)
         ops.gather_column(index, count, start, values, column, stays)
-        outs.append((*into, column))
+        outs.append((*into, places, column))
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)), "not equal"
     return "equal"
 

@@ -49,7 +49,6 @@ from minikv.policies.base import (
     blocks,
     unprotected,
 )
-from minikv.policies.base import ends as first_and_last
 from minikv.policies.selection import pool, wanted
 from minikv.policies.snapkv import SnapKV
 
@@ -501,11 +500,11 @@ def test_the_group_comes_before_the_pool(seed: int, kernel: int) -> None:
     mass = torch.rand(2, 3, 60, generator=generator)
     pos, window = torch.arange(60).expand(2, 60), 6
     free = pos < 60 - window
-    late = {
-        how: torch.stack([pool(mass[:, g], pos, free, kernel, how) for g in range(3)]).mean(0)
-        for how in ("avg", "max")
-    }
-    early = {how: pool(mass.mean(1), pos, free, kernel, how) for how in ("avg", "max")}
+    early, late = {}, {}
+    for how in ("avg", "max"):
+        pooled = [pool(mass[:, g], pos[:, :0], free, kernel, how) for g in range(3)]
+        late[how] = torch.stack(pooled).mean(0)
+        early[how] = pool(mass.mean(1), pos[:, :0], free, kernel, how)
     torch.testing.assert_close(early["avg"], late["avg"])
     assert bool((late["max"] > early["max"] + 1e-3)[free].any())
     seen = crushed_view(mass)
@@ -612,9 +611,7 @@ def test_heads_are_divided_by_how_many_numbers_they_have() -> None:
 
 def test_a_window_as_long_as_the_prompt_protects_its_first_row_too() -> None:
     seen = view(torch.ones(1, 1, 4))
-    assert (
-        first_and_last(seen, 0, 4).tolist() == first_and_last(seen, 0, 9).tolist() == [[True] * 4]
-    )
-    assert first_and_last(seen, 0, 3).tolist() == [[False, True, True, True]]
-    assert first_and_last(seen, 1, 2).tolist() == [[True, False, True, True]]
-    assert first_and_last(seen, 0, 0).tolist() == [[False] * 4]
+    assert seen.divide(0, 4)[0].tolist() == seen.divide(0, 9)[0].tolist() == [[True] * 4]
+    assert seen.divide(0, 3)[0].tolist() == [[False, True, True, True]]
+    assert seen.divide(1, 2)[0].tolist() == [[True, False, True, True]]
+    assert seen.divide(0, 0)[0].tolist() == [[False] * 4]

@@ -89,14 +89,13 @@ def ada(
 def test_shares(case: list[list[int]], parts: int) -> None:
     wish, most, _ = case
     total = sum(wish)  # wishes are parts x wish / parts
-    got = selection.share(
-        torch.tensor(wish) * parts, parts, torch.tensor(most), torch.tensor(total)
-    )
+    need = torch.tensor(wish)
+    got = selection.share(need, parts, 0, parts, torch.tensor(most), torch.tensor(total))
     assert got.tolist() == oracle.share([Fraction(w) for w in wish], most, total)
     uneven = [Fraction(w, parts) for w in wish]
     if sum(uneven).denominator == 1:
         total = int(sum(uneven))
-        got = selection.share(torch.tensor(wish), parts, torch.tensor(most), torch.tensor(total))
+        got = selection.share(need, 1, 0, parts, torch.tensor(most), torch.tensor(total))
         assert got.tolist() == oracle.share(uneven, most, total)
 
 
@@ -410,8 +409,8 @@ def test_large_numbers_stay_exact(heads: int) -> None:
     total = int(need.sum())
     most = need + torch.randint(0, 5_000, (heads,), generator=generator)
     a = Fraction("0.1234567")
-    wish = need * ((a.denominator - a.numerator) * heads) + a.numerator * total
-    got = selection.share(wish, a.denominator * heads, most, torch.tensor(total))
+    times, parts = (a.denominator - a.numerator) * heads, a.denominator * heads
+    got = selection.share(need, times, a.numerator, parts, most, torch.tensor(total))
     even = Fraction(total, heads)
     want = oracle.share([(1 - a) * int(n) + a * even for n in need], most.tolist(), total)
     assert got.tolist() == want
@@ -454,7 +453,8 @@ def test_share_is_exact(part: float) -> None:
         if wish[0] < 0:
             return
         thirds = torch.tensor([int(3 * w) for w in wish])
-        counts = selection.share(thirds, 3, torch.tensor(most), torch.tensor(total)).tolist()
+        given = torch.tensor(most), torch.tensor(total)
+        counts = selection.share(thirds, 1, 0, 3, *given).tolist()
         assert sum(counts) == min(total, sum(most))
         assert all(0 <= c <= m for c, m in zip(counts, most, strict=True))
         if all(w <= m for w, m in zip(wish, most, strict=True)):

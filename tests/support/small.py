@@ -266,7 +266,7 @@ class Walk:
             scorer = prompt.scorer
 
             def note(view: PromptView, scores: Tensor) -> None:
-                self.scopes[view.layer] = view.pos, scorer.protected(view) & view.live
+                self.scopes[view.layer] = view.pos, view.divide(*scorer.protected(view))[0]
 
             prompt = replace(prompt, scorer=Spy(scorer, note))
             if isinstance(prompt.layers, LayerAllocator):

@@ -24,7 +24,7 @@ class Spy(Scorer):
     def columns(self) -> Mapping[str, torch.dtype]:
         return self.of.columns
 
-    def protected(self, view: PromptView) -> Tensor:
+    def protected(self, view: PromptView) -> tuple[int, int]:
         return self.of.protected(view)
 
     def state(self, view: PromptView) -> dict[str, Tensor]:

@@ -34,29 +34,34 @@ def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int
             for h in range(heads)
         ]
     )
-    index, count = plain_torch.survivors(keep, pos, before)
+    order = pos[:, :before].argsort(1)
+    index, count = plain_torch.survivors(keep, order)
     for h in range(heads):
         assert pos[h, index[h, : count[h]]].tolist() == sorted(pos[h, keep[h]].tolist())
-    there, counted = kernel("triton.compaction").survivors(guarded(keep), guarded(pos), before)
+    there, counted = kernel("triton.compaction").survivors(guarded(keep), guarded(order))
     assert torch.equal(counted.cpu(), count)
     for h in range(heads):
         assert torch.equal(there[h, : count[h]].cpu(), index[h, : count[h]])
     start = torch.cumsum(count + 2, 0) - count
     total = int(start[-1] + count[-1]) + 3
     into = [guarded(torch.full((total, size), 7.0, dtype=dtype)) for _ in range(2)]
+    places = guarded(torch.full((total,), 7, dtype=torch.int32))
     column = guarded(torch.full((total,), 7, dtype=torch.int32))
-    want = [t.clone().cpu() for t in (*into, column)]
+    want = [t.clone().cpu() for t in (*into, places, column)]
     lists = [guarded(t) for t in (index, count, start)]
     source = None if not before else (guarded(old[0]), guarded(old[1]), guarded(at))
     gather = kernel("triton.compaction")
     staged = guarded(fresh[0]), guarded(fresh[1])
-    gather.gather_rows(*lists, staged, source, tuple(into), before + tokens)
-    gather.gather_column(*lists, guarded(pos), column, before + tokens)
+    most = before + tokens
+    gather.gather_rows(*lists, staged, source, tuple(into), (guarded(pos), places), most)
+    gather.gather_column(*lists, guarded(pos), column, most)
+    earlier = (*old, at) if before else None
     plain_torch.gather_rows(
-        index, count, start, fresh, (*old, at) if before else None, (want[0], want[1]), 100
+        index, count, start, fresh, earlier, (want[0], want[1]), (pos, want[2]), 100
     )
-    plain_torch.gather_column(index, count, start, pos, want[2], 100)
-    for got, expected in zip((*into, column), want, strict=True):
+    plain_torch.gather_column(index, count, start, pos, want[3], 100)
+    assert torch.equal(want[2], want[3])
+    for got, expected in zip((*into, places, column), want, strict=True):
         assert torch.equal(got.cpu(), expected)
     # The twin itself, written out.
     for h in range(heads):

@@ -49,15 +49,17 @@ def same(got: Tensor, want: Tensor) -> None:
 @on_device
 @pytest.mark.parametrize("count", ROWS)
 def test_which_rows_stay_and_which_compete(count: int) -> None:
-    _, pos, marked = rows(3, count)
-    made = kernel("triton.selection")
-    same(made.ends(guarded(pos), 4, count), plain_torch.ends(pos, 4, count))
-    for pinned in (0, count // 2):
-        got = made.divide(guarded(pos), guarded(marked), pinned)
-        for mine, theirs in zip(got, plain_torch.divide(pos, marked, pinned), strict=True):
-            same(mine, theirs)
+    _, pos, _ = rows(3, count)
     line = torch.arange(count).expand(3, count)  # of a first prompt: all heads alike
-    same(made.ends(line, 2, count - 3), plain_torch.ends(line, 2, count - 3))
+    made = kernel("triton.selection")
+    for ends in ((4, count, 0), (4, count, count // 2), (0, 0, 0), (2, count - 3, 0)):
+        for given in (pos, line):
+            got, want = made.divide(guarded(given), *ends), plain_torch.divide(given, *ends)
+            for mine, theirs in zip(got, want, strict=True):
+                same(mine, theirs)
+            for total in (0, count, 7 * count):
+                left = plain_torch.remaining(total, want[2][0])
+                same(made.remaining(total, guarded(want[2])[0]), left)
 
 
 @on_device
@@ -74,11 +76,20 @@ def test_the_best_rows(count: int) -> None:
     )
     alike = torch.tensor([most]).expand(4)
     same(made.best(*there, alike, most), plain_torch.best(scores, pos, free, alike, most))
+    key, more = plain_torch.order_key(scores, pos, free), draw(2, pos.shape, torch.float32) > 0
+    same(
+        made.best(*there, guarded(wish), most, guarded(key), guarded(more)),
+        plain_torch.best(scores, pos, free, wish, most) | more,
+    )
     for total in (0, 1, count, 3 * count):
         some = torch.tensor(total)
         same(
             made.wanted(*there, guarded(some), max(1, total)),
             plain_torch.wanted(scores, pos, free, some, max(1, total)),
+        )
+        same(
+            made.wanted(*there, guarded(some), max(1, total), guarded(key)),
+            plain_torch.wanted(scores, pos, free, some, max(1, total), key),
         )
 
 
@@ -86,13 +97,30 @@ def test_the_best_rows(count: int) -> None:
 @pytest.mark.parametrize("how", ["max", "avg"])
 @pytest.mark.parametrize(("count", "kernel_size"), [(1, 7), (40, 3), (40, 1), (1300, 7)])
 def test_scores_are_pooled(how: str, count: int, kernel_size: int) -> None:
-    scores, pos, free = rows(3, count)
+    scores, pos, _ = rows(3, count)
     scores = scores.masked_fill(scores.isinf(), 2.0)
-    made, there = kernel("triton.selection"), [guarded(t) for t in (pos, free)]
+    made = kernel("triton.selection")
     both = torch.stack((scores, scores.flip(1)))
-    for given in (scores, both):
-        got = made.pool(guarded(given), *there, kernel_size, how)
-        close(got, plain_torch.pool(given, pos, free, kernel_size, how))
+    mass = draw(3, (3, 4, count), torch.float32).abs()
+    early = count // 3
+    pos[:, early:] = 2 * count + torch.arange(count - early)
+    for first in (0, early, count):
+        order = pos[:, :first].argsort(dim=1, stable=True)
+        line = torch.cat((order, torch.arange(first, count).expand(3, -1)), 1)
+        free = torch.zeros_like(line, dtype=torch.bool)
+        free.scatter_(1, line[:, count // 4 : max(1, count - 2)], True)  # neighbours
+        free[0] = False
+        there = guarded(order), guarded(free), kernel_size, how
+        for given in (scores, both):
+            want = plain_torch.pool(given, order, free, kernel_size, how)
+            close(made.pool(guarded(given), *there), want)
+            named = line.expand(given.shape)  # without the order: all rows where they belong
+            sorted_free, none = free.gather(1, line), order[:, :0]
+            plain = given.gather(-1, named), none, sorted_free, kernel_size, how
+            assert torch.equal(want.gather(-1, named), plain_torch.pool(*plain))
+        for join in ("mean", "sum", "max"):
+            wish = plain_torch.pool_mass(mass, 7, join, order, free, kernel_size, how)
+            same(made.pool_mass(guarded(mass), 7, join, *there), wish)
 
 
 @on_device
@@ -116,14 +144,17 @@ def test_numbers_are_shared(heads: int, seed: int) -> None:
         wish = torch.multinomial(torch.ones(heads), parts * total + 1, True, generator=randoms(1))
         wish = torch.bincount(wish[1:], minlength=heads)
         same(
-            made.share(guarded(wish), parts, guarded(most), guarded(some)),
-            plain_torch.share(wish, parts, most, some),
+            made.share(guarded(wish), 1, 0, parts, guarded(most), guarded(some)),
+            plain_torch.share(wish, 1, 0, parts, most, some),
         )
-        even = some.expand(heads)
-        same(
-            made.share(guarded(some).expand(heads), heads, guarded(most), guarded(some)),
-            plain_torch.share(even, heads, most, some),
-        )
+        for times, even in ((0, 1), (3, 2)):  # of wishes that sum to parts x total
+            need = torch.multinomial(torch.ones(heads), total + 1, True, generator=randoms(1))
+            need = torch.bincount(need[1:], minlength=heads)
+            given = times, even, even * heads + times
+            same(
+                made.share(guarded(need), *given, guarded(most), guarded(some)),
+                plain_torch.share(need, *given, most, some),
+            )
 
 
 @on_device
