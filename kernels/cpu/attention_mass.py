@@ -44,14 +44,21 @@ def add_attention_mass(
     k_pos: Tensor,
     window: int | None,
     index: Tensor | None = None,
+    *,
+    fresh: bool = False,
 ) -> None:
     """See `torch.attention_mass.add_attention_mass`."""
     part = with_index((k, k_pos) if index is None else (k, k_pos, index))
     exact = mass.dtype == squares.dtype == torch.float32
     if _fits(q, q_pos, part) and exact and mass.stride(2) == squares.stride(1) == 1:
+        if fresh:
+            mass.zero_()
+            squares.zero_()
         _run(_SUM, q, q_pos, lse, part, window, mass=mass, squares=squares)
     else:
-        plain_torch.add_attention_mass(mass, squares, q, lse, q_pos, k, k_pos, window, index)
+        plain_torch.add_attention_mass(
+            mass, squares, q, lse, q_pos, k, k_pos, window, index, fresh=fresh
+        )
 
 
 def each_attention(

@@ -112,6 +112,8 @@ def add_attention_mass(
     k_pos: Tensor,
     window: int | None,
     index: Tensor | None = None,
+    *,
+    fresh: bool = False,
 ) -> None:
     """Add the attention that T queries give each row to mass and squares, in place.
 
@@ -119,9 +121,12 @@ def add_attention_mass(
     squares of their means over G, summed over queries. q [H, G, T, D]; lse [H, G, T]: the
     log-sum-exp over all rows that a query sees, those of other parts too; q_pos [T], not
     decreasing; k, k_pos and index are one `Part`. Which rows a query sees: as in
-    `torch.attention.visible_attention`.
+    `torch.attention.visible_attention`. fresh: mass and squares are 0, whatever they hold.
     """
     part: Part = (k, k_pos) if index is None else (k, k_pos, index)
+    if fresh:
+        mass.zero_()
+        squares.zero_()
     for h in range(len(q)):
         for lo, p in _probabilities(q[h], lse[h], q_pos, *_of_head(part, h), window):
             hi = lo + p.shape[-1]

@@ -61,7 +61,7 @@ def _first(positions, rows, least):
 
 # Slices may have any alignment. A build for each would take seconds in the middle of a turn.
 @triton.jit(
-    do_not_specialize=[n for n in _INTEGERS[:-3] if n != "span"],
+    do_not_specialize=["fresh", *(n for n in _INTEGERS[:-3] if n != "span")],
     do_not_specialize_on_alignment=["index", "lse", "q_pos", "k_pos", "mass", "squares"],
 )
 def _mass(
@@ -87,6 +87,7 @@ def _mass(
     rows,
     keys,
     window,
+    fresh,
     scale,
     G: tl.constexpr,
     GP: tl.constexpr,
@@ -161,8 +162,9 @@ def _mass(
     some = inside[:, None] & (g_ < G)[None, :]
     squares_at = squares + h * squares_head + j
     if not PEAK:
-        sums += tl.load(mass_at, mask=some, other=0.0)
-        square += tl.load(squares_at, mask=inside, other=0.0)
+        if fresh == 0:
+            sums += tl.load(mass_at, mask=some, other=0.0)
+            square += tl.load(squares_at, mask=inside, other=0.0)
         tl.store(squares_at, square, mask=inside)
     tl.store(mass_at, sums, mask=some)
 
@@ -356,9 +358,11 @@ def add_attention_mass(
     k_pos: Tensor,
     window: int | None,
     index: Tensor | None = None,
+    *,
+    fresh: bool = False,
 ) -> None:
     """See `torch.attention_mass.add_attention_mass`."""
-    _launch(mass, squares, q, lse, q_pos, (k, k_pos, index), window)
+    _launch(mass, squares, q, lse, q_pos, (k, k_pos, index), window, fresh=fresh)
 
 
 def each_attention(
@@ -494,9 +498,10 @@ def _launch(
     window: int | None,
     *,
     peak: bool = False,
+    fresh: bool = False,
 ) -> None:
     """Add the attention that the queries give the keys of one part to `mass` and `squares`. peak:
-    write the largest probability to `mass`, and nothing to `squares`."""
+    write the largest probability to `mass`, and nothing to `squares`. fresh: these are not read."""
     k, k_pos, index = part
     q, k, lse, q_pos = in_rows(q), in_rows(k), _in_lines(lse), q_pos.contiguous()
     heads, group, rows, size = q.shape
@@ -523,6 +528,7 @@ def _launch(
         rows,
         keys,
         window or 0,
+        int(fresh),
         _LOG2E / math.sqrt(size),
         G=group,
         GP=power(group),

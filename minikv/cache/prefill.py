@@ -7,7 +7,7 @@ never changed, so a prompt is undone by dropping its target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -245,7 +245,7 @@ class Prefill:
             self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
             self._note_peak()
             if self._all:
-                self._clear_sums()
+                self._make_sums(torch.zeros)
             if self._from is not None:
                 heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
                 self._moments = Moments(heads, group, self.shape.head_dim, q.device)
@@ -312,11 +312,11 @@ class Prefill:
             self.exact.append((q[-1].clone(), out[-1].clone()))
         return out
 
-    def _clear_sums(self) -> None:
-        """Set the sums of attention of all rows of the layer to zero."""
+    def _make_sums(self, make: Callable[..., Tensor]) -> None:
+        """Room for the sums of attention of all rows of the layer."""
         heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
         rows = self.plan.tokens + (self._old.pos.shape[-1] if self._old is not None else 0)
-        both = torch.zeros(heads * (group + 1) * rows, device=self._key.device)
+        both = make(heads * (group + 1) * rows, dtype=torch.float32, device=self._key.device)
         mass, squares = both[: heads * group * rows], both[heads * group * rows :]
         self._mass, self._squares = mass.view(heads, group, rows), squares.view(heads, rows)
 
@@ -343,8 +343,11 @@ class Prefill:
         at: Tensor,
         sources: Sequence[kernels.Part],
         window: int | None,
+        *,
+        fresh: bool = False,
     ) -> None:
-        """Add the attention that the queries at positions `at` give to each row that they see."""
+        """Add the attention that the queries at positions `at` give to each row that they see.
+        fresh: nothing was added before, and the sums may hold anything."""
         assert self._mass is not None
         assert self._squares is not None
         begin = 0
@@ -360,6 +363,7 @@ class Prefill:
                 pos,
                 window,
                 *index,
+                fresh=fresh,
             )
             begin = end
 
@@ -479,8 +483,8 @@ class Prefill:
             if not self._causal:
                 at = new[-1:].expand(observed)
                 lse = ops.rows_lse(query, at, sources, window)
-            self._clear_sums()
-            self._add_sums(query, lse, at, sources, window)
+            self._make_sums(torch.empty)
+            self._add_sums(query, lse, at, sources, window, fresh=True)
             self._note_peak(*carried.values())
         mass, squares = self._mass, self._squares
 

@@ -47,8 +47,8 @@ def chunk_means(scores: Tensor, pos: Tensor, free: Tensor, size: int, position: 
     chunk adds 0.
     """
     at = pos.clamp(min=0) // size
-    sums = torch.zeros((len(pos), position // size + 1), device=scores.device)
-    counts = torch.zeros_like(sums)
+    both = torch.zeros((2, len(pos), position // size + 1), device=scores.device)
+    sums, counts = both[0], both[1]
     sums.scatter_add_(1, at, scores.masked_fill(~free, 0.0))
     counts.scatter_add_(1, at, free.to(torch.float32))
     return (sums / counts.clamp(min=1.0)).sum(0)[at]

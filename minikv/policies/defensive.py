@@ -47,19 +47,21 @@ class Defensive(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         assert view.attention is not None
-        free = self.free(view)
+        _, free, (_, _, have) = view.divide(*self.protected(view))
+        gone = ~free
         # Rows are pooled with their neighbours in the text; rows that are not free come last.
-        order = view.pos.masked_fill(~free, torch.iinfo(view.pos.dtype).max)
+        order = view.pos.masked_fill(gone, torch.iinfo(view.pos.dtype).max)
         order = order.argsort(dim=1, stable=True)
-        risk = torch.zeros(view.pos.shape, device=view.pos.device)
-        most = view.ops.block
-        for some in blocks(len(risk), view.mass[0].numel() * view.observed, most):
-            line = worst_case(view.attention(some), order[some], free[some], self.kernel, most)
-            risk[some] = torch.empty_like(line).scatter_(1, order[some], line)
-        mean = risk.sum(1, keepdim=True) / free.sum(1, keepdim=True).clamp(min=1)
+        lines, most = [], view.ops.block
+        for some in blocks(len(free), view.mass[0].numel() * view.observed, most):
+            given = view.attention(some), order[some], free[some]
+            lines.append(worst_case(*given, self.kernel, most))
+        line = lines[0] if len(lines) == 1 else torch.cat(lines)
+        risk = torch.empty_like(line).scatter_(1, order, line)
+        mean = risk.sum(1, keepdim=True) / have[:, None].clamp(min=1)
         worth = risk.clamp(min=mean)
         if self.values != "none":
-            norms = output_norms(view).masked_fill(~free, 0.0)
+            norms = output_norms(view).masked_fill(gone, 0.0)
             if self.values == "heads":
                 norms = over_heads(norms, view.pos, view.position)
             worth = worth * norms
@@ -68,7 +70,7 @@ class Defensive(Scorer):
             worth = torch.where(
                 most_of(view.mass.mean(1) * free, self.sure, each), worth.max(), worth
             )
-        return worth.masked_fill(~free, -torch.inf)
+        return worth.masked_fill(gone, -torch.inf)
 
 
 def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int, numbers: int) -> Tensor:
@@ -81,7 +83,7 @@ def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int, numbers: int
     """
     order = order[:, None]
     real = free[:, None].gather(2, order)
-    most = torch.zeros(free.shape, device=p.device)
+    most: Tensor | None = None
     queries = p.flatten(1, 2)
     count = max(_QUERIES, numbers // free.numel())
     for lo in range(0, queries.shape[1], count):
@@ -90,7 +92,9 @@ def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int, numbers: int
         total = line.sum(2, keepdim=True)
         line = F.avg_pool1d(line, kernel, 1, kernel // 2) * real
         line = line * (total / line.sum(2, keepdim=True).clamp(min=1e-30))
-        most = torch.maximum(most, line.amax(1))
+        top = line.amax(1)
+        most = top if most is None else torch.maximum(most, top)
+    assert most is not None
     return most
 
 

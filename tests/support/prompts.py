@@ -34,13 +34,16 @@ def observed(
     new: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> tuple[Tensor, Tensor]:
     """What an `add_attention_mass` makes of zeros, part by part: mass [H, G, N], squares [H, N].
+    For the first part it is told of the zeros, and given other numbers.
 
     new: what becomes of a tensor before it is given away.
     """
-    found = []
+    found: list[tuple[Tensor, Tensor]] = []
     for k, k_pos, *index in parts:
-        shape = k_pos.shape[1]
-        mass, squares = (new(torch.zeros(*size, shape)) for size in (q.shape[:2], q.shape[:1]))
-        add(mass, squares, q, lse, q_pos, k, k_pos, window, *index)
+        shape, fresh = k_pos.shape[1], not found
+        mass, squares = (
+            new(torch.full((*size, shape), 7.0 * fresh)) for size in (q.shape[:2], q.shape[:1])
+        )
+        add(mass, squares, q, lse, q_pos, k, k_pos, window, *index, fresh=fresh)
         found.append((mass, squares))
     return torch.cat([mass for mass, _ in found], 2), torch.cat([s for _, s in found], 1)

@@ -210,7 +210,7 @@ def test_the_twin_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         pos = pos.int()
     asked = []
     for name in ("add_attention_mass", "each_attention", "peak_attention"):
-        monkeypatch.setattr(twin, name, lambda *given, name=name: asked.append(name))
+        monkeypatch.setattr(twin, name, lambda *_, name=name, **__: asked.append(name))
     lse, at = torch.zeros(2, 2, 3), torch.arange(6, 9)
     at = at.int() if what == "queries' positions" else at
     mass, squares = torch.zeros(2, 2, 9), torch.zeros(2, 9)
