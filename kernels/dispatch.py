@@ -42,6 +42,8 @@
     ensure_least           triton/selection         -                   torch/selection
     row_uniform            triton/counter_rng       -                   torch/counter_rng
     heads_mean             triton/heads_mean        -                   torch/heads_mean
+    crush_keys             triton/crush             -                   torch/crush
+    represent              triton/crush             -                   torch/crush
     held_rows              triton/compaction        -                   torch/compaction
     survivors              triton/compaction        -                   torch/compaction
     lay_out                triton/compaction        -                   torch/compaction
@@ -100,6 +102,7 @@ from minikv.kernels.torch import (
     columns,
     compaction,
     counter_rng,
+    crush,
     decode,
     decode_cpu,
     distances,
@@ -181,6 +184,8 @@ class Kernels:
     ensure_least = staticmethod(selection.ensure_least)
     row_uniform = staticmethod(counter_rng.row_uniform)
     heads_mean = staticmethod(heads.heads_mean)
+    crush_keys = staticmethod(crush.crush_keys)
+    represent = staticmethod(crush.represent)
     held_rows = staticmethod(compaction.held_rows)
     survivors = staticmethod(compaction.survivors)
     lay_out = staticmethod(compaction.lay_out)

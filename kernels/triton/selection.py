@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import power, typed
+from minikv.kernels.triton.tiles import lines, power, typed
 from minikv.kernels.triton.variants import Variant
 
 _ROWS = 1024  # of a head, in one program or one round of it
@@ -327,11 +327,6 @@ def _ensure_least(counts, sure, free, out, heads, least, HP: tl.constexpr):
 # -- launches ----------------------------------------------------------------------------------
 
 
-def _lines(t: Tensor) -> Tensor:
-    """`t` [..., N], copied if its last dimension is not contiguous."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
 def _stride(t: Tensor) -> int:
     """The stride between heads."""
     return 0 if len(t) == 1 else t.stride(0)
@@ -343,7 +338,7 @@ def _grid(rows: int, lines: int) -> tuple[int, int]:
 
 def divide(pos: Tensor, sinks: int, young: int, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `torch.selection.divide`."""
-    pos = _lines(pos)
+    pos = lines(pos)
     heads, rows = pos.shape
     stays = torch.empty((heads, rows), dtype=torch.bool, device=pos.device)
     free = torch.empty_like(stays)
@@ -363,7 +358,7 @@ def remaining(total: int, staying: Tensor) -> Tensor:
 
 def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     """See `torch.selection.order_key`."""
-    scores, pos, free = _lines(scores.to(torch.float32)), _lines(pos), _lines(free)
+    scores, pos, free = lines(scores.to(torch.float32)), lines(pos), lines(free)
     heads, rows = scores.shape
     out = torch.empty((heads, rows), dtype=torch.int64, device=scores.device)
     _order_key[_grid(rows, heads)](
@@ -389,8 +384,8 @@ def best(
     also: Tensor | None = None,
 ) -> Tensor:
     """See `torch.selection.best`."""
-    key, free = order_key(scores, pos, free) if key is None else key, _lines(free)
-    more = free if also is None else _lines(also)
+    key, free = order_key(scores, pos, free) if key is None else key, lines(free)
+    more = free if also is None else lines(also)
     heads, rows = key.shape
     found = key.topk(max(1, min(most, rows)), dim=1).values
     out = torch.empty((heads, rows), dtype=torch.bool, device=key.device)
@@ -416,7 +411,7 @@ def wanted(
     scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int, key: Tensor | None = None
 ) -> Tensor:
     """See `torch.selection.wanted`."""
-    key, free = order_key(scores, pos, free) if key is None else key, _lines(free)
+    key, free = order_key(scores, pos, free) if key is None else key, lines(free)
     heads, rows = key.shape
     found = key.flatten().topk(max(1, min(most, key.numel()))).values
     sums = torch.empty((3, heads), dtype=torch.int64, device=key.device)
@@ -438,7 +433,7 @@ def pool_mass(
     mass: Tensor, queries: int, join: str, order: Tensor, free: Tensor, kernel: int, how: str
 ) -> Tensor:
     """See `torch.selection.pool_mass`."""
-    mass = _lines(mass)
+    mass = lines(mass)
     heads, group, rows = mass.shape
     out = torch.empty((heads, rows), dtype=torch.float32, device=mass.device)
     layout = _stride(mass), mass.stride(1), group, queries, _JOINS.index(join)
@@ -460,7 +455,7 @@ def _launch_pool(
 ) -> None:
     """layout: the strides between lines and in a group, its heads, the number of queries, and how
     the heads are joined."""
-    free, order = _lines(free), order.contiguous()
+    free, order = lines(free), order.contiguous()
     heads, rows = free.shape
     line, member, group, queries, join = layout
     _pool[_grid(rows, out.numel() // max(1, rows))](
@@ -485,7 +480,7 @@ def _launch_pool(
 
 def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
     """See `torch.selection.stayed`."""
-    mass, keep, pos = _lines(mass), _lines(keep), _lines(pos)
+    mass, keep, pos = lines(mass), lines(keep), lines(pos)
     heads, group, rows = mass.shape
     out = torch.empty(heads, dtype=torch.float32, device=mass.device)
     strides = _stride(mass), mass.stride(1), _stride(keep), _stride(pos)

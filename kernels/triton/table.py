@@ -10,6 +10,7 @@ from minikv.kernels.triton import (
     columns,
     compaction,
     counter_rng,
+    crush,
     decode,
     distances,
     hash_append,
@@ -72,6 +73,8 @@ class Triton(Kernels):
     ensure_least = staticmethod(selection.ensure_least)
     row_uniform = staticmethod(counter_rng.row_uniform)
     heads_mean = staticmethod(heads.heads_mean)
+    crush_keys = staticmethod(crush.crush_keys)
+    represent = staticmethod(crush.represent)
     held_rows = staticmethod(compaction.held_rows)
     survivors = staticmethod(compaction.survivors)
     lay_out = staticmethod(compaction.lay_out)

@@ -51,6 +51,11 @@ def in_rows(t: Tensor) -> Tensor:
     return t.contiguous()
 
 
+def lines(t: Tensor) -> Tensor:
+    """`t` [..., N], copied if its last dimension is not contiguous."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
 def row_stride(t: Tensor, dim: int) -> int:
     """A stride of `in_rows(t)` in rows; 0 for a dimension of size 1."""
     return 0 if t.shape[dim] <= 1 else t.stride(dim) // t.shape[-1]

@@ -39,54 +39,36 @@ class KVCrush(Selector):
 
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
         view, free = rows.view, rows.free
-        extra = (counts.to(torch.float64) * self.ratio).round().to(torch.int64)
-        chosen = view.ops.best(rows.scores, view.pos, free, counts - extra, most)
-        rest = free & ~chosen
-        left = rest.sum(1)
-        key = (self._distances(rows) << 40) | view.pos.clamp(min=0)
-        order = key.masked_fill(~rest, torch.iinfo(torch.int64).max).argsort(dim=1)
-        wide = min(free.shape[1], round(self.ratio * most))
-        rank = ranks(left, extra, self.ranks, wide)
-        valid = (torch.arange(wide, device=free.device) < extra[:, None]) & (left > extra)[:, None]
-        row = order.gather(1, rank.clamp(0, free.shape[1] - 1)).masked_fill(~valid, free.shape[1])
-        taken = torch.zeros((len(free), free.shape[1] + 1), dtype=torch.bool, device=free.device)
-        taken.scatter_(1, row, True)
-        return chosen | taken[:, :-1] | (rest & (left <= extra)[:, None])
-
-    def _distances(self, rows: Candidates) -> Tensor:
-        """int64 [H, N]: the Hamming distance of every free row's bits to the anchor.
-
-        Bits belong to positions: rows of other heads at the same position add theirs. Most rows
-        have none of the bits: half of a head's free rows have its bit, and the heads together have
-        at least as many positions as one head has rows.
-        """
-        view, free = rows.view, rows.free
-        half = free.sum(1) // 2
-        marks = torch.stack(
-            [
-                view.ops.best(worth, view.pos, free, half, free.shape[1] // 2)
-                for worth in self._worths(rows)
-            ],
-            1,
-        )
-        place = (view.pos + 1).masked_fill(~free, 0)
+        share = torch.tensor(self.ratio, dtype=torch.float64)
+        extra = (counts * share).round().to(torch.int64)
+        chosen = rows.best(counts - extra, most)
+        marks = self._marks(rows)
         major = torch.zeros_like(marks[..., 0])
         goal = anchor(self.anchor, major.flatten(), self.seed, view.layer).view_as(major)
-        # Start from the distance of a row without bits; each bit that is set adds 1 or -1.
-        step = torch.where(marks, 1 - 2 * goal[..., None].to(torch.int64), 0).sum(1)
-        steps = torch.zeros(view.position + 1, dtype=torch.int64, device=free.device)
-        steps.scatter_add_(0, place.flatten(), step.flatten())
-        return goal.sum() + steps[place]
+        key, left = view.ops.crush_keys(marks, goal, view.pos, free, chosen, view.position)
+        wide = min(free.shape[1], round(self.ratio * most))
+        view.ops.represent(chosen, key.argsort(dim=1), left, extra, self.ranks, wide)
+        return chosen
 
-    def _worths(self, rows: Candidates) -> list[Tensor]:
-        """The scores that decide each bit, float32 [H, N] each: those of the KV heads, or of each
-        query head of the group."""
+    def _marks(self, rows: Candidates) -> Tensor:
+        """bool [H, B, N]: whether each row has each bit of its head.
+
+        Most rows have none of the bits of all heads: half of a head's free rows have its bit, and
+        the heads together have at least as many positions as one head has rows.
+        """
+        half, most = rows.have // 2, rows.free.shape[1] // 2
+        found = [each.best(half, most) for each in self._bits(rows)]
+        return torch.stack(found, 1) if len(found) > 1 else found[0][:, None]
+
+    def _bits(self, rows: Candidates) -> list[Candidates]:
+        """The rows with the scores that decide each bit: those of the KV heads, or of each query
+        head of the group."""
         mass = rows.view.mass
         if self.bits == "kv":
-            return [rows.scores]
+            return [rows]
         assert mass is not None
         views = (replace(rows.view, mass=mass[:, g : g + 1]) for g in range(mass.shape[1]))
-        return [rows.scorer.score(view) for view in views]
+        return [replace(rows, scores=rows.scorer.score(view)) for view in views]
 
 
 def anchor(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
@@ -100,16 +82,3 @@ def anchor(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
     if kind == "random":
         return uniform(seed, layer, bits) > 0.5
     return torch.full_like(bits, kind == "ones", dtype=torch.bool)
-
-
-def ranks(rows: Tensor, count: Tensor, how: str, most: int) -> Tensor:
-    """Which of `rows` sorted candidates are the representatives: int64 [H, most], of which the
-    first count[h] are valid. how: "ends" takes the first, the last and even steps between them;
-    "step" takes every (rows // count)-th from the first (the release in OpenVINO). rows and count
-    int64 [H].
-    """
-    places = torch.arange(most, device=rows.device)
-    if how == "step":
-        return places * (rows // count.clamp(min=1))[:, None]
-    far = (places * (rows - 1)[:, None]).to(torch.float64)
-    return (far / (count - 1).clamp(min=1)[:, None]).round().to(torch.int64)

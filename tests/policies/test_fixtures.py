@@ -25,6 +25,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
+from minikv.kernels.torch.crush import ranks
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush, selection
 from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView
@@ -545,7 +546,7 @@ def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
     rest = data["candidates"].long()
     rest = rest[data["expected_distance"][rest].argsort(stable=True)]
     count = torch.tensor([params["budget_blocks"]])
-    taken = kvcrush.ranks(torch.tensor([len(rest)]), count, "step", int(count))[0]
+    taken = ranks(torch.tensor([len(rest)]), count, "step", int(count))[0]
     assert rest[taken].tolist() == data["expected_retained"].tolist()
 
 

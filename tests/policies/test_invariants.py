@@ -37,8 +37,8 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
+from minikv.kernels.torch import crush
 from minikv.kernels.torch.counter_rng import gumbel, uniform
-from minikv.policies import kvcrush
 from minikv.policies.base import (
     Candidates,
     Moments,
@@ -401,7 +401,7 @@ def order_of(
     def first(found: Tensor, wanted: Tensor, how: str, most: int) -> Tensor:
         return torch.arange(most).expand(len(found), most)
 
-    monkeypatch.setattr(kvcrush, "ranks", first)
+    monkeypatch.setattr(crush, "ranks", first)
     order: list[list[int]] = [[] for _ in range(heads)]
     for n in range(1, count):
         chosen = policy.select(rows, torch.full((heads,), n), n)
