@@ -19,12 +19,19 @@
     roco_step              triton/step              cpu/step            policies
     scissorhands_step      triton/step              cpu/step            policies
     shift_step             triton/step              -                   policies
+    lowest_block           triton/blocks            -                   torch/blocks
+    h2o_block              triton/blocks            -                   policies
+    roco_block             triton/blocks            -                   policies
+    compacted              triton/blocks            -                   torch/blocks
     rows_attention         -                        cpu/prefill         torch/attention
     last_rows_attention    -                        cpu/prefill         torch/attention
+    visible_attention      triton/attention         -                   torch/attention
     merge                  triton/attention         cpu/merge           torch/attention
     ragged_prefill         triton/ragged_prefill    cpu/prefill         torch/ragged_prefill
     add_attention_mass     triton/attention_mass    cpu/attention_mass  torch/attention_mass
     each_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
+    mean_attention         triton/attention_mass    -                   torch/attention_mass
+    add_queries            triton/attention_mass    -                   torch/attention_mass
     peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
     rows_lse               triton/attention_mass    -                   torch/attention_mass
     output_norms           triton/outputs           -                   torch/outputs
@@ -99,6 +106,7 @@ from minikv.kernels.torch import append as append_row
 from minikv.kernels.torch import (
     attention,
     attention_mass,
+    blocks,
     columns,
     compaction,
     counter_rng,
@@ -161,12 +169,19 @@ class Kernels:
     roco_step: Callable[..., None] | None = None
     scissorhands_step: Callable[..., None] | None = None
     shift_step: Callable[..., None] | None = None
+    lowest_block = staticmethod(blocks.lowest_block)
+    h2o_block: Callable[..., tuple[Tensor, Tensor]] | None = None
+    roco_block: Callable[..., tuple[Tensor, Tensor]] | None = None
+    compacted = staticmethod(blocks.compacted)
     rows_attention = staticmethod(attention.rows_attention)
     last_rows_attention = staticmethod(attention.last_rows_attention)
+    visible_attention = staticmethod(attention.visible_attention)
     merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
+    mean_attention = staticmethod(attention_mass.mean_attention)
+    add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
     output_norms = staticmethod(outputs.output_norms)

@@ -63,6 +63,17 @@ def best(
     return chosen if also is None else also | chosen
 
 
+def leaving(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor) -> Tensor:
+    """bool [F, N]: each head's counts [F] free rows with the lowest scores; of equal scores the
+    oldest."""
+    young = pos.argsort(dim=1, stable=True)
+    ranked = scores.masked_fill(~free, torch.inf).gather(1, young).argsort(dim=1, stable=True)
+    order = young.gather(1, ranked)
+    places = torch.arange(pos.shape[1], device=pos.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
+    return (rank < counts[:, None]) & free
+
+
 def wanted(
     scores: Tensor, pos: Tensor, free: Tensor, total: Tensor, most: int, key: Tensor | None = None
 ) -> Tensor:

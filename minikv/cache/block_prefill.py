@@ -7,12 +7,12 @@ left, so the result is an approximation; in return no layer's keys are ever held
 
 from __future__ import annotations
 
-import math
+from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from minikv import kernels
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.compaction import Room, gather_survivors
 from minikv.cache.plan import Plan
@@ -20,7 +20,9 @@ from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import StepPolicy, StepView, leaving
+from minikv.kernels.torch.attention import visible
+from minikv.kernels.torch.attention_mass import block_logits
+from minikv.policies.base import BlockEnd, StepPolicy, StepView
 
 
 class BlockPrefill:
@@ -50,8 +52,15 @@ class BlockPrefill:
         self._dtype, self._held = dtype, held
         self._front: int  # rows before those of the block
         self._columns: dict[str, Tensor] = {}
-        self._last: Tensor | None = None  # attention that the block's last query gave each row
+        self._count: Tensor  # int64 [H]: how many first rows a head holds
+        self._added = 0  # rows of the block that each head holds beside them
+        self._most = 0  # no head holds more rows
         self._done = plan.tokens
+        begin = plan.position
+        self._positions = torch.arange(begin, begin + plan.tokens, device=arena.device)
+        self._heads = torch.arange(shape.kv_heads, device=arena.device)
+        self._caps = torch.full_like(self._heads, cap)
+        self._quota = self.step.quota(self._caps)
         self.peak = arena.nbytes + target.nbytes
 
     def complete(self) -> Outcome:
@@ -84,24 +93,16 @@ class BlockPrefill:
         pos = columns["pos"]
         staged = target.stored(self._ops, columns["k"], columns["v"])
         extra = {name: columns[name] for name in self.step.columns}
-        gather_survivors(
-            self._ops,
-            target,
-            layer,
-            pos >= 0,
-            pos,
-            Room(floor=self.cap, spare=self.plan.spare),
-            staged,
-            extra,
-            unordered=pos.shape[1],
-        )
+        room = Room(floor=self.cap, spare=self.plan.spare)
+        keep = pos >= 0
+        gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, unordered=0)
 
     def _begin(self, layer: int) -> None:
         """Start a layer with the rows of earlier turns, oldest first."""
         arena, heads = self.arena, self.shape.kv_heads
-        count = int(self._held.length[layer].max())
-        index, live = arena.index(layer, count)
-        self._done, self._front = 0, max(self.cap, count)
+        most = int(self._held.length[layer].max())
+        self._done, self._front, self._most = 0, max(self.cap, most), most
+        self._count, self._added = torch.zeros_like(self._heads), 0
         wide, size = self._front + self.stride, self.shape.head_dim
         self._columns = {
             name: torch.zeros((heads, wide, size), dtype=self._dtype, device=arena.device)
@@ -111,30 +112,32 @@ class BlockPrefill:
         for name, kind in self.step.columns.items():
             self._columns[name] = torch.zeros((heads, wide), dtype=kind, device=arena.device)
         self._note_peak()
-        if not count:
+        if not most:
             return
+        index, live = arena.index(layer, most)
         for name, column in self._columns.items():
             rows = (
                 arena.read(self._ops, name, index)
                 if name in ("k", "v")
                 else arena.columns[name][index]
             )
-            column[:, :count] = rows.to(column.dtype)
+            column[:, :most] = rows.to(column.dtype)
         # Columns that are computed from keys may be missing: another policy may have been in force.
-        for name, values in self.step.init_state(layer, self._columns["k"][:, :count]).items():
-            self._columns[name][:, :count] = values
-        self._columns["pos"][:, :count].masked_fill_(~live, -1)
-        self._compact(self._columns["pos"] >= 0)
-
-    def _compact(self, keep: Tensor) -> None:
-        """Move the rows of `keep` bool [H, N] to the front, oldest first, and drop the others."""
+        for name, values in self.step.init_state(layer, self._columns["k"][:, :most]).items():
+            self._columns[name][:, :most] = values
         pos = self._columns["pos"]
-        order = pos.masked_fill(~keep, _NEVER).argsort(dim=1, stable=True)
-        for name, column in self._columns.items():
-            at = order[..., None].expand_as(column) if column.dim() == 3 else order
-            self._columns[name] = column.gather(1, at)
-        left = torch.arange(pos.shape[1], device=pos.device) < keep.sum(1, keepdim=True)
-        self._columns["pos"].masked_fill_(~left, -1)
+        pos[:, :most].masked_fill_(~live, -1)
+        self._move(self._ops.survivors(pos >= 0, pos, most))
+
+    def _move(self, found: tuple[Tensor, Tensor]) -> None:
+        """Move the rows that stay, which `survivors` found, to the front."""
+        (index, count), columns, names = found, self._columns, [*self.step.columns]
+        extra, pos = [columns[name] for name in names], columns["pos"]
+        key, value, pos, others = self._ops.compacted(
+            index, count, columns["k"], columns["v"], pos, extra
+        )
+        self._columns = {"k": key, "v": value, "pos": pos, **dict(zip(names, others, strict=True))}
+        self._count, self._added = count, 0
 
     def _block(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape, step, columns = self.shape, self.step, self._columns
@@ -149,43 +152,39 @@ class BlockPrefill:
             self._evict(layer, first, rows, None, query, key)
             columns = self._columns
         new = slice(self._front, self._front + rows)
-        for name in step.columns:
-            columns[name][:, new] = 0
         for name, values in step.init_state(layer, key).items():
             columns[name][:, new] = values
         columns["k"][:, new], columns["v"][:, new] = key, v.transpose(0, 1)
-        at = torch.arange(first, first + rows, device=q.device)
+        at = self._positions[self._done : self._done + rows]
         columns["pos"][:, new] = at
-        end = new.stop
-        seen = columns["k"][:, :end], columns["v"][:, :end]
-        pos = columns["pos"][:, :end]
-        mixed, lse = kernels.visible_attention(query, *seen, at, pos, window)
-        self._done += rows
+        seen_k, seen_v, pos = (columns[name][:, : new.stop] for name in ("k", "v", "pos"))
+        mixed, lse = self._ops.visible_attention(query, seen_k, seen_v, at, pos, window)
+        self._done, self._added, self._most = self._done + rows, rows, self._most + rows
         if not step.evict_first:
-            self._learn(query, lse, at, window)
-            self._evict(layer, first + rows, 0, self._last, None, None)
+            last = self._learn(query, lse, at, window)
+            self._evict(layer, first + rows, 0, last, None, None)
         return mixed.permute(2, 0, 1, 3).reshape(rows, shape.heads, -1)
 
-    def _learn(self, query: Tensor, lse: Tensor, at: Tensor, window: int | None) -> None:
-        """Update the policy's columns: every query counts as one step for the rows that it sees."""
-        columns, end = self._columns, self._front + len(at)
-        pos = columns["pos"][:, None, :end]
-        logits = query.float() @ columns["k"][:, None, :end].float().transpose(2, 3)
-        logits = (logits * (1.0 / math.sqrt(query.shape[-1]))).transpose(1, 2)  # [H, t, G, n]
-        gone = (pos < 0) | (pos > at[:, None])
-        if window is not None:
-            gone |= pos <= at[:, None] - window
-        p = self.step.attention(logits, lse.transpose(1, 2), ~gone)  # [H, t, n]
-        for i in range(len(at)):
-            part = slice(0, self._front + i + 1)
-            counts = (~gone[:, i, part]).sum(1, keepdim=True).to(torch.float32)
-            self.step.update(
-                {name: columns[name][:, part] for name in self.step.columns},
-                p[:, i, part],
-                lambda counts=counts, part=part: counts.expand(-1, part.stop),  # type: ignore[misc]
-            )
-        self._last = torch.zeros(columns["pos"].shape, device=p.device)
-        self._last[:, :end] = p[:, -1]
+    def _learn(self, query: Tensor, lse: Tensor, at: Tensor, window: int | None) -> Tensor:
+        """Update the policy's columns: every query counts as one step for the rows that it sees.
+        Returns the attention that the last query gave each row, float32 [H, N]."""
+        step, wide = self.step, self._front + self.stride
+        end = self._front + len(at)
+        columns = {name: column[:, :end] for name, column in self._columns.items()}
+        key, pos = columns["k"], columns["pos"]
+
+        @cache
+        def seen() -> Tensor:
+            return visible(at, pos, window)
+
+        if step.means:
+            p = self._ops.mean_attention(query, at, key, pos, window, lse)
+        else:
+            p = step.attention(block_logits(query, key), lse.transpose(1, 2), seen())
+        noted = {name: columns[name] for name in step.columns}
+        step.update_block(self._ops, noted, p, cache(lambda: seen().sum(2).to(torch.float32)))
+        last = p[:, -1]
+        return last if end == wide else F.pad(last, (0, wide - end))
 
     def _evict(
         self,
@@ -196,36 +195,55 @@ class BlockPrefill:
         query: Tensor | None,
         key: Tensor | None,
     ) -> None:
-        """Evict until every head's rows and `coming` new ones fit its cap."""
-        columns = self._columns
-        pos = columns["pos"]
-        over = ((pos >= 0).sum(1) + coming - self.cap).clamp(min=0)
-        keep = pos >= 0
-        most = int(over.max())
-        if most:
-            heads = torch.arange(len(pos), device=pos.device)
-            visible = pos.masked_fill(pos < self.plan.pinned, -1)  # without the pinned rows
-            view = StepView(
-                position,
-                visible,
-                torch.full_like(heads, self.cap),
-                torch.full_like(heads, layer),
-                heads,
-                {name: columns[name] for name in self.step.columns},
-                attention,
-                None if query is None else query.flatten(1, 2),
-                key,
-                lambda heads: columns["k"][heads],
-                layer,
-            )
-            scores, free = self.step.score(view, most)
-            keep = keep & ~leaving(scores, visible, free, over)
-            assert bool((keep.sum(1) + coming <= self.cap).all()), "too few rows may leave"
-        self._compact(keep)
+        """Evict until every head's rows and `coming` new ones fit its cap, and move the others to
+        the front."""
+        pos, limit = self._columns["pos"], self.cap - coming
+        if self._most <= limit:
+            self._move(self._ops.survivors(pos >= 0, pos, 0))
+            return
+        live, added = self._count, self._added
+        if self.shape.windows[layer] is not None:  # some may have slid out
+            live, added = (pos >= 0).sum(1), 0
+        columns = {name: self._columns[name] for name in self.step.columns}
+        end = BlockEnd(pos, live, limit - added, position, self.plan.pinned, columns, self._quota)
+        found = self.step.block_kernel(self._ops, end)
+        if found is None:
+            found = self._chosen(layer, end, attention, query, key)
+        if pos.device.type == "cpu":  # a GPU would make the host wait
+            assert bool((found[1] <= limit).all()), "too few rows may leave"
+        self._move(found)
+        self._most = limit
+
+    def _chosen(
+        self,
+        layer: int,
+        end: BlockEnd,
+        attention: Tensor | None,
+        query: Tensor | None,
+        key: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The rows that stay by the policy's scores: what `lowest_block` returns."""
+        most: int | Tensor = (end.live - end.limit).clamp(min=0).max()
+        if end.pos.device.type == "cpu":
+            most = int(most)
+            if not most:
+                return self._ops.survivors(end.pos >= 0, end.pos, 0)
+        view = StepView(
+            end.position,
+            end.pos.masked_fill(end.pos < end.pinned, -1),
+            self._caps,
+            torch.full_like(self._heads, layer),
+            self._heads,
+            end.columns,
+            attention,
+            None if query is None else query.flatten(1, 2),
+            key,
+            lambda heads: self._columns["k"][heads],
+            layer,
+        )
+        scores, free = self.step.score(view, most)
+        return self._ops.lowest_block(scores, free, end.pos, end.live, end.limit)
 
     def _note_peak(self) -> None:
         held = self.arena.nbytes + self.target.nbytes
         self.peak = max(self.peak, held + sum(column.nbytes for column in self._columns.values()))
-
-
-_NEVER = 1 << 40

@@ -250,6 +250,30 @@ class StepEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockEnd:
+    """The arguments of a kernel that chooses which rows of one layer leave after a block of a
+    prompt. Each head gives up as many rows as it holds above `limit`.
+
+    pos int64 [H, N]: ascending, -1 for no row. live int64 [H]: how many rows a head holds.
+    position: tokens counted, with those of the block; positions below `pinned` never leave.
+    columns: the policy's, [H, N] each. quota: the result of `StepPolicy.quota`, [H].
+    """
+
+    pos: Tensor
+    live: Tensor
+    limit: int
+    position: int
+    pinned: int
+    columns: Mapping[str, Tensor]
+    quota: Tensor | None
+
+    def heads(self, policy: StepPolicy) -> tuple[Tensor, Tensor, int, int, int, int, int]:
+        """The last arguments of every such kernel."""
+        protected = policy.sinks, policy.recent, self.pinned
+        return self.pos, self.live, self.limit, self.position, *protected
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """What a scorer reads and protects.
 
@@ -661,10 +685,39 @@ class StepPolicy(ABC):
         visible() float32, of that shape: how many rows the query saw in the row's head.
         """
 
+    @property
+    def means(self) -> bool:
+        """Whether `attention` is the mean over G."""
+        return type(self).attention is StepPolicy.attention
+
+    def update_block(
+        self,
+        ops: Kernels,
+        columns: Mapping[str, Tensor],
+        probabilities: Tensor,
+        visible: Callable[[], Tensor],
+    ) -> None:
+        """Update the columns in place with the `attention` of a block's queries, as `update` does
+        with one after the other.
+
+        probabilities [H, t, N]: the last t of the N rows are those of the queries. columns [H, N].
+        A query leaves later rows as they are. visible() float32 [H, t]: how many rows each query
+        saw in each head.
+        """
+        queries, rows = probabilities.shape[1:]
+        for i in range(queries if columns else 0):
+            part = slice(0, rows - queries + i + 1)
+            self.update(
+                {name: column[:, part] for name, column in columns.items()},
+                probabilities[:, i, part],
+                lambda i=i, part=part: visible()[:, i : i + 1].expand(-1, part.stop),  # type: ignore[misc]
+            )
+
     @abstractmethod
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         """(scores float32, allowed bool), [F, N] each. The `count` allowed rows with the lowest
-        scores leave."""
+        scores leave. count: where a device only knows it, an int64 []; if heads give up different
+        numbers of rows, the largest."""
 
     def quota(self, cap: Tensor) -> Tensor | None:
         """A table for the policy's kernel, computed from cap int64 [L, H] and of the same shape;
@@ -679,6 +732,11 @@ class StepPolicy(ABC):
         """Do `update` with a kernel, at the end of a step that evicts nothing (see `block`). False
         if `ops` has none."""
         return False
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        """Do `score` and the choice of the rows that leave after a block of a prompt with a kernel:
+        what `kernels.lowest_block` returns. None if `ops` has none."""
+        return None
 
     def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
         """For `evict_first` without `needs_query`: do `score` and the choice of victims with a
@@ -707,7 +765,7 @@ def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride
     return sinks + window + 1 + block
 
 
-def unprotected(view: StepView, policy: StepPolicy, count: int = 1) -> Tensor:
+def unprotected(view: StepView, policy: StepPolicy, count: int | Tensor = 1) -> Tensor:
     """bool [F, N]: rows that may leave, which are neither sinks nor recent. Where fewer than
     `count` are left, all rows but the newest."""
     newest = view.position - 1
@@ -727,17 +785,6 @@ def oldest_of_lowest(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     scores = scores.masked_fill(~free, torch.inf)
     tied = free & (scores <= scores.amin(1, keepdim=True))
     return pos.masked_fill(~tied, _NEVER).argmin(1)
-
-
-def leaving(scores: Tensor, pos: Tensor, free: Tensor, counts: Tensor) -> Tensor:
-    """bool [F, N]: each head's counts [F] free rows with the lowest scores; of equal scores the
-    oldest."""
-    young = pos.argsort(dim=1, stable=True)
-    ranked = scores.masked_fill(~free, torch.inf).gather(1, young).argsort(dim=1, stable=True)
-    order = young.gather(1, ranked)
-    places = torch.arange(pos.shape[1], device=pos.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(1, order, places)
-    return (rank < counts[:, None]) & free
 
 
 _NEVER = 1 << 40

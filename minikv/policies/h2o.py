@@ -19,6 +19,7 @@ from torch import Tensor
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     ALL,
+    BlockEnd,
     Evidence,
     PromptView,
     Scorer,
@@ -83,7 +84,16 @@ class H2O(StepPolicy):
     ) -> None:
         columns["sum"].add_(probabilities)
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def update_block(
+        self,
+        ops: Kernels,
+        columns: Mapping[str, Tensor],
+        probabilities: Tensor,
+        visible: Callable[[], Tensor],
+    ) -> None:
+        ops.add_queries(probabilities, columns["sum"])
+
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         newest = torch.minimum(self.quota(view.cap), (view.pos >= 0).sum(1) - count).clamp(min=1)
         edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
         allowed = unprotected(view, self)
@@ -94,6 +104,11 @@ class H2O(StepPolicy):
     def quota(self, cap: Tensor) -> Tensor:
         """int64, of the shape of `cap`: how many of a head's rows are protected as the newest."""
         return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        if ops.h2o_block is None or block.quota is None:
+            return None
+        return ops.h2o_block(block.columns["sum"], block.quota, *block.heads(self))
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
         if ops.h2o_step is None:

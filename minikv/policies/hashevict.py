@@ -84,7 +84,7 @@ class HashEvict(StepPolicy):
     def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
         return {"code": hash_codes(key, self.matrix(layer, key), self.columns["code"])}
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         probe = view.key if self.hash_with == "key" else view.query
         assert probe is not None
         assert view.layer_index is not None

@@ -64,7 +64,7 @@ class L2(StepPolicy):
     def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
         return {"norm": norms(key)}
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         return -view.columns["norm"], unprotected(view, self)
 
     def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:

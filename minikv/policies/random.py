@@ -50,7 +50,7 @@ class Random(StepPolicy):
     evict_first: bool = True
     needs_query: bool = False
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
         return drawn, unprotected(view, self)
 

@@ -69,6 +69,10 @@ class RKV(StepPolicy):
     def columns(self) -> dict[str, torch.dtype]:
         return {f"seen{i}": torch.float32 for i in range(self.window)}
 
+    @property
+    def means(self) -> bool:
+        return self.group == "mean"
+
     def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
         if self.group != "max":
             mean = StepPolicy.attention(self, logits, lse, live)
@@ -83,13 +87,25 @@ class RKV(StepPolicy):
             columns[f"seen{i}"].copy_(columns[f"seen{i - 1}"])
         columns["seen0"].copy_(probabilities)
 
+    def update_block(
+        self,
+        ops: Kernels,
+        columns: Mapping[str, Tensor],
+        probabilities: Tensor,
+        visible: Callable[[], Tensor],
+    ) -> None:
+        queries = probabilities.shape[1]
+        for i in range(self.window - 1, -1, -1):
+            moved = columns[f"seen{i - queries}"] if i >= queries else None
+            columns[f"seen{i}"].copy_(probabilities[:, -1 - i] if moved is None else moved)
+
     def update_kernel(self, ops: Kernels, end: StepEnd) -> bool:
         if ops.shift_step is None:
             return False
         ops.shift_step(*end.heads[:4], [*end.columns.values()], self.group)
         return True
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         past = (view.pos >= 0) & (view.pos < view.position - self.window)
         attention = torch.zeros_like(view.pos, dtype=torch.float32)
         for seen in view.columns.values():

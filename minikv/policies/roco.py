@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies.base import BlockEnd, PromptView, StepEnd, StepPolicy, StepView, unprotected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,16 @@ class RoCo(StepPolicy):
         columns["squares"].add_(probabilities * probabilities)
         columns["count"].add_(1.0)
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def update_block(
+        self,
+        ops: Kernels,
+        columns: Mapping[str, Tensor],
+        probabilities: Tensor,
+        visible: Callable[[], Tensor],
+    ) -> None:
+        ops.add_queries(probabilities, columns[self.total], columns["squares"], columns["count"])
+
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         allowed = unprotected(view, self)
         seen = view.columns["count"].clamp(min=1.0)
         mean = view.columns[self.total] / seen
@@ -94,7 +103,7 @@ class RoCo(StepPolicy):
         # The `few` allowed rows whose attention varies least may leave.
         few = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
         variance = variance.masked_fill(~allowed, torch.inf)
-        if count > 1 or not view.readable:
+        if not view.readable or count > 1:
             return mean, allowed & _steady(variance, few)
         # If values can be read, only the heads that need it are sorted.
         unsure = _unsure(mean.masked_fill(~allowed, torch.inf), variance, few)
@@ -106,6 +115,13 @@ class RoCo(StepPolicy):
         """How many rows of a head may leave: those whose attention varies least. int64, of the
         shape of `cap`."""
         return cap - (cap.to(torch.float64) * self.scope).to(torch.int64)
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        if ops.roco_block is None or block.quota is None:
+            return None
+        c = block.columns
+        noted = c[self.total], c["squares"], c["count"]
+        return ops.roco_block(*noted, block.quota, *block.heads(self))
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
         if ops.roco_step is None:

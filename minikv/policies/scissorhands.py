@@ -9,7 +9,7 @@ is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,24 @@ class ScissorHands(StepPolicy):
             columns[f"below{words - 1}"].bitwise_and_(full >> spare)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def update_block(
+        self,
+        ops: Kernels,
+        columns: Mapping[str, Tensor],
+        probabilities: Tensor,
+        visible: Callable[[], Tensor],
+    ) -> None:
+        # A block's own rows begin with zeros: bits of queries before them are 0, like theirs.
+        queries, rows = probabilities.shape[1:]
+        low = (probabilities < 1.0 / visible()[..., None]).tril_(rows - queries)
+        words = [columns[f"below{i}"] for i in range(self._words)]
+        for i, word in enumerate(_shifted(words, _packed(low), queries)):
+            bits = min(_BITS, self.history - i * _BITS)
+            words[i].copy_(word.bitwise_and_((1 << bits) - 1))
+        later = torch.arange(rows, 0, -1, device=low.device).clamp_(max=queries)
+        columns["queries"].add_(later).clamp_(max=float(self.history))
+
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         words = [c for name, c in view.columns.items() if name != "queries"]
         below = torch.stack([ones(word) for word in words]).sum(0)
         share = below / view.columns["queries"].clamp(min=1.0)
@@ -93,3 +110,30 @@ class ScissorHands(StepPolicy):
         queries = end.columns["queries"]
         ops.scissorhands_step(*end.heads, words, queries, self.history, end.window)
         return True
+
+
+def _packed(bits: Tensor) -> list[Tensor]:
+    """Bits [H, t, N], oldest first, as int64 words [H, N] of `_BITS` bits, the newest bit in the
+    lowest one of the first word."""
+    found = []
+    for part in torch.split(bits.flip(1), _BITS, 1):
+        places = torch.arange(part.shape[1], device=bits.device)[:, None]
+        found.append((part.to(torch.int64) << places).sum(1))
+    return found
+
+
+def _shifted(words: Sequence[Tensor], new: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The first words of a shift register after `count` bits came in, which are the words `new`.
+    Bits above `_BITS` are not cleared."""
+    full, part = divmod(count, _BITS)
+    found = []
+    for i in range(len(words)):
+        word = torch.zeros_like(words[i])
+        if i >= full:
+            word |= words[i - full] << part
+        if part and i > full:
+            word |= words[i - full - 1] >> (_BITS - part)
+        if i < len(new):
+            word |= new[i]
+        found.append(word)
+    return found

@@ -47,7 +47,7 @@ class Streaming(StepPolicy):
     needs_query: bool = False
     recent: int = 0
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         age = view.pos.float()
         return age.where(view.pos >= self.sinks, -age), unprotected(view, self)
 

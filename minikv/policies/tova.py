@@ -71,7 +71,7 @@ class Tova(StepPolicy):
     def recent(self) -> int:  # type: ignore[override]
         return int(self.protect_newest)
 
-    def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         assert view.attention is not None
         mean = view.attention
         if not self.per_head:
