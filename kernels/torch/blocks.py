@@ -25,7 +25,7 @@ def lowest_block(
     count int64 [H]).
     """
     gone = leaving(scores, pos, free, (live - limit).clamp(min=0))
-    return survivors((pos >= 0) & ~gone, pos, 0)
+    return survivors((pos >= 0) & ~gone, pos[:, :0])
 
 
 def compacted(
@@ -38,9 +38,10 @@ def compacted(
     `survivors`.
     """
     heads, rows = pos.shape
+    gone = torch.arange(rows, device=pos.device) >= count[:, None]
+    index = index.masked_fill(gone, 0)
     first = torch.arange(heads, device=pos.device)[:, None] * rows
     at = (index + first).flatten()
     key, value = (t.flatten(0, 1).index_select(0, at).view_as(t) for t in (k, v))
-    gone = torch.arange(rows, device=pos.device) >= count[:, None]
     pos = pos.gather(1, index).masked_fill_(gone, -1)
     return key, value, pos, [c.gather(1, index).masked_fill_(gone, 0) for c in columns]

@@ -23,6 +23,7 @@ from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.attention import visible
 from minikv.kernels.torch.attention_mass import block_logits
 from minikv.policies.base import BlockEnd, StepPolicy, StepView
+from minikv.policies.selection import order_of
 
 
 class BlockPrefill:
@@ -127,7 +128,7 @@ class BlockPrefill:
             self._columns[name][:, :most] = values
         pos = self._columns["pos"]
         pos[:, :most].masked_fill_(~live, -1)
-        self._move(self._ops.survivors(pos >= 0, pos, most))
+        self._move(self._ops.survivors(pos >= 0, order_of(pos[:, :most])))
 
     def _move(self, found: tuple[Tensor, Tensor]) -> None:
         """Move the rows that stay, which `survivors` found, to the front."""
@@ -199,7 +200,7 @@ class BlockPrefill:
         the front."""
         pos, limit = self._columns["pos"], self.cap - coming
         if self._most <= limit:
-            self._move(self._ops.survivors(pos >= 0, pos, 0))
+            self._move(self._ops.survivors(pos >= 0, pos[:, :0]))
             return
         live, added = self._count, self._added
         if self.shape.windows[layer] is not None:  # some may have slid out
@@ -227,7 +228,7 @@ class BlockPrefill:
         if end.pos.device.type == "cpu":
             most = int(most)
             if not most:
-                return self._ops.survivors(end.pos >= 0, end.pos, 0)
+                return self._ops.survivors(end.pos >= 0, end.pos[:, :0])
         view = StepView(
             end.position,
             end.pos.masked_fill(end.pos < end.pinned, -1),
