@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import Tile, in_rows, power, row_stride, typed, upcast, width
+from minikv.kernels.triton.tiles import (
+    attention_tile,
+    in_rows,
+    row_stride,
+    typed,
+    upcast,
+    width,
+)
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _PROGRAMS = 256  # enough to occupy the device
@@ -111,17 +118,6 @@ def _ragged_prefill(
     tl.store(lse + out, total_lse, mask=real)
 
 
-def _tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
-    """How many queries, of all heads of a group, and how many keys one product has."""
-    wide = width(size)
-    if dtype == torch.float32:  # no matrix instruction takes float32 unrounded
-        return Tile(32, 32, 8, 1) if wide <= 64 else Tile(16, 16, 4 if wide <= 128 else 8, 1)
-    if wide > 128:
-        return Tile(min(64, max(16, power(lines))), 32, 8 if lines > 32 else 4, 2)
-    few = lines <= 64
-    return Tile(max(16, power(lines)) if few else 128, 64, 4 if few else 8, 3)
-
-
 def ragged_prefill(
     q: Tensor,
     k: Tensor,
@@ -139,7 +135,7 @@ def ragged_prefill(
     q, q_pos = in_rows(q), None if q_pos is None else q_pos.contiguous()
     heads, group, rows, size = q.shape
     lines = rows * group
-    tile = _tile(q.dtype, size, lines)
+    tile = attention_tile(q.dtype, size, lines)
     blocks = -(-lines // tile.left)
     spans = max(1, min(-(-max_length // (4 * tile.right)), _PROGRAMS // (heads * blocks)))
     span = max(1, -(-max_length // (spans * tile.right))) * tile.right
@@ -189,7 +185,7 @@ def variants() -> list[Variant]:
     found = []
     for size, kind, group, lines, window in _BUILDS:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-        tile = _tile(dtype, size, lines)
+        tile = attention_tile(dtype, size, lines)
         kinds = dict.fromkeys(("q", "k", "v"), f"*{kind}")
         kinds |= dict.fromkeys(("start", "length", "free_slot", "q_pos"), "*i64")
         kinds |= {"pos": "*i32", "lse": "*fp32", "outs": f"*{kind}" if lines > 64 else "*fp32"}

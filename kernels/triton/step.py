@@ -339,7 +339,7 @@ def _steadiness(total, power, seen):
 
 
 @triton.jit
-def _load_steadiness(sums, squares, counted, where, ok):
+def load_steadiness(sums, squares, counted, where, ok):
     """`_steadiness` of rows; their statistics are loaded from memory."""
     return _steadiness(
         tl.load(sums + where, mask=ok, other=0.0),
@@ -403,14 +403,14 @@ def _roco(
             wanted = tl.load(steady_rows + head)
             # The evictable row with the lowest mean nearly always has a small variance.
             found = lowest(best, row)[1]
-            edge = _load_steadiness(sums, squares, counted, begin + found, strict)[1]
+            edge = load_steadiness(sums, squares, counted, begin + found, strict)[1]
             fewer = tl.zeros((BN,), tl.int32)
             for s in tl.range(0, count, BN):
                 j = s + n
                 ok = j < count
                 at = tl.load(pos + begin + j, mask=ok, other=-1)
                 evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
-                variance = _load_steadiness(sums, squares, counted, begin + j, ok)[1]
+                variance = load_steadiness(sums, squares, counted, begin + j, ok)[1]
                 fewer += (evictable & (variance < edge)).to(tl.int32)
                 if not strict:
                     some += evictable.to(tl.int32)
@@ -426,7 +426,7 @@ def _roco(
                         ok = j < count
                         at = tl.load(pos + begin + j, mask=ok, other=-1)
                         evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
-                        variance = _load_steadiness(sums, squares, counted, begin + j, ok)[1]
+                        variance = load_steadiness(sums, squares, counted, begin + j, ok)[1]
                         bits = variance.to(tl.int32, bitcast=True) & 0x7FFFFFFF
                         fewer += (evictable & (bits < tried)).to(tl.int32)
                     limit = tl.where(tl.sum(fewer, 0) < nth, tried, limit)
@@ -437,7 +437,7 @@ def _roco(
                     ok = j < count
                     at = tl.load(pos + begin + j, mask=ok, other=-1)
                     evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
-                    mean, variance = _load_steadiness(sums, squares, counted, begin + j, ok)
+                    mean, variance = load_steadiness(sums, squares, counted, begin + j, ok)
                     bits = variance.to(tl.int32, bitcast=True) & 0x7FFFFFFF
                     best, row = lower(best, row, _key(mean, at), j, evictable & (bits <= limit))
                 found = lowest(best, row)[1]

@@ -7,6 +7,7 @@ from minikv.kernels.triton import append as append_row
 from minikv.kernels.triton import (
     attention,
     attention_mass,
+    blocks,
     columns,
     compaction,
     counter_rng,
@@ -52,10 +53,17 @@ class Triton(Kernels):
     roco_step = staticmethod(step.roco_step)
     scissorhands_step = staticmethod(step.scissorhands_step)
     shift_step = staticmethod(step.shift_step)
+    lowest_block = staticmethod(blocks.lowest_block)
+    h2o_block = staticmethod(blocks.h2o_block)
+    roco_block = staticmethod(blocks.roco_block)
+    compacted = staticmethod(blocks.compacted)
+    visible_attention = staticmethod(attention.visible_attention)
     merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
+    mean_attention = staticmethod(attention_mass.mean_attention)
+    add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
     output_norms = staticmethod(outputs.output_norms)

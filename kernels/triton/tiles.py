@@ -33,6 +33,17 @@ def width(size: int) -> int:
     return max(16, power(size))
 
 
+def attention_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
+    """How many queries, of all heads of a group, and how many keys one product of attention has."""
+    wide = width(size)
+    if dtype == torch.float32:  # no matrix instruction takes float32 unrounded
+        return Tile(32, 32, 8, 1) if wide <= 64 else Tile(16, 16, 4 if wide <= 128 else 8, 1)
+    if wide > 128:
+        return Tile(min(64, max(16, power(lines))), 32, 8 if lines > 32 else 4, 2)
+    few = lines <= 64
+    return Tile(max(16, power(lines)) if few else 128, 64, 4 if few else 8, 3)
+
+
 def upcast(dtype: torch.dtype) -> bool:
     """Whether to multiply in float32: Triton's interpreter multiplies bfloat16 as integers."""
     return bool(triton.knobs.runtime.interpret) and dtype == torch.bfloat16

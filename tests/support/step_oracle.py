@@ -18,7 +18,9 @@ from minikv.cache.decode_step import DecodeStep
 from minikv.cache.stats import Shape
 from minikv.cache.step_rows import StepRows
 from minikv.kernels import Rows
+from minikv.kernels.torch.blocks import lowest_block
 from minikv.kernels.torch.layer import rotate
+from minikv.policies.base import StepView
 from minikv.policies.h2o import H2O
 from minikv.policies.hashevict import HashEvict
 from minikv.policies.l2 import L2
@@ -318,3 +320,62 @@ def hash_append(
     step.slot = torch.where(free_slot >= 0, free_slot, start + length)[None]
     _open(step, arena, pinned)
     step._append(0, probe, key, value)
+
+
+def _block(
+    policy: Any,
+    columns: dict[str, Tensor],
+    pos: Tensor,
+    live: Tensor,
+    limit: int,
+    position: int,
+    pinned: int,
+) -> tuple[Tensor, Tensor]:
+    """The rows that stay after a block of a prompt, by the policy's torch form."""
+    heads = torch.arange(len(pos), device=pos.device)
+    most = (live - limit).clamp(min=0).max()
+    shown = pos.masked_fill(pos < pinned, -1)
+    view = StepView(position, shown, heads, heads, heads, columns)
+    scores, free = policy.score(view, most)
+    return lowest_block(scores, free, pos, live, limit)
+
+
+def h2o_block(
+    sums: Tensor,
+    newest_rows: Tensor,
+    pos: Tensor,
+    live: Tensor,
+    limit: int,
+    position: int,
+    sinks: int,
+    recent: int,
+    pinned: int,
+) -> tuple[Tensor, Tensor]:
+    policy = GivenH2O(sinks=sinks, recent=recent, recent_share=0.0, young=newest_rows)
+    return _block(policy, {"sum": sums}, pos, live, limit, position, pinned)
+
+
+def roco_block(
+    sums: Tensor,
+    squares: Tensor,
+    counts: Tensor,
+    steady_rows: Tensor,
+    pos: Tensor,
+    live: Tensor,
+    limit: int,
+    position: int,
+    sinks: int,
+    recent: int,
+    pinned: int,
+) -> tuple[Tensor, Tensor]:
+    policy = GivenRoCo(
+        sinks=sinks,
+        recent=recent,
+        scope=0.0,
+        scope_prompt=0.0,
+        pool=1,
+        lead=1.0,
+        keep=steady_rows,
+    )
+    columns = {"sum": sums, "squares": squares, "count": counts}
+    return _block(policy, columns, pos, live, limit, position, pinned)
