@@ -10,6 +10,7 @@ launch joins their results. Specification: `torch/attention.py`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.triton.tiles import (
+    Tile,
     attention_tile,
     in_rows,
     power,
@@ -189,22 +191,30 @@ def _joined(
     d = tl.arange(0, DP)
     ok = real[:, None] & (d < D)[None, :]
     top = tl.full((BT,), -float("inf"), tl.float32)
-    for s in tl.range(0, spans):
-        mine = s.to(tl.int64) * rows * lines
+    mine = tl.full((), 0, tl.int64)
+    for _ in tl.range(0, spans):
         top = tl.maximum(top, tl.load(lse + mine + place, mask=real, other=-float("inf")))
+        mine += rows * lines
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.zeros((BT,), tl.float32)
     sums = tl.zeros((BT, DP), tl.float32)
-    for s in tl.range(0, spans):
-        mine = s.to(tl.int64) * rows * lines
+    mine = tl.full((), 0, tl.int64)
+    for _ in tl.range(0, spans):
         part = tl.exp(tl.load(lse + mine + place, mask=real, other=-float("inf")) - base)
         at = (mine + r)[:, None] * D + d[None, :]
         sums += part[:, None] * tl.load(outs + at, mask=ok, other=0.0)
         total += part
+        mine += rows * lines
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     at = r.to(tl.int64)[:, None] * D + d[None, :]
     tl.store(out + at, sums.to(out.dtype.element_ty), mask=ok)
     tl.store(whole + place, base + tl.log(total), mask=real)
+
+
+def _tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
+    """As `attention_tile`. A tile of 64 lines and its mask do not fit the registers of 4 warps."""
+    tile = attention_tile(dtype, size, lines)
+    return replace(tile, warps=8) if tile.left == 64 else tile
 
 
 def visible_attention(
@@ -214,7 +224,7 @@ def visible_attention(
     q, k, v, q_pos = in_rows(q), in_rows(k), in_rows(v), q_pos.contiguous()
     heads, group, rows, size = q.shape
     keys, lines = k.shape[1], rows * group
-    tile = attention_tile(q.dtype, size, lines)
+    tile = _tile(q.dtype, size, lines)
     blocks = -(-lines // tile.left)
     spans = max(1, min(-(-keys // (4 * tile.right)), _PROGRAMS // (heads * blocks)))
     span = -(-keys // (spans * tile.right)) * tile.right
@@ -323,7 +333,7 @@ def variants() -> list[Variant]:
         )
     for size, kind, group, lines, window in _BUILDS:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-        tile = attention_tile(dtype, size, lines)
+        tile = _tile(dtype, size, lines)
         kinds = dict.fromkeys(("q", "k", "v"), f"*{kind}") | {"q_pos": "*i64", "k_pos": "*i64"}
         kinds |= {"lse": "*fp32", "outs": f"*{kind}" if lines > 1024 else "*fp32"}
         constants = {

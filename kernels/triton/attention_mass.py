@@ -274,10 +274,9 @@ def _add_queries(
         power = tl.load(squares + h * squares_head + j, mask=inside, other=0.0)
     for first in tl.range(0, queries, BT):
         for t in tl.static_range(BT):  # their loads do not wait for each other
-            i = first + t
-            given = tl.load(
-                p + (h * queries + i) * rows + j, mask=inside & (i < queries), other=0.0
-            )
+            i = tl.full((BN,), 0, tl.int32) + first + t
+            here = p + (h * queries + i) * rows + j
+            given = tl.load(here, mask=inside & (i < queries), other=0.0)
             total += given
             power += given * given
     tl.store(sums + h * sums_head + j, total, mask=inside)
