@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
 import torch
 
@@ -25,6 +26,7 @@ _LATER = (72, 24, 8, 3)  # tokens of later prompts: one for each size of query t
 _LINES = (16, 32, 64, 128)  # queries times G: one for each size of query tiles
 _OBSERVED = (1, 32, 64)  # last queries of a prompt: one for each tile of 16, 32 and 64
 _FAR = 1 << 16  # rows of a head that are divided among several programs
+_DIVIDED = 512  # the fewest of them that are, with every tile size
 _IDS = 16  # token ids below it are in every vocabulary
 
 
@@ -56,6 +58,8 @@ def warm(kv: KVCache, network: Network) -> None:
         slides = any(window is not None for window in kv.shape.windows)
         if kv.rules.evicts or slides:
             _tiles(kv)  # else heads are even, and their rows are a plain block
+        if kv.rules.stride:
+            _blocks(kv)
     except torch.OutOfMemoryError:
         raise
     except NumericsError:  # the first turn reports it
@@ -157,6 +161,22 @@ def _tiles(kv: KVCache) -> None:
                 for source in ((rows[:, None], seen), (rows, seen, index)):
                     add = kv.ops.add_attention_mass
                     add(mass, squares, q, lse, at, *source[:2], window, *source[2:])
+
+
+def _blocks(kv: KVCache) -> None:
+    """Run the kernels that attend by positions, and those that report this attention: with every
+    tile size, with few rows, and with so many that several programs divide them."""
+    shape = kv.shape
+    heads, group = shape.kv_heads, shape.heads // shape.kv_heads
+    with torch.inference_mode():
+        for rows in (1, _DIVIDED):
+            k = torch.zeros((heads, rows, shape.head_dim), dtype=kv.dtype, device=kv.device)
+            pos = torch.zeros((heads, rows), dtype=torch.int64, device=kv.device)
+            for window, lines in product(dict.fromkeys(shape.windows), _LINES):
+                q = k.new_zeros((heads, group, max(1, lines // group), shape.head_dim))
+                at = pos.new_ones(q.shape[2])
+                _, lse = kv.ops.visible_attention(q, k, k, at, pos, window)
+                kv.ops.mean_attention(q, at, k, pos, window, lse)
 
 
 def _observed(kv: KVCache) -> list[int]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from minikv import policies
 from minikv.cache.arena import Arena
+from minikv.cache.block_prefill import BlockPrefill
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.plan import Plan
 from minikv.cache.prefill import Prefill
@@ -29,7 +30,8 @@ from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
 from minikv.policies import PARTS, POLICIES, Option, Value
-from minikv.policies.base import GlobalAllocator, policy_columns
+from minikv.policies.base import GlobalAllocator, StepPolicy, policy_columns
+from minikv.policies.h2o import H2O
 
 FAR = torch.device("meta")
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 1, 3, 2, 8, 16
@@ -227,6 +229,45 @@ def test_the_end_of_a_first_prompt(name: str, options: dict[str, object]) -> Non
 def test_the_columns_of_a_step_policy(name: str, options: dict[str, object]) -> None:
     read("snapkv", {"window": 4}, name, options, True)
     read("full", {}, name, options, False)
+
+
+class _Other(H2O):
+    """A policy that has no kernel and takes a block query by query."""
+
+    update_block = StepPolicy.update_block  # type: ignore[assignment]
+
+
+BLOCKS = [p for p in STEPS if p.values[0] != "none"]
+
+
+@pytest.mark.parametrize(("name", "options"), BLOCKS)
+def test_blocks(name: str, options: dict[str, object]) -> None:
+    """A prompt in blocks: into an empty cache and behind others, with and without a window, and
+    where no row leaves."""
+    made = policies.step_policy(name, options)
+    assert made is not None
+    blocks(made, None, 40, before=True)
+    blocks(made, 30, 40, before=False)
+    blocks(made, None, 300, before=False)
+
+
+def test_blocks_of_a_policy_that_takes_query_by_query() -> None:
+    blocks(_Other(recent_share=0.5, sinks=4), None, 40, before=True)
+
+
+def blocks(step: StepPolicy, window: int | None, cap: int, *, before: bool) -> None:
+    """A layer of a prompt that is read in blocks."""
+    columns = dict(step.columns)
+    arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, columns, rows=[400] * LAYERS)
+    plan = Plan(30 * before, 60, None, cap, 1, [HEADS * (cap + 1)] * LAYERS, [160] * LAYERS)
+    shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (window,) * LAYERS, 4096)
+    held = uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS)
+    target = arena.fresh(plan.needed, columns)
+    one = BlockPrefill(shape, arena, held, target, step, plan, cap, 16, torch.float32, Silent())
+    with without_waiting():
+        for size in (32, 28):
+            one.stage(0, *(far(size, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS)))
+        one.finish(0)
 
 
 # -- on a GPU ---------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ class Twins(dispatch.Kernels):
     tova_step = staticmethod(step_oracle.tova_step)
     roco_step = staticmethod(step_oracle.roco_step)
     scissorhands_step = staticmethod(step_oracle.scissorhands_step)
+    h2o_block = staticmethod(step_oracle.h2o_block)
+    roco_block = staticmethod(step_oracle.roco_block)
 
 
 class Checks:
@@ -434,6 +436,65 @@ def lowest(s: Sizes) -> str:
     return "equal"
 
 
+def stay_in_block(s: Sizes, name: str) -> str:
+    """Heads that hold different numbers of rows, in order, with gaps; scores have ties."""
+    count = s.rows + 64
+    pos = torch.arange(count).expand(s.heads, count).clone()
+    gone = torch.rand(pos.shape, generator=s.made) < 0.2 * torch.rand(s.heads, 1, generator=s.made)
+    pos = pos.masked_fill(gone, -1).to(s.device)
+    live = (pos >= 0).sum(1)
+    limit = count * 3 // 4
+    seen = torch.randint(1, 40, pos.shape, generator=s.made).float().to(s.device)
+    mean = torch.randint(1, count // 3, pos.shape, generator=s.made).to(s.device) / count
+    noise = torch.rand(pos.shape, generator=s.made).to(s.device) * 1e-6
+    squares = (mean.square() + noise) * seen
+    half, rest = torch.full_like(live, limit // 2), (pos, live, limit)
+    outs = []
+    for ops in (Twins(), Triton()):
+        if name == "lowest":
+            outs.append(ops.lowest_block(mean, pos >= 4, *rest))
+        elif name == "h2o":
+            outs.append(ops.h2o_block(mean * seen, half, *rest, count, 4, 8, 0))
+        else:
+            outs.append(ops.roco_block(mean * seen, squares, seen, half, *rest, count, 4, 8, 0))
+    (index, stayed), (found, counted) = outs
+    real = torch.arange(count, device=s.device) < stayed[:, None]
+    assert torch.equal(stayed, counted), "other numbers of rows"
+    assert torch.equal(index[real], found[real]), "other rows"
+    k, v = s.normal(s.heads, count, s.size), s.normal(s.heads, count, s.size)
+    moved = [
+        ops.compacted(index, stayed, k, v, pos, [seen, pos + 7]) for ops in (Twins(), Triton())
+    ]
+    pairs = list(zip(*((o[0][real], o[1][real], o[2], *o[3]) for o in moved), strict=True))
+    assert all(torch.equal(*pair) for pair in pairs), "rows moved elsewhere"
+    return "equal"
+
+
+def read_in_block(s: Sizes, queries: int) -> str:
+    """Attention by positions, what each row got, and the sums of it."""
+    count = s.rows + queries
+    q, k = s.normal(s.heads, s.group, queries, s.size), s.normal(s.heads, count, s.size)
+    v, at = s.normal(s.heads, count, s.size), torch.arange(s.rows, count, device=s.device)
+    pos = torch.arange(count).expand(s.heads, count).clone()
+    gone = torch.rand((s.heads, s.rows), generator=s.made) < 0.2
+    pos[:, : s.rows].masked_fill_(gone, -1)
+    pos = pos.to(s.device)
+    outs = []
+    for ops in (Twins(), Triton()):
+        out, lse = ops.visible_attention(q, k, v, at, pos, None)
+        outs.append((out, lse, ops.mean_attention(q, at, k, pos, None, lse)))
+    said = near(
+        1e-2, **dict(zip(("out", "lse", "mean"), zip(*reversed(outs), strict=True), strict=True))
+    )
+    sums = []
+    for ops in (Twins(), Triton()):
+        mine = [torch.ones(s.heads, count, device=s.device) for _ in range(3)]
+        ops.add_queries(outs[0][2], *mine)
+        sums.append(mine)
+    assert all(map(torch.equal, *sums)), "sums are not equal"
+    return said
+
+
 def columns(s: Sizes, n: int, queries: int) -> str:
     """What the last queries of n give every row."""
     q, k = s.normal(s.heads, s.group, queries, s.size), s.normal(s.heads, n, s.size)
@@ -763,6 +824,10 @@ def main() -> int:
     for name in ("h2o", "tova", "tova by layer", "roco", "scissorhands"):
         check(f"{name} step", partial(judged, s, name))
     check("lowest_step", partial(lowest, s))
+    for name in ("lowest", "h2o", "roco"):
+        check(f"{name}_block, compacted", partial(stay_in_block, s, name))
+    for queries in (5, 64):
+        check(f"a block of {queries}", partial(read_in_block, s, queries))
     few = 32 if s.rows > 100 else 8
     check("the last queries' attention", partial(columns, s, 4 * s.rows // 5, few))
     check("add_attention_mass, rows_lse", partial(columns, s, s.rows // 5 * 2, s.rows // 5 * 2))

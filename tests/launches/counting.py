@@ -421,7 +421,12 @@ def prompt_cases(*, whole: bool) -> list[Case]:
         found += [Case(name, "none", kept) for kept in KEPT if kept]
     found += [Case("snapkv", name) for name in (steps if whole else _NOTED_BY_DAY)]
     found += [Case("full", "none", weights=form) for form in ("int8", "int4")]
-    return [*found, *(Case(name, name, stride=CHUNK // 4) for name in ("h2o", "roco"))]
+    return [*found, *block_cases()]
+
+
+def block_cases() -> list[Case]:
+    """Step policies that read the prompt in blocks."""
+    return [Case(name, name, stride=CHUNK // 4) for name in ("h2o", "roco")]
 
 
 def steps(bench: Bench, whole: bool) -> Rows:
@@ -564,7 +569,7 @@ def main() -> int:
 
 def _found(bench: Bench, asked: argparse.Namespace) -> dict[str, object]:
     if asked.late:
-        cases = [Case(*name.split("/")) for name in asked.what] or step_cases()
+        cases = [Case(*name.split("/")) for name in asked.what] or [*step_cases(), *block_cases()]
         return {"late": {case.name: late(bench, case) for case in cases}}
     if asked.names:
         return _all_names(bench, asked.what or ["steps"])
