@@ -115,20 +115,18 @@ class BlockPrefill:
         self._note_peak()
         if not most:
             return
-        index, live = arena.index(layer, most)
-        for name, column in self._columns.items():
-            rows = (
-                arena.read(self._ops, name, index)
-                if name in ("k", "v")
-                else arena.columns[name][index]
-            )
-            column[:, :most] = rows.to(column.dtype)
+        tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
+        index, _, held = self._ops.held_rows(*tables, arena.columns["pos"], most)
+        for name in ("k", "v"):
+            self._columns[name][:, :most] = arena.read(self._ops, name, index)
+        for name in self.step.columns:
+            self._columns[name][:, :most] = arena.columns[name][index]
         # Columns that are computed from keys may be missing: another policy may have been in force.
         for name, values in self.step.init_state(layer, self._columns["k"][:, :most]).items():
             self._columns[name][:, :most] = values
         pos = self._columns["pos"]
-        pos[:, :most].masked_fill_(~live, -1)
-        self._move(self._ops.survivors(pos >= 0, order_of(pos[:, :most])))
+        pos[:, :most] = held
+        self._move(self._ops.survivors(pos >= 0, order_of(held)))
 
     def _move(self, found: tuple[Tensor, Tensor]) -> None:
         """Move the rows that stay, which `survivors` found, to the front."""

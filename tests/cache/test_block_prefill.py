@@ -192,6 +192,18 @@ def test_a_budget_above_the_length_changes_nothing(name: str) -> None:
         assert kept(run.kv) == kept(full.kv)
 
 
+def test_every_row_begins_without_attention() -> None:
+    """Each query gives the rows of a head 1 in all, so their sums are the number of queries."""
+    run = strided(network(), "h2o", 400, 16)
+    for turn in range(2):
+        run.prompt(ids(90, seed=turn))
+        arena, queries = run.kv.arena, 90 * (turn + 1)
+        for layer, head in product(range(3), range(3)):
+            begin, length = int(arena.start[layer, head]), int(arena.length[layer, head])
+            rows = arena.columns["sum"][begin : begin + length]
+            assert float(rows.sum()) == pytest.approx(queries, rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["roco", "hashevict"])
 def test_a_stopped_prompt_leaves_no_trace(name: str) -> None:
     net = network(rows=16)

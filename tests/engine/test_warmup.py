@@ -14,10 +14,10 @@ import torch
 
 from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
-from minikv.engine.warmup import _tiles, warm
+from minikv.engine.warmup import _blocks, _tiles, warm
 from minikv.kernels.dispatch import Kernels
+from minikv.kernels.torch import attention, columns, compaction, selection
 from minikv.kernels.torch import attention_mass as mass
-from minikv.kernels.torch import columns, compaction, selection
 from minikv.kernels.torch import ragged_prefill as ragged
 from minikv.policies.base import Evidence
 
@@ -154,7 +154,7 @@ def test_the_tiles_of_few_queries_are_among_them() -> None:
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
     """Whatever the number of tokens, few or many rows, listed or not, in every kind of layer."""
-    segments = pytest.importorskip("minikv.kernels.triton.ragged_prefill")
+    tiles = pytest.importorskip("minikv.kernels.triton.tiles")
     columns = pytest.importorskip("minikv.kernels.triton.attention_mass")
     seen: set[tuple[int, bool, int | None]] = set()
     sums: set[tuple[int, int, int | None]] = set()
@@ -205,11 +205,11 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
         for window in (None, 40):
             for few in (True, False):
                 made = {
-                    segments._tile(dtype, size, n * group)
+                    tiles.attention_tile(dtype, size, n * group)
                     for n, *how in seen
                     if how == [few, window]
                 }
-                assert made == {segments._tile(dtype, size, n * group) for n in counts}
+                assert made == {tiles.attention_tile(dtype, size, n * group) for n in counts}
             for listed in (2, 3):
                 made = {
                     columns._span_tile(dtype, size, n * group)
@@ -217,6 +217,58 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
                     if how == [listed, window]
                 }
                 assert made == {columns._span_tile(dtype, size, n * group) for n in counts}
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_every_tile_of_a_block_is_among_them(group: int) -> None:
+    """Whatever its number of rows, among few rows and many, in every kind of layer."""
+    tiles = pytest.importorskip("minikv.kernels.triton.tiles")
+    columns = pytest.importorskip("minikv.kernels.triton.attention_mass")
+    seen: set[tuple[int, bool, int | None]] = set()
+    noted: set[tuple[int, int | None]] = set()
+
+    class Counting(Kernels):
+        @staticmethod
+        def visible_attention(
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            q_pos: torch.Tensor,
+            k_pos: torch.Tensor,
+            window: int | None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.add((q.shape[2], k.shape[1] == 1, window))
+            return attention.visible_attention(q, k, v, q_pos, k_pos, window)
+
+        @staticmethod
+        def mean_attention(
+            q: torch.Tensor,
+            q_pos: torch.Tensor,
+            k: torch.Tensor,
+            k_pos: torch.Tensor,
+            window: int | None,
+            lse: torch.Tensor,
+        ) -> torch.Tensor:
+            noted.add((q.shape[2], window))
+            return mass.mean_attention(q, q_pos, k, k_pos, window, lse)
+
+    kv = SimpleNamespace(
+        shape=Shape(3, 2, 2 * group, 64, (None, 40, None), 1000),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        ops=Counting(),
+    )
+    _blocks(kv)  # type: ignore[arg-type]
+    counts = range(1, 257)
+    for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
+        each = {columns._span_tile(dtype, size, n * group) for n in counts}
+        every = {tiles.attention_tile(dtype, size, n * group) for n in counts}
+        for window in (None, 40):
+            for few in (True, False):
+                rows = [n for n, *how in seen if how == [few, window]]
+                assert {tiles.attention_tile(dtype, size, n * group) for n in rows} == every
+            rows = [n for n, where in noted if where == window]
+            assert {columns._span_tile(dtype, size, n * group) for n in rows} == each
 
 
 @pytest.mark.parametrize("observe", [1, 16, 17, 32, 64])
