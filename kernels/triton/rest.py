@@ -26,7 +26,6 @@ waits for that kernel before it touches anything else. See `EARLY`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -128,7 +127,86 @@ def _added(
 
 
 @triton.jit
-def _summed(total, scales, bias, row, out, FORM: tl.constexpr):
+def multiplied(
+    x,
+    norm,
+    weights,
+    scales,
+    scale,
+    row,
+    second,
+    outputs,
+    N: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    IN: tl.constexpr,
+    NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """The sums [OUT, T] of rows `row` [OUT] of the weights, and those of rows `second`, if there
+    are such rows. `summed` makes the products of them. scale: the epsilon of the norm."""
+    EACH: tl.constexpr = 2 if FORM == _FOUR else 1  # columns in a number
+    WIDTH: tl.constexpr = 8 * (1 if FORM == _PLAIN else 2) * EACH  # columns in 16 bytes
+    T: tl.constexpr = IN // WIDTH
+    ahead = _asked(weights, row, 0, N, EACH, IN)
+    total = tl.zeros([row.shape[0], T], tl.float32)
+    if second is not None:
+        second_ahead = _asked(weights, second, 0, N, EACH, IN)
+        second_total = tl.zeros([row.shape[0], T], tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # all but the weights belongs to the kernels in front until here
+        tl.extra.cuda.gdc_launch_dependents()
+    length = tl.full((), 0.0, tl.float32)
+    if norm is not None:
+        squares = tl.zeros([NORMED], tl.float32)
+        for s in tl.static_range(0, N, NORMED):
+            here = _columns(x, None, length, s + tl.arange(0, NORMED), N)
+            squares += here * here
+        length = tl.rsqrt(tl.sum(squares, 0) / N + scale)
+    t = tl.arange(0, T)
+    begins = t * WIDTH
+    if FORM == _FOUR:  # 16 bytes have as many columns of a group's lower half, and of the upper one
+        begins = t // (GROUP // 32) * GROUP + t % (GROUP // 32) * 16
+    columns = begins[:, None] + tl.arange(0, 8)[None, :]
+    for start in tl.range(0, N, IN):
+        kept = ahead
+        ahead = _asked(weights, row, start + IN, N, EACH, IN)
+        x0 = _columns(x, norm, length, start + columns, N)
+        x1 = x0
+        x2 = x0
+        x3 = x0
+        if FORM != _PLAIN:
+            x1 = _columns(x, norm, length, start + columns + 8, N)
+        if FORM == _FOUR:
+            x2 = _columns(x, norm, length, start + columns + GROUP // 2, N)
+            x3 = _columns(x, norm, length, start + columns + GROUP // 2 + 8, N)
+        total = _added(total, kept, x0, x1, x2, x3, scales, row, outputs, start, N, FORM, GROUP, T)
+        if second is not None:
+            kept = second_ahead
+            second_ahead = _asked(weights, second, start + IN, N, EACH, IN)
+            second_total = _added(
+                second_total,
+                kept,
+                x0,
+                x1,
+                x2,
+                x3,
+                scales,
+                second,
+                outputs,
+                start,
+                N,
+                FORM,
+                GROUP,
+                T,
+            )
+    if second is None:
+        second_total = total
+    return total, second_total
+
+
+@triton.jit
+def summed(total, scales, bias, row, out, FORM: tl.constexpr):
     """The product of each row with its scale and bias, rounded to the dtype of `out`."""
     made = tl.sum(total, 1)
     if FORM == _EIGHT:
@@ -159,56 +237,17 @@ def _row_product(
 ):
     """Grid (rows of the result / OUT,). x [N]; out: as many numbers as the weights have rows, or
     half as many if gated; scale: the epsilon of the norm."""
-    EACH: tl.constexpr = 2 if FORM == _FOUR else 1  # columns in a number
-    WIDTH: tl.constexpr = 8 * (1 if FORM == _PLAIN else 2) * EACH  # columns in 16 bytes
-    T: tl.constexpr = IN // WIDTH
     results = outputs // 2 if THEN == _GATE else outputs
     n = tl.program_id(0) * OUT + tl.arange(0, OUT)
     row = tl.minimum(n, results - 1)  # beyond the last row it is read again, and not written
-    ahead = _asked(weights, row, 0, N, EACH, IN)
-    total = tl.zeros([OUT, T], tl.float32)
-    if THEN == _GATE:
-        up_ahead = _asked(weights, row + results, 0, N, EACH, IN)
-        up_total = tl.zeros([OUT, T], tl.float32)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # x and out belong to the kernels in front until here
-        tl.extra.cuda.gdc_launch_dependents()
-    length = tl.full((), 0.0, tl.float32)
-    if norm is not None:
-        squares = tl.zeros([NORMED], tl.float32)
-        for s in tl.static_range(0, N, NORMED):
-            here = _columns(x, None, length, s + tl.arange(0, NORMED), N)
-            squares += here * here
-        length = tl.rsqrt(tl.sum(squares, 0) / N + scale)
-    t = tl.arange(0, T)
-    begins = t * WIDTH
-    if FORM == _FOUR:  # 16 bytes have as many columns of a group's lower half, and of the upper one
-        begins = t // (GROUP // 32) * GROUP + t % (GROUP // 32) * 16
-    columns = begins[:, None] + tl.arange(0, 8)[None, :]
-    for start in tl.range(0, N, IN):
-        kept = ahead
-        ahead = _asked(weights, row, start + IN, N, EACH, IN)
-        x0 = _columns(x, norm, length, start + columns, N)
-        x1 = x0
-        x2 = x0
-        x3 = x0
-        if FORM != _PLAIN:
-            x1 = _columns(x, norm, length, start + columns + 8, N)
-        if FORM == _FOUR:
-            x2 = _columns(x, norm, length, start + columns + GROUP // 2, N)
-            x3 = _columns(x, norm, length, start + columns + GROUP // 2 + 8, N)
-        total = _added(total, kept, x0, x1, x2, x3, scales, row, outputs, start, N, FORM, GROUP, T)
-        if THEN == _GATE:
-            kept = up_ahead
-            up_ahead = _asked(weights, row + results, start + IN, N, EACH, IN)
-            up = row + results
-            up_total = _added(
-                up_total, kept, x0, x1, x2, x3, scales, up, outputs, start, N, FORM, GROUP, T
-            )
-    made = _summed(total, scales, bias, row, out, FORM)
+    up = row + results if THEN == _GATE else None
+    total, up_total = multiplied(
+        x, norm, weights, scales, scale, row, up, outputs, N, FORM, GROUP, IN, NORMED, EARLY
+    )
+    made = summed(total, scales, bias, row, out, FORM)
     if THEN == _GATE:
         gate = rounded(made / (1.0 + tl.exp(-made)), out)
-        made = gate * _summed(up_total, scales, bias, row + results, out, FORM)
+        made = gate * summed(up_total, scales, bias, row + results, out, FORM)
     if THEN == _ADD:
         made += tl.load(out + row).to(tl.float32)
     tl.store(out + n, made.to(out.dtype.element_ty), mask=n < results)
@@ -240,6 +279,11 @@ class Product:
     config: Config
     early: bool = False
 
+    @property
+    def options(self) -> dict[str, bool]:
+        """Of the launch. Not every backend has this one."""
+        return {"launch_pdl": True} if self.early else {}
+
     def __call__(
         self, x: Tensor, out: Tensor, then: int, norm: Tensor | None = None, eps: float = 0.0
     ) -> Tensor:
@@ -250,8 +294,8 @@ class Product:
         assert out.shape == (1, results)
         assert x.is_contiguous()
         assert out.is_contiguous()
-        tiles = _tiles(config, matrix.n, self.form, self.group, then, norm is not None, self.early)
-        options = {"launch_pdl": True} if self.early else {}  # not every backend has this option
+        two, normed = then == GATE, norm is not None
+        tiles = tiles_of(config, matrix.n, self.form, self.group, two, normed, self.early)
         _row_product[(-(-results // tiles["OUT"]),)](
             x,
             norm,
@@ -261,28 +305,75 @@ class Product:
             out,
             eps,
             matrix.outs,
+            THEN=then,
             **tiles,
-            **options,
+            **self.options,
             num_warps=config.warps,
             num_stages=1,
         )
         return out
 
 
-def _tiles(
-    config: Config, n: int, form: int, group: int, then: int, normed: bool, early: bool = False
+def tiles_of(
+    config: Config, n: int, form: int, group: int, two: bool, normed: bool, early: bool = False
 ) -> dict[str, int | bool]:
-    """The constants of `_row_product`."""
+    """The constants of `multiplied`. two: a program multiplies two sets of OUT rows."""
     return {
         "N": n,
         "FORM": form,
         "GROUP": group,
-        "THEN": then,
-        "OUT": config.rows // 2 if then == GATE else config.rows,
+        "OUT": config.rows // 2 if two else config.rows,
         "IN": min(config.columns, power(n)),
         "NORMED": min(_AT_ONCE, power(n)) if normed else 0,
         "EARLY": early,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class NormedProduct:
+    """Called with x [1, n], it returns `product` times RMSNorm(x), [1, outs]; `norm` [n] has the
+    weights of the norm."""
+
+    product: Product
+    norm: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See the class."""
+        out = x.new_empty((1, self.product.matrix.outs))
+        return self.product(x, out, KEEP, self.norm, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What follows attention in a layer. Called with x [1, hidden], the input of the layer, and
+    mixed [1, heads * D], the output of attention, both in the dtype of the norms, it changes x, in
+    place, to the input of the next layer, and returns that layer's queries, keys and values before
+    rotation [1, outs of `following`], or the normed row [1, hidden] if there is no next layer."""
+
+    out: Product
+    gate_up: Product
+    down: Product
+    mlp_norm: Tensor
+    following: NormedProduct | None
+    next_norm: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """See the class."""
+        self.add(x, mixed)
+        return self.normed(x) if self.following is None else self.following(x)
+
+    def add(self, x: Tensor, mixed: Tensor) -> None:
+        """Change x to the input of the next layer."""
+        self.out(mixed, x, ADD)
+        gated = x.new_empty((1, self.down.matrix.n))
+        self.gate_up(x, gated, GATE, self.mlp_norm, self.eps)
+        self.down(gated, x, ADD)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The row after the norm that follows the layer, [1, hidden]."""
+        return add_norm(x, None, self.next_norm, self.eps)
 
 
 def rest(
@@ -294,15 +385,11 @@ def rest(
     next_norm: Tensor,
     eps: float,
     early: bool = EARLY,
-) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A function of x [1, hidden], the input of the layer, and mixed [1, heads * D], the output of
-    attention, in the dtype of the norms. It changes x, in place, to the input of the next layer,
-    and returns that layer's queries, keys and values before rotation [1, outs of `following`], or
-    the normed row [1, hidden] if there is no next layer.
+) -> Rest | None:
+    """`Rest` of these matrices; None: these kernels do not take such matrices or norms.
 
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
-    early: launch the products early, where the device can. None: these kernels do not take such
-    matrices or norms.
+    early: launch the products early, where the device can.
     """
     kind = mlp_norm.dtype
     made = [product_of(matrix, kind, early=early) for matrix in (out, gate_up, down)]
@@ -312,30 +399,18 @@ def rest(
     last = None if following is None else normed_product(following, next_norm, eps, early)
     if following is not None and (last is None or next_norm.dtype != kind):
         return None
-
-    def run(x: Tensor, mixed: Tensor) -> Tensor:
-        first(mixed, x, ADD)
-        gated = second(x, x.new_empty((1, down.n)), GATE, mlp_norm, eps)
-        third(gated, x, ADD)
-        return add_norm(x, None, next_norm, eps) if last is None else last(x)
-
-    return run
+    return Rest(first, second, third, mlp_norm, last, next_norm, eps)
 
 
 def normed_product(
     matrix: Matrix, norm: Tensor, eps: float, early: bool = EARLY
-) -> Callable[[Tensor], Tensor] | None:
-    """A function of x [1, n] that returns matrix times RMSNorm(x), [1, outs]; `norm` [n] has the
-    weights of the norm. early: see `rest`. None: this kernel does not take such a matrix or norm.
-    """
+) -> NormedProduct | None:
+    """`NormedProduct` of this matrix and norm; None: this kernel does not take them. early: see
+    `rest`."""
     made = product_of(matrix, norm.dtype, early=early)
     if made is None or not _norms(norm, matrix.n):
         return None
-
-    def run(x: Tensor) -> Tensor:
-        return made(x, x.new_empty((1, matrix.outs)), KEEP, norm, eps)
-
-    return run
+    return NormedProduct(made, norm, eps)
 
 
 def product_of(
@@ -394,7 +469,8 @@ def variants() -> list[Variant]:
         for name, n, then, normed in _BUILDS:
             group = 128 if form == FOUR else 0
             constants: dict[str, object] = {
-                **_tiles(CONFIGS[form], n, form, group, then, normed),
+                **tiles_of(CONFIGS[form], n, form, group, then == GATE, normed),
+                "THEN": then,
                 "bias": None,
             }
             kinds = {"x": "*bf16", "weights": stored, "out": "*bf16"}
