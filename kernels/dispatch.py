@@ -69,8 +69,8 @@
     row_product            -                        cpu/product         torch/product
     rest                   triton/rest              cpu/rest            models
     normed_product         triton/rest              -                   models
-    layers                 -                        cpu/layers          models
-    step_arena             -                        cpu/step_arena      models
+    layers                 triton/layers            cpu/layers          models
+    step_arena             triton/step_arena        cpu/step_arena      models
     int8_product           -                        cpu/integer         models
     int4_product           -                        cpu/integer         models
     pack_int8              -                        cpu/packing         models

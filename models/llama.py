@@ -94,10 +94,11 @@ D], and adds to x in place what follows in the layer. Returns the next layer's q
 values [1, (heads + 2 * kv_heads) * D], not rotated; for the last layer, x after the final norm [1,
 hidden]."""
 
-AllLayers = Callable[[Tensor, Tensor, Tensor, Tensor, object], Tensor]
+AllLayers = Callable[[Tensor, Tensor | None, Tensor, Tensor, object], Tensor]
 """All layers for one token. Takes x [1, hidden], the first layer's queries, keys and values [1,
-(heads + 2 * kv_heads) * D], not rotated, cos and sin, and the arena in the kernel's form
-(`Attend.step_arena`). Returns x after the final norm [1, hidden], and overwrites x."""
+(heads + 2 * kv_heads) * D], not rotated, or None if it was made with a `First`, cos and sin, and
+the arena in the kernel's form (`Attend.step_arena`). Returns x after the final norm [1, hidden],
+and overwrites x."""
 
 First = Callable[[Tensor], Tensor]
 """Takes x [1, hidden] of one token, and returns the first layer's queries, keys and values [1,
@@ -162,8 +163,8 @@ class Ops(Protocol):
 
     @property
     def layers(self) -> Callable[..., AllLayers | None] | None:
-        """A function that makes an `AllLayers` from the `Rest` of each layer
-        (kernels/cpu/layers.py), or returns None. None: there is none."""
+        """A function that makes an `AllLayers` from the `Rest` of each layer and a `First` or None
+        (kernels/cpu/layers.py, kernels/triton/layers.py), or returns None. None: there is none."""
         ...
 
     @property
@@ -290,12 +291,12 @@ class Llama:
                 matrix.scratch = self._scratch
         self._rests = [] if own is None else self._all_rests(own)
         self._layers = self._first = None
-        if self._rests and own is not None and own.layers is not None:
-            self._layers = own.layers(self._rests)
         if own is not None and own.normed_product is not None and self._rests:
             layer = self.layers[0]
             qkv, eps = as_read(layer.qkv), self.config.norm_eps
             self._first = own.normed_product(qkv, layer.attention_norm, eps)
+        if self._rests and own is not None and own.layers is not None:
+            self._layers = own.layers(self._rests, self._first)
 
     def _chunk(self, asked: int | None) -> int:
         """The `rows` that were given to the constructor, else `chunk_rows`."""
@@ -420,15 +421,15 @@ class Llama:
         addend: Tensor | None = None  # in a step: what the next norm has to add to x
         watched = getattr(kv, "watch", None) is not None  # `watch` needs every layer's input
         rests = self._rests if last and count == 1 and not grad and not watched else []
-        # In a step: the next layer's queries, keys and values, from `First` or `Rest`.
-        ready = self._first(x) if rests and self._first is not None else None
         step_arena = getattr(kv, "step_arena", None) if rests and self._layers else None
         arena = None if step_arena is None else step_arena()
         if self._layers is not None and arena is not None:
-            qkv = self._qkv(self.layers[0], x, None, kv) if ready is None else ready
-            x = self._layers(x, qkv, *tables[0], arena)
+            given = self._qkv(self.layers[0], x, None, kv) if self._first is None else None
+            x = self._layers(x, given, *tables[0], arena)
             kv.advance(count)
             return x
+        # In a step: the next layer's queries, keys and values, from `First` or `Rest`.
+        ready = self._first(x) if rests and self._first is not None else None
         for index, layer in enumerate(self.layers):
             closing = last and index == len(self.layers) - 1
             for start, (cos, sin) in zip(starts, tables, strict=True):

@@ -87,6 +87,7 @@ def step_arena(
     oldest: Tensor,
     logits: Tensor | None,
     lse: Tensor | None,
+    arrived: Tensor,
     hashing: kernels.Hashing | None = None,
     *,
     tiles: bool = False,
@@ -96,8 +97,8 @@ def step_arena(
     columns: k, v, pos and perhaps k_scale and v_scale; these, blank and position: as in
     `rotate_append`. start, length and slot int64 [L, H]: each head's rows and its new row. oldest
     int64 [L], which counts for layers with a window; logits [L, H, G, N] and lse [L, H, G]: as in
-    `ragged_attention`, which gets those of one layer. hashing: for HashEvict. tiles: as in
-    `decode.Decode`.
+    `ragged_attention`, which gets those of one layer. arrived: not used here. hashing: for
+    HashEvict. tiles: as in `decode.Decode`.
     """
     k, v, pos = columns["k"], columns["v"], columns["pos"]
     k_scale, v_scale = columns.get("k_scale"), columns.get("v_scale")

@@ -17,12 +17,14 @@ from minikv.kernels.triton import (
     hash_append,
     int8,
     layer,
+    layers,
     outputs,
     overwrite,
     packed_product,
     sampling,
     selection,
     step,
+    step_arena,
 )
 from minikv.kernels.triton import hash_codes as hashes
 from minikv.kernels.triton import heads_mean as heads
@@ -97,6 +99,8 @@ class Triton(Kernels):
     silu_mul = staticmethod(layer.silu_mul)
     rest = staticmethod(rest_of_layer.rest)
     normed_product = staticmethod(rest_of_layer.normed_product)
+    layers = staticmethod(layers.layers)
+    step_arena = staticmethod(step_arena.step_arena)
     w8a16_product = staticmethod(packed_product.w8a16_product)
     w4a16_product = staticmethod(packed_product.w4a16_product)
     unpack_int4_rows = staticmethod(packed_product.unpack_int4_rows)

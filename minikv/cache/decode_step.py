@@ -10,7 +10,7 @@ The step is the same on every device. In order:
     evict      choose the row that leaves each head over its cap        (all heads at once)
 
 `attend_unrotated`, or `attend` if queries and keys are already rotated, does `append` and
-`attention`. On a CPU one kernel may do both in all layers (`step_arena`). `end` does `update` and
+`attention`. `Kernels.layers` may do both in all layers (`step_arena`). `end` does `update` and
 `evict`, and then `place` for the next step. A policy that evicts before attention chooses its
 victims between `place` and `append`: for all heads at once before the first layer, or layer by
 layer if it needs the query.
@@ -299,6 +299,7 @@ class DecodeStep:
                 self.shape.windows,
                 self.oldest_seen,
                 *scratch,
+                self.arrived,
                 hashing,
             )
         if self._step_arena is not None:

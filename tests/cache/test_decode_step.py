@@ -684,7 +684,8 @@ def test_all_layers_are_computed_at_once_unless_a_policy_reads_each(
     assert found is made[0]
     assert decode.step_arena() is found
     assert len(made) == 1
-    columns, _, position, start, length, slot, windows, oldest, logits, lse, hashing = made[0]
+    columns, _, position, start, length, slot, windows, oldest, *scratch, hashing = made[0]
+    logits, lse, arrived = scratch
     arena = decode.rows.arena
     assert columns is arena.columns
     assert (position, start, length, slot) == (
@@ -695,6 +696,7 @@ def test_all_layers_are_computed_at_once_unless_a_policy_reads_each(
     )
     assert windows == (None, 16)
     assert oldest is decode.oldest_seen
+    assert arrived is decode.arrived
     evicts_first = decode.policy is not None and decode.policy.evict_first
     reads = decode.policy is not None and not evicts_first
     assert (logits is decode.logits) == (lse is decode.lse) == reads

@@ -151,30 +151,43 @@ def _both(name: str) -> Callable[..., Any]:
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A function of weights that launches, and then its twin computes."""
+
+    launch: Callable[..., Any]
+    compute: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        out = self.launch(*args)
+        with uncounted():
+            near(out).copy_(self.compute(*near(args)))
+        return out
+
+
 def _made(name: str) -> Callable[..., Any]:
-    """Of an operation that makes a function of weights: the function launches, and then its twin
-    computes. None where the kernels do not take the weights."""
+    """Of an operation that makes a function of weights, or of such functions. None where the
+    kernels do not take the weights."""
     make, twin = getattr(Triton, name), getattr(rest_twin, name)
 
     def made(*given: Any) -> Any:
-        launch = make(*given)
-        if launch is None:
-            return None
-        compute = twin(*near(given))
-
-        def run(*args: Tensor) -> Tensor:
-            out: Tensor = launch(*args)
-            with uncounted():
-                near(out).copy_(compute(*near(args)))
-            return out
-
-        return run
+        launch = make(*_parts(given, "launch"))
+        return None if launch is None else _Made(launch, twin(*near(_parts(given, "compute"))))
 
     return made
 
 
-_MAKERS = ("rest", "normed_product")
+def _parts(given: Any, name: str) -> Any:
+    """`given`, and of each `_Made` in it the part `name`."""
+    if isinstance(given, (list, tuple)):
+        return type(given)(_parts(one, name) for one in given)
+    return getattr(given, name) if isinstance(given, _Made) else given
+
+
+_MAKERS = ("rest", "normed_product", "layers")
 for _name in vars(Triton):
+    if _name == "step_arena":  # launches nothing
+        continue
     if isinstance(vars(Triton)[_name], staticmethod):
         _wrapped = (_made if _name in _MAKERS else _both)(_name)
         setattr(_Kernels, _name, staticmethod(_wrapped))

@@ -228,8 +228,8 @@ def test_every_part_is_written_before_it_is_counted(build: Callable[[str, int], 
 @pytest.mark.parametrize(
     "name",
     some_by_day(
-        [name for name in sorted(VARIANTS) if name.startswith("row-product")],
-        lambda name: name == "row-product-plain-gate-up",
+        [name for name in sorted(VARIANTS) if name.startswith(("row-product", "append-product"))],
+        lambda name: name in ("row-product-plain-gate-up", "append-product-plain-128"),
     ),
 )
 def test_an_early_product_waits_before_it_touches_what_others_write(
@@ -266,6 +266,7 @@ def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None
         "w8a16-product",
         "w4a16-product",
         "row-product",
+        "append-product",
     )
     for name, variant in VARIANTS.items():
         assert bool(variant.reads) == name.startswith(walks), name
