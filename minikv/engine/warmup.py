@@ -22,7 +22,9 @@ from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL, Evidence, smallest_budget
 
 _ROWS = 4  # per head; compiled kernels do not depend on the number of rows
-_LATER = (72, 24, 8, 3)  # tokens of later prompts: one for each size of query tiles
+_LATER = (72, 24, 8, 3, 1)
+"""Tokens of later prompts: one for each size of query tiles, and a prompt of one token, whose
+products need not be those of a step."""
 _LINES = (16, 32, 64, 128)  # queries times G: one for each size of query tiles
 _OBSERVED = (1, 32, 64)  # last queries of a prompt: one for each tile of 16, 32 and 64
 _FAR = 1 << 16  # rows of a head that are divided among several programs
