@@ -43,6 +43,7 @@ from minikv.cli.bench import machine
 from minikv.engine.decode_loop import captured
 from minikv.kernels import last_rows_attention, merge, rows_attention
 from minikv.kernels.triton import rest
+from minikv.kernels.triton.append_product import append_product
 from minikv.kernels.triton.table import Triton
 from minikv.models.linear import Linear, Plain
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
@@ -150,11 +151,36 @@ def _multiplied(own: list[rest.Product], x: Tensor, out: Tensor, i: int) -> obje
 def layers(device: torch.device, small: bool) -> dict[str, Any]:
     """Seconds of all behind attention in a layer, with the next one's queries, keys and values: the
     separate calls ("separate"), our own products, and these launched before the kernel in front has
-    ended ("early"; without a GPU of compute capability 9.0 the same as "own"). Where
-    `own_by_separate` is above 1, set `products` of kernels/triton/table.py to False; where
-    `early_by_own` is below 1, set `EARLY` of kernels/triton/rest.py to True."""
-    hidden, mlp, attended, rows = (32, 32, 32, 8) if small else (4096, 14336, 4096, 6144)
+    ended ("early"; without a GPU of compute capability 9.0 the same as "own"). Then, with our own
+    products, what a layer is without attention where a kernel of its own rotates and writes the new
+    row ("six" launches, with attention), and where the product does ("five").
+
+    Where `own_by_separate` is above 1, set `products` of kernels/triton/table.py to False; where
+    `early_by_own` is below 1, set `EARLY` of kernels/triton/rest.py to True; where `five_by_six` is
+    above 1, take `layers` and `step_arena` out of kernels/triton/table.py."""
+    hidden, mlp, attended = (32, 32, 32) if small else (4096, 14336, 4096)
+    heads, group, size = (1, 1, 8) if small else (8, 4, 128)
+    rows = heads * (group + 2) * size
     ops = Triton()
+    slot = torch.arange(heads, device=device)[None] * 8
+    new = slot[0], torch.zeros((), dtype=torch.int64, device=device)
+    k, v = (torch.zeros(8 * heads, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    pos = torch.zeros(8 * heads, dtype=torch.int32, device=device)
+    turn = [torch.ones(1, 1, size, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    arena = ops.step_arena(
+        {"k": k, "v": v, "pos": pos},
+        (),
+        new[1],
+        slot,
+        slot,
+        slot,
+        (None,),
+        slot[:, 0],
+        None,
+        None,
+        torch.zeros(heads, dtype=torch.int32, device=device),
+    )
+    assert arena is not None
     found: dict[str, Any] = {}
     shapes = ((hidden, attended), (2 * mlp, hidden), (hidden, mlp), (rows, hidden))
     for form in FORMS:
@@ -184,12 +210,27 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
             product: Tensor = made[i](x, mixed)
             return product
 
-        ways = {"separate": separate, "own": own, "early": partial(own, made=made_early)}
+        def six(i: int, made: list[Any] = made, x: Tensor = x, mixed: Tensor = mixed) -> Tensor:
+            qkv = made[i](x, mixed).view(-1, size)
+            return ops.rotate_append(qkv, *turn, *new, k, v, pos, ())[0]
+
+        def five(i: int, made: list[Any] = made, x: Tensor = x, mixed: Tensor = mixed) -> Tensor:
+            made[i].add(x, mixed)
+            return append_product(made[i].following, x, *turn, arena, 0)
+
+        ways = {
+            "separate": separate,
+            "own": own,
+            "early": partial(own, made=made_early),
+            "six": six,
+            "five": five,
+        }
         mine = {
             name: mean_seconds(run, device, calls, 1 if small else 7) * 1e6
             for name, run in ways.items()
         }
         mine["early_by_own"] = mine["early"] / mine["own"]
+        mine["five_by_six"] = mine["five"] / mine["six"]
         mine["own_by_separate"] = mine["own"] / mine["separate"]
         nbytes = sum(one.nbytes for one in kept[0])
         mine["own_bytes_s"] = nbytes / mine["own"] * 1e6
@@ -197,7 +238,7 @@ def layers(device: torch.device, small: bool) -> dict[str, Any]:
         print(
             f"  {form:5} separate {mine['separate']:7.1f} us, own {mine['own']:7.1f} us, "
             f"ratio {mine['own_by_separate']:.2f}, {mine['own_bytes_s'] / 1e9:.0f} GB/s, "
-            f"early / own {mine['early_by_own']:.2f}",
+            f"early / own {mine['early_by_own']:.2f}, five / six {mine['five_by_six']:.2f}",
             flush=True,
         )
     return found

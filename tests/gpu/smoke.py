@@ -44,6 +44,7 @@ import step_oracle
 
 from minikv.kernels import Rows, dispatch, last_rows_attention, to_codes, window_attention
 from minikv.kernels.torch import attention_mass, decode
+from minikv.kernels.triton.append_product import append_product
 from minikv.kernels.triton.table import Triton
 from minikv.models.linear import Plain
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
@@ -691,6 +692,50 @@ def behind_attention(s: Sizes, form: str) -> str:
     return said + ", " + near(2e-2, first=(got, want))
 
 
+def row_with_product(s: Sizes, form: str) -> str:
+    """The product before attention that rotates and writes the new row: near torch, and near the
+    two kernels that do it where there is no arena."""
+    heads, group, size, hidden = s.heads, s.group, s.size, s.hidden
+    if s.interprets:
+        heads, group, size, hidden = 1, 2, 24, 64  # a program takes tens of milliseconds
+    plain = Plain(s.normal(heads * (group + 2) * size, hidden) / hidden**0.5)
+    on_gpu = torch.device("cuda")  # also in the interpreter: a CPU has other layouts
+    matrix = as_read(kept_on(on_gpu, plain, form, Pages(s.device).empty))
+    norm, x, rows = s.normal(hidden), s.normal(1, hidden), 64 * heads
+    inverse = (1e4 ** -(torch.arange(size // 2) / (size // 2))).to(s.device)
+    at = torch.tensor(131071, device=s.device)
+    angles = Twins().rotary_table(at, inverse, 1.0, s.kind)
+    slot = torch.randperm(rows, generator=s.made)[:heads].to(s.device)
+    outs = []
+    for way in ("torch", "two launches", "one launch", "again"):
+        k, v = (torch.zeros(rows, size, dtype=s.kind, device=s.device) for _ in range(2))
+        pos = torch.zeros(rows, dtype=torch.int32, device=s.device)
+        blank = [torch.ones(rows, device=s.device)]
+        make = rest_twin.normed_product if way == "torch" else Triton().normed_product
+        product = make(matrix, norm, 1e-5)
+        assert product is not None, "not taken"
+        if way in ("torch", "two launches"):
+            write = (Twins() if way == "torch" else Triton()).rotate_append
+            query, _ = write(product(x).view(-1, size), *angles, slot, at, k, v, pos, blank)
+        else:
+            table = slot[None]
+            scratch = None, None, torch.zeros(heads, dtype=torch.int32, device=s.device)
+            columns = {"k": k, "v": v, "pos": pos}
+            arena = Triton().step_arena(
+                columns, blank, at, table, table, table, (None,), table[:, 0], *scratch
+            )
+            query = append_product(product, x, *angles, arena, 0)
+        assert torch.equal(pos[slot], torch.full_like(slot, 131071).to(torch.int32)), "positions"
+        assert not bool(blank[0][slot].any()), "columns"
+        outs.append((query, k, v))
+    assert all(map(torch.equal, outs[3], outs[2])), "not the same again"
+    same = all(map(torch.equal, outs[2], outs[1]))
+    names = ("query", "k", "v")
+    for want in (outs[1], outs[0]):
+        said = near(2e-2, **dict(zip(names, zip(outs[2], want, strict=True), strict=True)))
+    return f"{said}; two launches {'give the same bits' if same else 'add in another order'}"
+
+
 def library(s: Sizes) -> str:
     """torch's own attention, called beneath its front door: results and log-sum-exps."""
     t, n = (256, 1024) if s.rows > 100 else (8, 24)
@@ -846,6 +891,7 @@ def main() -> int:
     for form in ("auto", "int8", "int4"):
         name = "bfloat16" if form == "auto" else form
         check(f"rest of a layer, {name} weights", partial(behind_attention, s, form))
+        check(f"row with its product, {name} weights", partial(row_with_product, s, form))
     check("torch's attention", partial(library, s))
     check("beyond 2^31 numbers", partial(far_rows, s))
     if not asked.small:
