@@ -2,10 +2,9 @@
 launch, and where the others move, in another.
 
 A program chooses for one KV head. It makes an ordered integer of each row's score. The largest of
-those that leave is found two bits at a time, by counting how many are lower; nothing is sorted. A
-third of RoCo's and H2O's work, to narrow the choice, is done in the same way. Specification:
-`torch/blocks.py` for `lowest_block` and `compacted`, for the rest the file of each policy in
-minikv/policies.
+those that leave is found two bits at a time, by counting how many are lower; nothing is sorted.
+RoCo's limit of the variance is found in the same way. Specification: `torch/blocks.py` for
+`lowest_block` and `compacted`, for the rest the file of each policy in minikv/policies.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
