@@ -266,6 +266,9 @@ def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None
         "w8a16-product",
         "w4a16-product",
         "row-product",
+        "visible",
+        "joined",
+        "compacted",
         "append-product",
     )
     for name, variant in VARIANTS.items():
