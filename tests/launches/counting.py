@@ -87,7 +87,7 @@ PARTS = ("layer", "finish", "chunk", "beside", "beside_chunk")
 class Case:
     """What is counted. kept: "int8" keys and values, or "windows": layers with a sliding window;
     options: of the policies; stride: with it, the step policy also reads the prompt; weights: how
-    the matrices of the layers are kept, one of `linear.FORMS`."""
+    the matrices of the layers are kept, one of `linear.FORMS`; budget: rows per head."""
 
     policy: str
     decode: str
@@ -95,6 +95,7 @@ class Case:
     options: tuple[tuple[str, object], ...] = ()
     stride: int = 0
     weights: str = "auto"
+    budget: int = BUDGET
 
     @property
     def name(self) -> str:
@@ -102,7 +103,8 @@ class Case:
         pair = f"{self.policy} blocks" if self.stride else f"{self.policy}/{self.decode}"
         options = (f"{name}={value}" for name, value in self.options)
         weights = "" if self.weights == "auto" else f"{self.weights} weights"
-        return " ".join((pair, *options, *filter(None, (self.kept, weights))))
+        budget = "" if self.budget == BUDGET else f"budget {self.budget}"
+        return " ".join((pair, *options, *filter(None, (self.kept, weights, budget))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +237,7 @@ class Bench:
         shape = Shape(layers, KV_HEADS, HEADS, HEAD_DIM, net.config.windows, net.config.max_context)
         decode = "auto" if case.stride else case.decode
         eviction = EvictionConfig.read(
-            case.policy, decode, BUDGET, dict(case.options), 0, case.stride
+            case.policy, decode, case.budget, dict(case.options), 0, case.stride
         )
         kv = KVCache(
             shape,
@@ -426,8 +428,8 @@ def step_cases(*, whole: bool = True) -> list[Case]:
 
 
 def prompt_cases(*, whole: bool) -> list[Case]:
-    """Every prompt policy; the step policies that note what a prompt's queries see; and two that
-    read it in blocks."""
+    """Every prompt policy; the step policies that note what a prompt's queries see; and some
+    that read it in blocks."""
     names, steps = policies.prompt_names(), [n for n in policies.step_names() if n != "none"]
     found = [Case(name, "none") for name in names]
     for name in names if whole else _BY_DAY:
@@ -438,8 +440,10 @@ def prompt_cases(*, whole: bool) -> list[Case]:
 
 
 def block_cases() -> list[Case]:
-    """Step policies that read the prompt in blocks."""
-    return [Case(name, name, stride=CHUNK // 4) for name in ("h2o", "roco")]
+    """Step policies that read the prompt in blocks: with a kernel of their own and without; and
+    with so many rows that attention divides them."""
+    found = [Case(name, name, stride=CHUNK // 4) for name in ("h2o", "roco", "tova")]
+    return [*found, Case("h2o", "h2o", stride=CHUNK // 4, budget=300)]
 
 
 def steps(bench: Bench, whole: bool) -> Rows:

@@ -19,9 +19,9 @@ from minikv.models.linear import Matrix
 from minikv.models.llama import Llama
 
 pytest.importorskip("triton", reason="no Triton on this system")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 @pytest.mark.parametrize("step", [pytest.param("none", marks=pytest.mark.soak), "roco"])
 def test_steps_are_those_of_one_kernel_after_the_other(step: str) -> None:
     """Uneven heads, layers with and without a window, with statistics of rows and without."""
