@@ -1,12 +1,19 @@
 """From logits to the next token, in Triton. Specification: `torch/sampling.py`.
 
-Two launches each: the programs of the first read a tile of logits each, and one program joins their
-results. For a draw, torch sorts the logits first. With the sums of the tiles, the second launch
-looks into two tiles at most: the one in which the nucleus ends, and the one in which the drawn
-token lies. Masses are whole numbers, so their sums equal torch's in any order.
+The best token takes two launches: the programs of the first read a tile of logits each, and one
+program joins their results.
 
-Without the sort, each of these places would take a radix search: four passes over the logits, one
-after the other, and two more for equal logits.
+A draw does not sort the vocabulary. It looks for a place in the order of the logits at most three
+times: where top_k ends, where the nucleus of top_p ends, and where the drawn token lies. Each is
+the first logit up to which a sum is above a target: a sum of ones for top_k, else of masses. The
+key of a logit has 33 bits and grows as the logit falls. A search finds 11 bits at a time: a launch
+adds up the masses of all logits whose key begins as found so far, by the next 11 bits, and each
+program of the next launch reads from these sums which bits come next. Two launches more find the
+drawn token among equal logits. Masses are whole numbers, so their sums are exact in any order.
+
+That is 6 launches that read the logits 5 times, and 2 more of each for top_k and for top_p. A radix
+sort, as torch has, takes about 8 launches, of which 4 read and write every logit and its id. The
+slowest case of the search is that most logits are equal: all are added to one address in turn.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -28,6 +35,9 @@ _BLOCK, _WARPS = 1024, 4
 _TILES = 1024  # one build for up to so many tiles, which is enough for any vocabulary
 _FAR = tl.constexpr((1 << 31) - 1)
 _WHOLE = tl.constexpr(1 << 52)  # from here on a float64 has no fraction
+_BITS = tl.constexpr(11)  # of a key that a level of a search finds; three levels find all
+_BINS = tl.constexpr(1 << 11)
+_COPIES = tl.constexpr(4)  # of the first level's sums: most logits share few leading bits
 
 
 @triton.jit
@@ -42,9 +52,10 @@ def _finite(x):
     return tl.abs(x) < float("inf")  # NaN is not below anything
 
 
-@triton.jit(do_not_specialize=["vocab"])
-def _best_of_tile(logits, value, index, finite, vocab, BN: tl.constexpr):
-    """Grid (tiles,): the best logit of each tile, its index, and whether all are finite."""
+@triton.jit(do_not_specialize=["vocab", "rows"])
+def _best_of_tile(logits, value, index, finite, table, vocab, rows, BN: tl.constexpr):
+    """Grid (tiles,): the best logit of each tile, its index, and whether all are finite. With a
+    table, its rows become zero."""
     tile = tl.program_id(0)
     j = tile * BN + tl.arange(0, BN)
     x = tl.load(logits + j, mask=j < vocab, other=-float("inf"))
@@ -52,6 +63,9 @@ def _best_of_tile(logits, value, index, finite, vocab, BN: tl.constexpr):
     tl.store(value + tile, most)
     tl.store(index + tile, first)
     tl.store(finite + tile, tl.min((_finite(x) | (j >= vocab)).to(tl.int32), 0))
+    if table is not None:
+        for row in range(tile, rows, tl.num_programs(0)):
+            tl.store(table + row * _BINS + tl.arange(0, _BINS), tl.zeros((_BINS,), tl.int64))
 
 
 @triton.jit
@@ -75,18 +89,32 @@ def _best_of_all(value, index, tile_finite, token, found, finite, tiles, vocab, 
 
 
 @triton.jit
-def _chances(ranked, j, limit, temperature):
-    """float64: how many times as likely as rank 0 the tokens of ranks j are; 0 from `limit` on."""
-    best = tl.load(ranked).to(tl.float64)
-    x = tl.load(ranked + j, mask=j < limit, other=0.0).to(tl.float64)
-    return tl.where(j < limit, tl.exp((x - best) / temperature), 0.0)
+def _key(x):
+    """int64: 33 bits, which are larger for a smaller logit. 0 and -0 have the same."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits, bits ^ 0x7FFFFFFF)
+    return (bits.to(tl.int64) & 0xFFFFFFFF) << 1
+
+
+@triton.jit
+def _logit(key):
+    """The logit that has this key."""
+    bits = (key >> 1).to(tl.int32)
+    return tl.where(bits < 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _chances(x, best, temperature):
+    """float64: how many times as likely as the best logit these are."""
+    return tl.exp((x.to(tl.float64) - best) / temperature)
 
 
 @triton.jit
 def _masses(chances, scale):
-    """int64: the chances in units of 1 / scale, rounded. Adding 2^52 puts the whole number into the
-    lowest bits."""
-    return (chances * scale + _WHOLE).to(tl.int64, bitcast=True) & (_WHOLE - 1)
+    """int64: the chances in units of 1 / scale, rounded; 0 for NaN. Adding 2^52 puts the whole
+    number into the lowest bits."""
+    whole = (chances * scale + _WHOLE).to(tl.int64, bitcast=True) & (_WHOLE - 1)
+    return tl.where(chances <= 1, whole, 0)
 
 
 @triton.jit
@@ -96,89 +124,154 @@ def _float64(bits):
 
 
 @triton.jit
-def _ranks(top_k, vocab):
-    return tl.where((top_k > 0) & (top_k < vocab), top_k, vocab).to(tl.int32)
+def _sums(table, row, COPIES: tl.constexpr):
+    """The sums in a row, or in as many rows as there are copies of it."""
+    at = table + row * _BINS + tl.arange(0, _BINS)
+    found = tl.load(at)
+    for copy in tl.static_range(1, COPIES):
+        found += tl.load(at + copy * _BINS)
+    return found
 
 
-@triton.jit(do_not_specialize=["scale", "temperature", "top_k", "min_p", "tiles", "vocab"])
-def _weigh(
-    ranked,
-    total,
-    finite,
-    scale: tl.int64,
-    temperature: tl.int64,
-    top_k: tl.int64,
-    min_p: tl.int64,
-    tiles,
-    vocab,
-    BN: tl.constexpr,
-):
-    """Grid (tiles,): the mass of each tile of sorted logits, the mass that `min_p` keeps of it, and
-    whether all its logits are finite."""
-    tile = tl.program_id(0)
-    j = tile * BN + tl.arange(0, BN)
-    chances = _chances(ranked, j, _ranks(top_k, vocab), _float64(temperature))
-    masses = _masses(chances, _float64(scale))
-    tl.store(total + tile, tl.sum(masses, 0))
-    likely = tl.where(chances >= _float64(min_p), masses, 0)
-    tl.store(total + tiles + tile, tl.sum(likely, 0))
-    x = tl.load(ranked + j, mask=j < vocab, other=0.0)
-    tl.store(finite + tile, tl.min(_finite(x).to(tl.int32), 0))
+@triton.jit
+def _deeper(table, counts, row, counted, prefix, left, above, COPIES: tl.constexpr):
+    """A level of a search. prefix: the leading bits of the key; above: the mass of all logits
+    before these; left: what the target has above their sum. The result has the next bits, too."""
+    masses = _sums(table, row, COPIES)
+    by = masses
+    if counted:
+        by = _sums(counts, row, COPIES)
+    left = tl.minimum(left, tl.sum(by, 0) - 1)  # else behind the last logit that has a mass
+    digit = tl.minimum(tl.sum((tl.cumsum(by, 0) <= left).to(tl.int32), 0), _BINS - 1)
+    before = tl.arange(0, _BINS) < digit
+    left -= tl.sum(tl.where(before, by, 0), 0)
+    above += tl.sum(tl.where(before, masses, 0), 0)
+    return (prefix << _BITS) | digit, left, above
 
 
 @triton.jit(
-    do_not_specialize=["scale", "temperature", "top_k", "top_p", "draw_count", "tiles", "vocab"]
+    do_not_specialize=[
+        *("scale", "temperature", "top_k", "top_p", "min_p", "draw_count"),
+        *("search", "searches", "tiles", "vocab"),
+    ]
 )
-def _draw(
-    ranked,
-    ids,
+def _tally(
+    logits,
+    value,
     total,
-    tile_finite,
+    equal,
+    table,
+    notes,
     draws,
     first,
     position,
-    token,
-    found,
-    finite,
     scale: tl.int64,
     temperature: tl.int64,
     top_k: tl.int64,
     top_p: tl.int64,
+    min_p: tl.int64,
     draw_count,
+    search,
+    searches,
+    tiles,
+    vocab,
+    LEVEL: tl.constexpr,
+    BN: tl.constexpr,
+    TN: tl.constexpr,
+):
+    """Grid (tiles,): find the bits of the level before this one, and add up the masses by the next.
+    The filters together keep the smallest of the masses that each of them keeps.
+
+    value: the best logit of each tile; total: the mass of each tile, and then what `min_p` keeps of
+    it, from level 0; equal: of level 3, how many logits of each tile are the drawn one. table: sums
+    of masses, in a row for each copy of the first level and for levels 1 and 2 of each search;
+    behind them, if top_k is on, counts for the first search. notes: prefix, left and above of each
+    search after each level. search: of `searches`, the last of which is the draw."""
+    tile = tl.program_id(0)
+    b = tl.arange(0, TN)
+    ok = b < tiles
+    best = tl.max(tl.load(value + b, mask=ok, other=-float("inf")), 0).to(tl.float64)
+    heat = _float64(temperature)
+    unit = _float64(scale)
+    counted = (search == 0) & (top_k > 0)
+    counts = table + (_COPIES + 2 * searches) * _BINS
+    row = _COPIES + 2 * search + LEVEL - 1
+    note = notes + (3 * search + LEVEL - 1) * 3
+    prefix = tl.zeros((), tl.int64)
+    if LEVEL == 1:
+        kept = tl.sum(tl.load(total + b, mask=ok, other=0), 0)
+        if search > 0:
+            after_count = (search == 1) & (top_k > 0)
+            old = note - 6
+            place, left, above = tl.load(old), tl.load(old + 1), tl.load(old + 2)
+            place, left, above = _deeper(table, counts, row - 1, after_count, place, left, above, 1)
+            mass = tl.maximum(_masses(_chances(_logit(place), best, heat), unit), 1)
+            kept = above + (tl.where(after_count, left, left // mass) + 1) * mass
+        if counted:
+            left = top_k - 1
+        elif search < searches - 1:
+            left = tl.maximum(tl.ceil(kept.to(tl.float64) * _float64(top_p)).to(tl.int64), 1) - 1
+        else:
+            likely = tl.sum(tl.load(total + tiles + b, mask=ok, other=0), 0)
+            at = tl.minimum(tl.maximum(tl.load(position) + 1 - tl.load(first), 0), draw_count - 1)
+            left = (tl.minimum(kept, likely).to(tl.float64) * tl.load(draws + at)).to(tl.int64)
+        prefix, left, above = _deeper(table, counts, 0, counted, prefix, left, prefix, _COPIES)
+    if LEVEL > 1:
+        prefix, left, above = tl.load(note - 3), tl.load(note - 2), tl.load(note - 1)
+        prefix, left, above = _deeper(table, counts, row - 1, counted, prefix, left, above, 1)
+    if LEVEL == 3:
+        left //= tl.maximum(_masses(_chances(_logit(prefix), best, heat), unit), 1)
+    if LEVEL > 0 and tile == 0:
+        tl.store(note, prefix)
+        tl.store(note + 1, left)
+        tl.store(note + 2, above)
+    j = tile * BN + tl.arange(0, BN)
+    x = tl.load(logits + j, mask=j < vocab, other=-float("inf"))
+    key = _key(x)
+    here = (j < vocab) & ((key >> (_BITS * (3 - LEVEL))) == prefix)
+    if LEVEL == 3:
+        tl.store(equal + tile, tl.sum(here.to(tl.int32), 0))
+    else:
+        chances = _chances(x, best, heat)
+        masses = _masses(chances, unit)
+        if LEVEL == 0:
+            row = tile % _COPIES
+            tl.store(total + tile, tl.sum(masses, 0))
+            likely = tl.where(chances >= _float64(min_p), masses, 0)
+            tl.store(total + tiles + tile, tl.sum(likely, 0))
+        here &= masses > 0
+        to = row * _BINS + ((key >> (_BITS * (2 - LEVEL))) & (_BINS - 1))
+        tl.atomic_add(table + to, masses, mask=here, sem="relaxed")
+        if counted:
+            tl.atomic_add(counts + to, here.to(tl.int64), mask=here, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tiles", "vocab"], do_not_specialize_on_alignment=["note"])
+def _take(
+    logits,
+    tile_finite,
+    equal,
+    note,
+    token,
+    found,
+    finite,
     tiles,
     vocab,
     BN: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """Grid (1,): draw the token. The filters together keep the smallest of the masses that each of
-    them keeps."""
-    heat = _float64(temperature)
-    nucleus = _float64(top_p)
-    unit = _float64(scale)
+    """Grid (1,): the token that was drawn, by its key and the number of equal logits before it."""
+    key, left = tl.load(note), tl.load(note + 1)
     b = tl.arange(0, TN)
     ok = b < tiles
-    n = tl.arange(0, BN)
-    sums = tl.load(total + b, mask=ok, other=0)
-    ends = tl.cumsum(sums, 0)
-    limit = _ranks(top_k, vocab)
-    kept = tl.sum(sums, 0)
-    likely = tl.sum(tl.load(total + tiles + b, mask=ok, other=0), 0)
-    if nucleus < 1:
-        least = tl.maximum(tl.ceil(kept.to(tl.float64) * nucleus).to(tl.int64), 1)
-        tile = tl.sum((ok & (ends < least)).to(tl.int32), 0)
-        inner = tl.sum(tl.where(b < tile, sums, 0), 0)
-        inner += tl.cumsum(_masses(_chances(ranked, tile * BN + n, limit, heat), unit), 0)
-        kept = tl.min(tl.where(inner >= least, inner, kept), 0)
-    target = tl.minimum(kept, likely).to(tl.float64)
-    place = tl.load(position) + 1 - tl.load(first)
-    place = tl.minimum(tl.maximum(place, 0), draw_count - 1)
-    target = (target * tl.load(draws + place)).to(tl.int64)
-    tile = tl.sum((ok & (ends <= target)).to(tl.int32), 0)
-    inner = tl.sum(tl.where(b < tile, sums, 0), 0)
-    inner += tl.cumsum(_masses(_chances(ranked, tile * BN + n, limit, heat), unit), 0)
-    rank = tile * BN + tl.sum((inner <= target).to(tl.int32), 0)
-    best = tl.load(ids + tl.minimum(rank, limit - 1))
-    _note(best, tl.min(tl.load(tile_finite + b, mask=ok, other=1), 0), token, found, finite)
+    equals = tl.load(equal + b, mask=ok, other=0)
+    tile = tl.minimum(tl.sum((ok & (tl.cumsum(equals, 0) <= left)).to(tl.int32), 0), tiles - 1)
+    left -= tl.sum(tl.where(b < tile, equals, 0), 0)
+    j = tile * BN + tl.arange(0, BN)
+    same = (_key(tl.load(logits + j, mask=j < vocab, other=0.0)) == key) & (j < vocab)
+    best = tile * BN + tl.sum((tl.cumsum(same.to(tl.int32), 0) <= left).to(tl.int32), 0)
+    good = tl.min(tl.load(tile_finite + b, mask=ok, other=1), 0)
+    _note(tl.minimum(best, vocab - 1).to(tl.int64), good, token, found, finite)
 
 
 def greedy(
@@ -190,7 +283,7 @@ def greedy(
     vocab, tiles, most = _sizes(logits, block)
     value = torch.empty(tiles, dtype=torch.float32, device=logits.device)
     index, good = (torch.empty(tiles, dtype=torch.int32, device=logits.device) for _ in range(2))
-    _best_of_tile[(tiles,)](logits, value, index, good, vocab, BN=block, num_warps=_WARPS)
+    _best_of_tile[(tiles,)](logits, value, index, good, None, vocab, 0, BN=block, num_warps=_WARPS)
     _best_of_all[(1,)](
         value, index, good, token, found, finite, tiles, vocab, TN=most, num_warps=_WARPS
     )
@@ -214,46 +307,38 @@ def sample(
     """See `torch.sampling.sample`. `block`: logits that a program reads at once."""
     assert draws.is_contiguous()
     assert found.is_contiguous()
+    assert logits.is_contiguous()
     vocab, tiles, most = _sizes(logits, block)
-    ranked, ids = torch.sort(logits, descending=True, stable=True)
-    total = torch.empty((2, tiles), dtype=torch.int64, device=logits.device)
-    good = torch.empty(tiles, dtype=torch.int32, device=logits.device)
+    top_k = top_k if top_k < vocab else 0
+    searches = 1 + (top_k > 0) + (top_p < 1.0)
+    rows = _COPIES.value + 2 * searches + (_COPIES.value + 2 if top_k else 0)
+
+    def room(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    value = room(tiles, dtype=torch.float32)
+    index, good, equal = (room(tiles, dtype=torch.int32) for _ in range(3))
+    total, table, notes = room(2, tiles), room(rows, _BINS.value), room(searches, 3, 3)
+    _best_of_tile[(tiles,)](
+        logits, value, index, good, table, vocab, rows, BN=block, num_warps=_WARPS
+    )
+
+    given = (logits, value, total, equal, table, notes, draws, first, position)
     unit, heat = _bits(scale(vocab)), _bits(temperature)
-    _weigh[(tiles,)](
-        ranked,
-        total,
-        good,
-        unit,
-        heat,
-        top_k,
-        _bits(min_p),
-        tiles,
-        vocab,
-        BN=block,
-        num_warps=_WARPS,
-    )
-    _draw[(1,)](
-        ranked,
-        ids,
-        total,
-        good,
-        draws,
-        first,
-        position,
-        token,
-        found,
-        finite,
-        unit,
-        heat,
-        top_k,
-        _bits(top_p),
-        len(draws),
-        tiles,
-        vocab,
-        BN=block,
-        TN=most,
-        num_warps=_WARPS,
-    )
+    settings = (unit, heat, top_k, _bits(top_p), _bits(min_p), len(draws))
+    built = {"BN": block, "TN": most, "num_warps": _WARPS}
+
+    def tally(search: int, level: int) -> None:
+        places = (search, searches, tiles, vocab)
+        _tally[(tiles,)](*given, *settings, *places, LEVEL=level, **built)
+
+    tally(0, 0)
+    for search in range(searches):
+        tally(search, 1)
+        tally(search, 2)
+    tally(searches - 1, 3)
+    last = notes[-1, 2]
+    _take[(1,)](logits, good, equal, last, token, found, finite, tiles, vocab, **built)
 
 
 def _sizes(logits: Tensor, block: int) -> tuple[int, int, int]:
@@ -271,19 +356,23 @@ def _bits(number: float) -> int:
 def variants() -> list[Variant]:
     """Builds for the compile gate."""
     kinds: dict[str, str | tuple[str, ...]] = {"logits": "*fp32", "value": "*fp32"}
-    kinds |= dict.fromkeys(("index", "tile_finite"), "*i32") | {"ranked": "*fp32"}
-    kinds |= {"draws": "*fp64"}
-    kinds |= dict.fromkeys(("ids", "total", "first", "position", "token", "found"), "*i64")
+    kinds |= dict.fromkeys(("index", "tile_finite", "equal"), "*i32") | {"draws": "*fp64"}
+    kinds |= dict.fromkeys(("total", "table", "notes", "note"), "*i64")
+    kinds |= dict.fromkeys(("first", "position", "token", "found"), "*i64")
     kinds |= dict.fromkeys(("scale", "temperature", "top_k", "top_p", "min_p"), "i64")
+    builds: list[tuple[str, object, str, dict[str, object]]] = [
+        ("best-of-tile", _best_of_tile, "*i32", {"table": None}),
+        ("best-of-tile-zero", _best_of_tile, "*i32", {}),
+        ("best-of-all", _best_of_all, "*i1", {}),
+        ("take", _take, "*i1", {}),
+    ]
+    builds += [(f"tally-{level}", _tally, "", {"LEVEL": level}) for level in range(4)]
     found = []
-    for name, fn, flag in (
-        ("best-of-tile", _best_of_tile, "*i32"),
-        ("best-of-all", _best_of_all, "*i1"),
-        ("weigh", _weigh, "*i32"),
-        ("draw", _draw, "*i1"),
-    ):
+    for name, fn, flag, more in builds:
         sizes: dict[str, object] = {"BN": _BLOCK, "TN": _TILES}
-        fixed = {n: size for n, size in sizes.items() if n in fn.arg_names}
-        signature = typed(fn, kinds | {"finite": flag}, fixed)
+        names: list[str] = fn.arg_names  # type: ignore[attr-defined]
+        fixed = {n: size for n, size in sizes.items() if n in names} | more
+        open_kinds = {n: kind for n, kind in kinds.items() if n not in fixed}
+        signature = typed(fn, open_kinds | {"finite": flag}, fixed)
         found.append(Variant(name, fn, signature, fixed, _WARPS))
     return found

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairwise import some_by_day
+from pairwise import pairwise, some_by_day
 from torch import Tensor
 from triton_device import guarded, kernel, on_device, randoms, untouched
 
@@ -102,6 +102,44 @@ def test_the_token_that_is_drawn(how: tuple[Any, ...], size: int) -> None:
             got = sampled(kernel("triton.sampling"), logits, how, at, block=16)
             want = sampled(plain_torch, logits, how, at)
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (seed, at)
+
+
+MOST = torch.finfo(torch.float32).max
+
+
+def drawn_from(kind: str, size: int, random: torch.Generator) -> Tensor:
+    """Logits that differ in their leading bits, or only in their last, or hardly at all."""
+    near = torch.randint(-3, 4, (size,), generator=random)
+    return {
+        "any": 3 * torch.randn(size, generator=random),
+        "bfloat16": (9 * torch.randn(size, generator=random)).bfloat16().float(),
+        "neighbours": 5 + near * 2.0**-21,
+        "tiny": near * 1e-45,
+        "zeros": torch.where(near > 0, 0.0, -0.0),
+        "equal": torch.full((size,), -3.25),
+        "huge": torch.where(near > 0, MOST, -MOST),
+    }[kind]
+
+
+KINDS = ("any", "bfloat16", "neighbours", "tiny", "zeros", "equal", "huge")
+FILTERED = pairwise(
+    KINDS,
+    (1, 33, 100),  # logits
+    (5e-324, 0.7, 1e9),  # temperature
+    (0, 3, 33),  # top_k
+    (1.0, 0.0, 0.9, 1 - 2**-53),  # top_p
+    (0.0, 0.3),  # min_p
+)
+
+
+@on_device
+@pytest.mark.parametrize("at", [10, 30])  # at 10 it is the last token that can be drawn
+def test_the_token_behind_any_two_filters(at: int) -> None:
+    for seed, (kind, size, *how) in enumerate(FILTERED):
+        logits = drawn_from(str(kind), int(str(size)), randoms(seed))
+        got = sampled(kernel("triton.sampling"), logits, tuple(how), at, block=32)
+        want = sampled(plain_torch, logits, tuple(how), at)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (kind, size, how)
 
 
 @on_device
