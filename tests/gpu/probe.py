@@ -1,6 +1,6 @@
 """What decides how a step and a prompt are to be computed: the rest of a layer, torch's and our
 own; the time of a captured step, kernel by kernel; chunks of a prompt in several lengths, and ways
-to attend within one; and products of one row.
+to attend within one; a draw beside a sort of the vocabulary; and products of one row.
 
     python tests/gpu/probe.py [--json FILE]
     TRITON_INTERPRET=1 python tests/gpu/probe.py --device cpu --small     tries it without a GPU
@@ -347,6 +347,31 @@ def _each_product(weights: list[Linear], given: list[Tensor], _: int) -> None:
         one(x)
 
 
+def draws(device: torch.device, small: bool) -> dict[str, Any]:
+    """A draw by search, and the sort alone that it does without."""
+    logits = 3 * torch.randn(300 if small else 128_256, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    point = torch.full((1,), 0.5, dtype=torch.float64, device=device)
+    written = zero[None].clone(), zero.repeat(2), zero.bool()
+    found: dict[str, Any] = {}
+    for kind, given in (
+        ("float32", logits),
+        ("bfloat16", logits.bfloat16().float()),
+        ("equal", torch.zeros_like(logits)),
+    ):
+        ways: dict[str, Callable[[int], object]] = {
+            "sort": lambda i, x=given: torch.sort(x, descending=True, stable=True)
+        }
+        for top_k, top_p in ((0, 1.0), (0, 0.9), (40, 0.9)):
+            how = 0.8, top_k, top_p, 0.0
+            ways[f"top_k {top_k} top_p {top_p}"] = lambda i, x=given, how=how: Triton.sample(
+                x, *how, point, zero, zero, *written
+            )
+        found[kind] = {name: mean_seconds(run, device, 3, 5) * 1e6 for name, run in ways.items()}
+        print(f"  {kind}: " + ", ".join(f"{name} {us:.0f} us" for name, us in found[kind].items()))
+    return found
+
+
 def step(device: torch.device, small: bool) -> dict[str, Any]:
     """The kernels of a captured step, and the time in which none runs."""
     from torch.profiler import ProfilerActivity, profile
@@ -416,6 +441,7 @@ def main() -> int:
         ("step", step),
         ("lengths", lengths),
         ("chunks", chunks),
+        ("draws", draws),
         ("products", products),
     )
     for name, part in parts:

@@ -269,15 +269,18 @@ def shifted(s: Sizes) -> str:
 
 
 def token(s: Sizes) -> str:
-    """Of a whole vocabulary: the best, and draws through every filter."""
+    """Of a whole vocabulary, of whose logits many are equal: the best, and draws through every
+    filter."""
     vocab = 128256 if s.rows > 100 else 3000
     logits = (torch.randn(vocab, generator=s.made) * 3).to(s.device)
+    logits[::2] = logits[::2].bfloat16().float()
     each = 2 if s.interprets else 8
     draws = torch.rand(each, dtype=torch.float64, generator=s.made).to(s.device)
     first = torch.tensor(0, device=s.device)
     outs = []
     for ops in (Twins(), Triton()):
         settings = ((1.0, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (2.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1))
+        settings += ((100.0, 1000, 0.5, 0.0), (3.0, 0, 0.99, 0.001))
         count = 1 + each * len(settings)
         found = [torch.zeros(2, dtype=torch.int64, device=s.device) for _ in range(count)]
         one = torch.zeros(1, dtype=torch.int64, device=s.device)

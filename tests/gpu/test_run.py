@@ -69,7 +69,7 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
     smoke = json.loads((tmp_path / "smoke.json").read_text())
     assert {check["state"] for check in smoke["checks"]} == {"ok"}
     assert smoke["seed"] == 77
-    assert {"layers", "step", "lengths", "chunks", "products"} == {
+    assert {"layers", "step", "lengths", "chunks", "draws", "products"} == {
         *json.loads((tmp_path / "probe.json").read_text())
     }
 
