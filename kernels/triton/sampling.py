@@ -228,7 +228,7 @@ def _tally(
     j = tile * BN + tl.arange(0, BN)
     x = tl.load(logits + j, mask=j < vocab, other=-float("inf"))
     key = _key(x)
-    here = (j < vocab) & ((key >> (_BITS * (3 - LEVEL))) == prefix)
+    here = (key >> (_BITS * (3 - LEVEL))) == prefix
     if LEVEL == 3:
         tl.store(equal + tile, tl.sum(here.to(tl.int32), 0))
     else:
@@ -268,7 +268,7 @@ def _take(
     tile = tl.minimum(tl.sum((ok & (tl.cumsum(equals, 0) <= left)).to(tl.int32), 0), tiles - 1)
     left -= tl.sum(tl.where(b < tile, equals, 0), 0)
     j = tile * BN + tl.arange(0, BN)
-    same = (_key(tl.load(logits + j, mask=j < vocab, other=0.0)) == key) & (j < vocab)
+    same = _key(tl.load(logits + j, mask=j < vocab, other=-float("inf"))) == key
     best = tile * BN + tl.sum((tl.cumsum(same.to(tl.int32), 0) <= left).to(tl.int32), 0)
     good = tl.min(tl.load(tile_finite + b, mask=ok, other=1), 0)
     _note(tl.minimum(best, vocab - 1).to(tl.int64), good, token, found, finite)

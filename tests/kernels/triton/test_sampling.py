@@ -79,7 +79,7 @@ def sampled(
     """As `greedy`; the point is that of position `at` + 1, of 50 from position 10 on."""
     written = [guarded(t) for t in (torch.tensor([7]), torch.tensor([7, 7]), torch.tensor(False))]
     draws = torch.rand(50, dtype=torch.float64, generator=randoms(99))
-    draws[0], draws[1] = 0.0, 1.0 - 2**-53
+    draws[:3] = torch.tensor((0.0, 1.0 - 2**-53, 0.5), dtype=torch.float64)
     places = (torch.tensor(10), torch.tensor(at))
     module.sample(guarded(logits), *how, *map(guarded, (draws, *places)), *written, **block)
     assert all(untouched(t) for t in written)
@@ -133,7 +133,7 @@ FILTERED = pairwise(
 
 
 @on_device
-@pytest.mark.parametrize("at", [10, 30])  # at 10 it is the last token that can be drawn
+@pytest.mark.parametrize("at", [10, 11, 30])  # the last token, one at an edge, and another
 def test_the_token_behind_any_two_filters(at: int) -> None:
     for seed, (kind, size, *how) in enumerate(FILTERED):
         logits = drawn_from(str(kind), int(str(size)), randoms(seed))
