@@ -126,7 +126,7 @@ FILTERED = pairwise(
     KINDS,
     (1, 33, 100),  # logits
     (5e-324, 0.7, 1e9),  # temperature
-    (0, 3, 33),  # top_k
+    (0, 4, 34),  # top_k
     (1.0, 0.0, 0.9, 1 - 2**-53),  # top_p
     (0.0, 0.3),  # min_p
 )
