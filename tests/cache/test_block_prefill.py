@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import step_oracle
 import torch
 from pairwise import some_by_day
 from safetensors.torch import load_file
@@ -82,6 +83,41 @@ def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | No
             set(a) ^ set(b) for a, b in zip(kept(blocks.kv), kept(steps.kv), strict=True)
         ]
         assert all(len(rows) <= (1 if windows else 0) for rows in gone)
+
+
+class WithKernels(Kernels):
+    """Operations that choose for themselves which rows leave after a block."""
+
+    calls = 0
+
+    @classmethod
+    def h2o_block(cls, *given: Any) -> tuple[Tensor, Tensor]:
+        cls.calls += 1
+        return step_oracle.h2o_block(*given)
+
+    @classmethod
+    def roco_block(cls, *given: Any) -> tuple[Tensor, Tensor]:
+        cls.calls += 1
+        return step_oracle.roco_block(*given)
+
+
+@pytest.mark.parametrize("name", ["h2o", "roco"])
+@pytest.mark.parametrize("windows", [None, (None, 24, None)])
+def test_a_kernel_is_given_what_the_scores_are_made_of(
+    name: str, windows: tuple[int | None, ...] | None
+) -> None:
+    """Two prompts, the first tokens pinned: the same rows and logits as by scores."""
+    net, found = network(windows=windows), []
+    for ops in (Kernels(), WithKernels()):
+        WithKernels.calls = 0
+        run = strided(net, name, 30, 8)
+        run.kv.use(ops)
+        run.kv.pin(3)
+        logits = [run.prompt(ids(70)), run.step(5), run.prompt(ids(21, 1))]
+        found.append((torch.stack(logits), kept(run.kv)))
+    assert WithKernels.calls > 20
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 LEARN = [name for name in STEPS if step(name).columns and not step(name).evict_first]

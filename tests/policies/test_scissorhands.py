@@ -48,7 +48,9 @@ def test_scissorhands_takes_uniform_attention_for_enough() -> None:
         assert int(columns["below0"].sum()) == 0, rows
 
 
-@pytest.mark.parametrize(("tokens", "history"), [(90, 400), (90, 20), (20, 400), (12, 400)])
+@pytest.mark.parametrize(
+    ("tokens", "history"), [(90, 400), (90, 20), (90, 64), (20, 400), (12, 400)]
+)
 def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -> None:
     """Every one of them for itself, and a row only from its own query on."""
     net = network()
