@@ -1,4 +1,5 @@
-"""The attention that a prompt's queries give each row. Never holds T x N probabilities at once."""
+"""The attention that a prompt's queries give each row. Sums never hold T x N probabilities at once;
+`mean_attention` does, for the queries of a block."""
 
 from __future__ import annotations
 

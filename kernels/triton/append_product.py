@@ -104,8 +104,8 @@ def _append_product(
 def append_product(
     normed: NormedProduct, x: Tensor, cos: Tensor, sin: Tensor, arena: StepArena, layer: int
 ) -> Tensor:
-    """Write the new row of each head of a layer, whose input is x [1, n]. Returns the rotated
-    queries [H, G, D]."""
+    """Write the new row of each head of a layer, whose input is x [1, n]. cos and sin [1, 1, D].
+    Returns the rotated queries [H, G, D]."""
     product, slot = normed.product, arena.layers[layer].slot
     matrix, config = product.matrix, product.config
     heads, size = len(slot), arena.k.shape[1]

@@ -31,10 +31,10 @@ _SCALARS = [*_LIMITS, "newest", "sinks", "recent", "pinned"]
 
 @triton.jit
 def _ordered(score):
-    """int32, larger for a larger score; of a NaN `_NONE`."""
+    """int32, larger for a larger score; a NaN comes after all numbers, and may leave, too."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats have the reverse order
-    return tl.where(score == score, bits, _NONE)
+    return tl.where(score == score, bits, _NONE - 1)
 
 
 @triton.jit

@@ -40,5 +40,5 @@ def pooled(
     view: PromptView, mass: Tensor, group: str, free: Tensor, kernel: int, pooling: str
 ) -> Tensor:
     """float32 [H, N]: the mean of mass [H, G, N] over the observed queries, joined over the group,
-    pooled over neighbouring rows."""
+    pooled over neighbouring rows. free bool [H, N]: rows that are pooled."""
     return view.ops.pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)

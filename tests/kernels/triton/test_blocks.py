@@ -57,6 +57,27 @@ def test_the_lowest_rows_leave(heads: int, count: int) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("some", [False, True])
+def test_rows_leave_whose_score_is_nan(some: bool) -> None:
+    """After those with numbers; else more rows would stay than there is room for."""
+    pos = torch.arange(40).expand(2, 40).contiguous()
+    live, free = torch.full((2,), 40), torch.ones(2, 40, dtype=torch.bool)
+    scores = draw(2, (2, 40), torch.float32)
+    scores[:, 10 if some else 0 :] = math.nan
+    made = kernel("triton.blocks")
+    there = [guarded(t) for t in (scores, free, pos, live)]
+    for limit in (0, 5, 33):
+        want = plain_torch.lowest_block(scores, free, pos, live, limit)
+        assert want[1].tolist() == [limit, limit]
+        same(made.lowest_block(*there, limit, block=TILE), want)
+    layout, rest = (guarded(pos), guarded(live)), (5, 41, 0, 1, 0)
+    columns = [guarded(scores)] * 3
+    quota = guarded(torch.full((2,), 20))
+    assert made.h2o_block(columns[0], quota, *layout, *rest, block=TILE)[1].tolist() == [5, 5]
+    assert made.roco_block(*columns, quota, *layout, *rest, block=TILE)[1].tolist() == [5, 5]
+
+
+@on_device
 @pytest.mark.parametrize(
     ("heads", "count", "protected"),
     [
