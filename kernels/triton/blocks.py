@@ -1,9 +1,8 @@
 """A prompt that is read in blocks, in Triton: which rows of a layer leave after a block, in one
 launch, and where the others move, in another.
 
-A program chooses for one KV head. It makes an ordered integer of each row's score. The largest of
-those that leave is found two bits at a time, by counting how many are lower; nothing is sorted.
-RoCo's limit of the variance is found in the same way. Specification: `torch/blocks.py` for
+A program chooses for one KV head. The largest score of those that leave is found by `nth`, and so
+is RoCo's limit of the variance; nothing is sorted. Specification: `torch/blocks.py` for
 `lowest_block` and `compacted`, for the rest the file of each policy in minikv/policies.
 """
 
@@ -18,23 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.triton.nth import MOST_ROWS, NO_ORDER, nth, ordered
 from minikv.kernels.triton.step import load_steadiness, may_leave
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
-_NONE = tl.constexpr((1 << 31) - 1)  # an order that no row that may leave has
 _BLOCK, _WARPS = 1024, 8
 _ROWS = 32  # rows of a head that one program moves
 _LIMITS = ["rows", "heads", "limit"]
 _SCALARS = [*_LIMITS, "newest", "sinks", "recent", "pinned"]
-
-
-@triton.jit
-def _ordered(score):
-    """int32, larger for a larger score; a NaN comes after all numbers, and may leave, too."""
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats have the reverse order
-    return tl.where(score == score, bits, _NONE - 1)
 
 
 @triton.jit
@@ -47,48 +38,20 @@ def _over(live, head, heads, limit, HP: tl.constexpr):
 
 
 @triton.jit
-def _nth(orders, rows, rank, BN: tl.constexpr):
-    """int64: the order of `rank`, counted from 0; `_NONE` if there are not so many rows. And how
-    many orders are lower."""
-    found = tl.full((), -(1 << 31), tl.int64)
-    below = tl.full((), 0, tl.int32)
-    for i in tl.range(0, 16):
-        step = tl.full((), 1, tl.int64) << (30 - 2 * i)
-        one = tl.zeros((BN,), tl.int32)
-        two = tl.zeros((BN,), tl.int32)
-        three = tl.zeros((BN,), tl.int32)
-        for s in tl.range(0, rows, BN):
-            j = s + tl.arange(0, BN)
-            order = tl.load(orders + j, mask=j < rows, other=_NONE).to(tl.int64)
-            one += (order < found + step).to(tl.int32)
-            two += (order < found + 2 * step).to(tl.int32)
-            three += (order < found + 3 * step).to(tl.int32)
-        first = tl.sum(one, 0)
-        second = tl.sum(two, 0)
-        third = tl.sum(three, 0)
-        below = tl.where(first <= rank, first, below)
-        below = tl.where(second <= rank, second, below)
-        below = tl.where(third <= rank, third, below)
-        digit = (first <= rank).to(tl.int64) + (second <= rank).to(tl.int64)
-        found += (digit + (third <= rank).to(tl.int64)) * step
-    return found, below
-
-
-@triton.jit
 def _drop(orders, pos, index, count, head, rows, over, BN: tl.constexpr):
     """Write which rows stay, and how many, if the `over` rows with the lowest orders leave."""
-    edge = tl.full((), -(1 << 31), tl.int64)
-    below = tl.full((), 0, tl.int32)
+    edge = tl.full((), -(1 << 31), tl.int32)
+    below = tl.full((), 0, tl.int64)
     if over > 0:
-        edge, below = _nth(orders, rows, over - 1, BN)
+        edge, below = nth(orders, rows, over - 1, BN)
     done = tl.full((), 0, tl.int64)
     alike = tl.full((), 0, tl.int32)
     for s in tl.range(0, rows, BN):
         j = s + tl.arange(0, BN)
         inside = j < rows
-        order = tl.load(orders + j, mask=inside, other=_NONE).to(tl.int64)
+        order = tl.load(orders + j, mask=inside, other=NO_ORDER)
         live = inside & (tl.load(pos + j, mask=inside, other=-1) >= 0)
-        equal = (order == edge) & (order < _NONE)
+        equal = (order == edge) & (order < NO_ORDER)
         rank = alike + tl.cumsum(equal.to(tl.int32), 0)  # from 1; the oldest come first
         gone = (order < edge) | (equal & (below + rank <= over))
         keep = live & (gone == 0)
@@ -147,7 +110,7 @@ def _lowest_block(
         inside = j < rows
         score = tl.load(scores + head * scores_head + j, mask=inside, other=0.0)
         may = tl.load(free + head * free_head + j, mask=inside, other=0) != 0
-        tl.store(mine + j, tl.where(may, _ordered(score), _NONE), mask=inside)
+        tl.store(mine + j, tl.where(may, ordered(score), NO_ORDER), mask=inside)
     tl.debug_barrier()  # what other threads of the program stored is read below
     _drop(mine, pos + head * pos_head, index + head * rows, count, head, rows, over, BN)
 
@@ -200,7 +163,7 @@ def _h2o_block(
         may = may_leave(at, at >= 0, newest, sinks, recent, strict)
         may = may & ((rank <= before) | (enough == 0))
         total = tl.load(sums + head * sums_head + j, mask=j < rows, other=0.0)
-        tl.store(mine + j, tl.where(may, _ordered(total), _NONE), mask=j < rows)
+        tl.store(mine + j, tl.where(may, ordered(total), NO_ORDER), mask=j < rows)
         done += tl.sum((at >= 0).to(tl.int32), 0)
     tl.debug_barrier()  # what other threads of the program stored is read below
     _drop(mine, at_head, index + head * rows, count, head, rows, over, BN)
@@ -244,20 +207,20 @@ def _roco_block(
         may = may_leave(at, at >= 0, newest, sinks, recent, strict)
         where = head * sums_head + j
         variance = load_steadiness(sums, squares, counted, where, j < rows)[1]
-        tl.store(mine + j, tl.where(may, _ordered(variance), _NONE), mask=j < rows)
+        tl.store(mine + j, tl.where(may, ordered(variance), NO_ORDER), mask=j < rows)
         free += may.to(tl.int32)
     tl.debug_barrier()
     few = tl.maximum(tl.load(steady_rows + head).to(tl.int32), most)
     few = tl.maximum(tl.minimum(few, tl.sum(free, 0)), 1)
-    edge = _nth(mine, rows, few - 1, BN)[0]
+    edge = nth(mine, rows, few - 1, BN)[0]
     tl.debug_barrier()
     for s in tl.range(0, rows, BN):
         j = s + tl.arange(0, BN)
-        order = tl.load(mine + j, mask=j < rows, other=_NONE)
-        may = (order.to(tl.int64) <= edge) & (order < _NONE)
+        order = tl.load(mine + j, mask=j < rows, other=NO_ORDER)
+        may = (order <= edge) & (order < NO_ORDER)
         where = head * sums_head + j
         mean = load_steadiness(sums, squares, counted, where, j < rows)[0]
-        tl.store(mine + j, tl.where(may, _ordered(mean), _NONE), mask=j < rows)
+        tl.store(mine + j, tl.where(may, ordered(mean), NO_ORDER), mask=j < rows)
     tl.debug_barrier()
     _drop(mine, at_head, index + head * rows, count, head, rows, over, BN)
 
@@ -315,6 +278,7 @@ def _stride(t: Tensor) -> int:
 
 def _result(pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for ordered scores [H, N], for the index [H, N] and for the count [H]."""
+    assert pos.shape[1] < MOST_ROWS.value
     index = torch.empty(pos.shape, dtype=torch.int64, device=pos.device)
     count = torch.empty(len(pos), dtype=torch.int64, device=pos.device)
     return torch.empty_like(index, dtype=torch.int32), index, count

@@ -3,11 +3,11 @@ one launch.
 
 A program has one KV head of one layer and reads its rows in tiles, in as few passes as possible. It
 makes one integer key of each row: the score in the upper bits, the position in the lower ones. The
-row with the lowest key is the victim: the lowest score, and of equal scores the oldest row. H2O and
-RoCo narrow the choice (to rows older than the n newest, to the n smallest variances). Their limit
-is guessed and checked by counting, which nearly always works; otherwise it is found by bisection on
-its bits. Nothing is sorted. Specification: `torch/decode.py` for `lowest_step`, for the rest the
-file of each policy in minikv/policies.
+row with the lowest key is the victim: the lowest score, and of equal scores the oldest row. H2O
+narrows the choice to rows older than the n newest. Their limit is guessed and checked by counting,
+which nearly always works; otherwise it is found by bisection on its bits. RoCo narrows it to the n
+smallest variances, whose limit `nth` finds. Nothing is sorted. Specification: `torch/decode.py` for
+`lowest_step`, for the rest the file of each policy in minikv/policies.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.torch.decode import Rows
+from minikv.kernels.triton.nth import MOST_ROWS, NO_ORDER, nth, ordered
 from minikv.kernels.triton.tiles import typed
 from minikv.kernels.triton.variants import Variant
 
@@ -375,9 +376,16 @@ def _roco(
         count = tl.load(length + head).to(tl.int32)
         begin = tl.load(start + head)
         now = tl.load(newest)
+        over = count > tl.load(cap + head)
         n = tl.arange(0, BN)
-        best = tl.full((BN,), NONE, tl.int64)
-        row = tl.zeros((BN,), tl.int32)
+        some = tl.zeros((BN,), tl.int32)
+        if over:
+            for s in tl.range(0, count, BN):
+                at = tl.load(pos + begin + s + n, mask=s + n < count, other=-1)
+                some += may_leave(at, at >= pinned, now, sinks, recent, True).to(tl.int32)
+        strict = tl.sum(some, 0) > 0
+        orders = logits + head * G * width  # where the logits of the head's first query were
+        orders = orders.to(tl.pointer_type(tl.int32))
         some = tl.zeros((BN,), tl.int32)
         for s in tl.range(0, count, BN):
             j = s + n
@@ -390,58 +398,27 @@ def _roco(
             tl.store(sums + where, total, mask=ok)
             tl.store(squares + where, power, mask=ok)
             tl.store(counted + where, seen, mask=ok)
-            mean = _steadiness(total, power, seen)[0]
+            variance = _steadiness(total, power, seen)[1]
             at = tl.load(pos + where, mask=ok, other=-1)
-            evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, True)
-            best, row = lower(best, row, _key(mean, at), j, evictable)
+            evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
+            tl.store(orders + j, tl.where(evictable, ordered(variance), NO_ORDER), mask=ok)
             some += evictable.to(tl.int32)
         victim = tl.full((), -1, tl.int64)
-        if count > tl.load(cap + head):
+        if over:
             tl.debug_barrier()  # what other threads of the program stored is read below
-            rows = tl.sum(some, 0)
-            strict = rows > 0
-            wanted = tl.load(steady_rows + head)
-            # The evictable row with the lowest mean nearly always has a small variance.
-            found = lowest(best, row)[1]
-            edge = load_steadiness(sums, squares, counted, begin + found, strict)[1]
-            fewer = tl.zeros((BN,), tl.int32)
+            few = tl.maximum(tl.minimum(tl.load(steady_rows + head), tl.sum(some, 0)), 1)
+            limit = nth(orders, count, few - 1, BN)[0]
+            best = tl.full((BN,), NONE, tl.int64)
+            row = tl.zeros((BN,), tl.int32)
             for s in tl.range(0, count, BN):
                 j = s + n
                 ok = j < count
+                order = tl.load(orders + j, mask=ok, other=NO_ORDER)
+                steady = (order <= limit) & (order < NO_ORDER)
+                mean = load_steadiness(sums, squares, counted, begin + j, ok)[0]
                 at = tl.load(pos + begin + j, mask=ok, other=-1)
-                evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
-                variance = load_steadiness(sums, squares, counted, begin + j, ok)[1]
-                fewer += (evictable & (variance < edge)).to(tl.int32)
-                if not strict:
-                    some += evictable.to(tl.int32)
-            nth = tl.maximum(tl.minimum(wanted, tl.sum(some, 0)), 1)
-            if (not strict) | (tl.sum(fewer, 0) >= nth):
-                # The n-th smallest variance: the largest bits with fewer than n rows below them.
-                limit = tl.full((), 0, tl.int32)
-                for b in tl.range(0, 31):
-                    tried = limit | (1 << (30 - b))
-                    fewer = tl.zeros((BN,), tl.int32)
-                    for s in tl.range(0, count, BN):
-                        j = s + n
-                        ok = j < count
-                        at = tl.load(pos + begin + j, mask=ok, other=-1)
-                        evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
-                        variance = load_steadiness(sums, squares, counted, begin + j, ok)[1]
-                        bits = variance.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                        fewer += (evictable & (bits < tried)).to(tl.int32)
-                    limit = tl.where(tl.sum(fewer, 0) < nth, tried, limit)
-                best = tl.full((BN,), NONE, tl.int64)
-                row = tl.zeros((BN,), tl.int32)
-                for s in tl.range(0, count, BN):
-                    j = s + n
-                    ok = j < count
-                    at = tl.load(pos + begin + j, mask=ok, other=-1)
-                    evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
-                    mean, variance = load_steadiness(sums, squares, counted, begin + j, ok)
-                    bits = variance.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-                    best, row = lower(best, row, _key(mean, at), j, evictable & (bits <= limit))
-                found = lowest(best, row)[1]
-            victim = begin + found
+                best, row = lower(best, row, _key(mean, at), j, steady)
+            victim = begin + lowest(best, row)[1]
         tl.store(free_slot + head, victim)
 
 
@@ -727,8 +704,10 @@ def roco_step(
     the victim.
 
     steady_rows int64 [L, H]: how many rows with the smallest variances are candidates. `block`:
-    rows that a program reads at once.
+    rows that a program reads at once. Overwrites the logits of the first query of each group, whose
+    memory takes the order of the variances.
     """
+    assert logits.shape[-1] < MOST_ROWS.value
     _roco[(free_slot.numel(),)](
         *_head_args(logits, lse, rows, accepted, free_slot),
         sums,

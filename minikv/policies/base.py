@@ -228,7 +228,8 @@ class StepRoom:
 class StepEnd:
     """The arguments of a kernel that ends a step for all heads: it updates statistics, then evicts.
 
-    logits float32 [L, H, G, C] and lse [L, H, G]: as attention left them. rows: `kernels.Rows`.
+    logits float32 [L, H, G, C] and lse [L, H, G]: as attention left them; the kernel may overwrite
+    them. rows: `kernels.Rows`.
     accepted bool []: if false, nothing is written. free_slot int64 [L, H], written in place: the
     row that leaves, or -1. columns: the policy's, [R] each. quota: the result of
     `StepPolicy.quota`. window int64 [L]: rows that a layer's query sees at most.

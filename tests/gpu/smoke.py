@@ -361,8 +361,8 @@ def advanced(s: Sizes) -> str:
 
 
 def judged(s: Sizes, name: str) -> str:
-    """Heads that are one row over; statistics as after some steps, so that H2O's and RoCo's guesses
-    fail in some heads."""
+    """Heads that are one row over; statistics as after some steps, so that H2O's guess fails in
+    some heads."""
     sides, wide = (s.layers, s.heads), s.rows // 4 + 1
     length = torch.randint(wide // 2, wide + 1, sides, generator=s.made)
     start = ((length + 2).flatten().cumsum(0) - length.flatten()).view(sides)
@@ -393,7 +393,7 @@ def judged(s: Sizes, name: str) -> str:
     outs = []
     for ops in (Twins(), Triton()):
         hole = torch.full(sides, 77, device=s.device)
-        shared = (logits, lse, rows, torch.tensor(True, device=s.device), hole)
+        shared = (logits.clone(), lse, rows, torch.tensor(True, device=s.device), hole)
         mine = [t.to(s.device).clone() for t in (sums, squares, count)]
         if name == "h2o":
             ops.h2o_step(*shared, mine[0], half)
