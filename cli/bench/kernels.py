@@ -301,9 +301,11 @@ def _hash_append(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device,
     start, full = torch.arange(heads, device=device) * n, torch.full((heads,), n, device=device)
     free_slot, position = torch.full_like(full, -1), torch.tensor(n, device=device)
     undo_rows = tuple(torch.empty_like(column[:heads]) for column in (k, v, pos, code))
+    arrived = torch.zeros(heads, dtype=torch.int32, device=device)
 
     def call(ops: Any) -> object:
         free_slot.fill_(-1)  # so that a token has to leave in every call
+        more = {"arrived": arrived} if ops.appends_any else {}
         return ops.hash_append(
             probe,
             key,
@@ -323,6 +325,7 @@ def _hash_append(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device,
             sinks=4,
             recent=10,
             pinned=0,
+            **more,
         )
 
     return call

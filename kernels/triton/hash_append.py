@@ -1,8 +1,9 @@
 """HashEvict before attention, in Triton, in one launch for a layer.
 
-A program has one KV head. It hashes the queries and the new key. In a full head it finds the row
-that is least similar to the queries, by the Hamming distance of hash codes, copies it to
-`undo_rows`, and overwrites it with the new row. Source: arXiv 2412.16187, section 3.
+The tiles of a full head's rows are divided among several programs. Each hashes the queries, and
+finds among its rows the one that is least similar to them, by the Hamming distance of hash codes.
+The program that is last to finish takes the least similar of these rows, copies it to `undo_rows`,
+and overwrites it with the new row. Source: arXiv 2412.16187, section 3.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +24,8 @@ from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
 
 _BLOCK, _WARPS = 1024, 8
+_PARTS = 16  # programs of a head at most
+_AFTER = tl.constexpr(1 << 60)  # added to the key of a row that leaves only if no other may
 
 
 @triton.jit
@@ -86,6 +90,8 @@ def _hash_append(
     cos,
     sin,
     turned,
+    notes,
+    arrived,
     probe_head,
     probe_row,
     key_row,
@@ -103,9 +109,13 @@ def _hash_append(
     CODED: tl.constexpr,
     G: tl.constexpr,
     KEYED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Grid (H,). G > 0: `probe` has the G queries of a head; they and its key are rotated first."""
+    """Grid (H, parts). G > 0: `probe` has the G queries of a head; they and its key are rotated
+    first. notes int64 [H, 2, parts]; arrived int32 [H], zeros before and after."""
     head = tl.program_id(0)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
     d = tl.arange(0, DP)
     count = tl.load(length + head).to(tl.int32)
     begin = tl.load(start + head)
@@ -113,11 +123,13 @@ def _hash_append(
     slot = tl.load(free_slot + head)
     if G > 0:
         new_key = turned_rows(key, cos, sin, head * key_row, d, D, d < D)
-        for g in tl.static_range(G):
-            x = turned_rows(probe, cos, sin, head * probe_head + g * probe_row, d, D, d < D)
-            tl.store(turned + (head * G + g) * D + d, x, mask=d < D)
+        if part == 0:
+            for g in tl.static_range(G):
+                x = turned_rows(probe, cos, sin, head * probe_head + g * probe_row, d, D, d < D)
+                tl.store(turned + (head * G + g) * D + d, x, mask=d < D)
     else:
         new_key = tl.load(key + head * key_row + d, mask=d < D, other=0.0)
+    writes = part == 0
     if slot < 0:
         slot = begin + count
         if count >= tl.load(cap + head):
@@ -135,9 +147,7 @@ def _hash_append(
             n = tl.arange(0, BN)
             best = tl.full((BN,), NONE, tl.int64)
             row = tl.zeros((BN,), tl.int32)
-            rest = best
-            other = row
-            for s in tl.range(0, count, BN):
+            for s in tl.range(part * BN, count, parts * BN):
                 j = s + n
                 ok = j < count
                 stored = tl.load(code + begin + j, mask=ok, other=0).to(tl.int64)
@@ -149,43 +159,57 @@ def _hash_append(
                         distance += popcount((differ >> 32).to(tl.uint32)).to(tl.int32)
                 at = tl.load(shown + begin + j, mask=ok, other=-1)
                 unpinned = ok & (at >= pinned)
-                # The largest distance leaves, of equal popcount the oldest row.
+                first = may_leave(at, unpinned, now - 1, sinks, recent, True)
+                after = may_leave(at, unpinned, now - 1, sinks, recent, False)
+                # The largest distance leaves, of equal ones the oldest row.
                 rank = ((P * B - distance).to(tl.int64) << 32) | at.to(tl.int64)
-                best, row = lower(
-                    best, row, rank, j, may_leave(at, unpinned, now - 1, sinks, recent, True)
-                )
-                rest, other = lower(
-                    rest, other, rank, j, may_leave(at, unpinned, now - 1, sinks, recent, False)
-                )
+                rank += tl.where(first, 0, _AFTER)
+                best, row = lower(best, row, rank, j, first | after)
             least, found = lowest(best, row)
-            if least == NONE:
-                least, found = lowest(rest, other)
-            slot = begin + found
-            old_k = tl.load(k + slot * D + d, mask=d < D)
-            old_v = tl.load(v + slot * D + d, mask=d < D)
-            tl.store(undo_k + head * D + d, old_k, mask=d < D)
-            tl.store(undo_v + head * D + d, old_v, mask=d < D)
-            tl.store(undo_pos + head, tl.load(pos + slot))
-            tl.store(undo_code + head, tl.load(code + slot))
-            for i in tl.static_range(len(others)):
-                tl.store(undo_others[i] + head, tl.load(others[i] + slot))
-            tl.store(free_slot + head, slot)
-            tl.debug_barrier()  # every thread has read the row before any overwrites it
-    new_code = _code(new_key, matrix, d, B, BP, D)
-    tl.store(code + slot, new_code.to(code.dtype.element_ty))
-    new_value = tl.load(value + head * value_row + d, mask=d < D, other=0.0)
-    for i in tl.static_range(2 if CODED else 0, len(others)):
-        tl.store(others[i] + slot, tl.zeros((), tl.int32).to(others[i].dtype.element_ty))
-    if CODED:
-        new_key, scale = quantized(new_key)
-        tl.store(k_scale + slot, scale)
-        new_value, scale = quantized(new_value)
-        tl.store(v_scale + slot, scale)
-        new_key = new_key.to(tl.int8)
-        new_value = new_value.to(tl.int8)
-    tl.store(k + slot * D + d, new_key, mask=d < D)
-    tl.store(v + slot * D + d, new_value, mask=d < D)
-    tl.store(pos + slot, now.to(tl.int32))
+            if parts > 1:
+                note = notes + head * parts * 2
+                tl.store(note + part, least)
+                tl.store(note + parts + part, found.to(tl.int64))
+                tl.debug_barrier()  # see `decode.split`
+                writes = tl.atomic_add(arrived + head, 1, sem="acq_rel", scope="gpu") == parts - 1
+                if writes:
+                    tl.store(arrived + head, 0)  # for the next launch
+                    # Bypass the L1 cache: other multiprocessors wrote the notes.
+                    i = tl.arange(0, PARTS)
+                    key_of = tl.load(note + i, mask=i < parts, other=NONE, cache_modifier=".cg")
+                    row_of = tl.load(
+                        note + parts + i, mask=i < parts, other=0, cache_modifier=".cg"
+                    )
+                    found = lowest(key_of, row_of.to(tl.int32))[1]
+            if writes:
+                slot = begin + found
+                old_k = tl.load(k + slot * D + d, mask=d < D)
+                old_v = tl.load(v + slot * D + d, mask=d < D)
+                tl.store(undo_k + head * D + d, old_k, mask=d < D)
+                tl.store(undo_v + head * D + d, old_v, mask=d < D)
+                tl.store(undo_pos + head, tl.load(pos + slot))
+                tl.store(undo_code + head, tl.load(code + slot))
+                for i in tl.static_range(len(others)):
+                    tl.store(undo_others[i] + head, tl.load(others[i] + slot))
+                tl.store(free_slot + head, slot)
+                tl.debug_barrier()  # every thread has read the row before any overwrites it
+    if writes:
+        new_code = _code(new_key, matrix, d, B, BP, D)
+        tl.store(code + slot, new_code.to(code.dtype.element_ty))
+        new_value = tl.load(value + head * value_row + d, mask=d < D, other=0.0)
+        for i in tl.static_range(2 if CODED else 0, len(others)):
+            tl.store(others[i] + slot, tl.zeros((), tl.int32).to(others[i].dtype.element_ty))
+        if CODED:
+            key_codes, scale = quantized(new_key)
+            tl.store(k_scale + slot, scale)
+            value_codes, scale = quantized(new_value)
+            tl.store(v_scale + slot, scale)
+            tl.store(k + slot * D + d, key_codes.to(tl.int8), mask=d < D)
+            tl.store(v + slot * D + d, value_codes.to(tl.int8), mask=d < D)
+        else:
+            tl.store(k + slot * D + d, new_key, mask=d < D)
+            tl.store(v + slot * D + d, new_value, mask=d < D)
+        tl.store(pos + slot, now.to(tl.int32))
 
 
 def hash_append(
@@ -215,21 +239,23 @@ def hash_append(
     undo_others: Sequence[Tensor] = (),
     turn: tuple[Tensor, Tensor, Tensor] | None = None,
     keyed: bool = False,
+    arrived: Tensor | None = None,
     block: int = _BLOCK,
 ) -> None:
     """Write each head's new row; in a full head, over the row whose code is least like the probes.
 
     probe [H, P, D], key and value [H, D], matrix float32 [D, B], start, length, cap, free_slot
     int64 [H], position int64 []; k, v [R, D], pos int32 [R], code [R]. undo_rows (k, v, pos and
-    code of each head) gets the row that is overwritten, free_slot its index. `width` is not needed;
-    `block`: rows that a program reads at once.
+    code of each head) gets the row that is overwritten, free_slot its index. No length exceeds
+    `width`. `block`: rows that a program reads at once.
 
     shown int32 [R]: positions that decide which rows may leave, in place of `pos`. With k_scale and
     v_scale float32 [R], k and v are int8 (`torch.int8.to_codes`). others: further columns [R],
     which are copied to undo_others [H] and become 0 in the new row; the scales are the first two.
     turn: cosine, sine [1, 1, D] and turned [H, G, D]: then `probe` has the queries. They and the
     keys are rotated first, and the rotated queries are written to `turned`. keyed: with `turn`, the
-    key is the probe, not the queries.
+    key is the probe, not the queries. arrived int32 [H], zeros before and after: in it programs
+    count which of them have finished; allocated here if it is None.
     """
     heads, group, size = probe.shape
     assert not keyed or turn is not None
@@ -239,7 +265,10 @@ def hash_append(
     assert probe.stride(2) == key.stride(1) == value.stride(1) == 1
     assert all(t.is_contiguous() for t in (matrix, start, length, cap, free_slot, k, v, *undo_rows))
     assert all(t.is_contiguous() for t in (*others, *undo_others))
-    _hash_append[(heads,)](
+    parts = max(1, min(_PARTS, -(-width // block)))
+    if arrived is None:
+        arrived = torch.zeros(heads, dtype=torch.int32, device=key.device)
+    _hash_append[(heads, parts)](
         probe,
         key,
         value,
@@ -262,6 +291,8 @@ def hash_append(
         cos,
         sin,
         turned,
+        torch.empty((heads, 2, parts), dtype=torch.int64, device=key.device),
+        arrived,
         probe.stride(0),
         probe.stride(1),
         key.stride(0),
@@ -279,6 +310,7 @@ def hash_append(
         CODED=k_scale is not None,
         G=0 if turn is None else group,
         KEYED=keyed,
+        PARTS=_PARTS,
         num_warps=_WARPS,
     )
 
@@ -290,6 +322,7 @@ def variants() -> list[Variant]:
     kinds = dict.fromkeys(("cos", "sin", "turned"), "*bf16")
     kinds |= dict.fromkeys(("probe", "key", "value", "k", "v", "undo_k", "undo_v"), "*bf16")
     kinds |= dict.fromkeys(("start", "length", "cap", "free_slot", "position"), "*i64")
+    kinds |= {"notes": "*i64", "arrived": "*i32"}
     kinds |= {"matrix": "*fp32", "pos": "*i32", "shown": "*i32", "undo_pos": "*i32"}
     for size, bits, probes, coded in ((80, 8, 4, False), (128, 24, 1, True), (256, 64, 4, False)):
         code = "*i16" if bits < 16 else "*i32" if bits < 32 else "*i64"
@@ -304,6 +337,7 @@ def variants() -> list[Variant]:
             "CODED": coded,
             "G": 0 if size == 80 else 4,
             "KEYED": probes == 1,
+            "PARTS": _PARTS,
         }
         scales = ("k_scale", "v_scale")
         own: dict[str, str | tuple[str, ...]] = {"code": code, "undo_code": code}

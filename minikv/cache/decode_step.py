@@ -72,7 +72,7 @@ class DecodeStep:
             self.count = torch.zeros(sides, dtype=torch.int64, device=device)
             self.slot = torch.zeros_like(self.count)
             self.unseen = torch.zeros_like(self.count)  # see `_find_unseen`
-            # Scratch of attention, used by one layer after the other.
+            # Scratch of GPU kernels, used by one layer after the other.
             self.arrived = torch.zeros(shape.kv_heads, dtype=torch.int32, device=device)
             self.quota: Tensor | None = None
             self.overwritten = torch.zeros(sides, dtype=torch.bool, device=device)
@@ -515,6 +515,7 @@ class DecodeStep:
             self.rows.pinned,
             self.rows.positions,
             turn,
+            self.arrived,
         )
         return policy.append_kernel(self.ops, append)
 

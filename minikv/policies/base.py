@@ -181,6 +181,7 @@ class StepAppend:
     shown int32 [R]: the positions as the policy sees them; columns["pos"] if no row leaves last.
     turn: cosine and sine [1, 1, D], and the output for rotated queries [H, G, D]; None if queries
         and keys are already rotated.
+    arrived int32 [H]: zeros before and after, in which a GPU kernel counts its programs.
     """
 
     layer: int
@@ -198,6 +199,7 @@ class StepAppend:
     pinned: int
     shown: Tensor
     turn: tuple[Tensor, Tensor, Tensor] | None = None
+    arrived: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

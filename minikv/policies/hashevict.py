@@ -123,7 +123,7 @@ class HashEvict(StepPolicy):
             more = {name: columns[name] for name in ("k_scale", "v_scale") if name in columns}
             more["others"] = [columns[name] for name in others]
             more["undo_others"] = [undo[name] for name in others]
-            more |= {"shown": append.shown, "turn": append.turn}
+            more |= {"shown": append.shown, "turn": append.turn, "arrived": append.arrived}
         by_key = self.hash_with == "key"
         if append.turn is not None:
             more["keyed"] = by_key

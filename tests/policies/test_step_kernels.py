@@ -134,7 +134,7 @@ def append_of(
     query, key = torch.empty(2, 3, 4), torch.empty(2, 4)
     tables = [column() for _ in range(5)]
     seen = column() if shown else columns["pos"]
-    return StepAppend(1, query, key, column(), *tables, columns, undo, 64, 5, seen, turn)
+    return StepAppend(1, query, key, column(), *tables, columns, undo, 64, 5, seen, turn, column())
 
 
 @pytest.mark.parametrize("hash_with", ["query", "key"])
@@ -175,6 +175,7 @@ def test_hashevict_asks_only_a_kernel_that_takes_any_row_for_more(why: str) -> N
     assert same(named["undo_others"], *(append.undo_rows[name] for name in others))
     assert named["shown"] is append.shown
     assert named["turn"] is append.turn
+    assert named["arrived"] is append.arrived
     assert named.get("k_scale") is append.columns.get("k_scale")
     assert "v_scale" not in named
     # Where the kernel rotates, it takes the key itself.

@@ -283,6 +283,7 @@ def hash_append(
     undo_others: Sequence[Tensor] = (),
     turn: tuple[Tensor, Tensor, Tensor] | None = None,
     keyed: bool = False,
+    arrived: Tensor | None = None,
 ) -> None:
     if turn is not None:
         cos, sin, turned = turn

@@ -19,20 +19,29 @@ pytest.importorskip("triton", reason="no Triton on this system")
 
 @on_device
 @pytest.mark.parametrize(
-    ("heads", "probes", "size", "bits", "dtype", "sinks", "pinned"),
+    ("heads", "probes", "size", "bits", "dtype", "sinks", "pinned", "least"),
     [
-        (1, 1, 64, 8, torch.float32, 8, 0),
-        (3, 4, 80, 15, torch.bfloat16, 0, 20),
-        (5, 3, 96, 31, torch.float32, 25, 0),
-        (2, 7, 128, 64, torch.bfloat16, 1, 5),
-        (4, 2, 256, 3, torch.float16, 10**6, 0),
+        (1, 1, 64, 8, torch.float32, 8, 0, 19),
+        (3, 4, 80, 15, torch.bfloat16, 0, 20, 19),
+        (5, 3, 96, 31, torch.float32, 25, 0, 4),
+        (2, 7, 128, 64, torch.bfloat16, 1, 5, 19),
+        (4, 2, 256, 3, torch.float16, 10**6, 0, 19),
+        (3, 2, 16, 8, torch.float32, 3, 0, 320),  # some of its 16 programs have two tiles
     ],
 )
 def test_hash_append(
-    heads: int, probes: int, size: int, bits: int, dtype: torch.dtype, sinks: int, pinned: int
+    heads: int,
+    probes: int,
+    size: int,
+    bits: int,
+    dtype: torch.dtype,
+    sinks: int,
+    pinned: int,
+    least: int,
 ) -> None:
-    """Heads with a free slot, heads that grow, full heads; of equal distances the oldest leaves."""
-    lengths = [0 if h == 3 else 19 + 7 * h for h in range(heads)]
+    """Heads with a free slot, heads that grow, full heads, divided among programs; of equal
+    distances the oldest leaves."""
+    lengths = [0 if h == 3 else least + 7 * h for h in range(heads)]
     start, length, rows = segments(lengths)
     cap = torch.tensor([n + (h % 3 == 1) for h, n in enumerate(lengths)]).clamp(min=1)
     free_slot = torch.tensor([int(start[h]) + 4 if h % 3 == 2 else -1 for h in range(heads)])
@@ -49,9 +58,10 @@ def test_hash_append(
         draw(8, (size, bits), torch.float32),
     ]
     outcomes = []
+    arrived = guarded(torch.zeros(heads, dtype=torch.int32))
     for function, more in (
         (twins.hash_append, {}),
-        (kernel("triton.hash_append").hash_append, {"block": 16}),
+        (kernel("triton.hash_append").hash_append, {"block": 16, "arrived": arrived}),
     ):
         mine = [guarded(t) for t in (k, v, pos, code)]
         undo_rows = tuple(guarded(torch.zeros((heads, *t.shape[1:]), dtype=t.dtype)) for t in mine)
@@ -68,7 +78,8 @@ def test_hash_append(
             pinned=pinned,
             **more,
         )
-        assert all(untouched(t) for t in (*mine, *undo_rows, slots))
+        assert all(untouched(t) for t in (*mine, *undo_rows, slots, arrived))
+        assert not arrived.any()
         outcomes.append([*mine, *undo_rows, slots])
     for got, want in zip(outcomes[1], outcomes[0], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
