@@ -6,6 +6,7 @@
     advance                triton/append            cpu/append          torch/append
     append                 -                        cpu/append          torch/append
     rotate_append          triton/append            cpu/append          torch/append
+    key_norms              triton/append            -                   torch/append
     hash_append            triton/hash_append       cpu/hash_append     policies
     lowest_step            triton/step              cpu/step            torch/decode
     overwrite_step         triton/overwrite         -                   torch/decode
@@ -154,6 +155,7 @@ class Kernels:
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
+    key_norms = staticmethod(append_row.key_norms)
     hash_append: Callable[..., None] | None = None
     appends_any = False
     """Whether hash_append takes int8 rows, further columns, and rows that are evicted last."""

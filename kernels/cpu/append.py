@@ -86,14 +86,13 @@ def rotate_append(
     blank: Sequence[Tensor],
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `torch.append.rotate_append`."""
     heads, size = len(slot), qkv.shape[1]
     kind, coded = KINDS.get(qkv.dtype, -1), k_scale is not None
     if kind < 0 or not plain(qkv.dtype, qkv, cos, sin) or not (coded or k.dtype == qkv.dtype):
         return plain_torch.rotate_append(
-            qkv, cos, sin, slot, position, k, v, pos, blank, k_scale, v_scale, norm
+            qkv, cos, sin, slot, position, k, v, pos, blank, k_scale, v_scale
         )
     turned = torch.empty((len(qkv) - heads, size), dtype=qkv.dtype)
     _library().minikv_rotate_append(
@@ -114,11 +113,7 @@ def rotate_append(
         *_columns(blank),
         turned.data_ptr(),
     )
-    query, key = turned[:-heads].view(heads, -1, size), turned[-heads:]
-    if norm is not None:
-        length = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
-        norm.index_copy_(0, slot, length)
-    return query, key
+    return turned[:-heads].view(heads, -1, size), turned[-heads:]
 
 
 def advance(

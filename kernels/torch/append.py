@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minikv.kernels.torch.int8 import to_codes
+from minikv.kernels.torch.int8 import codes_at, to_codes
 from minikv.kernels.torch.layer import rotate
 
 
@@ -53,22 +53,37 @@ def rotate_append(
     blank: Sequence[Tensor],
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the queries and keys of one token by `layer.rotate`, then `append` its rows.
 
     qkv [H * G + 2 * H, D]: queries, keys, values of H heads; cos, sin [1, 1, D]; slot [H] and what
-    follows as in `append`. norm float32 [R]: its row becomes the Euclidean norm of the key. Returns
-    the rotated queries [H, G, D] and keys [H, D].
+    follows as in `append`. Returns the rotated queries [H, G, D] and keys [H, D].
     """
     heads, size = len(slot), qkv.shape[1]
     rotated = rotate(qkv[None, :-heads], cos, sin)[0]
     query, key = rotated[:-heads].view(heads, -1, size), rotated[-heads:]
     append(key, qkv[-heads:], slot, position, k, v, pos, blank, k_scale, v_scale)
-    if norm is not None:
-        length = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
-        norm.index_copy_(0, slot, length)
     return query, key
+
+
+def key_norms(
+    k: Tensor,
+    k_scale: Tensor | None,
+    slot: Tensor,
+    accepted: Tensor,
+    norm: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Compute the norms of the keys in the new rows of a decode step, if it is `accepted` bool [].
+
+    norm float32 [R], in place: the rows `slot` int64 [L, H] become the Euclidean norms of their
+    keys. k [R, D]; with k_scale float32 [R] it has codes, and the keys are as `codes_at` makes them
+    of `dtype`. If the step is not accepted, nothing changes, and `slot` may have no meaning.
+    """
+    at = slot.flatten() * accepted  # if not, a row that there is
+    key = k[at] if k_scale is None else codes_at(k, k_scale, at, dtype)
+    length = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
+    norm.index_copy_(0, at, torch.where(accepted, length, norm[at]))
 
 
 def advance(

@@ -1,6 +1,6 @@
 """The row of a new token, in Triton. `rotate_append` rotates and writes it, in one launch for a
-layer; `advance` chooses where the next one goes, in one launch for all layers. Specification:
-`torch/append.py`."""
+layer. `key_norms` computes the norm of its key, and `advance` chooses where the next one goes, each
+in one launch for all layers. Specification: `torch/append.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.triton.int8 import quantized
 from minikv.kernels.triton.tiles import power, typed
-from minikv.kernels.triton.variants import Variant
+from minikv.kernels.triton.variants import WIDE, Variant
+
+_HEADS = 4  # of which a program computes the norms
 
 
 @triton.jit
@@ -42,7 +45,6 @@ def _rotate_append(
     blank,
     k_scale,
     v_scale,
-    norm,
     query,
     key,
     H: tl.constexpr,
@@ -51,7 +53,6 @@ def _rotate_append(
     D: tl.constexpr,
     DP: tl.constexpr,
     CODED: tl.constexpr,
-    NORM: tl.constexpr,
 ):
     """Grid (H,): a program has a KV head and its G queries. The arguments are those of
     `rotate_append`; query [H, G, D] and key [H, D] get the rotated ones."""
@@ -68,9 +69,6 @@ def _rotate_append(
     new_value = tl.load(qkv + (H * G + H + head) * D + d, mask=real, other=0.0)
     for i in tl.static_range(len(blank)):
         tl.store(blank[i] + at, tl.zeros((), tl.int32).to(blank[i].dtype.element_ty))
-    if NORM:
-        wide = new_key.to(tl.float32)
-        tl.store(norm + at, tl.sqrt_rn(tl.sum(wide * wide, 0)))
     if CODED:
         new_key, scale = quantized(new_key)
         tl.store(k_scale + at, scale)
@@ -81,6 +79,34 @@ def _rotate_append(
     tl.store(k + at * D + d, new_key, mask=real)
     tl.store(v + at * D + d, new_value, mask=real)
     tl.store(pos + at, tl.load(position).to(tl.int32))
+
+
+@triton.jit
+def _key_norms(
+    k,
+    k_scale,
+    slot,
+    accepted,
+    norm,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BN: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Grid (N / BN,): a program has BN of the N heads of all layers. KIND: the type of keys that
+    are made of codes, None if there are no codes."""
+    if tl.load(accepted):
+        i = tl.program_id(0) * BN + tl.arange(0, BN)
+        d = tl.arange(0, DP)
+        ok = i < N
+        at = tl.load(slot + i, mask=ok, other=0)
+        mine = ok[:, None] & (d < D)[None, :]
+        key = tl.load(k + at[:, None] * D + d[None, :], mask=mine, other=0).to(tl.float32)
+        if KIND is not None:
+            scale = tl.load(k_scale + at, mask=ok, other=0.0)
+            key = (key * scale[:, None]).to(KIND).to(tl.float32)
+        tl.store(norm + at, tl.sqrt_rn(tl.sum(key * key, 1)), mask=ok)
 
 
 @triton.jit
@@ -133,7 +159,6 @@ def rotate_append(
     blank: Sequence[Tensor],
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `torch.append.rotate_append`."""
     assert all(t.is_contiguous() for t in (qkv, cos, sin, slot, k, v))
@@ -152,7 +177,6 @@ def rotate_append(
         tuple(blank),
         k_scale,
         v_scale,
-        norm,
         query,
         key,
         H=heads,
@@ -161,10 +185,35 @@ def rotate_append(
         D=size,
         DP=power(size),
         CODED=k_scale is not None,
-        NORM=norm is not None,
         num_warps=2,
     )
     return query, key
+
+
+def key_norms(
+    k: Tensor,
+    k_scale: Tensor | None,
+    slot: Tensor,
+    accepted: Tensor,
+    norm: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """See `torch.append.key_norms`."""
+    assert all(t.is_contiguous() for t in (k, slot, norm))
+    heads, size = slot.numel(), k.shape[1]
+    _key_norms[(-(-heads // _HEADS),)](
+        k,
+        k_scale,
+        slot,
+        accepted,
+        norm,
+        N=heads,
+        D=size,
+        DP=power(size),
+        BN=_HEADS,
+        KIND=None if k_scale is None else getattr(tl, str(dtype).removeprefix("torch.")),
+        num_warps=1,
+    )
 
 
 def advance(
@@ -227,6 +276,14 @@ def variants() -> list[Variant]:
         signature = typed(_advance, sides | {"accepted": "*i1", "overwritten": "*i1"}, fixed)
         name = "advance" + "-before" * before
         found.append(Variant(name, _advance, signature, fixed))
+    for size, kind in ((128, "bf16"), (80, "fp16"), (64, "fp32"), (128, "i8"), (256, "i8")):
+        coded = kind == "i8"
+        fixed = {"N": 256, "D": size, "DP": power(size), "BN": _HEADS}
+        fixed |= {"KIND": tl.bfloat16} if coded else {"KIND": None, "k_scale": None}
+        given = {"k": f"*{kind}", "slot": "*i64", "accepted": "*i1", "norm": "*fp32"}
+        signature = typed(_key_norms, given | ({"k_scale": "*fp32"} if coded else {}), fixed)
+        name = f"key-norms-{kind}-d{size}"
+        found.append(Variant(name, _key_norms, signature, fixed, 1, reads={"k": WIDE}))
     for size, names in _BUILDS:
         for name in names:
             coded = name == "int8"
@@ -237,13 +294,8 @@ def variants() -> list[Variant]:
             else:
                 constants |= dict.fromkeys(scales)
             own = {n: t for n, t in scales.items() if n not in constants} | {"blank": blanks[name]}
-            normed = name == "h2o"
-            constants = constants | {"H": 8, "G": 4, "GP": 4, "NORM": normed}
+            constants = constants | {"H": 8, "G": 4, "GP": 4}
             turned = dict.fromkeys(("qkv", "cos", "sin", "query"), "*bf16")
-            if normed:
-                own |= {"norm": "*fp32"}
-            else:
-                constants |= {"norm": None}
             signature = typed(_rotate_append, kinds | turned | own, constants)
             found.append(Variant(f"turn-{name}-{size}", _rotate_append, signature, constants, 2))
     return found

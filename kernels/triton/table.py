@@ -41,6 +41,7 @@ class Triton(Kernels):
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     rotate_append = staticmethod(append_row.rotate_append)
+    key_norms = staticmethod(append_row.key_norms)
     appends_any = True
     hash_append = staticmethod(hash_append.hash_append)
     lowest_step = staticmethod(step.lowest_step)

@@ -11,8 +11,9 @@ The step is the same on every device. In order:
 
 `attend_unrotated`, or `attend` if queries and keys are already rotated, does `append` and
 `attention`. `Kernels.layers` may do both in all layers (`step_arena`). `end` does `update` and
-`evict`, and then `place` for the next step. A policy that evicts before attention chooses its
-victims between `place` and `append`: for all heads at once before the first layer, or layer by
+`evict`, and then `place` for the next step. If the policy stores the norms of keys, `end` first
+computes those of the new rows, for all heads at once. A policy that evicts before attention chooses
+its victims between `place` and `append`: for all heads at once before the first layer, or layer by
 layer if it needs the query.
 
 Devices differ in the kernels (`ops`) and in the caller. On a CPU the engine calls `end` as soon as
@@ -255,8 +256,7 @@ class DecodeStep:
                 rotated = both[:-heads].view_as(query)
                 self._append(layer, rotated, both[-heads:], qkv[-heads:])
             return self._attention(layer, rotated)
-        columns, norm = arena.columns, policy.norm_column if policy is not None else ""
-        slot = self._layers[layer][2]
+        columns, slot = arena.columns, self._layers[layer][2]
         query, key = self.ops.rotate_append(
             qkv,
             cos,
@@ -266,12 +266,11 @@ class DecodeStep:
             columns["k"],
             columns["v"],
             columns["pos"],
-            self._blank(norm),
+            self._blank(),
             columns.get("k_scale"),
             columns.get("v_scale"),
-            columns.get(norm),
         )
-        if policy is not None and not norm:
+        if policy is not None:
             self._init_state(policy, layer, key, slot)
         return self._attention(layer, query)
 
@@ -361,6 +360,8 @@ class DecodeStep:
         final = self.half_ended  # statistics have changed, and there is no copy of the old
         try:
             if not self.half_ended:
+                if policy is not None and policy.norm_column:
+                    self._find_norms(policy.norm_column)
                 # All that allocates comes before a kernel changes statistics, because that cannot
                 # be taken back. Where rows move, no kernel changes them.
                 moves = policy is not None and policy.block > 1 and self.due
@@ -519,14 +520,17 @@ class DecodeStep:
         )
         return policy.append_kernel(self.ops, append)
 
-    def _blank(self, without: str = "") -> list[Tensor]:
+    def _blank(self) -> list[Tensor]:
         """The columns in which a new row starts as 0."""
         columns = self.rows.arena.columns
-        extra = [columns[name] for name in self.rows.arena.extra if name != without]
+        extra = [columns[name] for name in self.rows.arena.extra]
         return extra if self.leaves_last is None else [*extra, self.leaves_last]
 
     def _init_state(self, policy: StepPolicy, layer: int, key: Tensor, slot: Tensor) -> None:
-        """Write the columns that a policy computes from a new row's key [H, D]."""
+        """Write the columns that a policy computes from a new row's key [H, D], except its norm
+        (`_find_norms`)."""
+        if policy.norm_column:
+            return
         for name, values in policy.init_state(layer, key).items():
             self.rows.arena.columns[name].index_copy_(0, slot, values)
 
@@ -554,6 +558,19 @@ class DecodeStep:
         )
 
     # -- after attention ----------------------------------------------------------------------
+
+    def _find_norms(self, column: str) -> None:
+        """If the step is accepted, write the norms of the new rows' keys. `slot` still names these
+        rows, so nothing is written to a row that a head had before."""
+        arena = self.rows.arena
+        self.ops.key_norms(
+            arena.columns["k"],
+            arena.columns.get("k_scale"),
+            self.slot,
+            self.accepted,
+            arena.columns[column],
+            arena.dtype,
+        )
 
     def _update_and_evict(self, policy: StepPolicy, undo: list[Callable[[], object]]) -> bool:
         """Update the statistics of all rows and choose the victims: `arena.free_slot`, -1 for a

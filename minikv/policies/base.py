@@ -625,7 +625,8 @@ class StepPolicy(ABC):
     prompt_history: how many of a prompt's last queries `PromptView.below` reports, at most 32.
     needs_attention: `score` reads `StepView.attention`.
     norm_column: a column that `init_state` sets to the Euclidean norm of the key, and the only one
-        that it sets; "" if there is none. A kernel that writes the row also writes this column.
+        that it sets; "" if there is none. A decode step sets it at its end, for the new rows of all
+        layers at once, from the keys as they are stored.
     """
 
     name: str
@@ -663,7 +664,8 @@ class StepPolicy(ABC):
     def layer_by_layer(self) -> bool:
         """Whether a step does something of the policy's in every layer, with its query or key."""
         reads_query = self.evict_first and self.needs_query
-        return reads_query or type(self).init_state is not StepPolicy.init_state
+        reads_key = type(self).init_state is not StepPolicy.init_state and not self.norm_column
+        return reads_query or reads_key
 
     def hashing(self, room: StepRoom, layers: int, head_dim: int) -> kernels.Hashing | None:
         """For `layer_by_layer`: what a kernel needs that computes all layers and does in each what

@@ -45,7 +45,8 @@ class L2Scorer(Scorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class L2(StepPolicy):
-    """The row with the largest norm leaves, before attention."""
+    """The row with the largest norm leaves, before attention. With keys in int8, the norm of a row
+    that a step wrote is that of the key as it is stored, as a later prompt computes it, too."""
 
     sinks: int
     recent: int

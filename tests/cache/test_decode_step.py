@@ -29,6 +29,7 @@ from minikv.cache.rules import Rules
 from minikv.engine.decode_loop import Eager
 from minikv.kernels.dispatch import Kernels, TorchOnCPU
 from minikv.policies.base import StepEnd, StepPolicy
+from minikv.policies.l2 import norms
 from minikv.policies.rkv import RKV
 from minikv.policies.streaming import Streaming
 from minikv.policies.tova import Tova
@@ -350,6 +351,61 @@ def test_a_new_row_inherits_nothing_from_the_row_it_overwrites() -> None:
     assert int(new.sum()) == 6 * made.kv.arena.length.numel()
     assert not bool(columns[own][new].any())
     assert bool((columns[own][~new] == 7.0).any())
+
+
+@pytest.mark.parametrize(
+    ("kv", "windows", "prompt"),
+    [
+        (None, (None, 16), "full"),
+        (torch.int8, (None, 16), "full"),
+        (None, None, "snapkv+turns"),
+        (torch.int8, None, "snapkv+turns"),
+    ],
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_norms_are_those_of_the_rows_that_count(
+    kv: torch.dtype | None, windows: tuple[int | None, ...] | None, prompt: str, ahead: bool
+) -> None:
+    """After every step, one that was dropped, too. ahead: as on CUDA, where the end of a step is
+    also launched if there was none, or if it does not count."""
+    net = network(layers=2, windows=windows)
+    made = engine(net, None, prompt, "l2", 44, kv=kv)
+    if ahead:
+        made.kv.use(Kernels())
+    for turn in range(2):
+        made.prompt(ids(60, turn))
+        first = made.kv.position
+        decode = made.kv.open_steps(speculative=ahead)
+        arena = decode.rows.arena
+        for token in range(12):
+            counts = token % 3 != 1
+            before = _held(arena)
+            if ahead:
+                decode.end_if_accepted()
+            with torch.inference_mode():
+                net.forward(torch.tensor([token]), decode)
+            if counts:
+                decode.accepted.fill_(True)
+                decode.end_if_accepted()
+            else:
+                decode.drop()
+            same = all(torch.equal(rows, before[name]) for name, rows in _held(arena).items())
+            assert same != counts
+            # Those of a prompt in int8 were computed before its keys were converted.
+            _check_norms(arena, first if kv is not None else 0)
+        made.kv.position += 8
+        assert int(decode.position) == made.kv.position
+
+
+def _check_norms(arena: Arena, first: int) -> None:
+    """The rows of all heads at positions from `first` on have the norms of their keys."""
+    for layer in range(len(arena.start)):
+        index, live = arena.index(layer)
+        rows = index[live]
+        rows = rows[arena.columns["pos"][rows] >= first]
+        key = arena.read(Kernels(), "k", rows)
+        assert len(rows)
+        assert torch.equal(arena.columns["norm"][rows], norms(key))
 
 
 # -- what kernels take over -----------------------------------------------------------------------
@@ -677,10 +733,6 @@ def test_all_layers_are_computed_at_once_unless_a_policy_reads_each(
     monkeypatch.setattr(run.kv.ops, "step_arena", step_arena)
     decode = run.kv.open_steps()
     found = decode.step_arena()
-    if step == "l2":
-        assert found is None
-        assert made == []
-        return
     assert found is made[0]
     assert decode.step_arena() is found
     assert len(made) == 1

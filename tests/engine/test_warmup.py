@@ -61,7 +61,7 @@ TURNED = ({"rotate_append"}, {"rotate"})
     [
         ("none", {"append"}),
         ("streaming", {"append", "streaming_step"}),
-        ("l2", {"append", "l2_step"}),
+        ("l2", {"append", "l2_step", "key_norms"}),
         ("random", {"append", "random_step"}),
         ("h2o", {"append", "h2o_step"}),
         ("roco", {"append", "roco_step"}),

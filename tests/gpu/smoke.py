@@ -186,17 +186,35 @@ def turned(s: Sizes, coded: bool) -> str:
         kind = torch.int8 if coded else s.kind
         k, v = (torch.zeros(rows, s.size, dtype=kind, device=device) for _ in range(2))
         pos = torch.zeros(rows, dtype=torch.int32, device=device)
-        blank, norm = [torch.ones(rows, device=device)], torch.zeros(rows, device=device)
+        blank = [torch.ones(rows, device=device)]
         scales = [torch.ones(rows, device=device) if coded else None for _ in range(2)]
         at = torch.tensor(9, device=device)
-        found = ops.rotate_append(qkv, *angles, slot, at, k, v, pos, blank, *scales, norm)
+        found = ops.rotate_append(qkv, *angles, slot, at, k, v, pos, blank, *scales)
         assert torch.equal(pos[slot], torch.full_like(slot, 9).to(torch.int32)), "positions"
         assert not bool(blank[0][slot].any()), "columns"
         if scales[0] is not None and scales[1] is not None:
             k, v = (t.float() * by[:, None] for t, by in ((k, scales[0]), (v, scales[1])))
-        outs.append((*angles, *found, k, v, norm))
-    names = ("cos", "sin", "q", "key", "k", "v", "norm")
+        outs.append((*angles, *found, k, v))
+    names = ("cos", "sin", "q", "key", "k", "v")
     return near(2e-2, **dict(zip(names, zip(outs[1], outs[0], strict=True), strict=True)))
+
+
+def normed(s: Sizes, coded: bool) -> str:
+    """Norms of the new rows of all layers; and a step that is not accepted."""
+    heads = s.layers * s.heads
+    key, scale = s.normal(3 * heads, s.size), None
+    if coded:
+        key, scale = Twins().to_codes(key)
+    slot = torch.randperm(len(key), generator=s.made)[:heads].view(s.layers, s.heads).to(s.device)
+    outs = []
+    for ops in (Twins(), Triton()):
+        norm = torch.zeros(len(key), device=s.device)
+        for final, there in ((True, slot), (False, torch.full_like(slot, len(key)))):
+            go = torch.tensor(final, device=s.device)
+            ops.key_norms(key, scale, there, go, norm, s.kind)
+        outs.append(norm)
+    assert bool(outs[1][slot].all()), "rows left out"
+    return near(1e-2 if coded else 1e-5, norm=(outs[1], outs[0]))
 
 
 def made_room(s: Sizes, name: str) -> str:
@@ -863,6 +881,8 @@ def main() -> int:
         check(f"ragged_attention {uses}".strip(), partial(attention, s, uses))
     check("rotate_append", partial(turned, s, False))
     check("rotate_append int8", partial(turned, s, True))
+    check("key_norms", partial(normed, s, False))
+    check("key_norms int8", partial(normed, s, True))
     check("hash_append", partial(hashed, s))
     for name in ("streaming", "l2", "random"):
         check(f"{name} before attention", partial(made_room, s, name))

@@ -40,8 +40,7 @@ def test_append(dtype: torch.dtype, coded: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("normed", [False, True])
-def test_rotate_append(dtype: torch.dtype, coded: bool, normed: bool) -> None:
+def test_rotate_append(dtype: torch.dtype, coded: bool) -> None:
     """As rotating and appending one after the other."""
     heads, group, size, rows = 3, 2, 20, 40
     qkv, slot = randoms(1, heads * (group + 2), size, dtype=dtype), torch.tensor([7, 39, 0])
@@ -53,23 +52,18 @@ def test_rotate_append(dtype: torch.dtype, coded: bool, normed: bool) -> None:
     for together in (True, False):
         k, v = (torch.full((rows, size), 5).to(kind) for _ in range(2))
         pos = torch.full((rows,), 5, dtype=torch.int32)
-        blank, norm = torch.ones(rows), torch.ones(rows) if normed else None
+        blank = torch.ones(rows)
         scales = [torch.full((rows,), 5.0) for _ in range(2)] if coded else [None, None]
         given = slot, torch.tensor(77), k, v, pos, [blank]
         if together:
-            query, key = native.rotate_append(qkv, cos, sin, *given, *scales, norm)
+            query, key = native.rotate_append(qkv, cos, sin, *given, *scales)
         else:
             turned = layer.rotate(qkv[None, :-heads], cos, sin)[0]
             query, key = turned[:-heads].view(heads, group, size), turned[-heads:]
             native.append(key, qkv[-heads:], *given, *scales)
-            if norm is not None:
-                norm[slot] = key.float().square().sum(1).sqrt()
-        found.append((query, key, k, v, pos, blank, *(t for t in scales if t is not None), norm))
+        found.append((query, key, k, v, pos, blank, *(t for t in scales if t is not None)))
     for one, two in zip(*found, strict=True):
-        if normed and one is found[0][-1]:
-            torch.testing.assert_close(one, two)
-        else:
-            assert (one is None and two is None) or torch.equal(one, two)
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("before", [False, True])

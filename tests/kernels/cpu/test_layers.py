@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -27,12 +28,11 @@ from minikv.kernels import dispatch
 from minikv.kernels.cpu import build, choice, layers, prefill, rest
 from minikv.kernels.cpu.step_arena import StepArena
 from minikv.models.llama import Llama
+from minikv.policies.l2 import L2
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
 STEPS = [*policies.step_names()]
-LAYER_BY_LAYER = {"l2"}
-"""A policy that reads each layer's key: these steps are not computed in one call."""
 SHAPES = {"3 queries": (6, 2, 32), "one": (2, 2, 24), "5": (10, 2, 16)}
 """Heads, KV heads and head size."""
 
@@ -133,7 +133,7 @@ def test_a_step_is_that_of_separate_calls(
         assert torch.equal(mine, other)
         assert bool(mine.isfinite().all())
     coded = step == "hashevict" and kv is not None  # C's hashing does not take int8
-    taken = step not in LAYER_BY_LAYER and not coded and net._layers is not None
+    taken = not coded and net._layers is not None
     assert calls == ([3] * 12 if taken else [])
     assert form == "int4" or net._layers is not None
     same(one.kv, two.kv)
@@ -206,7 +206,7 @@ def test_spans_hold_each_layer_once(sizes: list[int], monkeypatch: pytest.Monkey
     assert all(len(span) == 1 or sum(sizes[i] for i in span) <= 10 for span in spans)
 
 
-@pytest.mark.parametrize("step", ["none", "roco", "streaming", "hashevict"])
+@pytest.mark.parametrize("step", ["none", "roco", "streaming", "l2", "hashevict"])
 def test_a_step_without_memory_did_not_happen(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net = network(count=4)
     layer_bytes = 2 * sum(
@@ -236,7 +236,7 @@ def test_a_step_without_memory_did_not_happen(step: str, monkeypatch: pytest.Mon
     assert torch.equal(engine.step(int(logits.argmax())), want[-1])
 
 
-@pytest.mark.parametrize("step", ["streaming", "hashevict", "roco"])
+@pytest.mark.parametrize("step", ["streaming", "l2", "hashevict", "roco"])
 @pytest.mark.parametrize("pinned", [0, 30])
 def test_a_step_that_is_dropped_leaves_no_trace(step: str, pinned: int) -> None:
     """Nor does one that overwrote a row in every head of every layer; pinned rows stay."""
@@ -300,15 +300,33 @@ def test_what_is_drawn_is_the_same() -> None:
     assert len({*found[0]}) > 2
 
 
-@pytest.mark.parametrize("step", sorted(LAYER_BY_LAYER))
-def test_a_policy_that_reads_each_layer_is_asked_layer_by_layer(step: str) -> None:
-    engine = cached(network(), step)
-    engine.prompt(ids(70))
-    assert engine.kv.open_steps().step_arena() is None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own(L2):
+    """Its norms are a column like others, which it computes of each layer's key."""
+
+    norm_column: str = ""
+
+
+def test_a_policy_that_reads_each_layer_is_asked_layer_by_layer(calls: list[int]) -> None:
+    """Then a step keeps the same rows, with the same norms."""
+    net, runs = network(), []
+    for own in (True, False):
+        engine = cached(net, "l2")
+        rules = engine.kv.rules
+        if own:
+            engine.kv.configure(Rules(rules.prompt, Own(sinks=4, recent=1), rules.budget))
+        else:
+            engine.kv.configure(Rules(rules.prompt, L2(sinks=4, recent=1), rules.budget))
+        runs.append((engine, told(engine)))
+        assert (engine.kv.open_steps().step_arena() is None) == own
+    assert calls == [3] * 12
+    (one, mine), (two, other) = runs
+    assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    same(one.kv, two.kv)
 
 
 def test_every_other_policy_is_served() -> None:
-    for step in {*STEPS} - LAYER_BY_LAYER:
+    for step in STEPS:
         engine = cached(network(), step)
         engine.prompt(ids(70))
         assert engine.kv.open_steps().step_arena() is not None, step
