@@ -1,6 +1,6 @@
 """The product of a normed row and the matrix for queries, keys and values, in Triton, with what
 `rotate_append` does with it, in one launch. Specification: `rest.NormedProduct`, then
-`torch.append.rotate_append` without scales and norm. The numbers are the same.
+`torch.append.rotate_append` without scales. The numbers are the same.
 
 Rotation combines numbers d and d + D / 2 of a head. So a program computes a few numbers of a head's
 lower half and those of the upper half that belong to them. Values are written as they are. The

@@ -312,11 +312,8 @@ def test_a_policy_that_reads_each_layer_is_asked_layer_by_layer(calls: list[int]
     net, runs = network(), []
     for own in (True, False):
         engine = cached(net, "l2")
-        rules = engine.kv.rules
-        if own:
-            engine.kv.configure(Rules(rules.prompt, Own(sinks=4, recent=1), rules.budget))
-        else:
-            engine.kv.configure(Rules(rules.prompt, L2(sinks=4, recent=1), rules.budget))
+        rules, kind = engine.kv.rules, Own if own else L2
+        engine.kv.configure(Rules(rules.prompt, kind(sinks=4, recent=1), rules.budget))
         runs.append((engine, told(engine)))
         assert (engine.kv.open_steps().step_arena() is None) == own
     assert calls == [3] * 12
