@@ -21,6 +21,7 @@
     scissorhands_step      triton/step              cpu/step            policies
     shift_step             triton/step              -                   policies
     lowest_block           triton/blocks            -                   torch/blocks
+    unprotected_block      triton/blocks            -                   policies
     h2o_block              triton/blocks            -                   policies
     roco_block             triton/blocks            -                   policies
     compacted              triton/blocks            -                   torch/blocks
@@ -172,6 +173,7 @@ class Kernels:
     scissorhands_step: Callable[..., None] | None = None
     shift_step: Callable[..., None] | None = None
     lowest_block = staticmethod(blocks.lowest_block)
+    unprotected_block: Callable[..., tuple[Tensor, Tensor]] | None = None
     h2o_block: Callable[..., tuple[Tensor, Tensor]] | None = None
     roco_block: Callable[..., tuple[Tensor, Tensor]] | None = None
     compacted = staticmethod(blocks.compacted)

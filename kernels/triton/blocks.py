@@ -116,6 +116,44 @@ def _lowest_block(
 
 
 @triton.jit(
+    do_not_specialize=["scores_head", "pos_head", *_SCALARS],
+    do_not_specialize_on_alignment=["scores", "pos", "live"],
+)
+def _unprotected_block(
+    scores,
+    pos,
+    live,
+    orders,
+    index,
+    count,
+    scores_head,
+    pos_head,
+    rows,
+    heads,
+    limit,
+    newest,
+    sinks,
+    recent,
+    pinned,
+    BN: tl.constexpr,
+    HP: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    mine = orders + head * rows
+    at_head = pos + head * pos_head
+    over = _over(live, head, heads, limit, HP)[0]
+    strict = _any_leaves(at_head, rows, newest, sinks, recent, pinned, BN)[1]
+    for s in tl.range(0, rows, BN):
+        j = s + tl.arange(0, BN)
+        at = _shown(at_head, j, rows, pinned)
+        may = may_leave(at, at >= 0, newest, sinks, recent, strict)
+        score = tl.load(scores + head * scores_head + j, mask=j < rows, other=0.0)
+        tl.store(mine + j, tl.where(may, _ordered(score), _NONE), mask=j < rows)
+    tl.debug_barrier()  # what other threads of the program stored is read below
+    _drop(mine, at_head, index + head * rows, count, head, rows, over, BN)
+
+
+@triton.jit(
     do_not_specialize=["pos_head", "sums_head", *_SCALARS],
     do_not_specialize_on_alignment=["sums", "pos", "live", "newest_rows"],
 )
@@ -310,6 +348,49 @@ def lowest_block(
     return index, count
 
 
+def unprotected_block(
+    scores: Tensor,
+    pos: Tensor,
+    live: Tensor,
+    limit: int,
+    position: int,
+    sinks: int,
+    recent: int,
+    pinned: int,
+    *,
+    block: int = _BLOCK,
+) -> tuple[Tensor, Tensor]:
+    """As `torch.blocks.lowest_block`, for the rows that are neither sinks nor recent nor pinned. If
+    a head has none, all that are not pinned may leave but the newest.
+
+    position: tokens counted.
+    """
+    scores, pos = _lines(scores.to(torch.float32)), _lines(pos)
+    orders, index, count = _result(pos)
+    heads, rows = pos.shape
+    _unprotected_block[(heads,)](
+        scores,
+        pos,
+        live.contiguous(),
+        orders,
+        index,
+        count,
+        _stride(scores),
+        _stride(pos),
+        rows,
+        heads,
+        limit,
+        position - 1,
+        sinks,
+        recent,
+        pinned,
+        BN=block,
+        HP=power(heads),
+        num_warps=_WARPS,
+    )
+    return index, count
+
+
 def h2o_block(
     sums: Tensor,
     newest_rows: Tensor,
@@ -440,7 +521,7 @@ def variants() -> list[Variant]:
     kinds |= dict.fromkeys(("newest_rows", "steady_rows", "pos", "live", "index", "count"), "*i64")
     kinds |= {"orders": "*i32", "free": "*i1"}
     found = []
-    for fn in (_lowest_block, _h2o_block, _roco_block):
+    for fn in (_lowest_block, _unprotected_block, _h2o_block, _roco_block):
         constants: dict[str, object] = {"BN": _BLOCK, "HP": 8}
         name: str = fn.__name__
         signature = typed(fn, kinds, constants)

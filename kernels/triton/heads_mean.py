@@ -1,6 +1,7 @@
 """The mean of scores over the heads that hold a position, in Triton.
 
-The first launch notes for each head where the row of a position lies, the second reads there. So
+The first launch notes for each head where the row of a position lies, the second reads there, and
+checks that the row has the position: nothing is noted for positions that a head does not hold. So
 the order of addition is that of the heads. Specification: `torch/heads_mean.py`.
 """
 
@@ -52,7 +53,8 @@ def _heads_mean(
     for other in tl.range(0, tl.num_programs(1)):
         head = tl.cast(other, tl.int64)
         row = tl.load(place + head * end + at, mask=at >= 0, other=-1)
-        held = row >= 0
+        held = (row >= 0) & (row < rows)
+        held = held & (tl.load(pos + head * pos_head + row, mask=held, other=-2) == at)
         value = tl.load(values + head * values_head + row, mask=held, other=0.0)
         total += value.to(tl.float64)
         count += held.to(tl.float64)
@@ -64,7 +66,7 @@ def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
     """See `torch.heads_mean.heads_mean`."""
     values, pos = (t if t.stride(-1) == 1 else t.contiguous() for t in (values, pos))
     heads, rows = pos.shape
-    place = torch.full((heads, end), -1, dtype=torch.int32, device=pos.device)
+    place = torch.empty((heads, end), dtype=torch.int32, device=pos.device)
     out = torch.empty((heads, rows), dtype=torch.float32, device=pos.device)
     of_values, of_pos = (0 if heads == 1 else t.stride(0) for t in (values, pos))
     grid = max(1, -(-rows // _BLOCK)), heads

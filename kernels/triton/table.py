@@ -57,6 +57,7 @@ class Triton(Kernels):
     scissorhands_step = staticmethod(step.scissorhands_step)
     shift_step = staticmethod(step.shift_step)
     lowest_block = staticmethod(blocks.lowest_block)
+    unprotected_block = staticmethod(blocks.unprotected_block)
     h2o_block = staticmethod(blocks.h2o_block)
     roco_block = staticmethod(blocks.roco_block)
     compacted = staticmethod(blocks.compacted)

@@ -204,10 +204,12 @@ class BlockPrefill:
         if self.shape.windows[layer] is not None:  # some may have slid out
             live, added = (pos >= 0).sum(1), 0
         columns = {name: self._columns[name] for name in self.step.columns}
-        end = BlockEnd(pos, live, limit - added, position, self.plan.pinned, columns, self._quota)
+        end = BlockEnd(
+            pos, live, limit - added, position, self.plan.pinned, columns, self._quota, attention
+        )
         found = self.step.block_kernel(self._ops, end)
         if found is None:
-            found = self._chosen(layer, end, attention, query, key)
+            found = self._chosen(layer, end, query, key)
         # A GPU would make the host wait.
         if pos.device.type == "cpu":  # pragma: no branch - the other one is that of a GPU
             assert bool((found[1] <= limit).all()), "too few rows may leave"
@@ -218,7 +220,6 @@ class BlockPrefill:
         self,
         layer: int,
         end: BlockEnd,
-        attention: Tensor | None,
         query: Tensor | None,
         key: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -235,7 +236,7 @@ class BlockPrefill:
             torch.full_like(self._heads, layer),
             self._heads,
             end.columns,
-            attention,
+            end.attention,
             None if query is None else query.flatten(1, 2),
             key,
             lambda heads: self._columns["k"][heads],

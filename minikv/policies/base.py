@@ -259,7 +259,8 @@ class BlockEnd:
 
     pos int64 [H, N]: ascending, -1 for no row. live int64 [H]: how many rows a head holds.
     position: tokens counted, with those of the block; positions below `pinned` never leave.
-    columns: the policy's, [H, N] each. quota: the result of `StepPolicy.quota`, [H].
+    columns: the policy's, [H, N] each. quota: the result of `StepPolicy.quota`, [H]. attention
+    float32 [H, N]: as in `StepView`, of the block's last query; None if the policy evicts first.
     """
 
     pos: Tensor
@@ -269,6 +270,7 @@ class BlockEnd:
     pinned: int
     columns: Mapping[str, Tensor]
     quota: Tensor | None
+    attention: Tensor | None = None
 
     def heads(self, policy: StepPolicy) -> tuple[Tensor, Tensor, int, int, int, int, int]:
         """The last arguments of every such kernel."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
+    BlockEnd,
     Evidence,
     PromptView,
     Scorer,
@@ -77,6 +78,14 @@ class Tova(StepPolicy):
         if not self.per_head:
             mean = layer_mean(mean, view.pos, view.layer)
         return mean, unprotected(view, self)
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        if ops.unprotected_block is None or block.attention is None:
+            return None
+        mean = block.attention
+        if not self.per_head:
+            mean = ops.heads_mean(mean, block.pos, block.position)
+        return ops.unprotected_block(mean, *block.heads(self))
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
         if ops.tova_step is None:

@@ -91,6 +91,11 @@ class WithKernels(Kernels):
     calls = 0
 
     @classmethod
+    def unprotected_block(cls, *given: Any) -> tuple[Tensor, Tensor]:
+        cls.calls += 1
+        return step_oracle.unprotected_block(*given)
+
+    @classmethod
     def h2o_block(cls, *given: Any) -> tuple[Tensor, Tensor]:
         cls.calls += 1
         return step_oracle.h2o_block(*given)
@@ -101,7 +106,7 @@ class WithKernels(Kernels):
         return step_oracle.roco_block(*given)
 
 
-@pytest.mark.parametrize("name", ["h2o", "roco"])
+@pytest.mark.parametrize("name", ["h2o", "roco", "tova"])
 @pytest.mark.parametrize("windows", [None, (None, 24, None)])
 def test_a_kernel_is_given_what_the_scores_are_made_of(
     name: str, windows: tuple[int | None, ...] | None

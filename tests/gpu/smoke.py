@@ -65,6 +65,7 @@ class Twins(dispatch.Kernels):
     tova_step = staticmethod(step_oracle.tova_step)
     roco_step = staticmethod(step_oracle.roco_step)
     scissorhands_step = staticmethod(step_oracle.scissorhands_step)
+    unprotected_block = staticmethod(step_oracle.unprotected_block)
     h2o_block = staticmethod(step_oracle.h2o_block)
     roco_block = staticmethod(step_oracle.roco_block)
 
@@ -475,6 +476,8 @@ def stay_in_block(s: Sizes, name: str) -> str:
     for ops in (Twins(), Triton()):
         if name == "lowest":
             outs.append(ops.lowest_block(mean, pos >= 4, *rest))
+        elif name == "unprotected":
+            outs.append(ops.unprotected_block(mean, *rest, count, 4, 8, 0))
         elif name == "h2o":
             outs.append(ops.h2o_block(mean * seen, half, *rest, count, 4, 8, 0))
         else:
@@ -892,7 +895,7 @@ def main() -> int:
     for name in ("h2o", "tova", "tova by layer", "roco", "scissorhands"):
         check(f"{name} step", partial(judged, s, name))
     check("lowest_step", partial(lowest, s))
-    for name in ("lowest", "h2o", "roco"):
+    for name in ("lowest", "unprotected", "h2o", "roco"):
         check(f"{name}_block, compacted", partial(stay_in_block, s, name))
     for queries in (5, 64):
         check(f"a block of {queries}", partial(read_in_block, s, queries))

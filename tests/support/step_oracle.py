@@ -331,14 +331,29 @@ def _block(
     limit: int,
     position: int,
     pinned: int,
+    attention: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The rows that stay after a block of a prompt, by the policy's torch form."""
     heads = torch.arange(len(pos), device=pos.device)
     most = (live - limit).clamp(min=0).max()
     shown = pos.masked_fill(pos < pinned, -1)
-    view = StepView(position, shown, heads, heads, heads, columns)
+    view = StepView(position, shown, heads, heads, heads, columns, attention)
     scores, free = policy.score(view, most)
     return lowest_block(scores, free, pos, live, limit)
+
+
+def unprotected_block(
+    scores: Tensor,
+    pos: Tensor,
+    live: Tensor,
+    limit: int,
+    position: int,
+    sinks: int,
+    recent: int,
+    pinned: int,
+) -> tuple[Tensor, Tensor]:
+    policy = GivenTova(per_head=True, protect_newest=True, sinks=sinks, recent=recent)
+    return _block(policy, {}, pos, live, limit, position, pinned, scores)
 
 
 def h2o_block(

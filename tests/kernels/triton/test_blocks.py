@@ -73,6 +73,7 @@ def test_rows_leave_whose_score_is_nan(some: bool) -> None:
     layout, rest = (guarded(pos), guarded(live)), (5, 41, 0, 1, 0)
     columns = [guarded(scores)] * 3
     quota = guarded(torch.full((2,), 20))
+    assert made.unprotected_block(columns[0], *layout, *rest, block=TILE)[1].tolist() == [5, 5]
     assert made.h2o_block(columns[0], quota, *layout, *rest, block=TILE)[1].tolist() == [5, 5]
     assert made.roco_block(*columns, quota, *layout, *rest, block=TILE)[1].tolist() == [5, 5]
 
@@ -108,6 +109,8 @@ def test_policies_choose_as_torch_does(
         want = step_oracle.h2o_block(sums, quota, pos, live, *rest)
         got = made.h2o_block(given[0], guarded(quota), *layout, *rest, block=TILE)
         same(got, want)
+        want = step_oracle.unprotected_block(sums, pos, live, *rest)
+        same(made.unprotected_block(given[0], *layout, *rest, block=TILE), want)
         want = step_oracle.roco_block(sums, squares, counts, quota, pos, live, *rest)
         got = made.roco_block(*given, guarded(quota), *layout, *rest, block=TILE)
         same(got, want)

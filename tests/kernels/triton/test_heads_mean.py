@@ -17,9 +17,16 @@ pytest.importorskip("triton", reason="no Triton on this system")
 
 
 @on_device
-@pytest.mark.parametrize(("heads", "rows"), [(1, 1), (8, 40), (3, 700)])
-def test_means_over_heads(heads: int, rows: int) -> None:
-    """Heads hold different positions in different order, and some rows are none."""
+@pytest.mark.parametrize(
+    ("heads", "rows", "left"), [(1, 1, 0), (8, 40, 0), (8, 40, 1 << 30), (3, 700, -1)]
+)
+def test_means_over_heads(
+    heads: int, rows: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads hold different positions in different order, and some rows are none. `left` is in the
+    memory before, as any number can be."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(left))
     end = rows + rows // 3 + 1
     values = draw(1, (heads, rows), torch.float32).mul(9).exp()
     made = kernel("triton.heads_mean").heads_mean
