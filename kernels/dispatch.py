@@ -37,6 +37,9 @@
     peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
     rows_lse               triton/attention_mass    -                   torch/attention_mass
     output_norms           triton/outputs           -                   torch/outputs
+    added_moments          triton/expected          -                   torch/expected
+    turned_moments         triton/expected          -                   torch/expected
+    expected_attention     triton/expected          -                   torch/expected
     key_distances          triton/distances         -                   torch/distances
     hash_codes             triton/hash_codes        -                   torch/hash_codes
     divide                 triton/selection         -                   torch/selection
@@ -116,6 +119,7 @@ from minikv.kernels.torch import (
     decode,
     decode_cpu,
     distances,
+    expected,
     int8,
     layer,
     outputs,
@@ -189,6 +193,9 @@ class Kernels:
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
     output_norms = staticmethod(outputs.output_norms)
+    added_moments = staticmethod(expected.added_moments)
+    turned_moments = staticmethod(expected.turned_moments)
+    expected_attention = staticmethod(expected.expected_attention)
     key_distances = staticmethod(distances.key_distances)
     hash_codes = staticmethod(hashes.hash_codes)
     divide = staticmethod(selection.divide)

@@ -14,6 +14,7 @@ from minikv.kernels.triton import (
     crush,
     decode,
     distances,
+    expected,
     hash_append,
     int8,
     layer,
@@ -71,6 +72,9 @@ class Triton(Kernels):
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
     output_norms = staticmethod(outputs.output_norms)
+    added_moments = staticmethod(expected.added_moments)
+    turned_moments = staticmethod(expected.turned_moments)
+    expected_attention = staticmethod(expected.expected_attention)
     key_distances = staticmethod(distances.key_distances)
     hash_codes = staticmethod(hashes.hash_codes)
     divide = staticmethod(selection.divide)

@@ -123,6 +123,7 @@ class Prefill:
         self.glancing = False
         """The tokens are read only to get the network's probability of each of them."""
         self._moments: Moments | None = None
+        self._shared: dict[object, Tensor] = {}
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
         self._queries = plan.tokens if self._all else 0  # how many queries mass and squares sum
@@ -248,7 +249,8 @@ class Prefill:
                 self._make_sums(torch.zeros)
             if self._from is not None:
                 heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
-                self._moments = Moments(heads, group, self.shape.head_dim, q.device)
+                size = self.shape.head_dim
+                self._moments = Moments(heads, group, size, q.device, self._ops)
         lo, hi = self._done, self._done + len(q)
         # Rows that the tier has are not written again, so a prompt that fails changes nothing.
         new = lo if self.tier is None else min(hi, max(lo, self.tier.length))
@@ -538,6 +540,7 @@ class Prefill:
             asks=self.plan.asks,
             ops=ops,
             earlier=pos.shape[1] - self.plan.tokens,
+            shared=self._shared,
         )
 
     def _carried(self, pos: Tensor) -> dict[str, Tensor]:

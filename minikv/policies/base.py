@@ -30,27 +30,23 @@ ALL = 1 << 62
 class Moments:
     """Running mean and covariance of a layer's queries before rotation."""
 
-    def __init__(self, heads: int, group: int, size: int, device: torch.device) -> None:
-        self.count = 0
+    def __init__(
+        self, heads: int, group: int, size: int, device: torch.device, ops: Kernels
+    ) -> None:
+        self.count, self._ops = 0, ops
         self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
         self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
 
     def add(self, q: Tensor, angle: Tensor) -> None:
         """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, which is
         undone here."""
-        q = q.to(torch.float64)
-        one, two = q.chunk(2, -1)
-        cos, sin = angle.cos(), angle.sin()
-        q = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
         self.count += q.shape[2]
-        self._sum += q.sum(2)
-        self._outer += q.transpose(2, 3) @ q
+        self._sum, self._outer = self._ops.added_moments(self._sum, self._outer, q, angle)
 
-    def normal(self) -> tuple[Tensor, Tensor]:
-        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32."""
-        mean = self._sum / max(1, self.count)
-        covariance = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
-        return mean.to(torch.float32), covariance.to(torch.float32)
+    def normal(self, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32, after the map `turn`:
+        see `kernels`' `turned_moments`."""
+        return self._ops.turned_moments(self._sum, self._outer, self.count, turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +80,8 @@ class PromptView:
     asks: the prompt only asks about what was read before. ops: the kernels.
     earlier: how many of the first rows may be in any order of position; the others follow them in
         order. None: all.
+    shared: what a policy computed for an earlier layer of the prompt and uses again, by a key of
+        its own.
     """
 
     layer: int
@@ -109,6 +107,7 @@ class PromptView:
     asks: bool = False
     ops: Kernels = field(default_factory=Kernels)
     earlier: int | None = None
+    shared: dict[object, Tensor] = field(default_factory=dict)
     _found: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

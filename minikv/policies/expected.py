@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.base import Evidence, PromptView, Scorer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +34,18 @@ class ExpectedAttention(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.queries is not None
         assert view.rotary is not None, "the network's rotary frequencies are not known"
-        mean, covariance = view.queries.normal()  # [H, G, D], [H, G, D, D]
-        turn = average_rotation(view.rotary, view.position, self.future)
-        mean = mean @ turn.T
-        covariance = turn @ covariance @ turn.T
-        size = mean.shape[-1]
-        free = view.live & (view.pos >= self.sinks)
-        value = view.value() if self.value_norm else None
-        key, scores = view.key(), []
-        for some in blocks(len(key), mean.shape[1] * key[0].numel(), view.ops.block):
-            rows = key[some].float()
-            logits = mean[some] @ rows.transpose(1, 2) * size**-0.5  # [h, G, N]
-            if self.covariance:
-                rows = rows[:, None]
-                logits += ((rows @ covariance[some]) * rows).sum(-1) / (2 * size)
-            worth = logits.masked_fill(~free[some, None], -torch.inf).softmax(-1).mean(1)
-            if value is not None:
-                length = torch.linalg.vector_norm(value[some].float(), dim=-1)
-                worth = (worth + self.epsilon) * length
-            scores.append(worth)
-        return torch.cat(scores)
+        if self not in view.shared:  # the same for every layer
+            view.shared[self] = average_rotation(view.rotary, view.position, self.future)
+        mean, covariance = view.queries.normal(view.shared[self])  # [H, G, D], [H, G, D, D]
+        return view.ops.expected_attention(
+            view.key(),
+            view.pos >= max(0, self.sinks),
+            mean,
+            covariance if self.covariance else None,
+            view.value() if self.value_norm else None,
+            self.epsilon,
+            view.ops.block,
+        )
 
 
 def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:

@@ -604,6 +604,34 @@ def averaged(s: Sizes) -> str:
     return "equal"
 
 
+def expected(s: Sizes) -> str:
+    """Queries of two chunks, and what queries with their moments are expected to give each row."""
+    half, chunk = s.size // 2, s.rows // 3
+    made = [
+        torch.zeros((s.heads, s.group, *sides), dtype=torch.float64, device=s.device)
+        for sides in ((s.size,), (s.size, s.size))
+    ]
+    at = torch.arange(2 * chunk, device=s.device, dtype=torch.float64)
+    angle = at[:, None] * torch.linspace(0.0, 1.0, half, device=s.device, dtype=torch.float64)
+    q = s.normal(2 * chunk, s.heads, s.group, s.size) + 0.25
+    key, value = s.normal(s.heads, s.rows, s.size), s.normal(s.heads, s.rows, s.size)
+    free = torch.rand((s.heads, s.rows), generator=s.made).to(s.device) < 0.9
+    cos, sin = (t.mean(0).float().diag() for t in (angle.cos(), angle.sin()))
+    turn = torch.cat((torch.cat((cos, -sin), 1), torch.cat((sin, cos), 1)))
+    outs = []
+    for ops in (Twins(), Triton()):
+        moments = tuple(made)
+        for part in (slice(0, chunk), slice(chunk, 2 * chunk)):
+            moments = ops.added_moments(*moments, q[part].permute(1, 2, 0, 3), angle[part])
+        mean, covariance = ops.turned_moments(*moments, 2 * chunk, turn)
+        worth = ops.expected_attention(key, free, mean, covariance, value, 0.02, ops.block)
+        outs.append((*moments, mean, covariance, worth))
+    names = "sums", "outer", "mean", "covariance", "worth"
+    pairs = dict(zip(names, zip(outs[1], outs[0], strict=True), strict=True))
+    doubles = near(1e-9, sums=pairs.pop("sums"), outer=pairs.pop("outer"))
+    return f"{doubles}, {near(1e-4, **pairs)}"
+
+
 def unlike(s: Sizes) -> str:
     """Keys that have a direction in common."""
     key = s.normal(s.heads, s.rows, s.size) + 0.25
@@ -910,6 +938,7 @@ def main() -> int:
     check("to_codes, codes_at", partial(coded, s))
     check("heads_mean", partial(averaged, s))
     check("key_distances", partial(unlike, s))
+    check("moments, expected_attention", partial(expected, s))
     check("gather_rows, gather_column", partial(gathered, s))
     check("add_norm, rotate, silu_mul", partial(between, s))
     for form in ("int8", "int4"):

@@ -37,6 +37,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
+from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import crush
 from minikv.kernels.torch.counter_rng import gumbel, uniform
 from minikv.policies.base import (
@@ -589,10 +590,10 @@ def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:
     turned = torch.cat(
         (one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()), -1
     )
-    found = Moments(2, 3, 8, torch.device("cpu"))
+    found = Moments(2, 3, 8, torch.device("cpu"), Kernels())
     for lo, hi in ((0, 7), (7, 7), (7, 50)):
         found.add(turned[:, :, lo:hi], angle[lo:hi])
-    mean, covariance = found.normal()
+    mean, covariance = found.normal(torch.eye(8))
     torch.testing.assert_close(mean, plain.mean(2).float())
     want = [torch.cov(q.T, correction=0) for head in plain for q in head]
     torch.testing.assert_close(covariance.flatten(0, 1), torch.stack(want).float())
