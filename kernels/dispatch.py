@@ -36,6 +36,7 @@
     add_queries            triton/attention_mass    -                   torch/attention_mass
     peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
     rows_lse               triton/attention_mass    -                   torch/attention_mass
+    output_lengths         triton/outputs           -                   torch/outputs
     output_norms           triton/outputs           -                   torch/outputs
     added_moments          triton/expected          -                   torch/expected
     turned_moments         triton/expected          -                   torch/expected
@@ -192,6 +193,7 @@ class Kernels:
     add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    output_lengths = staticmethod(outputs.output_lengths)
     output_norms = staticmethod(outputs.output_norms)
     added_moments = staticmethod(expected.added_moments)
     turned_moments = staticmethod(expected.turned_moments)

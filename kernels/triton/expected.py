@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import Tile, in_rows, lines, power, row_stride, typed, width
+from minikv.kernels.triton.quadratic import PART, quadratic, quadratic_tile
+from minikv.kernels.triton.tiles import in_rows, lines, power, row_stride, typed, width
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _TOKENS, _COLUMNS = 64, 16  # queries, and numbers of each half of them, that a program has at once
@@ -164,16 +165,8 @@ def _expected_logits(
         middle = tl.load(mean + head * D + d, mask=inside, other=0.0)
         x = tl.sum(mine * middle[None, :], 1) * scale
         if COVARIANCE:
-            product = tl.zeros((BM, DP), tl.float32)
-            for s in tl.range(0, D, BK):
-                c = s + tl.arange(0, BK)
-                some = real[:, None] & (c < D)[None, :]
-                part = tl.load(key + line + c[None, :], mask=some, other=0.0).to(tl.float32)
-                there = covariance + (head * D + c[:, None]) * D + d[None, :]
-                matrix = tl.load(there, mask=(c < D)[:, None] & inside[None, :], other=0.0)
-                product = tl.dot(part, matrix, product, input_precision="ieee")
-            square = tl.sum(product * mine, 1)
-            x += square / (2.0 * D)
+            matrix = covariance + head * (D * D)
+            x += quadratic(mine, key, line, real, matrix, D, DP, BM, BK) / (2.0 * D)
         x = tl.where(may, x, -float("inf"))
         tl.store(logits + head * rows + i, x, mask=real)
         top = tl.max(x, 0)
@@ -282,12 +275,6 @@ def turned_moments(sums: Tensor, outer: Tensor, count: int, turn: Tensor) -> tup
     return mean, covariance
 
 
-def _tile(size: int) -> Tile:
-    """How many keys, and how many of their numbers, one product has. No matrix instruction takes
-    float32 unrounded."""
-    return Tile(64 if width(size) <= 128 else 32, 16, 8, 1)
-
-
 def expected_attention(
     key: Tensor,
     free: Tensor,
@@ -300,7 +287,7 @@ def expected_attention(
     """See `torch.expected.expected_attention`. `most` is not needed."""
     key, free, mean = in_rows(key), lines(free), mean.contiguous()
     heads, rows, size = key.shape
-    group, tile, block = mean.shape[1], _tile(size), _NUMBERS // power(size)
+    group, tile, block = mean.shape[1], quadratic_tile(size), _NUMBERS // power(size)
     tiles = max(1, -(-rows // tile.left))
     logits = torch.empty((heads, group, rows), dtype=torch.float32, device=key.device)
     out = torch.empty((heads, rows), dtype=torch.float32, device=key.device)
@@ -358,7 +345,7 @@ def variants() -> list[Variant]:
         (256, "bf16", 2),
         (128, "fp32", 4),
     ):
-        tile, half = _tile(size), size // 2
+        tile, half = quadratic_tile(size), size // 2
         doubles = dict.fromkeys(("cos", "sin", "sums", "outer", "new_sums"), "*fp64")
         floats = ("turn", "mean", "covariance", "logits", "tops", "totals", "out")
         kinds = dict.fromkeys(floats, "*fp32") | doubles | {"epsilon": "fp32", "free": "*i1"}
@@ -394,6 +381,6 @@ def variants() -> list[Variant]:
             signature = typed(fn, kinds | more, constants)
             reads = dict.fromkeys({"q", "value"} & set(signature), WIDE)
             if fn is _expected_logits:
-                reads["key"] = 4  # of parts that are in a cache: the tile was read before
+                reads["key"] = PART
             found.append(Variant(name, fn, signature, constants, warps, stages, reads=reads))
     return found

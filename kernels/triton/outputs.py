@@ -1,4 +1,5 @@
-"""The norms of values after the output projection, in Triton. The projected values are not stored.
+"""The norms of values after the output projection, in Triton. The projected values are not stored;
+for Euclidean ones a product of the projection with itself is, which has no more numbers than it.
 
 Specification: `torch/outputs.py`.
 """
@@ -13,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.torch import outputs as plain_torch
+from minikv.kernels.triton.quadratic import PART, quadratic, quadratic_tile
 from minikv.kernels.triton.tiles import Tile, in_rows, row_stride, typed, upcast, width
 from minikv.kernels.triton.variants import WIDE, Variant
 
+_WEIGHTS = 1 << 25  # numbers of a projection that are multiplied at once, in float32
 _INTEGERS = ["v_head", "v_row", "w_head", "w_group", "w_row", "rows", "hidden"]
 
 
@@ -66,6 +69,35 @@ def _norms(
     tl.store(out + h * rows + i, total / G, mask=i < rows)
 
 
+@triton.jit(do_not_specialize=["v_head", "v_row", "rows"])
+def _lengths(
+    value,
+    gram,
+    out,
+    v_head,
+    v_row,
+    rows,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    h = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BM + tl.arange(0, BM)
+    d = tl.arange(0, DP)
+    real = i < rows
+    line = (h * v_head + i.to(tl.int64) * v_row)[:, None] * D
+    mine = tl.load(value + line + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+    mine = mine.to(tl.float32)
+    for g in tl.range(0, G):
+        head = h * G + g
+        square = quadratic(mine, value, line, real, gram + head * (D * D), D, DP, BM, BK)
+        # A NaN stays one, as in torch.
+        square = tl.maximum(square, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out + head * rows + i, tl.sqrt_rn(square), mask=real)
+
+
 def _tile(dtype: torch.dtype, size: int) -> Tile:
     """How many values and how many columns of the projection one product has."""
     wide = width(size)
@@ -104,9 +136,59 @@ def output_norms(value: Tensor, output: Tensor) -> Tensor:
     return out
 
 
+def output_lengths(value: Tensor, output: Tensor, most: int = 0) -> Tensor:
+    """See `torch.outputs.output_lengths`. `most` is not used: here it is `_WEIGHTS`."""
+    value = in_rows(value)
+    heads, rows, size = value.shape
+    group, tile = output.shape[1], quadratic_tile(size)
+    step = max(1, _WEIGHTS // output[0].numel())
+    grams = []
+    for lo in range(0, heads, step):
+        weights = output[lo : lo + step].float()
+        grams.append(weights @ weights.transpose(2, 3))  # |v W|^2 = v (W W^T) v^T
+    gram = grams[0] if len(grams) == 1 else torch.cat(grams)
+    out = torch.empty((heads, group, rows), dtype=torch.float32, device=value.device)
+    _lengths[(max(1, -(-rows // tile.left)), heads)](
+        value,
+        gram.contiguous(),
+        out,
+        *(row_stride(value, dim) for dim in (0, 1)),
+        rows,
+        G=group,
+        D=size,
+        DP=width(size),
+        BM=tile.left,
+        BK=tile.right,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
 def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
+    for size, kind, group in ((128, "bf16", 4), (256, "bf16", 2), (128, "fp32", 1)):
+        tile = quadratic_tile(size)
+        kinds = {"value": f"*{kind}", "gram": "*fp32", "out": "*fp32"}
+        lengths: dict[str, object] = {
+            "G": group,
+            "D": size,
+            "DP": width(size),
+            "BM": tile.left,
+            "BK": tile.right,
+        }
+        found.append(
+            Variant(
+                f"lengths-{kind}-d{size}",
+                _lengths,
+                typed(_lengths, kinds, lengths),
+                lengths,
+                tile.warps,
+                tile.stages,
+                reads={"value": PART, "gram": WIDE},
+            )
+        )
     for size, kind, group in ((128, "bf16", 4), (80, "fp16", 1), (128, "fp32", 4)):
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
         tile = _tile(dtype, size)

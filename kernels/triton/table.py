@@ -71,6 +71,7 @@ class Triton(Kernels):
     add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    output_lengths = staticmethod(outputs.output_lengths)
     output_norms = staticmethod(outputs.output_norms)
     added_moments = staticmethod(expected.added_moments)
     turned_moments = staticmethod(expected.turned_moments)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from minikv.policies.base import PromptView, RepeatView, blocks
+from minikv.policies.base import PromptView, RepeatView
 
 
 def output_lengths(view: PromptView | RepeatView) -> Tensor:
     """float32 [H, G, N]: |v W_O|_2 of every value, with the projection of each query head."""
-    value, output = view.value(), _projection(view)
-    heads, group = output.shape[:2]
-    squares = torch.empty((heads, group, value.shape[1]), device=value.device)
-    each = max(value[0].numel(), output[0, 0].numel())
-    for some in blocks(heads, group * each, view.ops.block):
-        rows = value[some, None].float()
-        for part in blocks(group, each * (some.stop - some.start), view.ops.block):
-            weights = output[some, part].float()
-            gram = weights @ weights.transpose(2, 3)  # |v W|^2 = v (W W^T) v^T
-            squares[some, part] = ((rows @ gram) * rows).sum(-1)
-    return squares.clamp(min=0.0).sqrt()
+    return view.ops.output_lengths(view.value(), _projection(view), view.ops.block)
 
 
 def output_norms(view: PromptView) -> Tensor:

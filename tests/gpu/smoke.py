@@ -632,6 +632,18 @@ def expected(s: Sizes) -> str:
     return f"{doubles}, {near(1e-4, **pairs)}"
 
 
+def projected(s: Sizes) -> str:
+    """Values behind the output projection, whose matrix lies in memory as the network's."""
+    value = s.normal(s.heads, s.rows, s.size)
+    weight = s.normal(s.hidden, s.heads * s.group * s.size) / s.hidden**0.5
+    output = weight.T.unflatten(0, (s.heads, s.group, s.size))
+    pairs = {}
+    for name in ("output_norms", "output_lengths"):
+        want, got = (getattr(ops, name)(value, output) for ops in (Twins(), Triton()))
+        pairs[name] = got, want
+    return near(1e-3 if s.interprets else 1e-4, **pairs)
+
+
 def unlike(s: Sizes) -> str:
     """Keys that have a direction in common."""
     key = s.normal(s.heads, s.rows, s.size) + 0.25
@@ -947,6 +959,7 @@ def main() -> int:
         name = "bfloat16" if form == "auto" else form
         check(f"rest of a layer, {name} weights", partial(behind_attention, s, form))
         check(f"row with its product, {name} weights", partial(row_with_product, s, form))
+    check("output_norms, output_lengths", partial(projected, s))
     check("torch's attention", partial(library, s))
     check("beyond 2^31 numbers", partial(far_rows, s))
     if not asked.small:

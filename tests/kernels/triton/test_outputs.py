@@ -28,7 +28,13 @@ pytest.importorskip("triton", reason="no Triton on this system")
     ids=str,
 )
 def test_norms_behind_the_projection(
-    heads: int, group: int, rows: int, size: int, hidden: int, dtype: torch.dtype
+    heads: int,
+    group: int,
+    rows: int,
+    size: int,
+    hidden: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     value = draw(1, (heads, rows, size), dtype)
     weight = draw(2, (hidden, heads * group * size), dtype)
@@ -39,6 +45,11 @@ def test_norms_behind_the_projection(
 
     got = kernel("triton.outputs").output_norms(guarded(value), output(guarded(weight)))
     close(got, plain_torch.output_norms(value, output(weight)), 1e-4)
+    made = kernel("triton.outputs")
+    for numbers in (made._WEIGHTS, 1):  # all heads at once, and one after the other
+        monkeypatch.setattr(made, "_WEIGHTS", numbers)
+        got = made.output_lengths(guarded(value), output(guarded(weight)))
+        close(got, plain_torch.output_lengths(value, output(weight), 99), 1e-4)
 
 
 @on_device
