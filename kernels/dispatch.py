@@ -32,6 +32,7 @@
     ragged_prefill         triton/ragged_prefill    cpu/prefill         torch/ragged_prefill
     add_attention_mass     triton/attention_mass    cpu/attention_mass  torch/attention_mass
     each_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
+    largest_attention      triton/attention_mass    -                   policies
     mean_attention         triton/attention_mass    -                   torch/attention_mass
     add_queries            triton/attention_mass    -                   torch/attention_mass
     peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
@@ -189,6 +190,7 @@ class Kernels:
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
+    largest_attention: Callable[..., Tensor] | None = None
     mean_attention = staticmethod(attention_mass.mean_attention)
     add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)

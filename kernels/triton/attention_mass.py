@@ -463,6 +463,28 @@ def each_attention(
     return out
 
 
+def largest_attention(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    window: int | None,
+    lse: Tensor,
+    by: Tensor | None = None,
+) -> Tensor:
+    """The largest attention that any of a prompt's last queries gives each row, float32 [H, G, N].
+    That of each query is divided by `by` float32 [W].
+
+    Other arguments: as in `each_attention`.
+    """
+    if by is not None:
+        lse = lse + by.log()
+    counts = [part[1].shape[1] for part in parts]
+    found = q.new_empty((*q.shape[:2], sum(counts)), dtype=torch.float32)
+    for part, some in zip(parts, found.split(counts, 2), strict=True):
+        _launch(some, some[:, 0], q, lse, q_pos, with_index(part), window, peak=True)
+    return found
+
+
 def mean_attention(
     q: Tensor, q_pos: Tensor, k: Tensor, k_pos: Tensor, window: int | None, lse: Tensor
 ) -> Tensor:

@@ -67,6 +67,7 @@ class Triton(Kernels):
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
+    largest_attention = staticmethod(attention_mass.largest_attention)
     mean_attention = staticmethod(attention_mass.mean_attention)
     add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)

@@ -501,6 +501,12 @@ class Prefill:
             self._note_peak(*carried.values(), found)
             return found
 
+        def largest(by: Tensor | None) -> Tensor:
+            assert ops.largest_attention is not None
+            found = ops.largest_attention(query, at, sources, window, lse, by)
+            self._note_peak(*carried.values(), found)
+            return found
+
         def key() -> Tensor:
             return self._key if old is None else torch.cat((old.keys(), self._key), 1)
 
@@ -508,7 +514,7 @@ class Prefill:
             return self._value if old is None else torch.cat((old.values(), self._value), 1)
 
         end = self.plan.position + self.plan.tokens
-        plan = self.plan
+        plan, each_query = self.plan, self._each and observed and not self._queries
         totals, pool, each = plan.totals, plan.pool, 0
         if evicts and pool is not None:
             each = pool // (self.shape.layers * self.shape.kv_heads)
@@ -533,13 +539,14 @@ class Prefill:
             budget,
             self._causal,
             below,
-            attention if self._each and observed and not self._queries else None,
+            attention if each_query else None,
             None if self._lengths is None else self._lengths[len(self._lengths) - observed :],
             plan.predicted,
             peak=self._peak,
             asks=self.plan.asks,
             ops=ops,
             earlier=pos.shape[1] - self.plan.tokens,
+            largest=largest if each_query and ops.largest_attention is not None else None,
             shared=self._shared,
         )
 

@@ -71,6 +71,8 @@ class PromptView:
         share of its attention; for the queries that `StepPolicy.prompt_history` asks for.
     attention(heads) float32 [h, G, W, N]: the attention of each observed query to each row, for a
         slice of the heads; None unless `Evidence.each_query`.
+    largest(by) float32 [H, G, N]: the largest of it over the queries, that of each query divided by
+        `by` float32 [W] if there is one; None also where no kernel computes it.
     lengths float32 [W]: norms of the layer's input (after its norm) at the observed queries; None
         unless `Evidence.lengths`.
     predicted float32 [T]: the probability that the network gave to each token of the prompt, 0 for
@@ -107,6 +109,7 @@ class PromptView:
     asks: bool = False
     ops: Kernels = field(default_factory=Kernels)
     earlier: int | None = None
+    largest: Callable[[Tensor | None], Tensor] | None = None
     shared: dict[object, Tensor] = field(default_factory=dict)
     _found: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -118,9 +121,13 @@ class PromptView:
     @property
     def order(self) -> Tensor:
         """int64 [H, `earlier`]: the first rows by position. Computed once."""
-        if "order" not in self._found:
-            self._found["order"] = selection.order_of(self.pos[:, : self.earlier])
-        found: Tensor = self._found["order"]
+        return self.once("order", lambda: selection.order_of(self.pos[:, : self.earlier]))
+
+    def once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` returned when it was first asked for by this key."""
+        if key not in self._found:
+            self._found[key] = make()
+        found: Tensor = self._found[key]
         return found
 
     def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -79,12 +79,15 @@ class KVzip(Scorer):
     def state(self, view: PromptView) -> dict[str, Tensor]:
         """The column after the prompt. A text that was not scored because it always has room is
         worth more than any that was scored."""
+        return {_COLUMN: view.once((self, _COLUMN), lambda: self._worth(view))}
+
+    def _worth(self, view: PromptView) -> Tensor:
         worth = view.carried[_COLUMN]
         if view.asks:
-            return {_COLUMN: worth}
+            return worth
         begin = view.turns[-1][0] if view.turns else 0
         new = _WHOLE if view.peak is None else view.peak.clamp(min=_LEAST)
-        return {_COLUMN: torch.where(view.pos >= begin, new, worth)}
+        return torch.where(view.pos >= begin, new, worth)
 
     def score(self, view: PromptView) -> Tensor:
         worth = self.state(view)[_COLUMN]

@@ -59,26 +59,38 @@ class QuerySpan(Scorer):
     def state(self, view: PromptView) -> dict[str, Tensor]:
         """The column float32 [H, N] after the prompt: the smallest probability of the `near` tokens
         around each row's token in its prompt; 0 where probabilities are not known."""
+        return {_COLUMN: view.once((self, _COLUMN), lambda: self._foreseen(view))}
+
+    def _foreseen(self, view: PromptView) -> Tensor:
         known = view.carried[_COLUMN]
         if view.predicted is None:
-            return {_COLUMN: known}
-        least = -F.max_pool1d(-view.predicted[None], self.near, 1, self.near // 2)[0]
+            return known
+        if self not in view.shared:  # the same for every layer
+            least = -F.max_pool1d(-view.predicted[None], self.near, 1, self.near // 2)[0]
+            view.shared[self] = least
         at = view.pos - (view.position - len(view.predicted))
-        return {_COLUMN: torch.where(at >= 0, least[at.clamp(min=0)], known)}
+        return torch.where(at >= 0, view.shared[self][at.clamp(min=0)], known)
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.attention is not None
-        assert view.mass is not None
-        norms, most = output_lengths(view), []
-        for some in blocks(len(norms), norms[0].numel() * view.observed, view.ops.block):
-            p = view.attention(some)  # [h, G, W, N]
-            if view.lengths is not None:
-                p = p / view.lengths.clamp(min=1e-30)[:, None]
-            most.append((p.amax(2) * norms[some]).amax(1))
-        worth = torch.cat(most).masked_fill(~view.live, 0.0)
+        worth = (self._largest(view) * output_lengths(view)).amax(1).masked_fill(~view.live, 0.0)
         carried = carry(worth, view.pos, self.decay)
         unforeseen = (1.0 - self.state(view)[_COLUMN]).clamp(0.0, 1.0)
         return torch.maximum(worth, carried * unforeseen**self.gate)
+
+    def _largest(self, view: PromptView) -> Tensor:
+        """float32 [H, G, N]: the largest attention that a query gives each row, divided by the
+        length of its input."""
+        assert view.attention is not None
+        by = None if view.lengths is None else view.lengths.clamp(min=1e-30)
+        if view.largest is not None:
+            return view.largest(by)
+        assert view.mass is not None
+        heads, group, rows = view.mass.shape
+        most = []
+        for some in blocks(heads, group * rows * view.observed, view.ops.block):
+            p = view.attention(some)  # [h, G, W, N]
+            most.append((p if by is None else p / by[:, None]).amax(2))
+        return torch.cat(most)
 
 
 def carry(worth: Tensor, pos: Tensor, decay: float) -> Tensor:

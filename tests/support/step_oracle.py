@@ -17,7 +17,7 @@ from torch import Tensor
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.stats import Shape
 from minikv.cache.step_rows import StepRows
-from minikv.kernels import Rows
+from minikv.kernels import Part, Rows, each_attention
 from minikv.kernels.torch.blocks import lowest_block
 from minikv.kernels.torch.layer import rotate
 from minikv.policies.base import StepView
@@ -395,3 +395,15 @@ def roco_block(
     )
     columns = {"sum": sums, "squares": squares, "count": counts}
     return _block(policy, columns, pos, live, limit, position, pinned)
+
+
+def largest_attention(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    window: int | None,
+    lse: Tensor,
+    by: Tensor | None = None,
+) -> Tensor:
+    p = each_attention(q, q_pos, parts, window, lse, slice(0, len(q)))
+    return (p if by is None else p / by[:, None]).amax(2)

@@ -150,6 +150,12 @@ def test_what_each_of_the_last_queries_looks_at(case: int) -> None:
         known = guarded(lse.float())
         got = made.each_attention(asked, guarded(q_pos), parts, window, known, heads)
         close(got, p[heads])
+    length = torch.rand(len(q_pos), generator=randoms(4)) + 0.1
+    for by in (None, length):
+        got = made.largest_attention(
+            asked, guarded(q_pos), parts, window, known, None if by is None else guarded(by)
+        )
+        close(got, (p if by is None else p / by.double()[:, None]).amax(2))
 
 
 @on_device
