@@ -20,6 +20,7 @@
     roco_step              triton/step              cpu/step            policies
     scissorhands_step      triton/step              cpu/step            policies
     shift_step             triton/step              -                   policies
+    roco_start             triton/start_values      -                   policies
     lowest_block           triton/blocks            -                   torch/blocks
     unprotected_block      triton/blocks            -                   policies
     h2o_block              triton/blocks            -                   policies
@@ -178,6 +179,7 @@ class Kernels:
     roco_step: Callable[..., None] | None = None
     scissorhands_step: Callable[..., None] | None = None
     shift_step: Callable[..., None] | None = None
+    roco_start: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     lowest_block = staticmethod(blocks.lowest_block)
     unprotected_block: Callable[..., tuple[Tensor, Tensor]] | None = None
     h2o_block: Callable[..., tuple[Tensor, Tensor]] | None = None

@@ -24,6 +24,7 @@ from minikv.kernels.triton import (
     packed_product,
     sampling,
     selection,
+    start_values,
     step,
     step_arena,
 )
@@ -57,6 +58,7 @@ class Triton(Kernels):
     roco_step = staticmethod(step.roco_step)
     scissorhands_step = staticmethod(step.scissorhands_step)
     shift_step = staticmethod(step.shift_step)
+    roco_start = staticmethod(start_values.roco_start)
     lowest_block = staticmethod(blocks.lowest_block)
     unprotected_block = staticmethod(blocks.unprotected_block)
     h2o_block = staticmethod(blocks.h2o_block)

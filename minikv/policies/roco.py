@@ -62,13 +62,29 @@ class RoCo(StepPolicy):
         """Add the attention of the prompt's observed queries to the statistics."""
         assert view.mass is not None
         assert view.squares is not None
+        # The last rows, usually those of the question, are not pooled, as in SnapKV.
+        before = view.position - min(view.observed, self.observe)
+        if view.ops.roco_start is not None:
+            names = self.total, "squares", "count"
+            found = view.ops.roco_start(
+                view.mass,
+                view.squares,
+                view.pos,
+                view.order,
+                [old[name] for name in names],
+                view.position,
+                view.observed,
+                before,
+                self.pool,
+                self.lead,
+                causal=view.causal,
+            )
+            return dict(zip(names, found, strict=True))
         first = view.position - view.observed
         able = (view.position - view.pos.clamp(min=first)).clamp(0, view.observed)
         count = (able if view.causal else view.live * view.observed).to(torch.float32)
         totals = torch.stack((view.mass.mean(1), view.squares))
         if self.pool > 1:
-            # The last rows, usually those of the question, are not pooled, as in SnapKV.
-            before = view.position - min(view.observed, self.observe)
             free = view.live & (view.pos < before)
             means = totals / count.clamp(min=1.0)
             means = view.ops.pool(means, view.order, free, self.pool, "max")

@@ -65,6 +65,8 @@ class Twins(dispatch.Kernels):
     tova_step = staticmethod(step_oracle.tova_step)
     roco_step = staticmethod(step_oracle.roco_step)
     scissorhands_step = staticmethod(step_oracle.scissorhands_step)
+    roco_start = staticmethod(step_oracle.roco_start)
+    largest_attention = staticmethod(step_oracle.largest_attention)
     unprotected_block = staticmethod(step_oracle.unprotected_block)
     h2o_block = staticmethod(step_oracle.h2o_block)
     roco_block = staticmethod(step_oracle.roco_block)
@@ -527,6 +529,11 @@ def columns(s: Sizes, n: int, queries: int) -> str:
     last, parts = at[n - queries :], [(k, at[None])]
     lse = attention_mass.rows_lse(q, last, parts, None)
     said = near(1e-3, lse=(Triton().rows_lse(q, last, parts, None), lse))
+    if queries <= 64:  # the torch form holds what each of them gives each row
+        by = torch.linspace(1.0, 2.0, queries, device=s.device)
+        args = q, last, parts, None, lse, by
+        pair = Triton().largest_attention(*args), Twins().largest_attention(*args)
+        said += ", " + near(1e-2, largest=pair)
     outs = []
     for ops in (Twins(), Triton()):
         mass = torch.zeros(s.heads, s.group, n, device=s.device)
@@ -642,6 +649,26 @@ def projected(s: Sizes) -> str:
         want, got = (getattr(ops, name)(value, output) for ops in (Twins(), Triton()))
         pairs[name] = got, want
     return near(1e-3 if s.interprets else 1e-4, **pairs)
+
+
+def started(s: Sizes) -> str:
+    """RoCo's statistics after a prompt: rows of earlier turns lie in any order."""
+    early, observed = s.rows // 3, min(32, s.rows // 3)
+    pos = torch.arange(s.rows).repeat(s.heads, 1)
+    for h in range(s.heads):
+        pos[h, :early] = torch.randperm(early, generator=s.made)
+    pos = pos.masked_fill(torch.rand(pos.shape, generator=s.made) < 0.1, -1).to(s.device)
+    order = pos[:, :early].argsort(dim=1, stable=True)
+    mass = s.normal(s.heads, s.group, s.rows, kind=torch.float32).abs()
+    squares, *old = s.normal(4, s.heads, s.rows, kind=torch.float32).abs()
+    rest = s.rows, observed, s.rows - observed, 7, 3.3
+    want, got = (
+        ops.roco_start(mass, squares, pos, order, old, *rest, causal=True)
+        for ops in (Twins(), Triton())
+    )
+    return near(
+        1e-6, **dict(zip(("sums", "squares", "counts"), zip(got, want, strict=True), strict=True))
+    )
 
 
 def unlike(s: Sizes) -> str:
@@ -960,6 +987,7 @@ def main() -> int:
         check(f"rest of a layer, {name} weights", partial(behind_attention, s, form))
         check(f"row with its product, {name} weights", partial(row_with_product, s, form))
     check("output_norms, output_lengths", partial(projected, s))
+    check("roco_start", partial(started, s))
     check("torch's attention", partial(library, s))
     check("beyond 2^31 numbers", partial(far_rows, s))
     if not asked.small:
