@@ -106,7 +106,7 @@ class WithKernels(Kernels):
         return step_oracle.roco_block(*given)
 
 
-@pytest.mark.parametrize("name", ["h2o", "roco", "tova"])
+@pytest.mark.parametrize("name", ["h2o", "roco", "tova", "tova per head"])
 @pytest.mark.parametrize("windows", [None, (None, 24, None)])
 def test_a_kernel_is_given_what_the_scores_are_made_of(
     name: str, windows: tuple[int | None, ...] | None
@@ -115,7 +115,8 @@ def test_a_kernel_is_given_what_the_scores_are_made_of(
     net, found = network(windows=windows), []
     for ops in (Kernels(), WithKernels()):
         WithKernels.calls = 0
-        run = strided(net, name, 30, 8)
+        policy, *options = name.split(maxsplit=1)
+        run = strided(net, policy, 30, 8, {"per_head": True} if options else None)
         run.kv.use(ops)
         run.kv.pin(3)
         logits = [run.prompt(ids(70)), run.step(5), run.prompt(ids(21, 1))]
