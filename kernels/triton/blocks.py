@@ -148,7 +148,7 @@ def _unprotected_block(
         at = _shown(at_head, j, rows, pinned)
         may = may_leave(at, at >= 0, newest, sinks, recent, strict)
         score = tl.load(scores + head * scores_head + j, mask=j < rows, other=0.0)
-        tl.store(mine + j, tl.where(may, _ordered(score), _NONE), mask=j < rows)
+        tl.store(mine + j, tl.where(may, ordered(score), NO_ORDER), mask=j < rows)
     tl.debug_barrier()  # what other threads of the program stored is read below
     _drop(mine, at_head, index + head * rows, count, head, rows, over, BN)
 
