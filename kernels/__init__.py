@@ -21,7 +21,7 @@ from minikv.kernels.torch.attention_mass import (
     each_attention,
     peak_attention,
 )
-from minikv.kernels.torch.compaction import gather_column, gather_rows, held_rows
+from minikv.kernels.torch.compaction import gather_columns, gather_rows, held_rows
 from minikv.kernels.torch.decode import Hashing, Rows, lowest_step, ragged_attention
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
@@ -37,7 +37,7 @@ __all__ = [
     "below_uniform",
     "each_attention",
     "from_codes",
-    "gather_column",
+    "gather_columns",
     "gather_rows",
     "held_rows",
     "last_rows_attention",

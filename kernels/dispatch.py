@@ -63,7 +63,7 @@
     survivors              triton/compaction        -                   torch/compaction
     lay_out                triton/compaction        -                   torch/compaction
     gather_rows            triton/compaction        -                   torch/compaction
-    gather_column          triton/compaction        -                   torch/compaction
+    gather_columns         triton/compaction        -                   torch/compaction
     carried_columns        triton/columns           -                   torch/columns
     to_codes               triton/int8              -                   torch/int8
     codes_at               triton/int8              -                   torch/int8
@@ -222,7 +222,7 @@ class Kernels:
     survivors = staticmethod(compaction.survivors)
     lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
-    gather_column = staticmethod(compaction.gather_column)
+    gather_columns = staticmethod(compaction.gather_columns)
     carried_columns = staticmethod(columns.carried_columns)
     to_codes = staticmethod(int8.to_codes)
     codes_at = staticmethod(int8.codes_at)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -98,12 +100,18 @@ def gather_rows(
             torch.index_select(new[i][h], 0, rows, out=target[early:])
 
 
-def gather_column(
-    index: Tensor, count: Tensor, start: Tensor, values: Tensor, out: Tensor, max_count: int
+def gather_columns(
+    index: Tensor,
+    count: Tensor,
+    start: Tensor,
+    values: Sequence[Tensor],
+    out: Sequence[Tensor],
+    max_count: int,
 ) -> None:
-    """As `gather_rows` for one column: out[start[h] + r] = values[h, index[h, r]].
+    """As `gather_rows` for columns: out[start[h] + r] = values[h, index[h, r]] in each of them.
 
-    values [H, N]; out [R].
+    values [H, N] and out [R], of each column.
     """
     for h, (n, begin) in enumerate(torch.stack((count, start), 1).tolist()):
-        out[begin : begin + n] = values[h, index[h, :n]].to(out.dtype)
+        for source, target in zip(values, out, strict=True):
+            target[begin : begin + n] = source[h, index[h, :n]].to(target.dtype)

@@ -9,6 +9,8 @@ other rows may be written to their place. Specification: `torch/compaction.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -161,18 +163,18 @@ def _rows(
         tl.store(out_v + target, value, mask=real[:, None] & narrow)
 
 
-@triton.jit(
-    do_not_specialize=["index_head", "values_head"], do_not_specialize_on_alignment=["values"]
-)
-def _column(index, count, start, values, out, index_head, values_head, BN: tl.constexpr):
+@triton.jit(do_not_specialize=["index_head", "values_head"])
+def _columns(index, count, start, values, out, index_head, values_head, BN: tl.constexpr):
     h = tl.program_id(1).to(tl.int64)
     n = tl.load(count + h)
     if tl.program_id(0) * BN < n:
         j = tl.program_id(0) * BN + tl.arange(0, BN)
         real = j < n
         row = tl.load(index + h * index_head + j, mask=real, other=0)
-        value = tl.load(values + h * values_head + row, mask=real, other=0)
-        tl.store(out + tl.load(start + h) + j, value.to(out.dtype.element_ty), mask=real)
+        to = tl.load(start + h) + j
+        for i in tl.static_range(len(values)):
+            value = tl.load(values[i] + h * values_head + row, mask=real, other=0)
+            tl.store(out[i] + to, value.to(out[i].dtype.element_ty), mask=real)
 
 
 def held_rows(
@@ -256,24 +258,37 @@ def gather_rows(
     )
 
 
-def gather_column(
-    index: Tensor, count: Tensor, start: Tensor, values: Tensor, out: Tensor, max_count: int
+def gather_columns(
+    index: Tensor,
+    count: Tensor,
+    start: Tensor,
+    values: Sequence[Tensor],
+    out: Sequence[Tensor],
+    max_count: int,
 ) -> None:
-    """See `torch.compaction.gather_column`."""
-    if max_count == 0:
+    """See `torch.compaction.gather_columns`."""
+    if max_count == 0 or not values:
         return
-    values = values if values.stride(-1) == 1 else values.contiguous()
-    _column[(-(-max_count // _VALUES), len(index))](
+    assert len({column.shape for column in values}) == 1
+    assert all(column.is_contiguous() for column in out)
+    _columns[(-(-max_count // _VALUES), len(index))](
         index,
         count,
         start,
-        values,
-        out,
+        tuple(_aligned(column) for column in values),
+        tuple(out),
         index.stride(0),
-        0 if len(values) == 1 else values.stride(0),
+        values[0].shape[1],
         BN=_VALUES,
         num_warps=4,
     )
+
+
+def _aligned(column: Tensor) -> Tensor:
+    """`column`, copied if it is not contiguous or begins anywhere but at a multiple of 16 bytes,
+    for which there would be another build."""
+    column = column.contiguous()
+    return column if column.data_ptr() % 16 == 0 else column.clone()
 
 
 def variants() -> list[Variant]:
@@ -293,9 +308,11 @@ def variants() -> list[Variant]:
                 reads=dict.fromkeys(("k", "v", *(("old_k", "old_v") if old else ())), WIDE),
             )
         )
-    kinds, constants = lists | {"values": "*i64", "out": "*i32"}, {"BN": _VALUES}
-    signature = typed(_column, kinds, constants)
-    found.append(Variant("column", _column, signature, constants))
+    constants = {"BN": _VALUES}
+    for name, columns in (("roco", ("*fp32",) * 3), ("scissorhands", ("*i64", "*i64", "*fp32"))):
+        moved: dict[str, str | tuple[str, ...]] = {**lists, "values": columns, "out": columns}
+        signature = typed(_columns, moved, constants)
+        found.append(Variant(f"columns-{name}", _columns, signature, constants))
     kinds = dict.fromkeys(("start", "length", "free_slot", "index", "at"), "*i64")
     kinds |= {"pos": "*i32", "live": "*i1"}
     signature = typed(_held_rows, kinds, constants)

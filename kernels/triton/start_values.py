@@ -151,7 +151,7 @@ def roco_start(
     mass, squares, pos, order = lines(mass), lines(squares), lines(pos), order.contiguous()
     had = [lines(t) for t in old]
     heads, group, rows = mass.shape
-    made = torch.empty((3, heads, rows), dtype=torch.float32, device=mass.device).unbind()
+    made = [torch.empty((heads, rows), dtype=torch.float32, device=mass.device) for _ in range(3)]
     _roco_start[(max(1, -(-rows // _BLOCK)), heads)](
         mass,
         squares,

@@ -99,7 +99,7 @@ class Triton(Kernels):
     survivors = staticmethod(compaction.survivors)
     lay_out = staticmethod(compaction.lay_out)
     gather_rows = staticmethod(compaction.gather_rows)
-    gather_column = staticmethod(compaction.gather_column)
+    gather_columns = staticmethod(compaction.gather_columns)
     carried_columns = staticmethod(columns.carried_columns)
     to_codes = staticmethod(int8.to_codes)
     codes_at = staticmethod(int8.codes_at)

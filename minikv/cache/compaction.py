@@ -74,8 +74,8 @@ def gather_survivors(
         columns[name] = staged[name]
         if earlier is not None:
             columns[name] = torch.cat((arena.columns[name][rows], staged[name]), 1)
-    for name, values in columns.items():
-        ops.gather_column(index, count, start, values, target.columns[name], most)
+    to = [target.columns[name] for name in columns]
+    ops.gather_columns(index, count, start, [*columns.values()], to, most)
 
 
 def append_rows(
@@ -105,9 +105,10 @@ def append_rows(
         (pos[:, rows - tokens :], target.columns["pos"]),
         tokens,
     )
-    for name in target.scales:
-        ops.gather_column(*new, staged[name], target.columns[name], tokens)
-    for name, values in extra.items():
-        ops.gather_column(place, length + tokens, start, values, target.columns[name], rows)
+    scales = [staged[name] for name in target.scales]
+    to = [target.columns[name] for name in target.scales]
+    ops.gather_columns(*new, scales, to, tokens)
+    to = [target.columns[name] for name in extra]
+    ops.gather_columns(place, length + tokens, start, [*extra.values()], to, rows)
     target.length[layer] = length + tokens
     target.cap[layer] = caps

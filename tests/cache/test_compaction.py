@@ -119,9 +119,9 @@ class Bounded(Kernels):
         self._note(given[1], given[-1])
         super().gather_rows(*given)
 
-    def gather_column(self, *given: Any) -> None:
+    def gather_columns(self, *given: Any) -> None:
         self._note(given[1], given[-1])
-        super().gather_column(*given)
+        super().gather_columns(*given)
 
     def _note(self, count: Tensor, most: int) -> None:
         assert int(count.max()) <= most

@@ -132,7 +132,7 @@ def test_no_layer_asks_the_device(
         read.finish(layer)
     slid = before is not empty and window is not None
     assert ("segments" in ops.called) == (before is uneven or slid)
-    assert {"rows", *(["column"] if columns else [])} <= {*ops.called}
+    assert {"rows", *(["columns"] if columns else [])} <= {*ops.called}
     with pytest.raises(NotImplementedError):  # the end of the prompt asks
         read.complete()
 

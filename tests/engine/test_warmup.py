@@ -97,7 +97,7 @@ def test_what_a_policy_launches(
 @pytest.mark.parametrize(
     ("prompt", "step", "expected"),
     [
-        ("adakv", "roco", {"add_attention_mass", "gather_column", "ragged_prefill", "roco_step"}),
+        ("adakv", "roco", {"add_attention_mass", "gather_columns", "ragged_prefill", "roco_step"}),
         ("h2o", "none", {"add_attention_mass", "append"}),
         ("snapkv+pyramid", "h2o", {"add_attention_mass", "ragged_prefill", "h2o_step"}),
     ],

@@ -698,8 +698,9 @@ def gathered(s: Sizes) -> str:
         column = torch.zeros(s.heads * stays, device=s.device)
         places = torch.zeros(s.heads * stays, dtype=torch.int32, device=s.device)
         ops.gather_rows(index, count, start, fresh, None, into, (pos, places), stays)
-        ops.gather_column(index, count, start, values, column, stays)
-        outs.append((*into, places, column))
+        again = torch.zeros_like(places)
+        ops.gather_columns(index, count, start, [values, pos], [column, again], stays)
+        outs.append((*into, places, column, again))
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)), "not equal"
     return "equal"
 
@@ -978,7 +979,7 @@ def main() -> int:
     check("heads_mean", partial(averaged, s))
     check("key_distances", partial(unlike, s))
     check("moments, expected_attention", partial(expected, s))
-    check("gather_rows, gather_column", partial(gathered, s))
+    check("gather_rows, gather_columns", partial(gathered, s))
     check("add_norm, rotate, silu_mul", partial(between, s))
     for form in ("int8", "int4"):
         check(f"{form} weights", partial(packed, s, form))

@@ -143,21 +143,23 @@ def test_a_layer_more_adds_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatc
 def test_launches_arrive_with_their_grid(bench: Bench) -> None:
     """The driver refuses what a GPU would refuse."""
     count = torch.ones(8, dtype=torch.int64, device=GPU)
-    index, values, out = count[:, None], count[:, None].float(), torch.zeros(8, device=GPU)
+    index, values, out = count[:, None], torch.zeros(2, 9, device=GPU), torch.zeros(8, device=GPU)
+    both, to = [row[:8, None] for row in values], [out, out]
     with bench.counted() as found:
-        compaction.gather_column(index, count, count - 1, values, out, 1)
-    assert found["triton", "column"] == 1
+        compaction.gather_columns(index, count, count - 1, both, to, 1)
+    assert found["triton", "columns"] == 1
     builds = bench.launches.builds.copy()
-    compaction.gather_column(index, count, count - 1, values[1:2].expand(8, 1), out, 1)
+    compaction.gather_columns(index, count, count - 1, [row[1:, None] for row in values], to, 1)
     assert bench.launches.builds == builds, "values of another alignment are another build"
+    given = index, count, count, tuple(both), tuple(to)
     with pytest.raises(RuntimeError, match="a launch that no GPU takes"):
-        compaction._column[(1, 70000)](index, count, count, values, out, 1, 1, BN=1024, num_warps=4)
+        compaction._columns[(1, 70000)](*given, 1, 1, BN=1024, num_warps=4)
 
 
 def test_arguments_that_do_not_fit_are_an_error(bench: Bench) -> None:
     count = torch.ones(8, dtype=torch.int64, device=GPU)
     with pytest.raises(Exception, match=r"(?i)pointer|type|float|load"):
-        compaction._column[(1, 8)](1.5, count, count, count, count, 1, 1, BN=64, num_warps=4)
+        compaction._columns[(1, 8)](1.5, count, count, (count,), (count,), 1, 1, BN=64, num_warps=4)
 
 
 def test_products_are_launched_early_only_where_asked(bench: Bench) -> None:

@@ -41,8 +41,8 @@ class Silent(Kernels):
     def gather_rows(self, *_: object) -> None:
         self.called.append("rows")
 
-    def gather_column(self, *_: object) -> None:
-        self.called.append("column")
+    def gather_columns(self, *_: object) -> None:
+        self.called.append("columns")
 
 
 def empty(layers: int, heads: int) -> Layout:

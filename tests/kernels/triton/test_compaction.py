@@ -47,21 +47,23 @@ def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int
     into = [guarded(torch.full((total, size), 7.0, dtype=dtype)) for _ in range(2)]
     places = guarded(torch.full((total,), 7, dtype=torch.int32))
     column = guarded(torch.full((total,), 7, dtype=torch.int32))
-    want = [t.clone().cpu() for t in (*into, places, column)]
+    scores = draw(9, tuple(pos.shape), torch.float32)
+    score = guarded(torch.full((total,), 7.0))
+    want = [t.clone().cpu() for t in (*into, places, column, score)]
     lists = [guarded(t) for t in (index, count, start)]
     source = None if not before else (guarded(old[0]), guarded(old[1]), guarded(at))
     gather = kernel("triton.compaction")
     staged = guarded(fresh[0]), guarded(fresh[1])
     most = before + tokens
     gather.gather_rows(*lists, staged, source, tuple(into), (guarded(pos), places), most)
-    gather.gather_column(*lists, guarded(pos), column, most)
+    gather.gather_columns(*lists, [guarded(pos), guarded(scores)], [column, score], most)
     earlier = (*old, at) if before else None
     plain_torch.gather_rows(
         index, count, start, fresh, earlier, (want[0], want[1]), (pos, want[2]), 100
     )
-    plain_torch.gather_column(index, count, start, pos, want[3], 100)
+    plain_torch.gather_columns(index, count, start, [pos, scores], want[3:], 100)
     assert torch.equal(want[2], want[3])
-    for got, expected in zip((*into, places, column), want, strict=True):
+    for got, expected in zip((*into, places, column, score), want, strict=True):
         assert torch.equal(got.cpu(), expected)
     # The twin itself, written out.
     for h in range(heads):
