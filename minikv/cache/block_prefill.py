@@ -205,24 +205,28 @@ class BlockPrefill:
             live, added = (pos >= 0).sum(1), 0
         columns = {name: self._columns[name] for name in self.step.columns}
         end = BlockEnd(
-            pos, live, limit - added, position, self.plan.pinned, columns, self._quota, attention
+            layer,
+            pos,
+            live,
+            limit - added,
+            position,
+            self.plan.pinned,
+            columns,
+            self._quota,
+            attention,
+            query.flatten(1, 2) if query is not None and self.step.needs_query else None,
+            key,
         )
         found = self.step.block_kernel(self._ops, end)
         if found is None:
-            found = self._chosen(layer, end, query, key)
+            found = self._chosen(end)
         # A GPU would make the host wait.
         if pos.device.type == "cpu":  # pragma: no branch - the other one is that of a GPU
             assert bool((found[1] <= limit).all()), "too few rows may leave"
         self._move(found)
         self._most = limit
 
-    def _chosen(
-        self,
-        layer: int,
-        end: BlockEnd,
-        query: Tensor | None,
-        key: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _chosen(self, end: BlockEnd) -> tuple[Tensor, Tensor]:
         """The rows that stay by the policy's scores: what `lowest_block` returns."""
         most: int | Tensor = (end.live - end.limit).clamp(min=0).max()
         if end.pos.device.type == "cpu":
@@ -233,14 +237,14 @@ class BlockPrefill:
             end.position,
             end.pos.masked_fill(end.pos < end.pinned, -1),
             self._caps,
-            torch.full_like(self._heads, layer),
+            torch.full_like(self._heads, end.layer),
             self._heads,
             end.columns,
             end.attention,
-            None if query is None else query.flatten(1, 2),
-            key,
+            end.query,
+            end.key,
             lambda heads: self._columns["k"][heads],
-            layer,
+            end.layer,
         )
         scores, free = self.step.score(view, most)
         return self._ops.lowest_block(scores, free, end.pos, end.live, end.limit)

@@ -266,9 +266,11 @@ class BlockEnd:
     pos int64 [H, N]: ascending, -1 for no row. live int64 [H]: how many rows a head holds.
     position: tokens counted, with those of the block; positions below `pinned` never leave.
     columns: the policy's, [H, N] each. quota: the result of `StepPolicy.quota`, [H]. attention
-    float32 [H, N]: as in `StepView`, of the block's last query; None if the policy evicts first.
+    float32 [H, N], of the block's last query, query and key: as in `StepView`; only one that evicts
+    first has the latter two, and only one that does not has the first.
     """
 
+    layer: int
     pos: Tensor
     live: Tensor
     limit: int
@@ -277,6 +279,8 @@ class BlockEnd:
     columns: Mapping[str, Tensor]
     quota: Tensor | None
     attention: Tensor | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
 
     def heads(self, policy: StepPolicy) -> tuple[Tensor, Tensor, int, int, int, int, int]:
         """The last arguments of every such kernel."""

@@ -20,6 +20,7 @@ from minikv import kernels
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.hash_codes import codes, hash_codes
 from minikv.policies.base import (
+    BlockEnd,
     PromptView,
     StepAppend,
     StepPolicy,
@@ -47,6 +48,18 @@ def _ones32(x: Tensor) -> Tensor:
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     return ((x * 0x01010101) >> 24) & 0xFF
+
+
+def distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
+    """float32 [F, N]: the Hamming distances of the codes stored int64 [F, N] to probes int64
+    [F, P], added up. They are exact below 2^24."""
+    each = torch.arange(bits, device=stored.device)
+    # A bit that is set adds the number of probes that have a 0 there, the others that of those with
+    # a 1.
+    having = ((probes[..., None] >> each) & 1).sum(1)  # [F, bits]
+    added = (probes.shape[1] - 2 * having).to(torch.float32)
+    is_set = ((stored[..., None] >> each) & 1).to(torch.float32)  # [F, N, bits]
+    return (is_set @ added[..., None])[..., 0] + having.sum(1, keepdim=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +104,16 @@ class HashEvict(StepPolicy):
         matrix = self.matrix(view.layer_index, probe)
         probe_codes = torch.stack([codes(x, matrix) for x in probe])  # [F, G]
         stored = view.columns["code"].to(torch.int64)
-        distance = ones(probe_codes[:, :, None] ^ stored[:, None]).sum(1)
-        return -distance.to(torch.float32), unprotected(view, self)
+        return -distances(stored, probe_codes, self.bits), unprotected(view, self)
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        probe = block.key if self.hash_with == "key" else block.query
+        if ops.unprotected_block is None or probe is None:
+            return None
+        probes = ops.hash_codes(probe, self.matrix(block.layer, probe), torch.int64)
+        stored = block.columns["code"].to(torch.int64)
+        scores = -distances(stored, probes, self.bits)
+        return ops.unprotected_block(scores, *block.heads(self))
 
     def hashing(self, room: StepRoom, layers: int, head_dim: int) -> kernels.Hashing | None:
         columns, undo = room.columns, room.undo_rows

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
+    BlockEnd,
     Evidence,
     PromptView,
     Scorer,
@@ -67,6 +68,11 @@ class L2(StepPolicy):
 
     def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         return -view.columns["norm"], unprotected(view, self)
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        if ops.unprotected_block is None:
+            return None
+        return ops.unprotected_block(-block.columns["norm"], *block.heads(self))
 
     def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
         if ops.l2_step is None:

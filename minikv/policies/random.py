@@ -13,6 +13,7 @@ from torch import Tensor
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.counter_rng import uniform
 from minikv.policies.base import (
+    BlockEnd,
     Evidence,
     PromptView,
     Scorer,
@@ -53,6 +54,12 @@ class Random(StepPolicy):
     def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
         return drawn, unprotected(view, self)
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        if ops.unprotected_block is None:
+            return None
+        drawn = ops.row_uniform(self.seed, block.layer, block.position, block.pos)
+        return ops.unprotected_block(drawn, *block.heads(self))
 
     def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
         if ops.random_step is None:

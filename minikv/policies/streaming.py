@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
+    BlockEnd,
     Evidence,
     PromptView,
     Scorer,
@@ -48,8 +49,16 @@ class Streaming(StepPolicy):
     recent: int = 0
 
     def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        age = view.pos.float()
-        return age.where(view.pos >= self.sinks, -age), unprotected(view, self)
+        return self._age(view.pos), unprotected(view, self)
+
+    def _age(self, pos: Tensor) -> Tensor:
+        age = pos.float()
+        return age.where(pos >= self.sinks, -age)
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        if ops.unprotected_block is None:
+            return None
+        return ops.unprotected_block(self._age(block.pos), *block.heads(self))
 
     def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
         if ops.streaming_step is None:

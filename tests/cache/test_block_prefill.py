@@ -106,17 +106,23 @@ class WithKernels(Kernels):
         return step_oracle.roco_block(*given)
 
 
-@pytest.mark.parametrize("name", ["h2o", "roco", "tova", "tova per head"])
+CHOOSING: list[tuple[str, dict[str, object]]] = [
+    *((name, {}) for name in ("h2o", "roco", "tova", "streaming", "l2", "random", "hashevict")),
+    ("tova", {"per_head": True}),
+    ("hashevict", {"hash_with": "key", "bits": 40}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CHOOSING)
 @pytest.mark.parametrize("windows", [None, (None, 24, None)])
 def test_a_kernel_is_given_what_the_scores_are_made_of(
-    name: str, windows: tuple[int | None, ...] | None
+    name: str, options: dict[str, object], windows: tuple[int | None, ...] | None
 ) -> None:
     """Two prompts, the first tokens pinned: the same rows and logits as by scores."""
     net, found = network(windows=windows), []
     for ops in (Kernels(), WithKernels()):
         WithKernels.calls = 0
-        policy, *options = name.split(maxsplit=1)
-        run = strided(net, policy, 30, 8, {"per_head": True} if options else None)
+        run = strided(net, name, 30, 8, options or None)
         run.kv.use(ops)
         run.kv.pin(3)
         logits = [run.prompt(ids(70)), run.step(5), run.prompt(ids(21, 1))]

@@ -13,7 +13,7 @@ from minikv.kernels.torch.hash_codes import codes
 from minikv.policies.base import (
     StepView,
 )
-from minikv.policies.hashevict import HashEvict, ones, projection
+from minikv.policies.hashevict import HashEvict, distances, ones, projection
 
 
 def test_simhash_law() -> None:
@@ -65,6 +65,19 @@ def test_ones_counts_bits() -> None:
     assert ones(torch.tensor(numbers)).tolist() == [n.bit_count() for n in numbers]
     negative = [-1, -(1 << 63), -2]  # the 64th bit is set
     assert ones(torch.tensor(negative)).tolist() == [64, 1, 63]
+
+
+@pytest.mark.parametrize("bits", [4, 15, 16, 31, 32, 33, 47, 63, 64])
+def test_distances_are_added_over_all_probes(bits: int) -> None:
+    """Also of 64 bits, where the highest is the sign."""
+    made = torch.Generator().manual_seed(bits)
+    stored, probes = (
+        (torch.rand((2, n, bits), generator=made) < 0.4).to(torch.int64) << torch.arange(bits)
+        for n in (9, 5)
+    )
+    found = distances(stored.sum(2), probes.sum(2), bits)
+    differ = (stored[:, :, None] != probes[:, None]).sum((2, 3))
+    assert found.tolist() == differ.tolist()
 
 
 @pytest.mark.parametrize("bits", [4, 15, 16, 31, 32, 33, 47, 63, 64])
