@@ -776,7 +776,9 @@ def behind_attention(s: Sizes, form: str) -> str:
             outs.append((made(here, mixed), here))
         for other in outs[2:]:
             assert all(map(torch.equal, other, outs[1])), "not the same again"
-        said = near(2e-2, made=(outs[1][0], outs[0][0]), x=(outs[1][1], outs[0][1]))
+        # The interpreter cuts bfloat16 off where a GPU rounds, and here it has few numbers.
+        bound = 5e-2 if s.interprets else 2e-2
+        said = near(bound, made=(outs[1][0], outs[0][0]), x=(outs[1][1], outs[0][1]))
     got, want = (
         make(matrices[3], norms[0], 1e-5)(x)
         for make in (Triton().normed_product, rest_twin.normed_product)
