@@ -17,12 +17,12 @@ from minikv.kernels.torch.attention import (
 from minikv.kernels.torch.attention_mass import (
     Part,
     add_attention_mass,
-    below_uniform,
     each_attention,
     peak_attention,
 )
 from minikv.kernels.torch.compaction import gather_columns, gather_rows, held_rows
 from minikv.kernels.torch.decode import Hashing, Rows, lowest_step, ragged_attention
+from minikv.kernels.torch.history import below_uniform
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
 from minikv.kernels.torch.window import window_attention

@@ -38,6 +38,11 @@
     add_queries            triton/attention_mass    -                   torch/attention_mass
     peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
     rows_lse               triton/attention_mass    -                   torch/attention_mass
+    rows_seen              triton/history           -                   torch/history
+    low_bits               triton/history           -                   torch/history
+    prompt_history         triton/history           -                   torch/history
+    block_history          triton/history           -                   torch/history
+    low_share              triton/history           -                   torch/history
     output_lengths         triton/outputs           -                   torch/outputs
     output_norms           triton/outputs           -                   torch/outputs
     added_moments          triton/expected          -                   torch/expected
@@ -123,6 +128,7 @@ from minikv.kernels.torch import (
     decode_cpu,
     distances,
     expected,
+    history,
     int8,
     layer,
     outputs,
@@ -197,6 +203,11 @@ class Kernels:
     add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    rows_seen = staticmethod(history.rows_seen)
+    low_bits = staticmethod(history.low_bits)
+    prompt_history = staticmethod(history.prompt_history)
+    block_history = staticmethod(history.block_history)
+    low_share = staticmethod(history.low_share)
     output_lengths = staticmethod(outputs.output_lengths)
     output_norms = staticmethod(outputs.output_norms)
     added_moments = staticmethod(expected.added_moments)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from minikv.kernels.torch.attention import visible
 
 _LOGITS = 1 << 19
 """About the most logits of one block: 2 MiB, which fit a processor's cache."""
-_EVEN = 2.0**-13
-"""A probability counts as an even share if it is lower by at most this part of the share, because
-attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
 
 Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """Keys [H, n, D] and their positions [H or 1, n], -1 for padding. Or an arena's keys [R, D], the
@@ -92,36 +89,6 @@ def add_queries(
     if counts is not None:  # exact below 2^24
         later = torch.arange(rows, 0, -1, device=p.device, dtype=counts.dtype)
         counts.add_(later.clamp_(max=queries))
-
-
-def below_uniform(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    each: Callable[..., Tensor] = each_attention,
-    most: int = _LOGITS,
-) -> Tensor:
-    """Which of the last queries gave a row less than an even share: int64 [H, N].
-
-    Arguments as in `each_attention`, W at most 32. Bit i is set if the i-th query from the end (the
-    last is number 0) sees the row, and its probability, the mean over G, is below 1 / (number of
-    rows that it sees) by more than the rounding error `_EVEN`. each: the `each_attention` to call;
-    a call computes about `most` numbers.
-    """
-    heads, group, rows, _ = q.shape
-    pos = torch.cat([at.expand(heads, at.shape[1]) for _, at, *_ in parts], 1)
-    value = 1 << torch.arange(rows - 1, -1, -1, device=q.device)
-    bits = q.new_empty(pos.shape, dtype=torch.int64)
-    count = max(1, most // max(1, group * rows * pos.shape[1]))
-    for lo in range(0, heads, count):
-        some = slice(lo, min(lo + count, heads))
-        seen = visible(q_pos, pos[some], window)
-        share = (1.0 - _EVEN) / seen.sum(2, keepdim=True)
-        low = (each(q, q_pos, parts, window, lse, some).mean(1) < share) & seen
-        bits[some] = (low * value[:, None]).sum(1)
-    return bits
 
 
 def _probabilities(

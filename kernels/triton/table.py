@@ -16,6 +16,7 @@ from minikv.kernels.triton import (
     distances,
     expected,
     hash_append,
+    history,
     int8,
     layer,
     layers,
@@ -74,6 +75,11 @@ class Triton(Kernels):
     add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)
     rows_lse = staticmethod(attention_mass.rows_lse)
+    rows_seen = staticmethod(history.rows_seen)
+    low_bits = staticmethod(history.low_bits)
+    prompt_history = staticmethod(history.prompt_history)
+    block_history = staticmethod(history.block_history)
+    low_share = staticmethod(history.low_share)
     output_lengths = staticmethod(outputs.output_lengths)
     output_norms = staticmethod(outputs.output_norms)
     added_moments = staticmethod(expected.added_moments)

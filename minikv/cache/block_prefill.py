@@ -181,7 +181,8 @@ class BlockPrefill:
         else:
             p = step.attention(block_logits(query, key), lse.transpose(1, 2), seen())
         noted = {name: columns[name] for name in step.columns}
-        step.update_block(self._ops, noted, p, cache(lambda: seen().sum(2).to(torch.float32)))
+        count = cache(lambda: self._ops.rows_seen(at, pos, window))
+        step.update_block(self._ops, noted, p, count)
         last = p[:, -1]
         return last if end == wide else F.pad(last, (0, wide - end))
 

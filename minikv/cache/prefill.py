@@ -493,8 +493,8 @@ class Prefill:
         def below() -> Tensor:
             assert self.step is not None
             queries, sums, where = last(min(len(tail), self.step.prompt_history))
-            each = ops.each_attention
-            return kernels.below_uniform(queries, where, sources, window, sums, each, ops.block)
+            own = ops.each_attention, ops.low_bits, ops.block
+            return kernels.below_uniform(queries, where, sources, window, sums, *own)
 
         def attention(heads: slice) -> Tensor:
             found = ops.each_attention(query, at, sources, window, lse, heads)

@@ -9,17 +9,22 @@ is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import PromptView, StepEnd, StepPolicy, StepView, unprotected
-from minikv.policies.hashevict import ones
-
-_BITS = 32  # bits of history in a column
+from minikv.kernels.torch.history import BITS, low_share
+from minikv.policies.base import (
+    BlockEnd,
+    PromptView,
+    StepEnd,
+    StepPolicy,
+    StepView,
+    unprotected,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,7 @@ class ScissorHands(StepPolicy):
 
     @property
     def prompt_history(self) -> int:  # type: ignore[override]
-        return min(_BITS, self.history)
+        return min(BITS, self.history)
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
@@ -43,39 +48,33 @@ class ScissorHands(StepPolicy):
 
     @property
     def _words(self) -> int:
-        return -(-self.history // _BITS)
+        return -(-self.history // BITS)
+
+    def _of(self, columns: Mapping[str, Tensor]) -> list[Tensor]:
+        """The words, the newest first."""
+        return [columns[f"below{i}"] for i in range(self._words)]
 
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert view.below is not None
         begin, end = view.turns[-1]
         observed = min(self.prompt_history, end - begin)
-        queries = (end - view.pos.clamp(min=end - observed)).clamp(0, observed)
-        # Shift by as many bits as there were queries that could see the row, all at once.
-        words = torch.stack([old[f"below{i}"] for i in range(self._words)])
-        carry = torch.empty_like(words)
-        torch.bitwise_and(view.below(), (1 << queries) - 1, out=carry[0])
-        torch.bitwise_right_shift(words[:-1], _BITS - queries, out=carry[1:])
-        full = (1 << _BITS) - 1
-        words.bitwise_left_shift_(queries).bitwise_or_(carry).bitwise_and_(full)
-        spare = self._words * _BITS - self.history
-        if spare:  # clear bits of queries older than `history`
-            words[-1].bitwise_and_(full >> spare)
-        columns = {f"below{i}": word for i, word in enumerate(words)}
-        columns["queries"] = (old["queries"] + queries).clamp(max=float(self.history))
-        return columns
+        words, count = view.ops.prompt_history(
+            self._of(old), old["queries"], view.below(), view.pos, end, observed, self.history
+        )
+        return {f"below{i}": word for i, word in enumerate(words)} | {"queries": count}
 
     def update(
         self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
     ) -> None:
         carry = (probabilities < 1.0 / visible()).to(torch.int64)
-        full = (1 << _BITS) - 1
+        full = (1 << BITS) - 1
         words = self._words
         for i in range(words):
             word = columns[f"below{i}"]
-            out = word >> (_BITS - 1)
+            out = word >> (BITS - 1)
             word.bitwise_left_shift_(1).bitwise_and_(full).bitwise_or_(carry)
             carry = out
-        spare = words * _BITS - self.history
+        spare = words * BITS - self.history
         if spare:  # clear bits of queries older than `history`
             columns[f"below{words - 1}"].bitwise_and_(full >> spare)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))
@@ -87,53 +86,22 @@ class ScissorHands(StepPolicy):
         probabilities: Tensor,
         visible: Callable[[], Tensor],
     ) -> None:
-        # A block's own rows begin with zeros: bits of queries before them are 0, like theirs.
-        queries, rows = probabilities.shape[1:]
-        low = (probabilities < 1.0 / visible()[..., None]).tril_(rows - queries)
-        words = [columns[f"below{i}"] for i in range(self._words)]
-        for i, word in enumerate(_shifted(words, _packed(low), queries)):
-            bits = min(_BITS, self.history - i * _BITS)
-            words[i].copy_(word.bitwise_and_((1 << bits) - 1))
-        later = torch.arange(rows, 0, -1, device=low.device).clamp_(max=queries)
-        columns["queries"].add_(later).clamp_(max=float(self.history))
+        noted = self._of(columns), columns["queries"]
+        ops.block_history(*noted, probabilities, visible(), self.history)
 
     def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        words = [c for name, c in view.columns.items() if name != "queries"]
-        below = torch.stack([ones(word) for word in words]).sum(0)
-        share = below / view.columns["queries"].clamp(min=1.0)
-        return -share, unprotected(view, self)
+        columns = view.columns
+        return low_share(self._of(columns), columns["queries"]), unprotected(view, self)
+
+    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
+        if ops.unprotected_block is None:
+            return None
+        share = ops.low_share(self._of(block.columns), block.columns["queries"])
+        return ops.unprotected_block(share, *block.heads(self))
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
         if ops.scissorhands_step is None:
             return False
-        words = [column for name, column in end.columns.items() if name != "queries"]
-        queries = end.columns["queries"]
+        words, queries = self._of(end.columns), end.columns["queries"]
         ops.scissorhands_step(*end.heads, words, queries, self.history, end.window)
         return True
-
-
-def _packed(bits: Tensor) -> list[Tensor]:
-    """Bits [H, t, N], oldest first, as int64 words [H, N] of `_BITS` bits, the newest bit in the
-    lowest one of the first word."""
-    found = []
-    for part in torch.split(bits.flip(1), _BITS, 1):
-        places = torch.arange(part.shape[1], device=bits.device)[:, None]
-        found.append((part.to(torch.int64) << places).sum(1))
-    return found
-
-
-def _shifted(words: Sequence[Tensor], new: Sequence[Tensor], count: int) -> list[Tensor]:
-    """The first words of a shift register after `count` bits came in, which are the words `new`.
-    Bits above `_BITS` are not cleared."""
-    full, part = divmod(count, _BITS)
-    found = []
-    for i in range(len(words)):
-        word = torch.zeros_like(words[i])
-        if i >= full:
-            word |= words[i - full] << part
-        if part and i > full:
-            word |= words[i - full - 1] >> (_BITS - part)
-        if i < len(new):
-            word |= new[i]
-        found.append(word)
-    return found
