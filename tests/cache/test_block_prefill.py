@@ -108,6 +108,7 @@ class WithKernels(Kernels):
 
 CHOOSING: list[tuple[str, dict[str, object]]] = [
     *((name, {}) for name in ("h2o", "roco", "tova", "streaming", "l2", "random", "hashevict")),
+    ("scissorhands", {"history": 70}),
     ("tova", {"per_head": True}),
     ("hashevict", {"hash_with": "key", "bits": 40}),
 ]

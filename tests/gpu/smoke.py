@@ -522,6 +522,33 @@ def read_in_block(s: Sizes, queries: int) -> str:
     return said
 
 
+def remembered(s: Sizes) -> str:
+    """ScissorHands' bits: of a prompt's last queries, of a block's, and the share of those set."""
+    history, last, block = 400, 32, 40
+    pos = torch.arange(s.rows).repeat(s.heads, 1)
+    pos = pos.masked_fill(torch.rand(pos.shape, generator=s.made) < 0.1, -1).to(s.device)
+    at = torch.arange(s.rows - last, s.rows, device=s.device)
+    # Far from an even share: means may be added in another order.
+    p = torch.randint(2, (s.heads, 1, last, s.rows), generator=s.made).to(s.device)
+    p = (p * 2.0 / s.rows).repeat(1, s.group, 1, 1)
+    words = torch.randint(1 << 32, (13, s.heads, s.rows), generator=s.made).to(s.device)
+    words[-1] &= (1 << 16) - 1
+    queries = torch.randint(history + 1, pos.shape, generator=s.made).float().to(s.device)
+    given = torch.randint(2, (s.heads, block, s.rows), generator=s.made).to(s.device)
+    outs = []
+    for ops in (Twins(), Triton()):
+        seen = ops.rows_seen(at, pos, None)
+        bits = ops.low_bits(p, at, pos, s.rows // 2)
+        new, counts = ops.prompt_history([*words], queries, bits, pos, s.rows, last, history)
+        for column in (*new, counts):
+            column[:, s.rows - block :] = 0
+        saw = seen[:, :1].repeat(1, block)
+        ops.block_history(new, counts, given * 2.0 / s.rows, saw, history)
+        outs.append((seen, bits, *new, counts, ops.low_share(new, counts)))
+    assert all(map(torch.equal, *outs)), "not equal"
+    return "equal"
+
+
 def columns(s: Sizes, n: int, queries: int) -> str:
     """What the last queries of n give every row."""
     q, k = s.normal(s.heads, s.group, queries, s.size), s.normal(s.heads, n, s.size)
@@ -967,6 +994,7 @@ def main() -> int:
     check("lowest_step", partial(lowest, s))
     for name in ("lowest", "unprotected", "h2o", "roco"):
         check(f"{name}_block, compacted", partial(stay_in_block, s, name))
+    check("scissorhands' history", partial(remembered, s))
     for queries in (5, 64):
         check(f"a block of {queries}", partial(read_in_block, s, queries))
     few = 32 if s.rows > 100 else 8

@@ -442,9 +442,8 @@ def prompt_cases(*, whole: bool) -> list[Case]:
 def block_cases() -> list[Case]:
     """Step policies that read the prompt in blocks: with a kernel of their own and without; and
     with so many rows that attention divides them."""
-    found = [
-        Case(name, name, stride=CHUNK // 4) for name in ("h2o", "roco", "tova", "hashevict", "rkv")
-    ]
+    names = "h2o", "roco", "tova", "scissorhands", "hashevict", "rkv"
+    found = [Case(name, name, stride=CHUNK // 4) for name in names]
     return [*found, Case("h2o", "h2o", stride=CHUNK // 4, budget=300)]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from minikv import policies
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import StepAppend, StepEnd, StepPolicy, StepRoom
+from minikv.policies.base import BlockEnd, PromptView, StepAppend, StepEnd, StepPolicy, StepRoom
 
 STEPS = [name for name in policies.step_names() if name != "none"]
 
@@ -97,6 +97,61 @@ def test_scissorhands_gives_its_register_by_words() -> None:
     assert same(given[5], *(end.columns[f"below{i}"] for i in range(3)))
     assert same(given[:5] + given[6:7] + given[8:], *end.heads, end.columns["queries"], end.window)
     assert given[7] == 70
+
+
+def test_scissorhands_in_blocks_chooses_by_the_share_of_its_bits() -> None:
+    policy = made("scissorhands", history=70, sinks=3, recent=5)
+    columns = {name: column() for name in (*policy.columns, "worth")}
+    words, queries = [columns[f"below{i}"] for i in range(3)], columns["queries"]
+    ops, called = noting("low_share", "unprotected_block", "block_history")
+    block = BlockEnd(0, column(), column(), 30, 90, 2, columns, None, column())
+    policy.block_kernel(ops, block)
+    assert same(called["low_share"][0][0], *words)
+    assert same(called["low_share"][0][1:], queries)
+    given = called["unprotected_block"][0]
+    assert same(given[1:3], block.pos, block.live)
+    assert given[3:] == (30, 90, 3, 5, 2)
+    p, seen = column(), column()
+    policy.update_block(ops, columns, p, lambda: seen)
+    given = called["block_history"][0]
+    assert same(given[0], *words)
+    assert same(given[1:4], queries, p, seen)
+    assert given[4:] == (70,)
+    assert policy.block_kernel(Kernels(), block) is None
+
+
+@pytest.mark.parametrize(("history", "observed"), [(70, 25), (7, 7)])
+def test_scissorhands_starts_from_the_bits_of_the_last_turns_queries(
+    history: int, observed: int
+) -> None:
+    policy = made("scissorhands", history=history)
+    columns = {name: column() for name in policy.columns}
+    ops, called = noting("prompt_history")
+    found = [column() for _ in range(len(columns))]
+    ops.prompt_history = (
+        lambda *given: (  # type: ignore[method-assign,assignment]
+            called.update(prompt_history=(given, {})) or (found[:-1], found[-1])
+        )
+    )
+    bits, pos = column(), column()
+    view = PromptView(
+        0,
+        90,
+        pos,
+        0,
+        None,
+        None,
+        column,
+        column,
+        turns=[(0, 65), (65, 90)],
+        below=lambda: bits,
+        ops=ops,
+    )
+    assert same(policy.prompt(view, columns).values(), *found)
+    given = called["prompt_history"][0]
+    assert same(given[0], *(columns[name] for name in columns if name != "queries"))
+    assert same(given[1:4], columns["queries"], bits, pos)
+    assert given[4:] == (90, observed, history)
 
 
 @pytest.mark.parametrize("group", ["mean", "max"])
