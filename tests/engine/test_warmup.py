@@ -66,7 +66,7 @@ TURNED = ({"rotate_append"}, {"rotate"})
         ("h2o", {"append", "h2o_step"}),
         ("roco", {"append", "roco_step"}),
         ("tova", {"append", "tova_step"}),
-        ("scissorhands", {"append", "scissorhands_step"}),
+        ("scissorhands", {"append", "scissorhands_step", "low_bits", "prompt_history"}),
         ("hashevict", {"hash_append", "hash_codes"}),
     ],
 )
