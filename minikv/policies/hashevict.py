@@ -38,18 +38,6 @@ def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
     return torch.randn(size, bits, generator=generator)
 
 
-def ones(x: Tensor) -> Tensor:
-    """int64: how many bits of each int64 are set."""
-    return _ones32(x & 0xFFFFFFFF) + _ones32((x >> 32) & 0xFFFFFFFF)
-
-
-def _ones32(x: Tensor) -> Tensor:
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24) & 0xFF
-
-
 def distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
     """float32 [F, N]: the Hamming distances of the codes stored int64 [F, N] to probes int64
     [F, P], added up. They are exact below 2^24."""

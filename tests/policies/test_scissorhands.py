@@ -9,8 +9,8 @@ from torch import Tensor
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
+from minikv.kernels.torch.history import ones
 from minikv.policies.base import PromptView, StepView
-from minikv.policies.hashevict import ones
 from minikv.policies.scissorhands import ScissorHands
 
 
@@ -144,3 +144,8 @@ def test_queries_of_earlier_turns_are_not_counted_again() -> None:
     assert [moved["below0"][0, 0], moved["below1"][0, 0]] == [0b1011111, 0b1011]
     assert found["below1"].tolist()[0][:4] == [0, 0, 0, 0]
     assert found["queries"].tolist()[0][:4] == [40.0, 4.0, 2.0, 1.0]
+
+
+def test_ones_counts_the_bits_of_a_word() -> None:
+    numbers = [0, 1, 0xFFFFFFFF, 0x80000000, 0x12345678, 0xDEADBEEF]
+    assert ones(torch.tensor(numbers)).tolist() == [n.bit_count() for n in numbers]

@@ -23,6 +23,7 @@ from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import choose
 from minikv.kernels.torch.hash_codes import codes
+from minikv.kernels.torch.history import ones
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
@@ -36,7 +37,6 @@ from minikv.policies.base import (
     oldest_of_lowest,
     smallest_budget,
 )
-from minikv.policies.hashevict import ones
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {"rkv": {"window": 3, "buffer": 4}}
