@@ -50,6 +50,7 @@
     expected_attention     triton/expected          -                   torch/expected
     key_distances          triton/distances         -                   torch/distances
     hash_codes             triton/hash_codes        -                   torch/hash_codes
+    code_distances         triton/hash_codes        -                   torch/hash_codes
     divide                 triton/selection         -                   torch/selection
     remaining              triton/selection         -                   torch/selection
     order_key              triton/selection         -                   torch/selection
@@ -215,6 +216,7 @@ class Kernels:
     expected_attention = staticmethod(expected.expected_attention)
     key_distances = staticmethod(distances.key_distances)
     hash_codes = staticmethod(hashes.hash_codes)
+    code_distances = staticmethod(hashes.code_distances)
     divide = staticmethod(selection.divide)
     remaining = staticmethod(selection.remaining)
     order_key = staticmethod(selection.order_key)

@@ -1,4 +1,5 @@
-"""Hash codes of keys and queries (SimHash, as in HashEvict, arXiv 2412.16187, section 3)."""
+"""Hash codes of keys and queries, and their distances (SimHash, as in HashEvict, arXiv 2412.16187,
+section 3)."""
 
 from __future__ import annotations
 
@@ -15,3 +16,15 @@ def codes(x: Tensor, matrix: Tensor) -> Tensor:
 def hash_codes(key: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """The `codes` of keys [H, N, D] as integers [H, N] of `dtype`."""
     return codes(key, matrix).to(dtype)
+
+
+def code_distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
+    """float32 [H, N]: the Hamming distances of the codes stored [H, N], of any integers, to the
+    probes int64 [H, P], added up. They are exact below 2^24."""
+    each = torch.arange(bits, device=stored.device)
+    # A bit that is set adds the number of probes that have a 0 there, the others that of those with
+    # a 1.
+    having = ((probes[..., None] >> each) & 1).sum(1)  # [H, bits]
+    added = (probes.shape[1] - 2 * having).to(torch.float32)
+    is_set = ((stored.to(torch.int64)[..., None] >> each) & 1).to(torch.float32)  # [H, N, bits]
+    return (is_set @ added[..., None])[..., 0] + having.sum(1, keepdim=True)

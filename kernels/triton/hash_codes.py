@@ -1,4 +1,4 @@
-"""Hash codes of keys, in Triton. Specification: `torch/hash_codes.py`."""
+"""Hash codes of keys, and their distances, in Triton. Specification: `torch/hash_codes.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
+from minikv.kernels.triton.tiles import in_rows, lines, power, row_stride, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _NUMBERS = 4096  # of keys, in one program
+_ROWS = 256  # codes of a program
+_PROBES = 1024  # probes that it reads at once
 
 
 @triton.jit(
@@ -60,6 +62,41 @@ def hash_codes(key: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@triton.jit(
+    do_not_specialize=["stored_head", "rows", "probes", "bits"],
+    do_not_specialize_on_alignment=["stored", "probe"],
+)
+def _code_distances(
+    stored, probe, out, stored_head, rows, probes, bits, BN: tl.constexpr, BP: tl.constexpr
+):
+    h = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = j < rows
+    code = tl.load(stored + h * stored_head + j, mask=inside, other=0).to(tl.int64)
+    distance = tl.zeros((BN,), tl.int32)
+    for b in tl.range(0, bits):
+        seen = tl.zeros((BP,), tl.int32)
+        for s in tl.range(0, probes, BP):
+            i = s + tl.arange(0, BP)
+            mine = tl.load(probe + h * probes + i, mask=i < probes, other=0)
+            seen += ((mine >> b) & 1).to(tl.int32)
+        having = tl.sum(seen, 0)  # probes with a 1
+        distance += tl.where(((code >> b) & 1) == 1, probes - having, having)
+    tl.store(out + h * rows + j, distance.to(tl.float32), mask=inside)
+
+
+def code_distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
+    """See `torch.hash_codes.code_distances`."""
+    stored, probes = lines(stored), probes.contiguous()
+    heads, rows = stored.shape
+    out = torch.empty((heads, rows), dtype=torch.float32, device=stored.device)
+    numbers = 0 if heads == 1 else stored.stride(0), rows, probes.shape[1], bits
+    _code_distances[(max(1, -(-rows // _ROWS)), heads)](
+        stored, probes, out, *numbers, BN=_ROWS, BP=_PROBES
+    )
+    return out
+
+
 def variants() -> list[Variant]:
     """Builds for the compile gate."""
     found = []
@@ -73,4 +110,9 @@ def variants() -> list[Variant]:
         signature = typed(_hash_codes, kinds, constants)
         name = f"hash-codes-{kind}-d{size}"
         found.append(Variant(name, _hash_codes, signature, constants, reads={"key": WIDE}))
+    constants = {"BN": _ROWS, "BP": _PROBES}
+    for code in ("i16", "i32", "i64"):
+        kinds = {"stored": f"*{code}", "probe": "*i64", "out": "*fp32"}
+        signature = typed(_code_distances, kinds, constants)
+        found.append(Variant(f"code-distances-{code}", _code_distances, signature, constants))
     return found

@@ -87,6 +87,7 @@ class Triton(Kernels):
     expected_attention = staticmethod(expected.expected_attention)
     key_distances = staticmethod(distances.key_distances)
     hash_codes = staticmethod(hashes.hash_codes)
+    code_distances = staticmethod(hashes.code_distances)
     divide = staticmethod(selection.divide)
     remaining = staticmethod(selection.remaining)
     order_key = staticmethod(selection.order_key)

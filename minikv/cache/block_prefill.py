@@ -122,7 +122,8 @@ class BlockPrefill:
         for name in self.step.columns:
             self._columns[name][:, :most] = arena.columns[name][index]
         # Columns that are computed from keys may be missing: another policy may have been in force.
-        for name, values in self.step.init_state(layer, self._columns["k"][:, :most]).items():
+        key = self._columns["k"][:, :most]
+        for name, values in self.step.init_state(self._ops, layer, key).items():
             self._columns[name][:, :most] = values
         pos = self._columns["pos"]
         pos[:, :most] = held
@@ -151,7 +152,7 @@ class BlockPrefill:
             self._evict(layer, first, rows, None, query, key)
             columns = self._columns
         new = slice(self._front, self._front + rows)
-        for name, values in step.init_state(layer, key).items():
+        for name, values in step.init_state(self._ops, layer, key).items():
             columns[name][:, new] = values
         columns["k"][:, new], columns["v"][:, new] = key, v.transpose(0, 1)
         at = self._positions[self._done : self._done + rows]

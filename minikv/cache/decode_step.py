@@ -531,7 +531,7 @@ class DecodeStep:
         (`_find_norms`)."""
         if policy.norm_column:
             return
-        for name, values in policy.init_state(layer, key).items():
+        for name, values in policy.init_state(self.ops, layer, key).items():
             self.rows.arena.columns[name].index_copy_(0, slot, values)
 
     def _evict_in_layer(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> None:

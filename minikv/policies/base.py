@@ -667,7 +667,7 @@ class StepPolicy(ABC):
         """Columns [H, N] after a prompt. old: their values before it, zero for new rows."""
         return {}
 
-    def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+    def init_state(self, ops: Kernels, layer: int, key: Tensor) -> dict[str, Tensor]:
         """Columns [H] of the new rows of a layer, whose keys are [H, D]; with keys [H, t, D],
         columns [H, t]."""
         return {}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.hash_codes import codes, hash_codes
+from minikv.kernels.torch.hash_codes import code_distances, codes
 from minikv.policies.base import (
     BlockEnd,
     PromptView,
@@ -36,18 +36,6 @@ def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
     """float32 [D, bits], standard normal, keyed by seed and layer."""
     generator = torch.Generator().manual_seed((seed << 20) + layer)
     return torch.randn(size, bits, generator=generator)
-
-
-def distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
-    """float32 [F, N]: the Hamming distances of the codes stored int64 [F, N] to probes int64
-    [F, P], added up. They are exact below 2^24."""
-    each = torch.arange(bits, device=stored.device)
-    # A bit that is set adds the number of probes that have a 0 there, the others that of those with
-    # a 1.
-    having = ((probes[..., None] >> each) & 1).sum(1)  # [F, bits]
-    added = (probes.shape[1] - 2 * having).to(torch.float32)
-    is_set = ((stored[..., None] >> each) & 1).to(torch.float32)  # [F, N, bits]
-    return (is_set @ added[..., None])[..., 0] + having.sum(1, keepdim=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +70,10 @@ class HashEvict(StepPolicy):
         matrix, kind = self.matrix(view.layer, key), self.columns["code"]
         return {"code": view.ops.hash_codes(key, matrix, kind)}
 
-    def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
-        return {"code": hash_codes(key, self.matrix(layer, key), self.columns["code"])}
+    def init_state(self, ops: Kernels, layer: int, key: Tensor) -> dict[str, Tensor]:
+        rows = key if key.dim() == 3 else key[:, None]
+        code = ops.hash_codes(rows, self.matrix(layer, key), self.columns["code"])
+        return {"code": code.view(key.shape[:-1])}
 
     def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
         probe = view.key if self.hash_with == "key" else view.query
@@ -91,17 +81,16 @@ class HashEvict(StepPolicy):
         assert view.layer_index is not None
         matrix = self.matrix(view.layer_index, probe)
         probe_codes = torch.stack([codes(x, matrix) for x in probe])  # [F, G]
-        stored = view.columns["code"].to(torch.int64)
-        return -distances(stored, probe_codes, self.bits), unprotected(view, self)
+        distance = code_distances(view.columns["code"], probe_codes, self.bits)
+        return -distance, unprotected(view, self)
 
     def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
         probe = block.key if self.hash_with == "key" else block.query
         if ops.unprotected_block is None or probe is None:
             return None
         probes = ops.hash_codes(probe, self.matrix(block.layer, probe), torch.int64)
-        stored = block.columns["code"].to(torch.int64)
-        scores = -distances(stored, probes, self.bits)
-        return ops.unprotected_block(scores, *block.heads(self))
+        distance = ops.code_distances(block.columns["code"], probes, self.bits)
+        return ops.unprotected_block(-distance, *block.heads(self))
 
     def hashing(self, room: StepRoom, layers: int, head_dim: int) -> kernels.Hashing | None:
         columns, undo = room.columns, room.undo_rows

@@ -63,7 +63,7 @@ class L2(StepPolicy):
     def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"norm": norms(view.key())}
 
-    def init_state(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+    def init_state(self, ops: Kernels, layer: int, key: Tensor) -> dict[str, Tensor]:
         return {"norm": norms(key)}
 
     def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:

@@ -612,6 +612,9 @@ def hashed_keys(s: Sizes) -> str:
     key = s.normal(s.rows, s.heads, s.size).transpose(0, 1)
     matrix = s.normal(s.size, 16, kind=torch.float32)
     want, got = (ops.hash_codes(key, matrix, torch.int32) for ops in (Twins(), Triton()))
+    probes = want[:, ::3].to(torch.int64).contiguous()
+    sums = [ops.code_distances(want, probes, 16) for ops in (Twins(), Triton())]
+    assert torch.equal(*sums), "other distances"
     return alike(got, want)
 
 

@@ -39,3 +39,31 @@ def test_codes_of_keys(
     )
     assert got.dtype == code
     assert torch.equal(got.cpu(), plain_torch.hash_codes(key.transpose(0, 1), matrix, code))
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("heads", "rows", "probes", "bits", "code"),
+    [
+        (2, 37, 3, 15, torch.int16),
+        (3, 300, 1500, 16, torch.int32),
+        (1, 1, 1, 64, torch.int64),
+        (2, 21, 70, 33, torch.int64),
+    ],
+    ids=str,
+)
+def test_distances_to_all_probes(
+    heads: int, rows: int, probes: int, bits: int, code: torch.dtype
+) -> None:
+    """Of part of a column, too."""
+    made = torch.Generator().manual_seed(bits)
+    places = torch.arange(bits)
+    stored, probe = (
+        ((torch.rand((heads, n, bits), generator=made) < 0.5).to(torch.int64) << places).sum(2)
+        for n in (rows + 5, probes)
+    )
+    stored = stored.to(code)
+    got = kernel("triton.hash_codes").code_distances(
+        guarded(stored)[:, :rows], guarded(probe), bits
+    )
+    assert torch.equal(got.cpu(), plain_torch.code_distances(stored[:, :rows], probe, bits))
