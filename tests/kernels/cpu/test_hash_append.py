@@ -52,7 +52,8 @@ def hashed(seed: int, dtype: torch.dtype, bits: int, *, exact: bool) -> Hashed:
             free_slot[h] = start[h] + length[h] // 2
     used = in_use(start, length, rows)
     pos = torch.randperm(rows, generator=generator).to(torch.int32)
-    wide = torch.int16 if bits <= 16 else torch.int32 if bits <= 32 else torch.int64
+    # As `HashEvict.columns`: only a code of 64 bits has none to spare for the sign.
+    wide = torch.int16 if bits < 16 else torch.int32 if bits < 32 else torch.int64
     while True:
         if exact:
             unit, most = (2.0**-24, 1500) if dtype == torch.float16 else (1.0, 4)
@@ -65,7 +66,7 @@ def hashed(seed: int, dtype: torch.dtype, bits: int, *, exact: bool) -> Hashed:
         if bool(((x.double() @ matrix.double()).abs() > 1e-5).all()):
             break
     code = torch.randint(0, 1 << min(bits, 4), (rows,), generator=generator).to(wide)
-    if bits in (16, 32, 64):
+    if bits == 64:
         code[::3] = -1 - code[::3]
     k, v = (torch.randn(rows, size, generator=generator).to(dtype) for _ in range(2))
     value = torch.randn(heads, size, generator=generator).to(dtype)
