@@ -111,7 +111,8 @@ def advance(
     free_slot where that is >= 0, else start + length. If a head's victim is not chosen yet, its
     slot has no meaning.
     """
-    # What can fail comes first, so that a step is counted completely or not at all.
+    # What can fail comes first, and all is written in one call, which no interrupt divides. So a
+    # step is counted completely or not at all.
     final = torch.where(accepted, count, length)
     grows = free_slot < 0
     target = torch.where(grows, start + final, free_slot)
@@ -121,9 +122,8 @@ def advance(
         marked = marked | evicts
         grows = grows & ~evicts
     used = final + grows
-    length.copy_(final)
-    position.add_(accepted)
-    overwritten.copy_(marked)
-    slot.copy_(target)
-    count.copy_(used)
-    accepted.zero_()
+    now, done = position + accepted, torch.zeros_like(accepted)
+    torch._foreach_copy_(
+        (length, position, overwritten, slot, count, accepted),
+        (final, now, marked, target, used, done),
+    )

@@ -51,6 +51,7 @@ from minikv.policies.base import (
     oldest_of_lowest,
 )
 
+_UNKNOWN = -2  # a free slot that the policy's kernel has not written yet
 _ENDLESS = 1 << 40  # the window of a layer without sliding-window attention
 _AT_ONCE = 1 << 20  # rows, with padding, that `_make_room` scores at once
 _MULTIPLE = 256  # a graph's width is a multiple, so that small changes of caps do not change it
@@ -98,6 +99,7 @@ class DecodeStep:
         self._used: tuple[Tensor, Tensor, Tensor] | None = None  # see `_in_use`
         self._step_arena: object | None = None  # see `step_arena`
         self.half_ended = False  # statistics and victims are final, the lengths are not
+        self._asked = False  # a kernel that changes statistics was called; see `_UNKNOWN`
         self.schedule: Schedule
         self.due = True  # what `schedule.is_due` says of the step that `end_if_accepted` ends
         self.key: tuple[object, ...] = ()
@@ -210,6 +212,13 @@ class DecodeStep:
         """The rows of the arena. Only between `open` and `close`."""
         assert self._open is not None
         return self._open
+
+    @property
+    def tokens(self) -> int:
+        """Tokens counted, with that of a half-ended step."""
+        # `advance` counts the token and clears `accepted` in one call. An interrupt may come later,
+        # while `half_ended` is still set.
+        return int(self.position) + (self.half_ended and bool(self.accepted))
 
     @property
     def left(self) -> Tensor:
@@ -356,28 +365,28 @@ class DecodeStep:
         """`end`, if the flag `accepted` is set."""
         arena, policy = self.rows.arena, self.policy
         undo: list[Callable[[], object]] = []
-        _undoable(arena.free_slot, undo)
+        saved = _undoable(arena.free_slot, undo)
+        self._asked = False
         final = self.half_ended  # statistics have changed, and there is no copy of the old
         try:
             if not self.half_ended:
                 if policy is not None and policy.norm_column:
                     self._find_norms(policy.norm_column)
-                # All that allocates comes before a kernel changes statistics, because that cannot
-                # be taken back. Where rows move, no kernel changes them.
-                moves = policy is not None and policy.block > 1 and self.due
-                slid = None
-                if self._slides and not moves:
-                    slid = self._find_unseen(arena)
                 if policy is None or policy.evict_first:
                     arena.free_slot.masked_fill_(self.accepted, -1)
                 else:
-                    final = self._update_and_evict(policy, undo)
-                if self._slides:
-                    slid = self._find_unseen(arena) if slid is None else slid
-                    torch.where(slid, self.unseen, arena.free_slot, out=arena.free_slot)
+                    final = self._update_and_evict(policy, saved, undo)
                 self.half_ended = True
+            if self._slides:
+                slid = self._find_unseen(arena)
+                torch.where(slid, self.unseen, arena.free_slot, out=arena.free_slot)
             self._place(arena)
         except BaseException as error:
+            if self.rows.readable:
+                if self._asked and not bool((arena.free_slot == _UNKNOWN).any()):
+                    final = self.half_ended = True  # the policy's kernel has run
+                # Behind `advance`, which clears `accepted`, the step counts.
+                final = final or (self.half_ended and not bool(self.accepted))
             if not self.half_ended or (isinstance(error, Exception) and not final):
                 for take_back in reversed(undo):
                     take_back()
@@ -572,13 +581,15 @@ class DecodeStep:
             arena.dtype,
         )
 
-    def _update_and_evict(self, policy: StepPolicy, undo: list[Callable[[], object]]) -> bool:
+    def _update_and_evict(
+        self, policy: StepPolicy, saved: Tensor, undo: list[Callable[[], object]]
+    ) -> bool:
         """Update the statistics of all rows and choose the victims: `arena.free_slot`, -1 for a
         head that is not over its cap.
 
         The policy's own kernel does this, if there is one. Else its torch form does; it adds
-        functions to `undo` that take its changes back. Returns True if a kernel has changed
-        statistics, which cannot be taken back.
+        functions to `undo` that take its changes back. saved: a copy of `arena.free_slot`. Returns
+        True if a kernel has changed statistics, which cannot be taken back.
         """
         arena = self.rows.arena
         if self.due:
@@ -595,8 +606,14 @@ class DecodeStep:
             self.quota,
             self.window,
         )
+        if self.rows.readable:  # so that it can be seen whether an interrupt came behind the kernel
+            arena.free_slot.fill_(_UNKNOWN)
+            self._asked = bool(columns)
         if policy.end_kernel(self.ops, end):
             return bool(columns)
+        if self.rows.readable:
+            self._asked = False
+            arena.free_slot.copy_(saved)
         if not self.due and policy.update_kernel(self.ops, end):
             arena.free_slot.masked_fill_(self.accepted, -1)
             return True

@@ -469,7 +469,7 @@ class KVCache:
             finally:
                 # Also after an interrupt: the decode step knows whether its token counts. If it is
                 # half ended, `open_steps` or `settle` ends it before the next step.
-                self.position = int(self.decode.position) + self.decode.half_ended
+                self.position = self.decode.tokens
             return
         reading, plan = self._reading, self._reading.plan
         assert tokens == plan.read
@@ -522,8 +522,7 @@ class KVCache:
         """
         assert self._reading is None, "a prompt is under way"
         step, decode = self.rules.step, self.decode
-        if decode.half_ended:
-            decode.end_if_accepted()
+        self._end_step()
         ready = decode.is_open and decode.speculative == speculative
         if ready and (step is not None or self.position < self._full):
             return decode
@@ -566,10 +565,16 @@ class KVCache:
         """Finish steps that were begun, and free their working memory. Between steps only."""
         if self.before_settling is not None:
             self.before_settling()
-        if self.decode.half_ended:
-            self.decode.end_if_accepted()
+        self._end_step()
         if self.decode.is_open:
             self.decode.close()
+
+    def _end_step(self) -> None:
+        """Finish what an interrupt left of a step: its end, or noting the position here."""
+        if self.decode.half_ended:
+            self.decode.end_if_accepted()
+        if self.decode.is_open and not self.decode.speculative:
+            self.position = self.decode.tokens
 
     @property
     def full_at(self) -> int:

@@ -25,6 +25,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, NumericsError, UsageError
+from minikv.kernels.dispatch import Kernels
 from minikv.models.llama import Llama
 from minikv.policies.base import LayerAllocator, policy_columns, smallest_budget
 
@@ -759,36 +760,77 @@ def _interrupted(*given: object, **more: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_half_ended_step_is_finished_before_the_next_one_begins() -> None:
-    """An interrupt in the last kernel of a step: statistics and victims are final, the token
-    counts, and the tables are brought up to date by whoever comes next."""
-    for then in ("step", "stats"):
-        run, twin = (engine(network(), "snapkv", "roco", 44) for _ in range(2))
-        for each in (run, twin):
-            each.prompt(ids(60))
-            each.step(3)
-        decode, advance = run.kv.decode, run.kv.decode.ops.advance
-        calls = []
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("then", ["step", "stats"])
+def test_a_half_ended_step_is_finished_before_the_next_one_begins(
+    kernels: str, after: bool, then: str
+) -> None:
+    """An interrupt before or after the last kernel of a step: statistics and victims are final, the
+    token counts, once, and the tables are brought up to date by whoever comes next."""
+    run, twin = (engine(network(), "snapkv", "roco", 44) for _ in range(2))
+    for each in (run, twin):
+        if kernels == "torch":
+            each.kv.use(Kernels())
+        each.prompt(ids(60))
+        each.step(3)
+    decode, advance = run.kv.decode, run.kv.decode.ops.advance
+    calls = []
 
-        def stop(
-            *given: object, advance: Any = advance, calls: list[int] = calls, **more: object
-        ) -> None:
-            calls.append(1)
-            if len(calls) == 1:
-                raise KeyboardInterrupt
+    def stop(*given: Any, **more: Any) -> None:
+        calls.append(1)
+        if len(calls) > 1 or after:
             advance(*given, **more)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
 
-        decode.ops.advance = stop  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            run.step(4)
-        assert decode.half_ended
-        assert run.kv.position == 62
-        twin.step(4)
-        if then == "stats":
-            assert run.kv.stats().seen == 62
-            assert run.kv.stats().held_bytes == twin.kv.stats().held_bytes
-        assert torch.equal(run.step(5), twin.step(5))
-        assert not decode.half_ended
+    decode.ops.advance = stop  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.step(4)
+    assert decode.half_ended
+    assert run.kv.position == 62
+    twin.step(4)
+    if then == "stats":
+        assert run.kv.stats().seen == 62
+        assert run.kv.stats().held_bytes == twin.kv.stats().held_bytes
+    assert torch.equal(run.step(5), twin.step(5))
+    assert not decode.half_ended
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("name", ["h2o", "roco", "scissorhands", "tova"])
+def test_an_interrupt_beside_the_kernel_that_ends_a_step(name: str, behind: bool) -> None:
+    """Statistics never count a token twice: if they have changed, the step counts, and else it did
+    not happen."""
+    run, twin = (engine(network(), "snapkv", name, 44) for _ in range(2))
+    for each in (run, twin):
+        each.prompt(ids(60))
+        each.step(3)
+    ops, called = run.kv.decode.ops, f"{name}_step"
+    kernel = getattr(ops, called)
+    if kernel is None:
+        pytest.skip("no C kernels here")
+
+    def stop(*given: Any, **more: Any) -> None:
+        setattr(ops, called, kernel)
+        if behind:
+            kernel(*given, **more)
+        raise KeyboardInterrupt
+
+    setattr(ops, called, stop)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(4)
+    want, counts = twin.step(4), behind and name != "tova"  # it has no statistics
+    assert run.kv.position == 61 + counts
+    if not counts:
+        assert torch.equal(run.step(4), want)
+    for token in ids(5, seed=2):
+        assert torch.equal(run.step(token), twin.step(token))
+    for column in twin.kv.arena.columns:
+        for layer in range(3):
+            for h in range(3):
+                held = run.kv.arena.segment(column, layer, h)
+                assert torch.equal(held, twin.kv.arena.segment(column, layer, h)), column
 
 
 def test_after_a_reset_a_share_is_of_the_next_prompt() -> None:
