@@ -366,6 +366,7 @@ def _step(
     if name == "tova_step":
         return lambda ops: ops.tova_step(*shared, layerwise=False)
     half = torch.full((layers, heads), n // 2, device=device)
+    # RoCo's kernel overwrites the logits. Its time does not depend on their values.
     return lambda ops: getattr(ops, name)(*shared, *columns, half)
 
 

@@ -291,9 +291,10 @@ def expected_attention(
     tiles = max(1, -(-rows // tile.left))
     logits = torch.empty((heads, group, rows), dtype=torch.float32, device=key.device)
     out = torch.empty((heads, rows), dtype=torch.float32, device=key.device)
-    tops, totals = torch.empty(
-        (2, heads, group, tiles), dtype=torch.float32, device=key.device
-    ).unbind()
+    # Apart, so that both begin at a multiple of 16 bytes.
+    tops, totals = (
+        torch.empty((heads, group, tiles), dtype=torch.float32, device=key.device) for _ in range(2)
+    )
     _expected_logits[(tiles, heads)](
         key,
         free,

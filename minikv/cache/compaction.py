@@ -69,13 +69,12 @@ def gather_survivors(
     into = target.columns["k"], target.columns["v"]
     new = staged["k"], staged["v"]
     ops.gather_rows(index, count, start, new, old, into, (pos, target.columns["pos"]), most)
-    columns = dict(extra)
-    for name in target.scales:
-        columns[name] = staged[name]
-        if earlier is not None:
-            columns[name] = torch.cat((arena.columns[name][rows], staged[name]), 1)
-    to = [target.columns[name] for name in columns]
-    ops.gather_columns(index, count, start, [*columns.values()], to, most)
+    scales = {name: staged[name] for name in target.scales}
+    if earlier is not None:
+        for name, new_scales in scales.items():
+            scales[name] = torch.cat((arena.columns[name][rows], new_scales), 1)
+    _move(ops, (index, count, start), scales, target, most)
+    _move(ops, (index, count, start), extra, target, most)
 
 
 def append_rows(
@@ -105,10 +104,20 @@ def append_rows(
         (pos[:, rows - tokens :], target.columns["pos"]),
         tokens,
     )
-    scales = [staged[name] for name in target.scales]
-    to = [target.columns[name] for name in target.scales]
-    ops.gather_columns(*new, scales, to, tokens)
-    to = [target.columns[name] for name in extra]
-    ops.gather_columns(place, length + tokens, start, [*extra.values()], to, rows)
+    _move(ops, new, {name: staged[name] for name in target.scales}, target, tokens)
+    _move(ops, (place, length + tokens, start), extra, target, rows)
     target.length[layer] = length + tokens
     target.cap[layer] = caps
+
+
+def _move(
+    ops: Kernels,
+    lists: tuple[Tensor, Tensor, Tensor],
+    columns: Mapping[str, Tensor],
+    target: Arena,
+    most: int,
+) -> None:
+    """Move columns [H, N] into the target's. Scales and the policies' columns move apart from each
+    other, so that there are only two sets of dtypes to compile a kernel for."""
+    to = [target.columns[name] for name in columns]
+    ops.gather_columns(*lists, [*columns.values()], to, most)

@@ -139,6 +139,7 @@ def _tiles(kv: KVCache) -> None:
         mixed = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
         for parts in (2, 4):  # more than two parts are merged in float32
             kv.ops.merge([mixed] * parts)
+        sources: tuple[Part, ...] = (rows[:, None], seen), (rows, seen, index)
         for window in dict.fromkeys(shape.windows):
             for lines in _LINES:
                 count = max(1, lines // group)
@@ -148,7 +149,6 @@ def _tiles(kv: KVCache) -> None:
                     kv.ops.ragged_prefill(
                         q, rows, rows, start, length, slot, most, pos=pos, q_pos=at, window=window
                     )
-                sources: tuple[Part, ...] = (rows[:, None], seen), (rows, seen, index)
                 lse = torch.zeros((heads, group, count), device=device)
                 for source in sources:
                     if apart:
@@ -160,9 +160,11 @@ def _tiles(kv: KVCache) -> None:
                 q = rows.new_zeros((count, heads, group, shape.head_dim)).permute(1, 2, 0, 3)
                 at = torch.ones(count, dtype=torch.int64, device=device)
                 lse = torch.zeros((heads, group, count), device=device)
-                for source in ((rows[:, None], seen), (rows, seen, index)):
+                for source in sources:
                     add = kv.ops.add_attention_mass
                     add(mass, squares, q, lse, at, *source[:2], window, *source[2:])
+                    if evidence.each_query and kv.ops.largest_attention is not None:
+                        kv.ops.largest_attention(q, at, (source,), window, lse)
 
 
 def _blocks(kv: KVCache) -> None:

@@ -4,6 +4,7 @@ the device."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -652,10 +653,18 @@ def test_a_layer_that_holds_nothing_has_no_earlier_rows() -> None:
 
 
 class WithKernels(Kernels):
-    """Operations that no torch form of `Kernels` has."""
+    """Operations that no torch form of `Kernels` has, and how often each was called."""
 
-    roco_start = staticmethod(step_oracle.roco_start)
-    largest_attention = staticmethod(step_oracle.largest_attention)
+    def __init__(self) -> None:
+        self.calls = Counter[str]()
+
+    def roco_start(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls["roco_start"] += 1
+        return step_oracle.roco_start(*given, **named)
+
+    def largest_attention(self, *given: Any) -> Tensor:
+        self.calls["largest_attention"] += 1
+        return step_oracle.largest_attention(*given)
 
 
 @pytest.mark.parametrize("windows", [None, (None, 24, None)])
@@ -664,11 +673,14 @@ def test_kernels_are_given_what_policies_compute_of_a_prompt(
 ) -> None:
     """Three prompts, with steps between them: the same rows, logits and columns."""
     net, found = small.network(windows=windows), []
-    for ops in (Kernels(), WithKernels()):
+    counting = WithKernels()
+    for ops in (Kernels(), counting):
         run = small.engine(net, "queryspan", "roco", 30)
         run.kv.use(ops)
         logits = [run.prompt(small.ids(70)), run.step(5), run.step(6)]
         logits += [run.prompt(small.ids(21, 1)), run.step(7), run.prompt(small.ids(40, 2))]
         found.append((torch.stack(logits), contents(run.kv.arena)))
+    assert counting.calls["roco_start"] == 9  # three prompts, three layers
+    assert counting.calls["largest_attention"] >= 6
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]

@@ -120,7 +120,7 @@ def end_of_step(
     _open(step, arena, rows.pinned)
     if window is not None:
         step.window = window
-    step._update_and_evict(policy, [])
+    step._update_and_evict(policy, arena.free_slot.clone(), [])
 
 
 def _make_room(
