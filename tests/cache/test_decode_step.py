@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from dense import decode_attention
-from faults import Allocations, Fault
+from faults import Allocations, AtLine, Fault
 from small import ids, network
 from stepping import STEPS, engine, pair
 from tape import NoWaiting, Tape
@@ -27,6 +29,7 @@ from minikv.cache.arena import Arena
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.rules import Rules
 from minikv.engine.decode_loop import Eager
+from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels, TorchOnCPU
 from minikv.policies.base import StepEnd, StepPolicy
 from minikv.policies.l2 import norms
@@ -600,6 +603,43 @@ def test_a_step_whose_end_finds_no_memory_did_not_happen_or_counts(
         assert run.kv.position == twin.kv.position
         assert not fired or decode.half_ended
     same(run.kv.arena, twin.kv.arena)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_is_stopped_at_any_line_did_not_happen_or_counts(
+    name: str, part: float
+) -> None:
+    """By an interrupt or for want of memory, in torch and with C kernels, with a sliding window; by
+    day at some of the lines. What follows is as if nothing had happened."""
+    net, tokens = network(layers=2, windows=(None, 16)), ids(5, seed=3)
+
+    def begun(plain: bool) -> Engine:
+        made = engine(net, None, "adakv", name, 40)
+        if plain:
+            made.kv.use(Kernels())
+        made.prompt(ids(50))
+        made.step(tokens[0])
+        made.step(tokens[1])
+        return made
+
+    for plain in (False, True):
+        twin, counted = begun(plain), AtLine(0, KeyboardInterrupt())
+        with counted:
+            want = [twin.step(tokens[2])]
+        want += [twin.step(token) for token in tokens[3:]]
+        lines = range(1, counted.count + 1)
+        for at in random.Random(0).sample(lines, math.ceil(part * len(lines))):
+            errors = KeyboardInterrupt(), MemoryError()
+            for error in errors if part == 1 else errors[at % 2 :][:1]:
+                run = begun(plain)
+                with contextlib.suppress(type(error)), AtLine(at, error):
+                    run.step(tokens[2])
+                run.kv.settle()
+                if run.kv.position == 52:
+                    assert torch.equal(run.step(tokens[2]), want[0]), (at, error)
+                after = [run.step(token) for token in tokens[3:]]
+                assert torch.equal(torch.stack(after), torch.stack(want[1:])), (at, error)
+                same(run.kv.arena, twin.kv.arena)
 
 
 def test_what_a_kernel_added_to_the_statistics_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -61,6 +62,30 @@ class Fault:
             return call(*given, **named)
 
         return failing
+
+
+class AtLine:
+    """While it is entered, the package's `at`-th line raises `error`. count: lines that ran."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.at, self.error, self.count = at, error, 0
+        self._before: Any = None
+
+    def __enter__(self) -> AtLine:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: Any, event: str, _: object) -> Any:
+        if not frame.f_globals.get("__name__", "").startswith("minikv."):
+            return None
+        self.count += event == "line"
+        if event == "line" and self.count == self.at:
+            raise self.error
+        return self._trace
 
 
 class Allocations(TorchDispatchMode):
