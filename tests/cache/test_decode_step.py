@@ -32,7 +32,7 @@ from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels, TorchOnCPU
 from minikv.policies.base import StepEnd, StepPolicy
-from minikv.policies.l2 import norms
+from minikv.policies.l2 import L2, norms
 from minikv.policies.rkv import RKV
 from minikv.policies.streaming import Streaming
 from minikv.policies.tova import Tova
@@ -642,6 +642,28 @@ def test_a_step_that_is_stopped_at_any_line_did_not_happen_or_counts(
                 same(run.kv.arena, twin.kv.arena)
 
 
+def test_an_end_that_fails_before_its_token_is_known_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There no value may be read, so that only what was noted on the way says how far it got."""
+    run = engine(network(layers=2), None, "full", "h2o", 40)
+    run.prompt(ids(60))
+    decode = run.kv.open_steps(speculative=True)
+    free_slot = decode.rows.arena.free_slot
+    before = free_slot.clone()
+
+    def fail(*_: object) -> bool:
+        free_slot.fill_(7)
+        raise MemoryError
+
+    monkeypatch.setattr(decode, "_update_and_evict", fail)
+    decode.accepted.fill_(True)
+    with pytest.raises(MemoryError):
+        decode.end_if_accepted()
+    assert torch.equal(free_slot, before)
+    assert not decode.half_ended
+
+
 def test_what_a_kernel_added_to_the_statistics_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot be taken back, so that a step counts whose last kernel fails behind it."""
     run = engine(network(), None, "snapkv", "rkv", 44)
@@ -817,6 +839,24 @@ def test_such_a_kernel_does_not_hash_codes_nor_rows_that_leave_last(
     decode = DecodeStep(run.there.kv.shape, run.there.kv.device)
     monkeypatch.setattr(decode.ops, "step_arena", lambda *given: given, raising=False)
     decode.open(arena, run.there.kv.rules.step, 60, leaves_last=marks)
+    assert decode.step_arena() is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByKey(L2):
+    """A policy that computes its column from each layer's key."""
+
+    norm_column: str = ""
+
+
+def test_there_is_no_such_arena_for_a_policy_that_reads_each_layers_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = engine(network(layers=2), None, "full", "l2", 24)
+    run.prompt(ids(40))
+    decode = DecodeStep(run.kv.shape, run.kv.device)
+    monkeypatch.setattr(decode.ops, "step_arena", lambda *given: given, raising=False)
+    decode.open(run.kv.arena, ByKey(sinks=0, recent=1), 40)
     assert decode.step_arena() is None
 
 
