@@ -20,6 +20,7 @@ from torch import Tensor
 from minikv.kernels.triton.tiles import (
     Tile,
     attention_tile,
+    head_stride,
     in_rows,
     power,
     row_stride,
@@ -242,7 +243,7 @@ def visible_attention(
         lse,
         *(row_stride(q, dim) for dim in (0, 1, 2)),
         *(row_stride(t, dim) for t in (k, v) for dim in (0, 1)),
-        0 if len(k_pos) == 1 else k_pos.stride(0),
+        head_stride(k_pos),
         rows,
         keys,
         span,

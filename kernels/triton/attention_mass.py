@@ -20,7 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.torch.attention_mass import Part, with_index
-from minikv.kernels.triton.tiles import FAR, Tile, in_rows, power, row_stride, typed, upcast, width
+from minikv.kernels.triton.tiles import (
+    FAR,
+    Tile,
+    head_stride,
+    in_rows,
+    power,
+    row_stride,
+    typed,
+    upcast,
+    width,
+)
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _PROGRAMS = 512  # enough to occupy the device: a few for every multiprocessor
@@ -438,7 +448,7 @@ def each_attention(
             out,
             *(row_stride(q, dim) for dim in (0, 1, 2)),
             *_key_strides(k, index),
-            0 if len(k_pos) == 1 else k_pos.stride(0),
+            head_stride(k_pos),
             lse.stride(0),
             rows,
             keys,
@@ -560,7 +570,7 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
             out,
             *(row_stride(q, dim) for dim in (0, 1, 2)),
             *_key_strides(k, index),
-            0 if len(k_pos) == 1 else k_pos.stride(0),
+            head_stride(k_pos),
             rows,
             keys,
             span,
@@ -616,7 +626,7 @@ def _launch(
         squares,
         *(row_stride(q, dim) for dim in (0, 1, 2)),
         *_key_strides(k, index),
-        0 if len(k_pos) == 1 else k_pos.stride(0),
+        head_stride(k_pos),
         lse.stride(0),
         mass.stride(0),
         mass.stride(1),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minikv.kernels.triton.nth import MOST_ROWS, NO_ORDER, nth, ordered
 from minikv.kernels.triton.step import load_steadiness, may_leave
-from minikv.kernels.triton.tiles import power, typed
+from minikv.kernels.triton.tiles import head_stride, lines, power, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _BLOCK, _WARPS = 1024, 8
@@ -304,16 +304,6 @@ def _compacted(
         tl.store(new_v + here, value, mask=some)
 
 
-def _lines(t: Tensor) -> Tensor:
-    """`t` [H, N], copied if its rows are not contiguous."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _stride(t: Tensor) -> int:
-    """The stride between heads."""
-    return 0 if len(t) == 1 else t.stride(0)
-
-
 def _result(pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for ordered scores [H, N], for the index [H, N] and for the count [H]."""
     assert pos.shape[1] < MOST_ROWS.value
@@ -326,7 +316,7 @@ def lowest_block(
     scores: Tensor, free: Tensor, pos: Tensor, live: Tensor, limit: int, *, block: int = _BLOCK
 ) -> tuple[Tensor, Tensor]:
     """See `torch.blocks.lowest_block`. `block`: rows that a program reads at once."""
-    scores, free, pos = _lines(scores.to(torch.float32)), _lines(free), _lines(pos)
+    scores, free, pos = lines(scores.to(torch.float32)), lines(free), lines(pos)
     orders, index, count = _result(pos)
     heads, rows = pos.shape
     _lowest_block[(heads,)](
@@ -337,7 +327,7 @@ def lowest_block(
         orders,
         index,
         count,
-        *map(_stride, (scores, free, pos)),
+        *map(head_stride, (scores, free, pos)),
         rows,
         heads,
         limit,
@@ -365,7 +355,7 @@ def unprotected_block(
 
     position: tokens counted.
     """
-    scores, pos = _lines(scores.to(torch.float32)), _lines(pos)
+    scores, pos = lines(scores.to(torch.float32)), lines(pos)
     orders, index, count = _result(pos)
     heads, rows = pos.shape
     _unprotected_block[(heads,)](
@@ -375,8 +365,8 @@ def unprotected_block(
         orders,
         index,
         count,
-        _stride(scores),
-        _stride(pos),
+        head_stride(scores),
+        head_stride(pos),
         rows,
         heads,
         limit,
@@ -409,7 +399,7 @@ def h2o_block(
     newest_rows int64 [H]: how many of a head's newest rows are kept. position: tokens counted.
     Other arguments and results: as in `torch.blocks.lowest_block`.
     """
-    sums, pos = _lines(sums), _lines(pos)
+    sums, pos = lines(sums), lines(pos)
     orders, index, count = _result(pos)
     heads, rows = pos.shape
     _h2o_block[(heads,)](
@@ -420,8 +410,8 @@ def h2o_block(
         orders,
         index,
         count,
-        _stride(sums),
-        _stride(pos),
+        head_stride(sums),
+        head_stride(pos),
         rows,
         heads,
         limit,
@@ -458,7 +448,7 @@ def roco_block(
     tokens counted. Other arguments and results: as in `torch.blocks.lowest_block`.
     """
     sums, squares, counts = (t.contiguous() for t in (sums, squares, counts))
-    pos = _lines(pos)
+    pos = lines(pos)
     orders, index, count = _result(pos)
     heads, rows = pos.shape
     _roco_block[(heads,)](
@@ -471,8 +461,8 @@ def roco_block(
         orders,
         index,
         count,
-        _stride(sums),
-        _stride(pos),
+        head_stride(sums),
+        head_stride(pos),
         rows,
         heads,
         limit,

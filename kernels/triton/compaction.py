@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minikv.kernels.torch.compaction import Tables
 from minikv.kernels.triton.selection import filled
-from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
+from minikv.kernels.triton.tiles import head_stride, in_rows, power, row_stride, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _ROWS = 32  # rows that one program copies
@@ -199,7 +199,7 @@ def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.empty((heads, rows), dtype=torch.int64, device=keep.device)
     count = torch.empty(heads, dtype=torch.int64, device=keep.device)
     order = order.contiguous()
-    strides = 0 if heads == 1 else keep.stride(0), rows, order.shape[1]
+    strides = head_stride(keep), rows, order.shape[1]
     _survivors[(heads,)](keep, order, index, count, *strides, BN=_VALUES, num_warps=4)
     return index, count
 
@@ -248,7 +248,7 @@ def gather_rows(
         row_stride(k, 0),
         row_stride(k, 1),
         at.stride(0),
-        0 if len(where) == 1 else where.stride(0),
+        head_stride(where),
         0 if old is None else at.shape[1],
         D=size,
         DP=power(size),

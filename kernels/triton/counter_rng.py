@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import typed
+from minikv.kernels.triton.tiles import head_stride, typed
 from minikv.kernels.triton.variants import Variant
 
 _BLOCK = 1024
@@ -67,7 +67,7 @@ def row_uniform(seed: int, layer: int, position: int, pos: Tensor) -> Tensor:
     pos = pos if pos.stride(-1) == 1 else pos.contiguous()
     heads, rows = pos.shape
     out = torch.empty((heads, rows), dtype=torch.float32, device=pos.device)
-    numbers = seed, layer, position, 0 if heads == 1 else pos.stride(0), rows
+    numbers = seed, layer, position, head_stride(pos), rows
     _row_uniform[(max(1, -(-rows // _BLOCK)), heads)](pos, out, *numbers, BN=_BLOCK)
     return out
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import in_rows, power, row_stride, typed
+from minikv.kernels.triton.tiles import head_stride, in_rows, power, row_stride, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _PARTS, _TOGETHER = 64, 16  # of the sum over a head; how many a program reads at once
@@ -92,7 +92,7 @@ def key_distances(key: Tensor, pos: Tensor) -> Tensor:
     wide, block = power(size), _block(size)
     sums = torch.empty((heads, _PARTS, wide), dtype=torch.float32, device=key.device)
     out = torch.empty((heads, rows), dtype=torch.float32, device=key.device)
-    numbers = row_stride(key, 0), row_stride(key, 1), 0 if heads == 1 else pos.stride(0), rows
+    numbers = row_stride(key, 0), row_stride(key, 1), head_stride(pos), rows
     span = -(-rows // (_PARTS * block)) * block
     _unit_sums[(_PARTS, heads)](key, pos, sums, *numbers, span, D=size, DP=wide, BN=block)
     _key_distances[(max(1, -(-rows // block)), heads)](

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.triton.quadratic import PART, quadratic, quadratic_tile
-from minikv.kernels.triton.tiles import in_rows, lines, power, row_stride, typed, width
+from minikv.kernels.triton.tiles import head_stride, in_rows, lines, power, row_stride, typed, width
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _TOKENS, _COLUMNS = 64, 16  # queries, and numbers of each half of them, that a program has at once
@@ -304,7 +304,7 @@ def expected_attention(
         tops,
         totals,
         *(row_stride(key, dim) for dim in (0, 1)),
-        0 if heads == 1 else free.stride(0),
+        head_stride(free),
         rows,
         size**-0.5,
         G=group,

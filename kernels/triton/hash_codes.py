@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import in_rows, lines, power, row_stride, typed
+from minikv.kernels.triton.tiles import head_stride, in_rows, lines, power, row_stride, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _NUMBERS = 4096  # of keys, in one program
@@ -90,7 +90,7 @@ def code_distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
     stored, probes = lines(stored), probes.contiguous()
     heads, rows = stored.shape
     out = torch.empty((heads, rows), dtype=torch.float32, device=stored.device)
-    numbers = 0 if heads == 1 else stored.stride(0), rows, probes.shape[1], bits
+    numbers = head_stride(stored), rows, probes.shape[1], bits
     _code_distances[(max(1, -(-rows // _ROWS)), heads)](
         stored, probes, out, *numbers, BN=_ROWS, BP=_PROBES
     )

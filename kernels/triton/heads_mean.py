@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import typed
+from minikv.kernels.triton.tiles import head_stride, typed
 from minikv.kernels.triton.variants import Variant
 
 _BLOCK = 256
@@ -68,7 +68,7 @@ def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
     heads, rows = pos.shape
     place = torch.empty((heads, end), dtype=torch.int32, device=pos.device)
     out = torch.empty((heads, rows), dtype=torch.float32, device=pos.device)
-    of_values, of_pos = (0 if heads == 1 else t.stride(0) for t in (values, pos))
+    of_values, of_pos = (head_stride(t) for t in (values, pos))
     grid = max(1, -(-rows // _BLOCK)), heads
     _place_rows[grid](pos, place, of_pos, rows, end, BN=_BLOCK)
     _heads_mean[grid](values, pos, place, out, of_values, of_pos, rows, end, BN=_BLOCK)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minikv.kernels.torch.history import BITS, EVEN
 from minikv.kernels.triton.step import popcount
-from minikv.kernels.triton.tiles import FAR, lines, typed
+from minikv.kernels.triton.tiles import FAR, head_stride, lines, typed
 from minikv.kernels.triton.variants import Variant
 
 _BITS = tl.constexpr(BITS)
@@ -205,7 +205,7 @@ def rows_seen(q_pos: Tensor, k_pos: Tensor, window: int | None, *, block: int = 
         q_pos.contiguous(),
         k_pos,
         seen,
-        _stride(k_pos),
+        head_stride(k_pos),
         len(q_pos),
         rows,
         FAR if window is None else window,
@@ -227,8 +227,8 @@ def low_bits(p: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None) -> Ten
         k_pos,
         seen,
         out,
-        _stride(k_pos),
-        _stride(seen),
+        head_stride(k_pos),
+        head_stride(seen),
         queries,
         rows,
         FAR if window is None else window,
@@ -261,7 +261,7 @@ def prompt_history(
         tuple(new),
         new_queries,
         _word_stride(words, history),
-        *map(_stride, (queries, bits, pos)),
+        *map(head_stride, (queries, bits, pos)),
         rows,
         end,
         observed,
@@ -284,8 +284,8 @@ def block_history(
         p,
         seen,
         _word_stride(words, history),
-        _stride(queries),
-        _stride(seen),
+        head_stride(queries),
+        head_stride(seen),
         count,
         rows,
         history,
@@ -303,23 +303,18 @@ def low_share(words: Sequence[Tensor], queries: Tensor) -> Tensor:
         queries,
         out,
         _word_stride(words),
-        _stride(queries),
+        head_stride(queries),
         rows,
         BN=_ROWS,
     )
     return out
 
 
-def _stride(t: Tensor) -> int:
-    """The stride between heads."""
-    return 0 if len(t) == 1 else t.stride(0)
-
-
 def _word_stride(words: Sequence[Tensor], history: int | None = None) -> int:
     """The stride between heads, which all words have."""
     assert history is None or len(words) == -(-history // BITS)
     assert all(word.stride(1) == 1 for word in words)
-    strides = {_stride(word) for word in words}
+    strides = {head_stride(word) for word in words}
     assert len(strides) == 1
     return strides.pop()
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import lines, power, typed
+from minikv.kernels.triton.tiles import head_stride, lines, power, typed
 from minikv.kernels.triton.variants import Variant
 
 _ROWS = 1024  # of a head, in one program or one round of it
@@ -327,11 +327,6 @@ def _ensure_least(counts, sure, free, out, heads, least, HP: tl.constexpr):
 # -- launches ----------------------------------------------------------------------------------
 
 
-def _stride(t: Tensor) -> int:
-    """The stride between heads."""
-    return 0 if len(t) == 1 else t.stride(0)
-
-
 def _grid(rows: int, lines: int) -> tuple[int, int]:
     return max(1, -(-rows // _ROWS)), lines
 
@@ -343,7 +338,7 @@ def divide(pos: Tensor, sinks: int, young: int, pinned: int) -> tuple[Tensor, Te
     stays = torch.empty((heads, rows), dtype=torch.bool, device=pos.device)
     free = torch.empty_like(stays)
     counts = torch.empty((3, heads), dtype=torch.int64, device=pos.device)
-    numbers = _stride(pos), rows, sinks, young, pinned
+    numbers = head_stride(pos), rows, sinks, young, pinned
     _divide[(heads,)](pos, stays, free, counts, *numbers, BN=_ROWS)
     return stays, free, counts
 
@@ -366,7 +361,7 @@ def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
         pos,
         free,
         out,
-        *(_stride(t) for t in (scores, pos, free)),
+        *(head_stride(t) for t in (scores, pos, free)),
         rows,
         torch.iinfo(torch.int64).min,
         BN=_ROWS,
@@ -396,9 +391,9 @@ def best(
         counts,
         more,
         out,
-        _stride(free),
-        _stride(counts),
-        _stride(more),
+        head_stride(free),
+        head_stride(counts),
+        head_stride(more),
         rows,
         found.shape[1],
         ALSO=also is not None,
@@ -415,7 +410,7 @@ def wanted(
     heads, rows = key.shape
     found = key.flatten().topk(max(1, min(most, key.numel()))).values
     sums = torch.empty((3, heads), dtype=torch.int64, device=key.device)
-    _above[(heads,)](key, free, found, total, sums, _stride(free), rows, len(found), BN=_ROWS)
+    _above[(heads,)](key, free, found, total, sums, head_stride(free), rows, len(found), BN=_ROWS)
     out = torch.empty_like(sums[0])
     _wanted[(1,)](sums, total, out, heads, HP=power(heads))
     return out
@@ -436,7 +431,7 @@ def pool_mass(
     mass = lines(mass)
     heads, group, rows = mass.shape
     out = torch.empty((heads, rows), dtype=torch.float32, device=mass.device)
-    layout = _stride(mass), mass.stride(1), group, queries, _JOINS.index(join)
+    layout = head_stride(mass), mass.stride(1), group, queries, _JOINS.index(join)
     _launch_pool(mass, order, free, out, layout, kernel, how)
     return out
 
@@ -465,7 +460,7 @@ def _launch_pool(
         out,
         line,
         member,
-        _stride(free),
+        head_stride(free),
         heads,
         rows,
         order.shape[1],
@@ -483,7 +478,7 @@ def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
     mass, keep, pos = lines(mass), lines(keep), lines(pos)
     heads, group, rows = mass.shape
     out = torch.empty(heads, dtype=torch.float32, device=mass.device)
-    strides = _stride(mass), mass.stride(1), _stride(keep), _stride(pos)
+    strides = head_stride(mass), mass.stride(1), head_stride(keep), head_stride(pos)
     _stayed[(heads,)](mass, keep, pos, out, *strides, group, rows, BN=_ROWS)
     return out
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.triton.tiles import lines, typed
+from minikv.kernels.triton.tiles import head_stride, lines, typed
 from minikv.kernels.triton.variants import Variant
 
 _BLOCK = 256
@@ -159,9 +159,9 @@ def roco_start(
         order,
         *had,
         *made,
-        _stride(mass),
+        head_stride(mass),
         mass.stride(1),
-        *map(_stride, (squares, pos, *had)),
+        *map(head_stride, (squares, pos, *had)),
         rows,
         order.shape[1],
         group,
@@ -177,11 +177,6 @@ def roco_start(
         enable_fp_fusion=False,  # a product is rounded before it is added, as torch does
     )
     return made[0], made[1], made[2]
-
-
-def _stride(t: Tensor) -> int:
-    """The stride between heads."""
-    return 0 if len(t) == 1 else t.stride(0)
 
 
 def variants() -> list[Variant]:

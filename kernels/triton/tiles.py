@@ -67,6 +67,11 @@ def lines(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
+def head_stride(t: Tensor) -> int:
+    """The stride between heads of `t` [H, ...]; 0 for one head."""
+    return 0 if len(t) == 1 else t.stride(0)
+
+
 def row_stride(t: Tensor, dim: int) -> int:
     """A stride of `in_rows(t)` in rows; 0 for a dimension of size 1."""
     return 0 if t.shape[dim] <= 1 else t.stride(dim) // t.shape[-1]
