@@ -22,7 +22,8 @@ def hash_codes(key: Tensor, matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 def code_distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
     """float32 [H, N]: the Hamming distances of the codes stored [H, N], of any integers, to the
-    probes int64 [H, P], added up. They are exact below 2^24."""
+    probes int64 [H, P], added up. They are exact below 2^24. Codes of fewer than 64 bits are not
+    negative."""
     stored = stored.to(torch.int64)
     if probes.shape[1] <= bits:
         differ = probes[:, :, None] ^ stored[:, None]  # [H, P, N]
