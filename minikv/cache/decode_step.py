@@ -351,8 +351,8 @@ class DecodeStep:
     def end(self) -> None:
         """The step's token is accepted: update statistics, choose victims, and make the step final.
 
-        After an Exception nothing has changed, and the step may be dropped. If `half_ended` is set,
-        as it may be after an interrupt, the step counts, and `end_if_accepted` must be called
+        After an Exception nothing has changed, and the step may be dropped. But if `half_ended` is
+        set, as it may be after an interrupt or an Exception, the step counts, and `end_if_accepted` must be called
         again.
         """
         self.accepted.fill_(True)
@@ -382,15 +382,18 @@ class DecodeStep:
                 torch.where(slid, self.unseen, arena.free_slot, out=arena.free_slot)
             self._place(arena)
         except BaseException as error:
-            if self.rows.readable:
-                if self._asked and not bool((arena.free_slot == _UNKNOWN).any()):
-                    final = self.half_ended = True  # the policy's kernel has run
-                # Behind `advance`, which clears `accepted`, the step counts.
-                final = final or (self.half_ended and not bool(self.accepted))
-            if not self.half_ended or (isinstance(error, Exception) and not final):
-                for take_back in reversed(undo):
-                    take_back()
-                self.half_ended = False
+            try:
+                if self.rows.readable:  # asked without allocating, as memory may be short
+                    slots = arena.free_slot.tolist() if self._asked else [[_UNKNOWN]]
+                    if not any(_UNKNOWN in row for row in slots):
+                        final = self.half_ended = True  # the policy's kernel has run
+                    # Behind `advance`, which clears `accepted`, the step counts.
+                    final = final or (self.half_ended and not bool(self.accepted))
+            finally:
+                if not self.half_ended or (isinstance(error, Exception) and not final):
+                    for take_back in reversed(undo):
+                        take_back()
+                    self.half_ended = False
             raise
         self.half_ended = False
 

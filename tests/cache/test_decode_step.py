@@ -642,6 +642,37 @@ def test_a_step_that_is_stopped_at_any_line_did_not_happen_or_counts(
                 same(run.kv.arena, twin.kv.arena)
 
 
+@pytest.mark.parametrize("name", ["h2o", "roco", "scissorhands"])
+def test_an_end_is_taken_back_while_there_is_no_memory(name: str) -> None:
+    """The kernel fails before it does anything, and nothing can be allocated until the step has
+    failed."""
+    run, twin = (
+        engine(network(layers=2, windows=(None, 16)), None, "adakv", name, 40) for _ in "ab"
+    )
+    for each in (run, twin):
+        each.prompt(ids(50))
+        each.step(1)
+    ops, called = run.kv.decode.ops, f"{name}_step"
+    kernel, short = getattr(ops, called), Allocations(Fault("allocation", 1, lasting=True))
+
+    def fail(*given: object, **named: object) -> None:
+        short.__enter__()
+        raise MemoryError
+
+    setattr(ops, called, fail)
+    try:
+        with pytest.raises((MemoryError, RuntimeError)):
+            run.step(2)
+    finally:
+        short.__exit__(None, None, None)
+        setattr(ops, called, kernel)
+    run.kv.settle()
+    assert run.kv.position == 51
+    for token in ids(4, seed=2):
+        assert torch.equal(run.step(token), twin.step(token))
+    same(run.kv.arena, twin.kv.arena)
+
+
 def test_an_end_that_fails_before_its_token_is_known_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
