@@ -352,8 +352,8 @@ class DecodeStep:
         """The step's token is accepted: update statistics, choose victims, and make the step final.
 
         After an Exception nothing has changed, and the step may be dropped. But if `half_ended` is
-        set, as it may be after an interrupt or an Exception, the step counts, and `end_if_accepted` must be called
-        again.
+        set, as it may be after an interrupt or an Exception, the step counts, and `end_if_accepted`
+        must be called again.
         """
         self.accepted.fill_(True)
         self.due = True
