@@ -275,7 +275,14 @@ def _ragged(
     q = normal(device, seed, dtype, heads, group, sizes.head_dim)
     k, v = (normal(device, seed + i, dtype, sum(lengths), sizes.head_dim) for i in (1, 2))
     out = torch.empty((heads, group, width), device=device) if logits else None
-    return lambda ops: ops.ragged_attention(q, k, v, start, length, width=width, logits=out)
+    arrived = torch.zeros(heads, dtype=torch.int32, device=device)
+
+    def call(ops: Any) -> object:
+        return ops.ragged_attention(
+            q, k, v, start, length, width=width, logits=out, arrived=arrived
+        )
+
+    return call
 
 
 def _rotate_append(

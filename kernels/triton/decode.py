@@ -401,7 +401,7 @@ _TYPES = {
     torch.int8: "*i8",
 }
 _BUILDS: list[tuple[int, torch.dtype, tuple[str, ...]]] = [
-    (128, torch.bfloat16, ("window logits", "logits int8", "")),
+    (128, torch.bfloat16, ("window logits", "logits int8", "logits", "")),
     (256, torch.bfloat16, ("window logits", "logits int8")),
     (80, torch.bfloat16, ("logits",)),
     (64, torch.float16, ("window logits",)),

@@ -1,17 +1,17 @@
 """Try and measure minikv on a GPU, with one command.
 
-    python tests/gpu/run.py                          check, then measure: at most 21 minutes
-    python tests/gpu/run.py first                    what to know first: at most 8 minutes
-    python tests/gpu/run.py check                    is anything broken? facts, smoke, tests
-    python tests/gpu/run.py measure                  at most 10 minutes
-    python tests/gpu/run.py probe step 128k          slices by name
-    python tests/gpu/run.py --dry                    only say what would run
+    python tests/gpu/run.py [first]                  facts, checks, the twelve figures: 7 minutes
+    python tests/gpu/run.py second                   what failed the first time, and comparisons
+    python tests/gpu/run.py check | measure          all tests for a GPU; `minikv bench all`
+    python tests/gpu/run.py smoke figures 512k       steps by name
+    python tests/gpu/run.py --dry first              only say what would run
     python tests/gpu/run.py --small --out DIR        the same steps without a GPU, on tiny sizes
 
-Each step is a process of its own with a limit in time; one that fails does not stop the next one.
-All output is also in OUT/log.txt. OUT/steps.json says what became of each step, and is written
-after each; every measurement writes its own file as it goes. An interrupt loses one step at most.
-minikv need not be installed. GPU_TEST_SEED=N repeats the random numbers of the checks.
+A step is a process, or several at once, with a limit in time; one that fails does not stop the next
+one. All output is also in OUT/log.txt. OUT/steps.json says what became of each step, and is written
+after each; every measurement writes its own file as it goes. `second` repeats what the files
+steps.json, smoke.json and figures.json in .gpu/ call failed. minikv need not be installed.
+GPU_TEST_SEED=N repeats the random numbers of the checks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,20 +31,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import IO
+from typing import IO, Any
 
 from plain_tree import ROOT, linked
 
 HERE = Path(__file__).resolve().parent
+BEFORE = ROOT / ".gpu"
+"""What an earlier run brought back."""
 PYTHON = sys.executable
 GROUPS: Mapping[str, Sequence[str]] = {
-    "first": ("facts", "smoke", "step", "probe"),
+    "first": ("facts", "smoke", "figures", "peer"),
+    "second": ("again", "compare", "ncu"),
     "check": ("facts", "smoke", "tests"),
-    "measure": ("probe", "step", "kernels", "eviction", "scoring", "ncu"),
+    "measure": ("step", "kernels", "eviction", "scoring"),
 }
-_WHOLE = ("check", "measure")
+_PROCESSES = 14  # of the checks at once, at most
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-_LEAST = 20.0  # seconds in which a step can do something
+_PIPE = 2.0  # seconds to wait for the rest of a process's output
+_LEAST = 15.0  # seconds in which a step can do something
 _METRICS = (
     "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,dram__bytes.sum,"
     "launch__registers_per_thread,launch__occupancy_limit_shared_mem,smsp__issue_active.avg.pct"
@@ -51,17 +57,22 @@ _METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A process. seconds: its limit; needs: a program without which it is left out."""
+    """Processes that run at once. seconds: their limit; needs: a program without which the step is
+    left out; after(): called when they have ended, however they did."""
 
     name: str
     seconds: float
-    command: Sequence[str]
+    commands: Sequence[Sequence[str]]
     environment: Mapping[str, str] | None = None
     needs: str = ""
+    after: Callable[[], None] | None = None
 
 
-def steps(out: Path, *, small: bool) -> Mapping[str, Step]:
-    """Every step by name. `small`: as they can be tried without a GPU."""
+def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
+    """Every step by name. `small`: as they can be tried without a GPU. scratch: a folder for the
+    results of single processes, which are merged."""
+    little = ("--device", "cpu", "--small") if small else ()
+    interpreted = {"TRITON_INTERPRET": "1"} if small else None
 
     def script(name: str, *options: str) -> Sequence[str]:
         return (PYTHON, str(HERE / f"{name}.py"), *options)
@@ -70,39 +81,97 @@ def steps(out: Path, *, small: bool) -> Mapping[str, Step]:
         options = ["--small"] if small else ["--minutes", f"{seconds / 60:.2f}"]
         for one in () if small else parts:
             options += ["--part", one]
+        command = script("bench", "--json", str(out / f"{name}.json"), *options)
+        return Step(name, seconds + 25, [command])
+
+    def smoke(name: str, seconds: float, *options: str) -> Step:
+        count = max(1, min(_PROCESSES, (os.cpu_count() or 1) - 2))
+        files = [scratch / f"{name}-{i}.json" for i in range(count)]
         return Step(
-            name, seconds + 25, script("bench", "--json", str(out / f"{name}.json"), *options)
+            name,
+            seconds,
+            [
+                script(
+                    "smoke", *little, "--json", str(file), "--part", f"{i + 1}/{count}", *options
+                )
+                for i, file in enumerate(files)
+            ],
+            {"OMP_NUM_THREADS": "1"} | (interpreted or {}),
+            after=lambda: merged(files, out / "smoke.json"),
         )
 
-    little = ("--device", "cpu", "--small") if small else ()
-    tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--maxfail", "40"]
+    def figures(name: str, file: str, seconds: float, *options: str) -> Step:
+        given = ("--json", str(out / file), "--seconds", f"{seconds - 10:.0f}", *options)
+        return Step(name, seconds, [script("figures", *little, *given)], interpreted)
+
+    tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "40"]
+    tests += ["-m", "gpu and not soak"]
     if small:  # one of the files that have tests for a GPU
         tests += ["-n", "0", str(ROOT / "tests/kernels/triton/test_append.py")]
-    interpreted = {"TRITON_INTERPRET": "1"} if small else None
-    profiled = script("profiled", *little[:2])
+    else:
+        tests += map(str, with_gpu_tests())
     ncu = ("ncu", "--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv"))
     kernels = ("--kernel-name-base", "function", "--kernel-name")
-    kernels += ("regex:^(split|_roco|_h2o|_hash_append)$", "--launch-count", "30")
+    kernels += ("regex:^(split|_roco|_hash_append|_row_product)$", "--launch-count", "30")
+    profiled = script("profiled", *little[:2])
+    failed_checks, failed_items = failures(BEFORE)
     found = [
-        Step("facts", 60, script("facts")),
-        Step(
-            "smoke", 180, script("smoke", *little, "--json", str(out / "smoke.json")), interpreted
-        ),
-        Step("tests", 400, (*tests, f"--junitxml={out / 'pytest.xml'}")),
-        Step(
-            "probe", 110, script("probe", *little, "--json", str(out / "probe.json")), interpreted
-        ),
+        Step("facts", 20, [script("facts")]),
+        smoke("smoke", 110),
+        figures("figures", "figures.json", 262, "--profile", str(out / "profile.txt")),
+        figures("peer", "peer.json", 48, "--items", "peer"),
+        Step("tests", 400, [(*tests, f"--junitxml={out / 'pytest.xml'}")]),
+        figures("compare", "compare.json", 150, "--second"),
+        Step("ncu", 40, [profiled])
+        if small
+        else Step("ncu", 40, [(*ncu, "--metrics", _METRICS, *kernels, *profiled)], needs="ncu"),
         part("step", 85, "decode step", "peak"),
         part("kernels", 100, "kernels"),
         part("eviction", 90, "eviction"),
         part("scoring", 95, "scoring"),
-        Step("ncu", 60, profiled)
-        if small
-        else Step("ncu", 60, (*ncu, "--metrics", _METRICS, *kernels, *profiled), needs="ncu"),
         part("128k", 150, "128k tokens"),
         part("512k", 480, "512k tokens"),
     ]
+    if failed_checks:
+        found.append(smoke("again", 90, "--only", *failed_checks))
+    if failed_items:
+        found.append(figures("figures again", "again.json", 120, "--items", *failed_items))
     return {step.name: step for step in found}
+
+
+def with_gpu_tests() -> list[Path]:
+    """The test files that have tests for a GPU."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [file for file in files if re.search(r"mark\.gpu|triton_device", file.read_text())]
+
+
+def failures(folder: Path) -> tuple[list[str], list[str]]:
+    """The checks and the figures that failed in a run whose files are in this folder."""
+
+    def read(name: str) -> Any:
+        try:
+            return json.loads((folder / name).read_text())
+        except (OSError, ValueError):
+            return {}
+
+    checks = [one["check"] for one in read("smoke.json").get("checks", ()) if one["state"] != "ok"]
+    items = read("figures.json").get("items", {})
+    return checks, [name for name, one in items.items() if one["state"] != "ok"]
+
+
+def merged(files: Sequence[Path], into: Path) -> None:
+    """One file of the results of all processes of the checks."""
+    found: dict[str, Any] = {"seed": None, "checks": []}
+    for file in files:
+        if file.exists():
+            one = json.loads(file.read_text())
+            found["seed"] = one["seed"]
+            found["checks"] += one["checks"]
+    into.write_text(json.dumps(found, indent=1) + "\n")
+    bad = [one for one in found["checks"] if one["state"] != "ok"]
+    print(f"{len(found['checks'])} checks, {len(bad)} failed", flush=True)
+    for one in bad:
+        print(f"  {one['check']}: {one['said']}", flush=True)
 
 
 class Runner:
@@ -112,7 +181,7 @@ class Runner:
         self.out, self.ends = out, perf_counter() + seconds
         self.done: list[dict[str, object]] = []
         out.mkdir(parents=True, exist_ok=True)
-        self._log = (out / "log.txt").open("a")
+        self._log, self._lock = (out / "log.txt").open("a"), threading.Lock()
 
     def run(self, step: Step) -> None:
         left = self.ends - perf_counter()
@@ -121,45 +190,60 @@ class Runner:
         elif left < _LEAST:
             self._note(step, "left out", "the time is up", 0.0)
         else:
-            self._say(f"== {step.name}: {shlex.join(step.command)[:200]}\n")
+            self._say(f"== {step.name}: {shlex.join(step.commands[0])[:200]}\n")
             began = perf_counter()
-            state, why = self._process(step, min(step.seconds, left))
+            state, why = self._processes(step, min(step.seconds, left))
+            if step.after is not None:
+                step.after()
             self._note(step, state, why, perf_counter() - began)
 
-    def _process(self, step: Step, seconds: float) -> tuple[str, str]:
+    def _processes(self, step: Step, seconds: float) -> tuple[str, str]:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(step.environment or {})
+        running: list[subprocess.Popen[str]] = []
+        readers: list[threading.Thread] = []
+        until, late = perf_counter() + seconds, False
         try:
-            process = subprocess.Popen(
-                step.command,
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            for command in step.commands:
+                process = subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,
+                )
+                running.append(process)
+                # A grandchild may keep the pipe open: nobody waits long for the reader.
+                readers.append(threading.Thread(target=self._tee, args=(process.stdout,)))
+                readers[-1].daemon = True
+                readers[-1].start()
+            for process in running:
+                try:
+                    process.wait(max(0.0, until - perf_counter()))
+                except subprocess.TimeoutExpired:
+                    late = True
         except OSError as error:
             return "failed", str(error)
-        assert process.stdout is not None
-        reader = threading.Thread(target=self._tee, args=(process.stdout,))
-        reader.start()
-        try:
-            try:
-                status = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                return "cut short", f"after {seconds:.0f} s"
         finally:
-            _end(process)
-            reader.join()
-        return ("ok", "") if status == 0 else ("failed", f"status {status}")
+            _end(running)
+            for reader in readers:
+                reader.join(_PIPE)
+        if late:
+            return "cut short", f"after {seconds:.0f} s"
+        statuses = [process.returncode for process in running if process.returncode]
+        return ("failed", f"status {statuses[0]}") if statuses else ("ok", "")
 
     def _tee(self, source: IO[str]) -> None:
         for line in source:
             self._say(line)
 
     def _say(self, text: str) -> None:
-        for sink in (sys.stdout, self._log):
-            sink.write(text)
-            sink.flush()
+        with self._lock:
+            for sink in (sys.stdout, self._log):
+                sink.write(text)
+                sink.flush()
 
     def _note(self, step: Step, state: str, why: str, seconds: float) -> None:
         took = round(seconds, 1)
@@ -168,14 +252,20 @@ class Runner:
         (self.out / "steps.json").write_text(json.dumps(self.done, indent=1) + "\n")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """SIGTERM, at which `bench` writes what it has; then SIGKILL."""
-    for how in (process.terminate, process.kill):
-        stop: Callable[[], None] = how
-        if process.poll() is None:
-            stop()
+def _end(running: Sequence[subprocess.Popen[str]]) -> None:
+    """SIGTERM for every process and its children, at which most write what they have; then
+    SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in running:
+            if process.poll() is None or number == signal.SIGKILL:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:
+                    continue
+        until = perf_counter() + _GRACE
+        for process in running:
             try:
-                process.wait(_GRACE)
+                process.wait(max(0.0, until - perf_counter()))
             except subprocess.TimeoutExpired:
                 continue
 
@@ -185,7 +275,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "names", nargs="*", metavar="STEP", help="first, check, measure, or steps by name"
+        "names", nargs="*", metavar="STEP", default=["first"], help="groups or steps [first]"
     )
     where = Path(os.environ.get("OUT", "gpu-results"))
     parser.add_argument("--out", type=Path, default=where, help="[$OUT, or gpu-results]")
@@ -193,23 +283,32 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="only say what would run")
     parser.add_argument("--small", action="store_true", help="without a GPU, on tiny sizes")
     asked = parser.parse_args()
-    known = steps(asked.out.resolve(), small=asked.small)
-    names = [n for name in asked.names or _WHOLE for n in GROUPS.get(name, (name,))]
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"no step is called {unknown[0]!r}; there are {', '.join((*GROUPS, *known))}")
-    if asked.dry:
+    with tempfile.TemporaryDirectory(prefix="minikv-checks-") as scratch:
+        known = steps(asked.out.resolve(), small=asked.small, scratch=Path(scratch))
+        names: list[str] = []
+        for name in asked.names:
+            names += GROUPS.get(name, (name,))
+        if "again" in names and "again" not in known:  # nothing failed
+            names.remove("again")
+        if "second" in asked.names and "figures again" in known:
+            names.insert(0, "figures again")
+        if unknown := [name for name in names if name not in known]:
+            there = ", ".join((*GROUPS, *known))
+            parser.error(f"no step is called {unknown[0]!r}; there are {there}")
+        if asked.dry:
+            for name in names:
+                step = known[name]
+                print(f"{name:9} {step.seconds:4.0f} s  {shlex.join(step.commands[0])}")
+            print(f"at most {sum(known[name].seconds for name in names):.0f} s")
+            if left := [name for name in known if name not in names]:
+                print(f"not run unless named: {', '.join(left)}")
+            return 0
+        os.environ.setdefault("GPU_TEST_SEED", str(int.from_bytes(os.urandom(3))))
+        os.environ["MINIKV_HOME"] = str(Path(scratch) / "home")  # no settings, no chats
+        linked()
+        runner = Runner(asked.out.resolve(), asked.seconds)
         for name in names:
-            print(f"{name:9} {known[name].seconds:4.0f} s  {shlex.join(known[name].command)}")
-        print(f"at most {sum(known[name].seconds for name in names) / 60:.0f} minutes")
-        if left := [name for name in known if name not in names]:
-            print(f"not run unless named: {', '.join(left)}")
-        return 0
-    os.environ.setdefault("GPU_TEST_SEED", str(int.from_bytes(os.urandom(3))))
-    os.environ["MINIKV_HOME"] = tempfile.mkdtemp(prefix="minikv-home-")  # no settings, no chats
-    linked()
-    runner = Runner(asked.out.resolve(), asked.seconds)
-    for name in names:
-        runner.run(known[name])
+            runner.run(known[name])
     return 0 if all(one["state"] in ("ok", "left out") for one in runner.done) else 1
 
 
