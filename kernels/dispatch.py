@@ -16,7 +16,7 @@
     l2_step                triton/overwrite         cpu/overwrite       policies
     random_step            triton/overwrite         cpu/overwrite       policies
     h2o_step               triton/step              cpu/step            policies
-    tova_step              triton/step              cpu/step            policies
+    tova_step              -                        cpu/step            policies
     roco_step              triton/step              cpu/step            policies
     scissorhands_step      triton/step              cpu/step            policies
     shift_step             triton/step              -                   policies
@@ -27,7 +27,7 @@
     roco_block             triton/blocks            -                   policies
     compacted              triton/blocks            -                   torch/blocks
     rows_attention         -                        cpu/prefill         torch/attention
-    last_rows_attention    -                        cpu/prefill         torch/attention
+    last_rows_attention    triton/attention         cpu/prefill         torch/attention
     visible_attention      triton/attention         -                   torch/attention
     merge                  triton/attention         cpu/merge           torch/attention
     ragged_prefill         triton/ragged_prefill    cpu/prefill         torch/ragged_prefill
@@ -83,8 +83,8 @@
     row_product            -                        cpu/product         torch/product
     rest                   triton/rest              cpu/rest            models
     normed_product         triton/rest              -                   models
-    layers                 triton/layers            cpu/layers          models
-    step_arena             triton/step_arena        cpu/step_arena      models
+    layers                 -                        cpu/layers          models
+    step_arena             -                        cpu/step_arena      models
     int8_product           -                        cpu/integer         models
     int4_product           -                        cpu/integer         models
     pack_int8              -                        cpu/packing         models

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.torch import attention as plain
+from minikv.kernels.torch import cudnn
 from minikv.kernels.triton.tiles import (
     Tile,
     attention_tile,
@@ -277,6 +279,12 @@ def visible_attention(
             num_warps=4,
         )
     return out.permute(1, 2, 0, 3), whole
+
+
+def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """See `torch.attention.last_rows_attention`. Long prompts by cuDNN where that is faster."""
+    found = cudnn.last_rows_attention(q, k, v, merge)
+    return plain.last_rows_attention(q, k, v) if found is None else found
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

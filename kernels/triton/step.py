@@ -31,7 +31,6 @@ _LAST = tl.constexpr((1 << 31) - 1)
 _INFINITE = tl.constexpr(0x7F800000)  # the bits of float32 infinity
 _SCALARS = ["width", "sinks", "recent", "pinned"]
 _BLOCK, _WARPS = 1024, 8
-_LAYER_TILE = (256, 32)  # rows of a head, and rows of another head that they are compared with
 _MAX_WORDS = 128  # the most words of history, 32 bits each
 
 
@@ -188,145 +187,6 @@ def _h2o(
                 least, found = lowest(best, row)
                 if least == NONE:
                     least, found = lowest(rest, other)
-            victim = begin + found
-        tl.store(free_slot + head, victim)
-
-
-@triton.jit(do_not_specialize=_SCALARS)
-def _tova(
-    logits,
-    lse,
-    start,
-    length,
-    cap,
-    pos,
-    newest,
-    accepted,
-    free_slot,
-    width,
-    sinks,
-    recent,
-    pinned,
-    G: tl.constexpr,
-    BN: tl.constexpr,
-):
-    head = tl.program_id(0).to(tl.int64)
-    if tl.load(accepted):
-        count = tl.load(length + head).to(tl.int32)
-        begin = tl.load(start + head)
-        now = tl.load(newest)
-        victim = tl.full((), -1, tl.int64)
-        if count > tl.load(cap + head):
-            n = tl.arange(0, BN)
-            best = tl.full((BN,), NONE, tl.int64)
-            row = tl.zeros((BN,), tl.int32)
-            rest = best
-            other = row
-            for s in tl.range(0, count, BN):
-                j = s + n
-                ok = j < count
-                at = tl.load(pos + begin + j, mask=ok, other=-1)
-                unpinned = ok & (at >= pinned)
-                key = _key(_mean_prob(logits, lse, head, width, j, ok, G), at)
-                best, row = lower(
-                    best, row, key, j, may_leave(at, unpinned, now, sinks, recent, True)
-                )
-                rest, other = lower(
-                    rest, other, key, j, may_leave(at, unpinned, now, sinks, recent, False)
-                )
-            least, found = lowest(best, row)
-            if least == NONE:
-                least, found = lowest(rest, other)
-            victim = begin + found
-        tl.store(free_slot + head, victim)
-
-
-@triton.jit(do_not_specialize=["width"])
-def _probs(logits, lse, length, cap, accepted, weights, width, G: tl.constexpr, BN: tl.constexpr):
-    """Write the probabilities of the rows of heads over their cap to weights [L * H, width]."""
-    head = tl.program_id(0).to(tl.int64)
-    count = tl.load(length + head).to(tl.int32)
-    if tl.load(accepted) & (count > tl.load(cap + head)):
-        for s in tl.range(0, count, BN):
-            j = s + tl.arange(0, BN)
-            ok = j < count
-            p = _mean_prob(logits, lse, head, width, j, ok, G)
-            tl.store(weights + head * width + j, p, mask=ok)
-
-
-@triton.jit(do_not_specialize=_SCALARS)
-def _tova_layer(
-    weights,
-    start,
-    length,
-    cap,
-    pos,
-    newest,
-    accepted,
-    free_slot,
-    width,
-    sinks,
-    recent,
-    pinned,
-    H: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """TOVA with the mean of `weights` over the heads of the layer that hold the same position.
-
-    Heads that evict together hold the same positions in the same order. So a position is first
-    looked for at the same index of the other head, and among all its rows only if it is not there.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    if tl.load(accepted):
-        count = tl.load(length + head).to(tl.int32)
-        begin = tl.load(start + head)
-        now = tl.load(newest)
-        victim = tl.full((), -1, tl.int64)
-        if count > tl.load(cap + head):
-            n = tl.arange(0, BN)
-            m = tl.arange(0, BK)
-            best = tl.full((BN,), NONE, tl.int64)
-            row = tl.zeros((BN,), tl.int32)
-            rest = best
-            other = row
-            for s in tl.range(0, count, BN):
-                j = s + n
-                ok = j < count
-                at = tl.load(pos + begin + j, mask=ok, other=-1)
-                unpinned = ok & (at >= pinned)
-                total = tl.zeros((BN,), tl.float64)
-                holders = tl.zeros((BN,), tl.int32)
-                for h in tl.range(0, H):
-                    peer = head // H * H + h
-                    rows = tl.load(length + peer).to(tl.int32)
-                    if rows > tl.load(cap + peer):
-                        first = tl.load(start + peer)
-                        given = weights + peer * width
-                        hit = unpinned & (tl.load(pos + first + j, mask=j < rows, other=-2) == at)
-                        total += tl.load(given + j, mask=hit, other=0.0).to(tl.float64)
-                        holders += hit.to(tl.int32)
-                        lost = unpinned & (hit == 0)
-                        if tl.max(lost.to(tl.int32), 0) > 0:
-                            for r in tl.range(0, rows, BK):
-                                i = r + m
-                                there = tl.load(pos + first + i, mask=i < rows, other=-2)
-                                p = tl.load(given + i, mask=i < rows, other=0.0)
-                                same = lost[:, None] & (at[:, None] == there[None, :])
-                                found_p = tl.sum(tl.where(same, p[None, :], 0.0), 1)
-                                total += found_p.to(tl.float64)
-                                holders += tl.sum(same.to(tl.int32), 1)
-                mean = (total / tl.maximum(holders, 1).to(tl.float64)).to(tl.float32)
-                key = _key(mean, at)
-                best, row = lower(
-                    best, row, key, j, may_leave(at, unpinned, now, sinks, recent, True)
-                )
-                rest, other = lower(
-                    rest, other, key, j, may_leave(at, unpinned, now, sinks, recent, False)
-                )
-            least, found = lowest(best, row)
-            if least == NONE:
-                least, found = lowest(rest, other)
             victim = begin + found
         tl.store(free_slot + head, victim)
 
@@ -637,55 +497,6 @@ def h2o_step(
     )
 
 
-def tova_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    accepted: Tensor,
-    free_slot: Tensor,
-    *,
-    layerwise: bool,
-    weights: Tensor | None = None,
-    block: int = _BLOCK,
-) -> None:
-    """TOVA (arXiv 2401.06104): the row with the lowest probability of this step is the victim.
-
-    layerwise: the lowest mean of the probability over the heads of its layer. That needs memory,
-    `weights` float32 [L, H, C], allocated here if it is None. `block`: rows that a program reads at
-    once.
-    """
-    args = _head_args(logits, lse, rows, accepted, free_slot)
-    heads, group, width = logits.shape[1:]
-    if not layerwise:
-        _tova[(free_slot.numel(),)](
-            *args, **_scalars(logits, rows), G=group, BN=block, num_warps=_WARPS
-        )
-        return
-    if weights is None:
-        weights = logits.new_empty((*logits.shape[:2], width))
-    _probs[(free_slot.numel(),)](
-        logits,
-        lse,
-        rows.length,
-        rows.cap,
-        accepted,
-        weights,
-        width=width,
-        G=group,
-        BN=block,
-        num_warps=_WARPS,
-    )
-    _tova_layer[(free_slot.numel(),)](
-        weights,
-        *args[2:],
-        **_scalars(logits, rows),
-        H=heads,
-        BN=min(block, _LAYER_TILE[0]),
-        BK=_LAYER_TILE[1],
-        num_warps=_WARPS,
-    )
-
-
 def roco_step(
     logits: Tensor,
     lse: Tensor,
@@ -801,7 +612,6 @@ def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant
         "newest": "*i64",
         "accepted": "*i1",
         "free_slot": "*i64",
-        "weights": "*fp32",
         "sums": "*fp32",
         "squares": "*fp32",
         "counted": "*fp32",
@@ -816,15 +626,10 @@ def variants(heads: int = 8, group: int = 4, history: int = 400) -> list[Variant
     for name, fn in (
         ("lowest", _lowest),
         ("h2o", _h2o),
-        ("tova", _tova),
-        ("tova-weights", _probs),
-        ("tova-layer", _tova_layer),
         ("roco", _roco),
         ("scissorhands", _scissorhands),
     ):
         constants: dict[str, object] = {k: v for k, v in shapes.items() if k in fn.arg_names}
-        if fn is _tova_layer:
-            constants |= {"BN": _LAYER_TILE[0], "BK": _LAYER_TILE[1]}
         signature = typed(fn, common, constants)
         found.append(Variant(name, fn, signature, constants, warps=_WARPS))
     for joined in ("mean", "max"):

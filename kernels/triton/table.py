@@ -19,7 +19,6 @@ from minikv.kernels.triton import (
     history,
     int8,
     layer,
-    layers,
     outputs,
     overwrite,
     packed_product,
@@ -27,7 +26,6 @@ from minikv.kernels.triton import (
     selection,
     start_values,
     step,
-    step_arena,
 )
 from minikv.kernels.triton import hash_codes as hashes
 from minikv.kernels.triton import heads_mean as heads
@@ -55,7 +53,6 @@ class Triton(Kernels):
     l2_step = staticmethod(overwrite.l2_step)
     random_step = staticmethod(overwrite.random_step)
     h2o_step = staticmethod(step.h2o_step)
-    tova_step = staticmethod(step.tova_step)
     roco_step = staticmethod(step.roco_step)
     scissorhands_step = staticmethod(step.scissorhands_step)
     shift_step = staticmethod(step.shift_step)
@@ -65,6 +62,7 @@ class Triton(Kernels):
     h2o_block = staticmethod(blocks.h2o_block)
     roco_block = staticmethod(blocks.roco_block)
     compacted = staticmethod(blocks.compacted)
+    last_rows_attention = staticmethod(attention.last_rows_attention)
     visible_attention = staticmethod(attention.visible_attention)
     merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
@@ -116,8 +114,6 @@ class Triton(Kernels):
     silu_mul = staticmethod(layer.silu_mul)
     rest = staticmethod(rest_of_layer.rest)
     normed_product = staticmethod(rest_of_layer.normed_product)
-    layers = staticmethod(layers.layers)
-    step_arena = staticmethod(step_arena.step_arena)
     w8a16_product = staticmethod(packed_product.w8a16_product)
     w4a16_product = staticmethod(packed_product.w4a16_product)
     unpack_int4_rows = staticmethod(packed_product.unpack_int4_rows)

@@ -44,6 +44,7 @@ from minikv.policies.base import (
 )
 
 _ROOM = 256  # rows that a full head gains when there is no step policy
+_MUCH = 64 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -486,12 +487,22 @@ class KVCache:
         self._reading = None
         # A CUDA graph holds addresses: if no mark needs the old rows, overwrite them in place.
         if not (self.keeps_addresses and not self._marked and self._arena.take(reading.target)):
-            self._arena = reading.target
+            self._replace(reading.target)
         self._last, self._evict_s, self._turns = outcome, evict_s, turns
         self._exact = reading.exact if isinstance(reading, Prefill) else []
         self._open = False
         self.position = plan.position + plan.tokens
         self._peak = reading.peak
+
+    def _replace(self, arena: Arena) -> None:
+        """Use this arena from now on. On a GPU the old one's memory goes back to the system if it
+        is much: torch would keep it, and the next arena, which is a little larger, does not fit in
+        it."""
+        old, self._arena = self._arena, arena
+        much = old is not arena and old.nbytes > _MUCH
+        del old
+        if much and self.device.type == "cuda":  # pragma: no cover - CUDA only
+            torch.cuda.empty_cache()
 
     def rollback(self) -> None:
         """Undo an unfinished prompt or step. Then rows exist for exactly the tokens fed before
@@ -529,7 +540,8 @@ class KVCache:
         self.settle()
         self._exact = []
         with torch.inference_mode(False):  # these tensors are also written outside of a forward
-            self._arena = arena = self._with_room()  # the same rows
+            arena = self._with_room()  # the same rows
+            self._replace(arena)
             decode.open(
                 arena,
                 step,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minikv.cache.stats import Shape
 from minikv.errors import MinikvError
+from minikv.pages import Pages, empty
 
 Columns = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """By name: dtype and size of one row of each column."""
@@ -79,6 +81,38 @@ class Rows(Protocol):
         ...
 
 
+class Pinned:
+    """Host memory that a GPU copies from and to while it computes. torch's own pinned memory takes
+    up to twice the bytes, as it rounds them up to a power of two, and is never given back."""
+
+    def __init__(self, runtime: Any) -> None:
+        """runtime: `torch.cuda.cudart()`."""
+        self._runtime = runtime
+        self._begins: set[int] = set()
+        weakref.finalize(self, _unpin, runtime, self._begins)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that is not initialised. Raises RuntimeError if the memory cannot be pinned."""
+        made = Pages(torch.device("cpu")).empty(shape, dtype)
+        if made.nbytes:
+            status = self._runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0)
+            if status != self._runtime.cudaError.success:
+                raise RuntimeError(f"{made.nbytes:,} bytes of memory cannot be pinned: {status}")
+            self._begins.add(made.data_ptr())
+        return made
+
+    def release(self, tensors: Sequence[Tensor]) -> None:
+        """The tensors are not used any more: neither here nor by a copy that is under way."""
+        mine = {tensor.data_ptr() for tensor in tensors} & self._begins
+        self._begins -= mine
+        _unpin(self._runtime, mine)
+
+
+def _unpin(runtime: Any, begins: set[int]) -> None:
+    for begin in begins:
+        runtime.cudaHostUnregister(begin)
+
+
 class RamRows:
     """`Rows` in host memory; `pinned` if a GPU copies from it."""
 
@@ -96,17 +130,22 @@ class RamRows:
     ) -> None:
         """columns: dtype and size of one row of each. most: the greatest number of rows that can
         ever be needed."""
-        self._heads, self._columns, self._most, self._pinned = heads, columns, most, pinned
+        self._heads, self._columns, self._most = heads, columns, most
+        self._pinned = Pinned(torch.cuda.cudart()) if pinned else None
         self._layers = [self._blank(0) for _ in range(layers)]
 
     def _blank(self, rows: int) -> dict[str, Tensor]:
+        make = empty if self._pinned is None else self._pinned.empty
         with torch.inference_mode(False):
             return {
-                name: torch.empty(
-                    (self._heads, rows, *size), dtype=dtype, pin_memory=self._pinned and rows > 0
-                )
+                name: make((self._heads, rows, *size), dtype)
                 for name, (dtype, size) in self._columns.items()
             }
+
+    def _replace(self, layer: int, new: dict[str, Tensor]) -> None:
+        if self._pinned is not None:
+            self._pinned.release([*self._layers[layer].values()])
+        self._layers[layer] = new
 
     def reserve(self, rows: int, have: int = 0) -> None:
         """See `Rows`. Grows layer by layer, so that at most one layer exists twice at a time."""
@@ -116,7 +155,7 @@ class RamRows:
             new = self._blank(self.room(rows, self._most))
             for name, column in old.items():
                 new[name][:, : column.shape[1]] = column
-            self._layers[i] = new
+            self._replace(i, new)
 
     @staticmethod
     def room(rows: int, most: int) -> int:
@@ -148,7 +187,8 @@ class RamRows:
 
     def clear(self) -> None:
         """See `Rows`."""
-        self._layers = [self._blank(0) for _ in self._layers]
+        for i in range(len(self._layers)):
+            self._replace(i, self._blank(0))
 
     @property
     def nbytes(self) -> int:

@@ -26,11 +26,12 @@ def said(*command: str) -> str:
 
 
 def commit() -> str:
-    """Of this tree. A tree that was copied without its history has it in .gpu/commit."""
+    """Of this tree. A copy, whose history may be an older one, has it in .gpu/commit."""
     root = Path(__file__).resolve().parents[2]
-    found = said("git", "-C", str(root), "rev-parse", "--short=10", "HEAD")
     noted = root / ".gpu" / "commit"
-    return found or (noted.read_text().strip() if noted.exists() else "unknown")
+    if noted.exists():
+        return noted.read_text().strip()
+    return said("git", "-C", str(root), "rev-parse", "--short=10", "HEAD") or "unknown"
 
 
 def main() -> None:

@@ -61,7 +61,6 @@ from minikv.engine.decode_loop import DecodeLoop, Eager, captured
 from minikv.kernels import rows_attention
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import attention
-from minikv.kernels.triton import rest as rest_of_layer
 from minikv.kernels.triton.table import Triton
 from minikv.models.llama import Llama
 
@@ -70,30 +69,25 @@ _FEW = 1, 1, 1  # where nothing is measured
 ROOM = 512  # steps that fit behind a prompt without eviction
 
 
-class Six(Triton):
-    """A kernel of its own rotates and writes the new row: six launches a layer."""
-
-    layers = None
-    step_arena = None
-
-
 class Library(Triton):
-    """cuBLAS multiplies: nine launches a layer."""
+    """cuBLAS multiplies, in nine launches a layer instead of six."""
 
     products = False
 
 
-class Early(Triton):
-    """Products are launched before the kernel in front has ended."""
+class Flash(Triton):
+    """Prompts are read with FlashAttention 2, whatever their length."""
 
-    rest = staticmethod(partial(rest_of_layer.rest, early=True))
-    normed_product = staticmethod(partial(rest_of_layer.normed_product, early=True))
+    last_rows_attention = staticmethod(attention.last_rows_attention)
 
 
-class TorchTova(Triton):
-    """TOVA's end of a step in torch."""
+class TorchSteps(Triton):
+    """What a step policy does before and after attention, in torch."""
 
-    tova_step = None
+    roco_step = None
+    h2o_step = None
+    hash_append = None
+    streaming_step = None
 
 
 class TorchSelection(Triton):
@@ -507,16 +501,10 @@ def products(bench: Bench) -> None:
     """A whole step, by who multiplies and how it is launched."""
     in_turns(
         bench,
-        ("five launches", Triton(), True),
-        ("six launches", Six(), True),
+        ("own products", Triton(), True),
         ("cuBLAS", Library(), True),
-        ("five, no graph", Triton(), False),
+        ("no graph", Triton(), False),
     )
-
-
-def early(bench: Bench) -> None:
-    """A whole step, with and without products that are launched early."""
-    in_turns(bench, ("five launches", Triton(), True), ("five, early", Early(), True))
 
 
 def in_turns(bench: Bench, *ways: tuple[str, Any, bool]) -> None:
@@ -543,18 +531,20 @@ def in_turns(bench: Bench, *ways: tuple[str, Any, bool]) -> None:
 
 def evicting(bench: Bench) -> None:
     """What a step policy adds to a step, over a cache that holds the same rows."""
-    torch_tova = TorchTova() if bench.gpu else bench.ops
+    torch_steps = TorchSteps() if bench.gpu else bench.ops
     for policy, decode, rows, ops in (
         ("adakv", "roco", 1024, bench.ops),
+        ("adakv", "roco", 1024, torch_steps),
         ("adakv", "h2o", 1024, bench.ops),
+        ("adakv", "h2o", 1024, torch_steps),
         ("adakv", "hashevict", 1024, bench.ops),
+        ("adakv", "hashevict", 1024, torch_steps),
         ("adakv", "streaming", 1024, bench.ops),
+        ("adakv", "streaming", 1024, torch_steps),
         ("adakv", "tova", 1024, bench.ops),
-        ("adakv", "tova", 1024, torch_tova),
         ("adakv", "tova", 4096, bench.ops),
-        ("adakv", "tova", 4096, torch_tova),
     ):
-        name = "in torch" if isinstance(ops, TorchTova) else ""
+        name = "in torch" if isinstance(ops, TorchSteps) else ""
         one = bench.start(policy, decode, rows, bench.tokens(8), name=name, ops=ops)
         base = one.cached.without_policy()
         base.engine.kv.use(ops)
@@ -787,6 +777,37 @@ def resident() -> int:
     return int(found.split()[1]) * 1024
 
 
+# -- prompts by flash and by cuDNN -----------------------------------------------------------------
+
+
+def prompts(bench: Bench) -> None:
+    """Prompts of several lengths: attention by flash and by cuDNN, and chunks of other lengths."""
+    ways: tuple[tuple[str, Any, int], ...] = (
+        ("flash", Flash(), 2048),
+        ("cuDNN", bench.ops, 2048),
+        ("cuDNN, chunks of 8,192", bench.ops, 8192),
+        ("flash, chunks of 8,192", Flash(), 8192),
+    )
+    try:
+        for thousands in (2, 8, 9.5, 32, 128):
+            best: dict[str, Series] = {}
+            for _ in range(1 if bench.small or thousands > 32 else 3):
+                for name, ops, chunk in ways[:3] if thousands > 32 else ways:
+                    ops = ops if bench.gpu else bench.ops
+                    bench.net._given = chunk
+                    one = bench.start(
+                        "full", "none", 512, bench.tokens(thousands), name=name, ops=ops, warm=False
+                    )
+                    bench.net._given = None
+                    bench.close(one)
+                    if name not in best or one.read_s < best[name].read_s:
+                        best[name] = one
+            for one in best.values():
+                bench.row(one.case, **one.facts)
+    finally:
+        bench.net._given = None
+
+
 # -- 12 --------------------------------------------------------------------------------------------
 
 
@@ -815,9 +836,8 @@ FIRST = (
     Item("kernels", 14, alone),
     Item("packed weights", 16, packed),
     Item("memory", 8, memory),
-    Item("early launch", 8, early),
 )
-SECOND: tuple[Item, ...] = ()
+SECOND = (Item("prompts", 60, prompts),)
 PEER = (Item("peer", 30, others),)
 
 

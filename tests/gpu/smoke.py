@@ -50,7 +50,6 @@ import step_oracle
 
 from minikv.kernels import Rows, dispatch, last_rows_attention, to_codes, window_attention
 from minikv.kernels.torch import attention_mass, decode
-from minikv.kernels.triton.append_product import append_product
 from minikv.kernels.triton.table import Triton
 from minikv.models.linear import Plain
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
@@ -450,13 +449,11 @@ def judged(s: Sizes, name: str) -> str:
             ops.h2o_step(*shared, mine[0], half)
         elif name == "roco":
             ops.roco_step(*shared, *mine, half)
-        elif name == "scissorhands":
+        else:
             mine = [t.to(s.device).clone() for t in (*words, count)]
             ops.scissorhands_step(
                 *shared, mine[:2], mine[2], 60, torch.full((s.layers,), 1 << 40, device=s.device)
             )
-        else:
-            ops.tova_step(*shared, layerwise=name == "tova by layer")
         outs.append((hole, mine))
     said = alike(outs[1][0], outs[0][0])
     if name in ("h2o", "roco"):
@@ -846,50 +843,6 @@ def behind_attention(s: Sizes, form: str) -> str:
     return said + ", " + near(4e-2, first=(got, want))
 
 
-def row_with_product(s: Sizes, form: str) -> str:
-    """The product before attention that rotates and writes the new row: near torch, and near the
-    two kernels that do it where there is no arena."""
-    heads, group, size, hidden = s.heads, s.group, s.size, s.hidden
-    if s.interprets:
-        heads, group, size, hidden = 1, 2, 24, 64  # a program takes tens of milliseconds
-    plain = Plain(s.normal(heads * (group + 2) * size, hidden) / hidden**0.5)
-    on_gpu = torch.device("cuda")  # also in the interpreter: a CPU has other layouts
-    matrix = as_read(kept_on(on_gpu, plain, form, Pages(s.device).empty))
-    norm, x, rows = s.normal(hidden), s.normal(1, hidden), 64 * heads
-    inverse = (1e4 ** -(torch.arange(size // 2) / (size // 2))).to(s.device)
-    at = torch.tensor(131071, device=s.device)
-    angles = Twins().rotary_table(at, inverse, 1.0, s.kind)
-    slot = torch.randperm(rows, generator=s.made)[:heads].to(s.device)
-    outs = []
-    for way in ("torch", "two launches", "one launch", "again"):
-        k, v = (torch.zeros(rows, size, dtype=s.kind, device=s.device) for _ in range(2))
-        pos = torch.zeros(rows, dtype=torch.int32, device=s.device)
-        blank = [torch.ones(rows, device=s.device)]
-        make = rest_twin.normed_product if way == "torch" else Triton().normed_product
-        product = make(matrix, norm, 1e-5)
-        assert product is not None, "not taken"
-        if way in ("torch", "two launches"):
-            write = (Twins() if way == "torch" else Triton()).rotate_append
-            query, _ = write(product(x).view(-1, size), *angles, slot, at, k, v, pos, blank)
-        else:
-            table = slot[None]
-            scratch = None, None, torch.zeros(heads, dtype=torch.int32, device=s.device)
-            columns = {"k": k, "v": v, "pos": pos}
-            arena = Triton().step_arena(
-                columns, blank, at, table, table, table, (None,), table[:, 0], *scratch
-            )
-            query = append_product(product, x, *angles, arena, 0)
-        assert torch.equal(pos[slot], torch.full_like(slot, 131071).to(torch.int32)), "positions"
-        assert not bool(blank[0][slot].any()), "columns"
-        outs.append((query, k, v))
-    assert all(map(torch.equal, outs[3], outs[2])), "not the same again"
-    same = all(map(torch.equal, outs[2], outs[1]))
-    names = ("query", "k", "v")
-    for want in (outs[1], outs[0]):
-        said = near(2e-2, **dict(zip(names, zip(outs[2], want, strict=True), strict=True)))
-    return f"{said}; two launches {'give the same bits' if same else 'add in another order'}"
-
-
 def library(s: Sizes) -> str:
     """torch's own attention, called beneath its front door: results and log-sum-exps."""
     t, n = (256, 1024) if s.rows > 100 else (8, 24)
@@ -909,6 +862,19 @@ def library(s: Sizes) -> str:
         window=(slid, y.softmax(-1) @ values),
         window_lse=(slid_lse, y.logsumexp(-1)),
     )
+
+
+def long_prompt(s: Sizes) -> str:
+    """Attention of many rows, whichever library computes it, beside that of few at a time."""
+    if s.device.type != "cuda":
+        return "only on a GPU"
+    rows, keys = 8192 + 2048 + 260, 8192 + 3 * 2048 + 13
+    qkv = s.normal(rows, s.heads * (s.group + 1), s.size)[:, : s.heads * s.group]
+    q = qkv.unflatten(1, (s.heads, s.group)).permute(1, 2, 0, 3)
+    k, v = (s.normal(s.heads, keys + rows, s.size) for _ in range(2))
+    mixed, lse = Triton().last_rows_attention(q, k, v)
+    want, sums = last_rows_attention(q, k, v)
+    return near(1e-2, mixed=(mixed, want)) + ", " + near(1e-5, lse=(lse, sums))
 
 
 def far_rows(s: Sizes) -> str:
@@ -967,7 +933,8 @@ def chats(
             assert not chat.engine.notices, chat.engine.notices
         if name == "graph" and device != "cpu":
             assert chat.engine.kv.ops.name == "triton", chat.engine.kv.ops.name
-            assert chat.engine.captured, "no step was captured"
+            # Without eviction every prompt moves the cache, and these answers are short.
+            assert chat.engine.captured or policy == "full", "no step was captured"
     others = {name: found for name, found in answers.items() if found != answers["graph"]}
     # In bfloat16 two orders of adding may differ at a near tie; in float32 not within 48 tokens.
     assert dtype != "float32" or "steps" not in others, answers
@@ -1063,7 +1030,7 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
         Check("advance", partial(advanced, s)),
         *(
             Check(f"{name} step", partial(judged, s, name), 6.0)
-            for name in ("h2o", "tova", "tova by layer", "roco", "scissorhands")
+            for name in ("h2o", "roco", "scissorhands")
         ),
         Check("lowest_step", partial(lowest, s)),
         *(
@@ -1098,14 +1065,13 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
     ]
     for form in ("auto", "int8", "int4"):
         name = "bfloat16" if form == "auto" else form
-        found += [
-            Check(f"rest of a layer, {name} weights", partial(behind_attention, s, form), 12.0),
-            Check(f"row with its product, {name} weights", partial(row_with_product, s, form), 8.0),
-        ]
+        run = partial(behind_attention, s, form)
+        found.append(Check(f"rest of a layer, {name} weights", run, 12.0))
     found += [
         Check("output_norms, output_lengths", partial(projected, s)),
         Check("roco_start", partial(started, s)),
         Check("torch's attention", partial(library, s)),
+        Check("attention of a long prompt", partial(long_prompt, s), 6.0),
         Check("beyond 2^31 numbers", partial(far_rows, s), 6.0),
     ]
     found += [

@@ -54,7 +54,6 @@ from torch.utils._pytree import tree_leaves
 from minikv import policies
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import Prefill
-from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.decode_loop import Eager
@@ -68,8 +67,6 @@ from minikv.models.linear import Plain
 from minikv.models.linear_gpu import kept_on, unpack_int4_rows
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
-from minikv.policies.base import StepEnd, StepPolicy
-from minikv.policies.tova import Tova
 
 Count = Counter[tuple[str, str]]
 
@@ -105,14 +102,6 @@ class Case:
         weights = "" if self.weights == "auto" else f"{self.weights} weights"
         budget = "" if self.budget == BUDGET else f"budget {self.budget}"
         return " ".join((pair, *options, *filter(None, (self.kept, weights, budget))))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Own(Tova):
-    """A step policy without a kernel, as a stranger may write one."""
-
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        return False
 
 
 class _Kernels(Triton):
@@ -186,10 +175,8 @@ def _parts(given: Any, name: str) -> Any:
     return getattr(given, name) if isinstance(given, _Made) else given
 
 
-_MAKERS = ("rest", "normed_product", "layers")
+_MAKERS = ("rest", "normed_product")
 for _name in vars(Triton):
-    if _name == "step_arena":  # launches nothing
-        continue
     if isinstance(vars(Triton)[_name], staticmethod):
         _wrapped = (_made if _name in _MAKERS else _both)(_name)
         setattr(_Kernels, _name, staticmethod(_wrapped))
@@ -305,16 +292,11 @@ def ids(count: int, seed: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=made).tolist()
 
 
-def step_row(
-    bench: Bench, case: Case, sampling: Sampling, own: StepPolicy | None = None
-) -> dict[str, Count]:
-    """What a step of an answer launches, after others like it. own: a step policy in place of the
-    case's."""
+def step_row(bench: Bench, case: Case, sampling: Sampling) -> dict[str, Count]:
+    """What a step of an answer launches, after others like it."""
     found = []
     for layers in LAYERS:
         engine = bench.engine(case, layers)
-        if own is not None:
-            engine.kv.configure(Rules(engine.kv.rules.prompt, own, engine.kv.rules.budget))
         token = token_of(engine.prompt(ids(CHUNK - 9, 0)))
         token = engine.next(token, VOCAB, sampling, 0)  # this step, and the next one ahead
         with bench.counted() as counted:
@@ -448,17 +430,13 @@ def block_cases() -> list[Case]:
 
 
 def steps(bench: Bench, whole: bool) -> Rows:
-    """The table's part about steps: also of steps that sample, of a policy that has no kernel, and
-    of one that the host waits for."""
+    """The table's part about steps: also of steps that sample, and of one that the
+    host waits for."""
     cases = step_cases(whole=whole)
     found = {case.name: _kinds(step_row(bench, case, Sampling())) for case in cases}
     for name, sampling in SAMPLINGS.items():
         full = step_row(bench, Case("full", "none"), sampling)
         found[f"full/none {name}"] = _kinds(full)
-    own = Own(per_head=False, sinks=4, protect_newest=True)
-    found["snapkv/tova without a kernel"] = _kinds(
-        step_row(bench, Case("snapkv", "tova"), Sampling(), own)
-    )
     found["full/none waited for"] = _kinds(single_row(bench, Case("full", "none")))
     return found
 

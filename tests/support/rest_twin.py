@@ -1,16 +1,14 @@
-"""The rest of a layer and all layers as separate calls make them, in torch: the twins of
-kernels/triton/rest.py and layers.py."""
+"""The rest of a layer as separate calls make it, in torch: the twin of kernels/triton/rest.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.kernels.torch import append, decode, layer
-from minikv.kernels.triton.step_arena import StepArena
+from minikv.kernels.torch import layer
 from minikv.models.linear import Matrix
 from minikv.models.linear_gpu import unpack_int4_rows
 
@@ -50,36 +48,6 @@ def rest(
 def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
     """As the function of that name in kernels/triton/rest.py."""
     return lambda x: _times(matrix, layer.add_norm(x, None, norm, eps))
-
-
-def layers(
-    rests: Sequence[Callable[[Tensor, Tensor], Tensor]], first: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor, None, Tensor, Tensor, StepArena], Tensor]:
-    """As the function of that name in kernels/triton/layers.py."""
-
-    def run(x: Tensor, qkv: None, cos: Tensor, sin: Tensor, arena: StepArena) -> Tensor:
-        made, k, v, pos = first(x), arena.k, arena.v, arena.pos
-        for heads, rest in zip(arena.layers, rests, strict=True):
-            rows = made.view(-1, k.shape[1])
-            new = heads.slot, arena.position, k, v, pos, arena.blank
-            query, _ = append.rotate_append(rows, cos, sin, *new)
-            most = int(heads.length.max()) if heads.logits is None else heads.logits.shape[-1]
-            mixed, _ = decode.ragged_attention(
-                query,
-                k,
-                v,
-                heads.start,
-                heads.length,
-                width=most,
-                pos=pos,
-                oldest=heads.oldest,
-                logits=heads.logits,
-                lse=heads.lse,
-            )
-            made = rest(x, mixed.view(1, -1))
-        return made
-
-    return run
 
 
 def _times(matrix: Matrix, x: Tensor) -> Tensor:

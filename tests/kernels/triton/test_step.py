@@ -101,7 +101,7 @@ SCENES = [
 ]
 
 
-POLICIES = ["h2o", "tova", "tova-layerwise", "roco", "scissorhands"]
+POLICIES = ["h2o", "roco", "scissorhands"]
 
 
 @on_device
@@ -111,8 +111,7 @@ def test_statistics_and_victims(policy: str, scene: int) -> None:
     """As the twin's: the same rows leave, of equal scores the oldest, in tiles of 16 rows."""
     shape, how = SCENES[scene]
     rows, logits, lse = ended(shape, **how)
-    name = policy.split("-")[0] + "_step"
-    named = {"layerwise": policy == "tova-layerwise"} if name == "tova_step" else {}
+    name = policy + "_step"
     go = torch.tensor(True)
     outcomes = []
     for function, more in (
@@ -127,9 +126,7 @@ def test_statistics_and_victims(policy: str, scene: int) -> None:
         )
         free_slot = guarded(torch.full(rows.length.shape, 77))
         notes = [copied(t) for t in statistics(policy, rows, how["equal"])]
-        function(
-            guarded(logits), guarded(lse), moved, guarded(go), free_slot, *notes, **named, **more
-        )
+        function(guarded(logits), guarded(lse), moved, guarded(go), free_slot, *notes, **more)
         assert untouched(free_slot)
         outcomes.append((free_slot, notes))
     (want, wanted), (got, noted) = outcomes
@@ -200,20 +197,6 @@ def test_the_newest_rows_of_h2o_by_hand(missing: int, lowest: int, left: int) ->
 
 
 @on_device
-def test_the_mean_over_a_layers_heads_by_hand() -> None:
-    """Position 5 gets 0.2 and 0.3 in two heads, position 3 gets 0.26 in the one that has it."""
-    rows, logits, lse = one_layer(
-        [[5, 3, 9, 4], [4, 9, 5, 7, 8]], [[0.2, 0.26, 0.9, 0.5], [0.5, 0.9, 0.3, 0.4, 0.4]]
-    )
-    free_slot = guarded(torch.zeros((1, 2), dtype=torch.int64))
-    kernel("triton.step").tova_step(
-        logits, lse, rows, guarded(torch.tensor(True)), free_slot, layerwise=True, block=16
-    )
-    start = rows.start.flatten()
-    assert (free_slot.flatten() - start).tolist() == [0, 2]
-
-
-@on_device
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_that_is_not_final_changes_nothing(policy: str) -> None:
     shape, how = SCENES[0]
@@ -227,8 +210,7 @@ def test_a_step_that_is_not_final_changes_nothing(policy: str) -> None:
     before = statistics(policy, rows, False)
     notes = [copied(t) for t in before]
     free_slot = guarded(torch.full(rows.length.shape, 77))
-    name = policy.split("-")[0] + "_step"
-    named = {"layerwise": policy == "tova-layerwise"} if name == "tova_step" else {}
+    name = policy + "_step"
     getattr(kernel("triton.step"), name)(
         guarded(logits),
         guarded(lse),
@@ -236,7 +218,6 @@ def test_a_step_that_is_not_final_changes_nothing(policy: str) -> None:
         guarded(torch.tensor(False)),
         free_slot,
         *notes,
-        **named,
     )
     assert bool((free_slot == 77).all())
     for mine, old in zip(notes, before, strict=True):

@@ -1,0 +1,110 @@
+"""Attention of long prompts by cuDNN, on GPUs of compute capability 9.0. There it is about 1.9
+times as fast as FlashAttention 2 (docs/measurements/gpu/); on others it was not measured.
+
+cuDNN makes a plan for each shape and each layout, which takes it 40 ms. So queries and keys are
+taken in blocks of two lengths, and keys are copied, so that there are five plans whatever the
+length of a prompt. Attention over disjoint sets of rows is joined by the log-sum-exp. Its causal
+mask begins in the upper left corner: it serves the block of keys that belongs to the queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.torch.attention import cuda_attention
+
+BLOCKS = 8192, 2048
+_CAPABILITY = (9, 0)
+_HEAD_DIM = 128  # the largest that torch's cuDNN attention takes
+
+Part = tuple[Tensor, Tensor]
+
+
+def last_rows_attention(
+    q: Tensor, k: Tensor, v: Tensor, merge: Callable[[list[Part]], Part]
+) -> Part | None:
+    """As `attention.last_rows_attention`, on CUDA. None where cuDNN is not the faster way."""
+    rows, earlier = q.shape[2], k.shape[1] - q.shape[2]
+    if rows < BLOCKS[-1] or not takes(q):
+        return None
+    found = []
+    for begin, count in blocks(rows):
+        mine, before = q[:, :, begin : begin + count], earlier + begin
+        if count not in BLOCKS:
+            seen = slice(0, before + count)
+            part = cuda_attention(mine, k[:, seen], v[:, seen], causal=True)
+            assert part is not None
+            found.append(part)
+            continue
+        own = slice(before, before + count)
+        parts = [_planned(mine, k[:, own], v[:, own], causal=True)]
+        for at, size in blocks(before):
+            seen = slice(at, at + size)
+            if size in BLOCKS:
+                parts.append(_planned(mine, k[:, seen], v[:, seen], causal=False))
+            else:
+                part = cuda_attention(mine, k[:, seen], v[:, seen], causal=False)
+                assert part is not None
+                parts.append(part)
+        found.append(merge(parts))
+    if len(found) == 1:
+        return found[0]
+    mixed = torch.cat([out.permute(2, 0, 1, 3) for out, _ in found]).permute(1, 2, 0, 3)
+    return mixed, torch.cat([lse for _, lse in found], 2)
+
+
+def takes(q: Tensor) -> bool:
+    """Whether cuDNN is the faster way for long prompts with these queries [H, G, T, D]."""
+    return (
+        q.device.type == "cuda"
+        and torch.cuda.get_device_capability(q.device) == _CAPABILITY
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= _HEAD_DIM
+        and q.shape[-1] % 8 == 0
+        and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    )
+
+
+def blocks(rows: int) -> Iterator[tuple[int, int]]:
+    """Divide rows into blocks, the longest first: (begin, count) of each. The last one may have
+    fewer rows than any of BLOCKS."""
+    begin = 0
+    for size in BLOCKS:
+        while rows - begin >= size:
+            yield begin, size
+            begin += size
+    if begin < rows:
+        yield begin, rows - begin
+
+
+def make_plans(q: Tensor) -> None:
+    """Make the plans for queries like these, [H, G, any number, D] of a network: for a warm-up."""
+    if takes(q):
+        heads, group, _, size = q.shape
+        for rows in BLOCKS:
+            queries = q.new_zeros((rows, heads + heads * group, size))[:, : heads * group]
+            queries = queries.unflatten(1, (heads, group)).permute(1, 2, 0, 3)
+            for keys in BLOCKS:
+                if keys >= rows:
+                    key = q.new_zeros((heads, keys, size))
+                    _planned(queries, key, key, causal=False)
+            key = q.new_zeros((heads, rows, size))
+            _planned(queries, key, key, causal=True)
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Part:
+    """Attention of a block of queries [H, G, T, D] over a block of keys [H, N, D]."""
+    heads, group, rows, size = q.shape
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q.reshape(1, heads * group, rows, size),
+        k.contiguous()[None],
+        v.contiguous()[None],
+        None,
+        True,
+        0.0,
+        causal,
+    )
+    return out[0].view(heads, group, rows, size), out[1].reshape(heads, group, rows)
