@@ -86,7 +86,7 @@ def make_plans(q: Tensor) -> None:
         heads, group, _, size = q.shape
         for rows in BLOCKS:
             queries = q.new_zeros((rows, heads + heads * group, size))[:, : heads * group]
-            queries = queries.unflatten(1, (heads, group)).permute(1, 2, 0, 3)
+            queries = queries.view(rows, heads, group, size).permute(1, 2, 0, 3)
             for keys in BLOCKS:
                 if keys >= rows:
                     key = q.new_zeros((heads, keys, size))

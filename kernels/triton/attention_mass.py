@@ -36,6 +36,7 @@ from minikv.kernels.triton.variants import WIDE, Variant
 _PROGRAMS = 512  # enough to occupy the device: a few for every multiprocessor
 _VALUES = 128  # rows of a head in a program of `_add_queries`
 _AHEAD = 8  # queries whose attention it loads at once
+_FEW = 64  # queries at the end of a prompt, which see nearly all rows
 _INTEGERS = [
     "q_head",
     "q_group",
@@ -113,6 +114,7 @@ def _mass(
     UPCAST: tl.constexpr,
     FAR: tl.constexpr,
     STAGES: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):
     h = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -126,14 +128,20 @@ def _mass(
         row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
     else:
         row = h * k_head + j.to(tl.int64) * k_row
-    there = (at < FAR)[:, None] & (d < D)[None, :]
+    # A missing row of a list may be anywhere. One that is not listed is read before it is known
+    # whether it is missing: what comes of it, a NaN perhaps, stays in its own row, which no query
+    # sees.
+    real_key = (at < FAR) if INDEXED else inside
+    there = real_key[:, None] & (d < D)[None, :]
     key = tl.load(k + row[:, None] * D + d[None, :], mask=there, other=0.0)
     if UPCAST:
         key = key.to(tl.float32)
-    first = _first(q_pos, rows, lowest)
+    first = tl.full((), 0, tl.int32)
     last = rows
-    if WINDOW:
-        last = _first(q_pos, rows, highest + window)
+    if SEARCH:  # its loads wait for each other; for a few queries that takes longer than it saves
+        first = _first(q_pos, rows, lowest)
+        if WINDOW:
+            last = _first(q_pos, rows, highest + window)
     g_ = tl.arange(0, GP)
     sums = tl.zeros((BN, GP), tl.float32)
     square = tl.zeros((BN,), tl.float32)
@@ -390,7 +398,9 @@ def _tile(dtype: torch.dtype, size: int, rows: int) -> Tile:
         return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)
     if wide > 128:
         return Tile(64, 32, 4, 2)
-    return Tile(128, min(64, max(16, power(rows))), 8, 3)
+    if rows <= _FEW:  # so few registers that a multiprocessor has two programs, which wait in turns
+        return Tile(128, min(32, max(16, power(rows))), 8, 2)
+    return Tile(128, 64, 8, 3)
 
 
 def _span_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
@@ -648,6 +658,7 @@ def _launch(
         UPCAST=upcast(q.dtype),
         FAR=FAR,
         STAGES=tile.stages,
+        SEARCH=rows > _FEW,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -705,6 +716,7 @@ def variants() -> list[Variant]:
             "BN": tile.left,
             "PEAK": peak,
             "STAGES": tile.stages,
+            "SEARCH": rows > _FEW,
         }
         found.append(
             Variant(
@@ -758,6 +770,7 @@ def variants() -> list[Variant]:
 _BUILDS = [
     (128, "bf16", 4, False, False, 2048, False),
     (128, "bf16", 4, False, False, 2048, True),
+    (128, "bf16", 4, False, False, 64, False),
     (128, "bf16", 4, True, False, 32, False),
     (128, "fp16", 1, False, True, 2048, False),
     (80, "bf16", 1, False, False, 32, False),

@@ -1,14 +1,14 @@
 """Attention of a decode step, in Triton: one query per head over ragged segments of the arena.
 
-This is Flash-Decoding (split-KV attention) in one launch instead of two. The rows of all heads, in
-blocks, are divided evenly among a fixed number of programs. The lengths are read on the device, and
-the grid is the same at every step, so that one CUDA graph serves all steps. A program may have
-blocks of several heads, and writes a partial result for each. The number of a part is program +
-head. In the order of the blocks neither decreases and one of them increases, so no two parts have
-the same number. Programs count the parts of a head that are written. The program that writes the
-last one joins all of them by their log-sum-exp, in the order of the rows, so the result does not
-depend on which program was last. The G query heads of a KV head share a tile of 16 rows, the fewest
-that matrix instructions take. Specification: `torch/decode.py`.
+This is Flash-Decoding (split-KV attention) in one launch instead of two. The rows of a head are
+divided among several programs, in pieces of the same size for all heads, so that the programs of
+the grid suffice for any lengths. The lengths are read on the device, and the grid is the same at
+every step, so that one CUDA graph serves all steps. A program has one piece, and its number is that
+of its partial result. Few rows are divided among fewer programs: parts cost time too, when they are
+joined. Programs count the parts of a head that are written. The program that writes the last one
+joins all of them by their log-sum-exp, in the order of the rows, so the result does not depend on
+which program was last. The G query heads of a KV head share a tile of 16 rows, the fewest that
+matrix instructions take. Specification: `torch/decode.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -28,23 +28,7 @@ from minikv.kernels.triton.tiles import width as columns
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_JOINED = 4096  # numbers of parts that are joined at once, of 16 parts at most
-
-
-@triton.jit
-def _block_of(program, total, P: tl.constexpr):
-    """The first block of a program, if P programs share `total` blocks."""
-    return program * (total // P) + tl.minimum(program, total % P)
-
-
-@triton.jit
-def _program_of(block, total, P: tl.constexpr):
-    """The program that has the block."""
-    each = total // P
-    more = total % P  # the first `more` programs have one block more
-    below = more * (each + 1)
-    late = more + (block - below) // tl.maximum(each, 1)
-    return tl.where(block < below, block // (each + 1), late)
+_UNIT = tl.constexpr(16)  # rows; all pieces but the last of a head have a multiple
 
 
 @triton.jit
@@ -61,52 +45,65 @@ def _join(
     lse,
     head,
     first,
-    last,
+    count,
     G: tl.constexpr,
     D: tl.constexpr,
     GJ: tl.constexpr,
     DP: tl.constexpr,
-    BP: tl.constexpr,
+    BU: tl.constexpr,
+    BW: tl.constexpr,
 ):
-    """Join the parts of a head, those of programs `first` to `last`, BP at once, to its output."""
+    """Join the `count` parts of a head, from `first` on, to its output.
+
+    BU * BW parts are read at once: all threads together have the numbers of BW parts, and each has
+    its numbers of BU such lots. So threads need nothing from each other until the end, and no load
+    waits for another one.
+    """
     g = tl.arange(0, GJ)
     d = tl.arange(0, DP)
+    i = tl.arange(0, BW)
     real = (g < G)[:, None] & (d < D)[None, :]
-    most = tl.full((GJ,), -1e30, tl.float32)
-    weight = tl.zeros((GJ,), tl.float32)
-    out_sum = tl.zeros((GJ, DP), tl.float32)
-    for s in tl.range(first, last + 1, BP):
-        i = s + tl.arange(0, BP)
-        ok = i <= last
-        at = (i + head)[:, None] * G + g[None, :]
+    most = tl.full((GJ, BW), -1e30, tl.float32)
+    weight = tl.zeros((GJ, BW), tl.float32)
+    out_sum = tl.zeros((GJ, BW, DP), tl.float32)
+    for s in tl.range(0, count, BU * BW):
+        top = most
+        read = ()
         # Bypass the L1 cache of this multiprocessor: others wrote the parts in this launch.
-        sums = tl.load(
-            part_lse + at,
-            mask=ok[:, None] & (g < G)[None, :],
-            other=-float("inf"),
-            cache_modifier=".cg",
-        )
-        top = tl.maximum(most, tl.max(sums, 0))
-        w = tl.exp2(sums - top[None, :])
+        for u in tl.static_range(BU):
+            j = s + u * BW + i
+            ok = (j < count)[None, :] & (g < G)[:, None]
+            at = (first + j)[None, :] * G + g[:, None]
+            sums = tl.load(part_lse + at, mask=ok, other=-float("inf"), cache_modifier=".cg")
+            parts = tl.load(
+                part + at[:, :, None] * D + d[None, None, :],
+                mask=ok[:, :, None] & (d < D)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            read += (sums, parts)  # type: ignore[assignment]
+            top = tl.maximum(top, sums)
         fade = tl.exp2(most - top)
-        parts = tl.load(
-            part + at[:, :, None] * D + d[None, None, :],
-            mask=ok[:, None, None] & real[None, :, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        out_sum = out_sum * fade[:, None] + tl.sum(parts * w[:, :, None], 0)
-        weight = weight * fade + tl.sum(w, 0)
+        out_sum *= fade[:, :, None]
+        weight *= fade
+        for u in tl.static_range(BU):
+            w = tl.exp2(read[2 * u] - top)
+            out_sum += read[2 * u + 1] * w[:, :, None]
+            weight += w
         most = top
+    top = tl.max(most, 1)
+    fade = tl.exp2(most - top[:, None])
+    weight = tl.sum(weight * fade, 1)
+    mixed = tl.sum(out_sum * fade[:, :, None], 1)
     some = weight > 0
     weight = tl.where(some, weight, 1.0)
     to = head * G + g
     tl.store(
         out + to[:, None] * D + d[None, :],
-        (out_sum / weight[:, None]).to(out.dtype.element_ty),
+        (mixed / weight[:, None]).to(out.dtype.element_ty),
         mask=real,
     )
-    tl.store(lse + to, tl.where(some, (most + tl.log2(weight)) / _LOG2E, -float("inf")), mask=g < G)
+    tl.store(lse + to, tl.where(some, (top + tl.log2(weight)) / _LOG2E, -float("inf")), mask=g < G)
 
 
 # The slices of the layers may have any alignment, and one build must serve all layers.
@@ -141,147 +138,140 @@ def split(
     GJ: tl.constexpr,
     DP: tl.constexpr,
     BN: tl.constexpr,
-    BP: tl.constexpr,
+    BU: tl.constexpr,
+    BW: tl.constexpr,
+    LEAST: tl.constexpr,
     WINDOW: tl.constexpr,
     LOGITS: tl.constexpr,
     SCALED: tl.constexpr,
     UPCAST: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid (P,). part [P + H - 1, G, D] and part_lse [P + H - 1, G] in base 2, float32; arrived
-    int32 [H], zeros before and after."""
+    """Grid (P,), P >= H. part [P, G, D] and part_lse [P, G] in base 2, float32; arrived int32 [H],
+    zeros before and after."""
     program = tl.program_id(0)
     heads = tl.arange(0, HP)
-    rows = tl.load(length + heads, mask=heads < H, other=0)
-    blocks = tl.cdiv(rows, BN).to(tl.int32)
-    ends = tl.cumsum(blocks, 0)
-    total = tl.sum(blocks, 0)
-    lo = _block_of(program, total, P)
-    hi = _block_of(program + 1, total, P)
-    for head in tl.range(program, H, P):
-        if _at_index(rows, heads, head) == 0:  # no program has a part of it
-            none = (tl.arange(0, GJ) < G)[:, None] & (tl.arange(0, DP) < D)[None, :]
-            to = head * G + tl.arange(0, GJ)
-            blank = tl.zeros((GJ, DP), out.dtype.element_ty)
-            tl.store(out + to[:, None] * D + tl.arange(0, DP)[None, :], blank, mask=none)
-            endless = tl.full((GJ,), -float("inf"), tl.float32)
-            tl.store(lse + to, endless, mask=tl.arange(0, GJ) < G)
-    if lo < hi:
+    rows = tl.load(length + heads, mask=heads < H, other=0).to(tl.int32)
+    starts = tl.load(start + heads, mask=heads < H, other=0)
+    units = tl.cdiv(rows, _UNIT)
+    total = tl.sum(units, 0)
+    # Units of a piece. Every head has one piece more than fill up, at most, so the grid suffices
+    # for the larger number whatever the lengths are, and for the smaller one often.
+    small = tl.maximum(tl.cdiv(total, P), LEAST)
+    large = tl.maximum(tl.cdiv(total, P - H + 1), LEAST)
+    pieces, more = tl.cdiv(units, large), tl.cdiv(units, small)
+    fits = tl.sum(more, 0) <= P
+    pieces = tl.where(fits, more, pieces)
+    piece = tl.where(fits, small, large) * _UNIT
+    ends = tl.cumsum(pieces, 0)
+    head = tl.sum((ends <= program).to(tl.int32), 0)
+    if head < H:
+        count = _at_index(pieces, heads, head)
+        before = _at_index(ends, heads, head) - count
+        begin = _at_index(starts, heads, head)
+        row = (program - before) * piece
+        stop = tl.minimum(row + piece, _at_index(rows, heads, head))
         n = tl.arange(0, BN)
         g = tl.arange(0, GP)
         d = tl.arange(0, DP)
         real = d < D
-        first = tl.sum((ends <= lo).to(tl.int32), 0)
-        last = tl.sum((ends <= hi - 1).to(tl.int32), 0)
         if WINDOW:
             edge = tl.load(oldest)
-        for head in tl.range(first, last + 1):
-            count = _at_index(blocks, heads, head)
-            before = _at_index(ends, heads, head) - count
-            row = (tl.maximum(lo, before) - before) * BN
-            stop = tl.minimum(
-                (tl.minimum(hi, before + count) - before) * BN,
-                _at_index(rows, heads, head).to(tl.int32),
+        most = tl.full((GP,), -float("inf"), tl.float32)
+        weights = tl.zeros((GP, BN), tl.float32)
+        out_sum = tl.zeros((GP, DP), tl.float32)
+        for s in tl.range(row, stop, BN, num_stages=STAGES):
+            at = begin + s  # 64 bits: an arena may have more than 2^31 numbers
+            ok = s + n < stop
+            tile = at * D + (n[:, None] * D + d[None, :])
+            inside = ok[:, None] & real[None, :]
+            # In every tile again, though they stay the same: so they come along with the first
+            # keys, which would otherwise wait for them.
+            query = tl.load(
+                q + (head * G + g)[:, None] * D + d[None, :],
+                mask=((g < G) & (tl.full((GP,), s, tl.int32) < stop))[:, None] & real[None, :],
+                other=0.0,
             )
-            if row < stop:
-                begin = tl.load(start + head)
-                query = tl.load(
-                    q + (head * G + g)[:, None] * D + d[None, :],
-                    mask=(g < G)[:, None] & real[None, :],
-                    other=0.0,
-                )
-                if UPCAST:
-                    query = query.to(tl.float32)
-                most = tl.full((GP,), -float("inf"), tl.float32)
-                weight = tl.zeros((GP,), tl.float32)
-                out_sum = tl.zeros((GP, DP), tl.float32)
-                for s in tl.range(row, stop, BN, num_stages=STAGES):
-                    at = begin + s  # 64 bits: an arena may have more than 2^31 numbers
-                    ok = s + n < stop
-                    tile = at * D + (n[:, None] * D + d[None, :])
-                    inside = ok[:, None] & real[None, :]
-                    keys = tl.load(k + tile, mask=inside, other=0)
-                    values = tl.load(v + tile, mask=inside, other=0)
-                    if SCALED or UPCAST:
-                        keys = keys.to(query.dtype)
-                        values = values.to(query.dtype)
-                    # For float32, three products of halves: nearly the precision of float32.
-                    x = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale
-                    if SCALED:
-                        x *= tl.load(k_scale + at + n, mask=ok, other=0.0).to(tl.float32)[None, :]
-                    if WINDOW:
-                        ok = ok & (tl.load(pos + at + n, mask=ok, other=0) >= edge)
-                    x = tl.where(ok[None, :], x, -float("inf"))
-                    if LOGITS:
-                        where = (head * G + g).to(tl.int64)[:, None] * width + (s + n)[None, :]
-                        tl.store(logits + where, x, mask=(g < G)[:, None] & (s + n < stop)[None, :])
-                    x *= _LOG2E
-                    top = tl.maximum(most, tl.max(x, 1))
-                    if WINDOW:  # no row seen yet: avoids inf - inf
-                        top = tl.maximum(top, -1e30)
-                    fade = tl.exp2(most - top)
-                    p = tl.exp2(x - top[:, None])
-                    weight = weight * fade + tl.sum(p, 1)
-                    if SCALED:
-                        p *= tl.load(v_scale + at + n, mask=ok, other=0.0).to(tl.float32)[None, :]
-                    out_sum = tl.dot(
-                        p.to(values.dtype),
-                        values,
-                        out_sum * fade[:, None],
-                        input_precision="tf32x3",
-                    )
-                    most = top
-                some = weight > 0
-                weight = tl.where(some, weight, 1.0)
-                sums = tl.where(some, most + tl.log2(weight), -float("inf"))
-                out_sum = out_sum / weight[:, None]
-                to = (program + head) * G + g
-                tl.store(part_lse + to, sums, mask=g < G)
-                tl.store(
-                    part + to[:, None] * D + d[None, :],
-                    out_sum,
-                    mask=(g < G)[:, None] & real[None, :],
-                )
-                # One thread counts for its program. The barrier puts the stores of all threads
-                # before the count. The atomic (acquire and release) puts them before the reads of
-                # the program that counts last.
-                tl.debug_barrier()
-                others = tl.atomic_add(arrived + head, 1, sem="acq_rel", scope="gpu")
-                first_part = _program_of(before, total, P)
-                last_part = _program_of(before + count - 1, total, P)
-                if others == last_part - first_part:
-                    tl.store(arrived + head, 0)  # for the next launch
-                    _join(
-                        part,
-                        part_lse,
-                        out,
-                        lse,
-                        head,
-                        first_part,
-                        last_part,
-                        G,
-                        D,
-                        GJ,
-                        DP,
-                        BP,
-                    )
+            if UPCAST:
+                query = query.to(tl.float32)
+            keys = tl.load(k + tile, mask=inside, other=0)
+            values = tl.load(v + tile, mask=inside, other=0)
+            if SCALED or UPCAST:
+                keys = keys.to(query.dtype)
+                values = values.to(query.dtype)
+            # For float32, three products of halves: nearly the precision of float32.
+            x = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale
+            if SCALED:
+                x *= tl.load(k_scale + at + n, mask=ok, other=0.0).to(tl.float32)[None, :]
+            if WINDOW:
+                ok = ok & (tl.load(pos + at + n, mask=ok, other=0) >= edge)
+            x = tl.where(ok[None, :], x, -float("inf"))
+            if LOGITS:
+                where = (head * G + g).to(tl.int64)[:, None] * width + (s + n)[None, :]
+                tl.store(logits + where, x, mask=(g < G)[:, None] & (s + n < stop)[None, :])
+            x *= _LOG2E
+            top = tl.maximum(most, tl.max(x, 1))
+            if WINDOW:  # no row seen yet: avoids inf - inf
+                top = tl.maximum(top, -1e30)
+            fade = tl.exp2(most - top)
+            p = tl.exp2(x - top[:, None])
+            weights = weights * fade[:, None] + p  # summed once, at the end: warps share a row
+            if SCALED:
+                p *= tl.load(v_scale + at + n, mask=ok, other=0.0).to(tl.float32)[None, :]
+            out_sum = tl.dot(
+                p.to(values.dtype), values, out_sum * fade[:, None], input_precision="tf32x3"
+            )
+            most = top
+        weight = tl.sum(weights, 1)
+        some = weight > 0
+        weight = tl.where(some, weight, 1.0)
+        sums = tl.where(some, most + tl.log2(weight), -float("inf"))
+        out_sum = out_sum / weight[:, None]
+        to = program * G + g
+        tl.store(part_lse + to, sums, mask=g < G)
+        tl.store(
+            part + to[:, None] * D + d[None, :],
+            out_sum,
+            mask=(g < G)[:, None] & real[None, :],
+        )
+        # One thread counts for its program. The barrier puts the stores of all threads before the
+        # count. The atomic (acquire and release) puts them before the reads of the program that
+        # counts last.
+        tl.debug_barrier()
+        others = tl.atomic_add(arrived + head, 1, sem="acq_rel", scope="gpu")
+        if others == count - 1:
+            tl.store(arrived + head, 0)  # for the next launch
+            _join(part, part_lse, out, lse, head, before, count, G, D, GJ, DP, BU, BW)
+    if (program < H) & (_at_index(rows, heads, program) == 0):  # no program has a part of it
+        none = (tl.arange(0, GJ) < G)[:, None] & (tl.arange(0, DP) < D)[None, :]
+        to = program * G + tl.arange(0, GJ)
+        blank = tl.zeros((GJ, DP), out.dtype.element_ty)
+        tl.store(out + to[:, None] * D + tl.arange(0, DP)[None, :], blank, mask=none)
+        endless = tl.full((GJ,), -float("inf"), tl.float32)
+        tl.store(lse + to, endless, mask=tl.arange(0, GJ) < G)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """block: rows of a tile; programs: how many there are; each has `warps` warps and loads
-    `stages` tiles ahead."""
+    """block: rows of a tile; programs: how many there are, at least one a head; each has `warps`
+    warps and loads `stages` tiles ahead, and has `least` rows at least where its head has them;
+    joined: numbers of parts that a thread reads at once."""
 
     block: int
     warps: int
     stages: int
     programs: int
+    least: int = 64
+    joined: int = 64
+
+    def grid(self, heads: int) -> int:
+        """Programs of a launch for so many heads."""
+        return max(self.programs, heads)
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory for the parts that programs write for each other: part [P + H - 1, G, D] and lse
-    [P + H - 1, G]."""
+    """Memory for the parts that programs write for each other: part [P, G, D] and lse [P, G]."""
 
     part: Tensor
     lse: Tensor
@@ -299,17 +289,19 @@ def configure(
     """The configuration for head size D, the dtype of the rows and a compute capability."""
     most = 64 if dtype == torch.int8 else 128  # int8 needs registers for the converted numbers
     block = max(16, min(most, _TILE // (2 * columns(size) * dtype.itemsize)))
-    warps = 4 if size <= 128 else 8
+    warps = 8 if size > 128 and dtype.itemsize != 2 else 4
     programs = 5  # in the interpreter
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         programs, capability = 2 * facts.multi_processor_count, (facts.major, facts.minor)
-    return Config(block, warps, 3 if capability in _DEEP and size <= 128 else 2, programs)
+    deep = capability in _DEEP and size <= 128
+    joined = 64 if size <= 128 else 32
+    return Config(block, warps, 3 if deep else 2, programs, joined=joined)
 
 
 def workspace(heads: int, group: int, size: int, config: Config, device: torch.device) -> Workspace:
     """Memory for `ragged_attention` over H heads of G queries of size D."""
-    parts = config.programs + heads - 1
+    parts = config.grid(heads)
     return Workspace(
         torch.empty((parts, group, size), dtype=torch.float32, device=device),
         torch.empty((parts, group), dtype=torch.float32, device=device),
@@ -318,18 +310,22 @@ def workspace(heads: int, group: int, size: int, config: Config, device: torch.d
 
 def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
     """Constants of `split`."""
-    joined = power(group) * columns(size)  # numbers of a part, padded
+    numbers = power(group) * columns(size)  # of a part, padded
+    threads = 32 * config.warps
+    lots = max(1, min(16, 4 * threads // numbers))  # 4 numbers are 16 bytes
     return {
         "H": heads,
         "G": group,
         "D": size,
-        "P": config.programs,
+        "P": config.grid(heads),
         "HP": power(heads),
         "GP": max(16, power(group)),
         "GJ": power(group),
         "DP": columns(size),
         "BN": config.block,
-        "BP": max(1, min(16, _JOINED // joined)),
+        "BU": max(1, min(16, config.joined * threads // (lots * numbers))),
+        "BW": lots,
+        "LEAST": -(-config.least // _UNIT.value),
     }
 
 
@@ -364,7 +360,7 @@ def ragged_attention(
         lse = torch.empty((heads, group), dtype=torch.float32, device=q.device)
     if arrived is None:
         arrived = torch.zeros(heads, dtype=torch.int32, device=q.device)
-    split[(config.programs,)](
+    split[(config.grid(heads),)](
         q,
         k,
         v,

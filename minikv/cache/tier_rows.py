@@ -131,7 +131,9 @@ class RamRows:
         """columns: dtype and size of one row of each. most: the greatest number of rows that can
         ever be needed."""
         self._heads, self._columns, self._most = heads, columns, most
-        self._pinned = Pinned(torch.cuda.cudart()) if pinned else None
+        self._pinned: Pinned | None = None
+        if pinned:  # pragma: no cover - CUDA only
+            self._pinned = Pinned(torch.cuda.cudart())  # type: ignore[no-untyped-call]
         self._layers = [self._blank(0) for _ in range(layers)]
 
     def _blank(self, rows: int) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from minikv.errors import NumericsError, UsageError
 from minikv.kernels import Part
 from minikv.kernels.cpu import build
 from minikv.kernels.dispatch import Kernels
+from minikv.kernels.torch import cudnn
 from minikv.policies.base import ALL, Evidence, smallest_budget
 
 _ROWS = 4  # per head; compiled kernels do not depend on the number of rows
@@ -62,6 +63,10 @@ def warm(kv: KVCache, network: Network) -> None:
             _tiles(kv)  # else heads are even, and their rows are a plain block
         if kv.rules.stride:
             _blocks(kv)
+        if not kv.rules.stride and kv.device.type == "cuda":
+            heads = kv.shape.kv_heads, kv.shape.heads // kv.shape.kv_heads
+            like = torch.empty((*heads, 0, kv.shape.head_dim), dtype=kv.dtype, device=kv.device)
+            cudnn.make_plans(like)
     except torch.OutOfMemoryError:
         raise
     except NumericsError:  # the first turn reports it

@@ -61,6 +61,7 @@ from minikv.engine.decode_loop import DecodeLoop, Eager, captured
 from minikv.kernels import rows_attention
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import attention
+from minikv.kernels.torch.cudnn import make_plans
 from minikv.kernels.triton.table import Triton
 from minikv.models.llama import Llama
 
@@ -377,6 +378,11 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor
 
 def ceilings(bench: Bench) -> None:
     """Rates of the card; and the attention of a prompt by flash and by cuDNN."""
+    began = perf_counter()
+    if bench.gpu:
+        make_plans(bench.normal(8, 4, 0, 128))
+        torch.cuda.synchronize()
+    bench.row("cuDNN's plans, and its start", first_s=perf_counter() - began)
     bench.row("copy", gb_s=bench.rates.copy / 1e9)
     bench.row("product, bfloat16", tflops=bench.rates.matmul / 1e12)
     words = torch.ones((1 if bench.small else 1024) << 17, dtype=torch.int64, device=bench.device)
@@ -501,9 +507,9 @@ def products(bench: Bench) -> None:
     """A whole step, by who multiplies and how it is launched."""
     in_turns(
         bench,
-        ("own products", Triton(), True),
-        ("cuBLAS", Library(), True),
-        ("no graph", Triton(), False),
+        ("own products", bench.ops, True),
+        ("cuBLAS", Library() if bench.gpu else bench.ops, True),
+        ("no graph", bench.ops, False),
     )
 
 
@@ -531,7 +537,7 @@ def in_turns(bench: Bench, *ways: tuple[str, Any, bool]) -> None:
 
 def evicting(bench: Bench) -> None:
     """What a step policy adds to a step, over a cache that holds the same rows."""
-    torch_steps = TorchSteps() if bench.gpu else bench.ops
+    torch_steps = TorchSteps() if bench.gpu else None  # what there is without a GPU
     for policy, decode, rows, ops in (
         ("adakv", "roco", 1024, bench.ops),
         ("adakv", "roco", 1024, torch_steps),
@@ -544,6 +550,8 @@ def evicting(bench: Bench) -> None:
         ("adakv", "tova", 1024, bench.ops),
         ("adakv", "tova", 4096, bench.ops),
     ):
+        if ops is None:
+            continue
         name = "in torch" if isinstance(ops, TorchSteps) else ""
         one = bench.start(policy, decode, rows, bench.tokens(8), name=name, ops=ops)
         base = one.cached.without_policy()
@@ -572,10 +580,12 @@ def ends(bench: Bench) -> None:
     for thousands in (8, 32):
         for policy, ops in (
             ("adakv", bench.ops),
-            ("adakv", TorchSelection() if bench.gpu else bench.ops),
+            ("adakv", TorchSelection() if bench.gpu else None),
             ("snapkv", bench.ops),
             ("h2o", bench.ops),
         ):
+            if ops is None:
+                continue
             name = "chosen in torch" if isinstance(ops, TorchSelection) else ""
             best: Series | None = None
             for _ in range(1 if bench.small or thousands > 8 else 2):
@@ -780,7 +790,7 @@ def resident() -> int:
 # -- prompts by flash and by cuDNN -----------------------------------------------------------------
 
 
-def prompts(bench: Bench) -> None:
+def prompts(bench: Bench, lengths: Sequence[float]) -> None:
     """Prompts of several lengths: attention by flash and by cuDNN, and chunks of other lengths."""
     ways: tuple[tuple[str, Any, int], ...] = (
         ("flash", Flash(), 2048),
@@ -789,7 +799,7 @@ def prompts(bench: Bench) -> None:
         ("flash, chunks of 8,192", Flash(), 8192),
     )
     try:
-        for thousands in (2, 8, 9.5, 32, 128):
+        for thousands in lengths:
             best: dict[str, Series] = {}
             for _ in range(1 if bench.small or thousands > 32 else 3):
                 for name, ops, chunk in ways[:3] if thousands > 32 else ways:
@@ -837,7 +847,10 @@ FIRST = (
     Item("packed weights", 16, packed),
     Item("memory", 8, memory),
 )
-SECOND = (Item("prompts", 60, prompts),)
+SECOND = (
+    Item("prompts", 40, partial(prompts, lengths=(2, 8, 9.5, 32))),
+    Item("prompts at 128k", 50, partial(prompts, lengths=(128,))),
+)
 PEER = (Item("peer", 30, others),)
 
 

@@ -16,6 +16,7 @@ from pairwise import some_by_day
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import run
 from run import GROUPS, HERE, ROOT, Runner, Step, steps
 
 from minikv.cli.bench import everything
@@ -46,32 +47,97 @@ def without(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
-    """With the packages of an image for GPUs: what only the command line needs is not there."""
+    """With the packages of an image for GPUs: what only the command line needs is not there. No
+    more files come back than a machine that is lent returns."""
     pytest.importorskip("triton", reason="no Triton on this system")
     without(tmp_path, ("platformdirs", "prompt_toolkit", "pydantic"))
+    out = tmp_path / "out"
     ran = called(
         HERE / "run.py",
         "--small",
         "--out",
-        tmp_path,
-        "facts",
-        "smoke",
-        "probe",
+        out,
+        "first",
         "kernels",
         "ncu",
         GPU_TEST_SEED="77",
         PYTHONPATH=os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))),
     )
-    done = json.loads((tmp_path / "steps.json").read_text())
-    assert [one["state"] for one in done] == ["ok"] * 5, ran.stdout[-4000:]
+    done = json.loads((out / "steps.json").read_text())
+    assert [one["state"] for one in done] == ["ok"] * 6, ran.stdout[-4000:]
     assert ran.returncode == 0
-    assert "== smoke" in (tmp_path / "log.txt").read_text()
-    smoke = json.loads((tmp_path / "smoke.json").read_text())
-    assert {check["state"] for check in smoke["checks"]} == {"ok"}
-    assert smoke["seed"] == 77
-    assert {"layers", "step", "lengths", "chunks", "draws", "products"} == {
-        *json.loads((tmp_path / "probe.json").read_text())
+    assert "== smoke" in (out / "log.txt").read_text()
+    checks = json.loads((out / "smoke.json").read_text())
+    assert {check["state"] for check in checks["checks"]} == {"ok"}
+    assert checks["seed"] == 77
+    figures = json.loads((out / "figures.json").read_text())
+    assert {one["state"] for one in figures["items"].values()} == {"ok"}
+    assert figures["facts"]["commit"]
+    captured = [row["captured"] for row in figures["rows"] if "step_ms" in row]
+    assert len(captured) > 20
+    assert not any(captured), "there is no graph here"
+    assert len([*out.iterdir()]) <= 8 - 1, "the compiled kernels come back, too"
+
+
+def test_the_checks_are_dealt_out_once() -> None:
+    """Whatever the number of processes; the longest one first."""
+    pytest.importorskip("triton", reason="no Triton on this system")
+    import smoke
+
+    made = [smoke.Check(str(i), str, float(i % 7 + 1)) for i in range(40)]
+    for parts in (1, 3, 14, 50):
+        dealt = [smoke.dealt(made, part, parts) for part in range(parts)]
+        assert sorted(one.name for each in dealt for one in each) == sorted(c.name for c in made)
+        loads = [sum(check.seconds for check in each) for each in dealt]
+        assert max(loads) <= sum(loads) / parts + 7
+        assert all([*each] == sorted(each, key=lambda c: -c.seconds) for each in dealt)
+
+
+def test_an_item_that_ends_its_process_does_not_end_the_others(tmp_path: Path) -> None:
+    """As after an illegal access, and as when the GPU hangs."""
+    file, script = tmp_path / "figures.json", tmp_path / "figures_with_faults.py"
+    script.write_text(
+        "import os, sys, time\n"
+        f"sys.path.insert(0, {str(HERE)!r})\n"
+        "import figures\n"
+        "figures.FIRST = (\n"
+        "    figures.Item('good', 1, lambda bench: bench.row('x', us=1.0)),\n"
+        "    figures.Item('bad', 1, lambda bench: 1 / 0),\n"
+        "    figures.Item('dead', 1, lambda bench: os._exit(9)),\n"
+        "    figures.Item('hangs', -9.9, lambda bench: time.sleep(600)),\n"
+        "    figures.Item('last', 1, lambda bench: bench.row('y', us=2.0)),\n"
+        "    figures.Item('long', 1e6, lambda bench: None),\n"
+        ")\n"
+        "figures.__file__ = __file__\n"
+        "sys.exit(figures.main())\n"
+    )
+    ran = called(script, "--device", "cpu", "--small", "--json", file, TRITON_INTERPRET="1")
+    assert ran.returncode == 1, ran.stderr
+    found = json.loads(file.read_text())
+    states = {name: one["state"] for name, one in found["items"].items()}
+    assert states == {
+        "good": "ok",
+        "bad": "failed",
+        "dead": "died",
+        "hangs": "hung",
+        "last": "ok",
+        "long": "left out",
     }
+    assert [row["case"] for row in found["rows"]] == ["x", "y"]
+    assert "not measured: bad (failed), dead (died), hangs (hung), long (left out)" in ran.stdout
+
+
+def test_what_failed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`second` takes the checks and figures that the files of the run before call failed."""
+    monkeypatch.setattr(run, "BEFORE", tmp_path)
+    assert "again" not in steps(tmp_path, small=False, scratch=tmp_path)
+    checks = [{"check": "one", "state": "FAILED"}, {"check": "two", "state": "ok"}]
+    (tmp_path / "smoke.json").write_text(json.dumps({"checks": checks}))
+    items = {"packed weights": {"state": "hung"}, "memory": {"state": "ok"}}
+    (tmp_path / "figures.json").write_text(json.dumps({"items": items}))
+    known = steps(tmp_path, small=False, scratch=tmp_path)
+    assert known["again"].commands[0][-2:] == ("--only", "one")
+    assert known["figures again"].commands[0][-2:] == ("--items", "packed weights")
 
 
 def test_a_check_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:
@@ -84,54 +150,67 @@ def test_a_check_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> No
     found = {one["check"]: one["state"] for one in json.loads(file.read_text())["checks"]}
     assert found["rotate_append"] == "FAILED"
     assert found["torch's attention"] == "ok"
-    assert "failed: ragged_attention" in ran.stdout
+    assert re.search(r"failed: .*ragged_attention", ran.stdout)
 
 
 def test_steps_have_a_limit_and_one_that_fails_stops_none(tmp_path: Path) -> None:
+    """A process ends with its children, also one that keeps the pipe open and one that was left
+    behind."""
     runner = Runner(tmp_path, 600)
-    code = "import time; print('begun', flush=True); time.sleep(60)"
+    code = (
+        "import subprocess, sys, time; child = subprocess.Popen(['sleep', '600']); "
+        "print('begun', child.pid, flush=True); time.sleep(600)"
+    )
+    python = sys.executable
+    merged: list[bool] = []
     for step in (
-        Step("bad", 60, (sys.executable, "-c", "raise SystemExit(3)")),
-        Step("long", 1.5, (sys.executable, "-c", code)),
-        Step("absent", 60, ("no-such-program",)),
-        Step("unneeded", 60, ("true",), needs="no-such-program"),
-        Step("good", 60, (sys.executable, "-c", "print('said')")),
+        Step("bad", 60, [(python, "-c", "raise SystemExit(3)"), ("true",)]),
+        Step("long", 3, [(python, "-c", code)], after=lambda: merged.append(True)),
+        Step("absent", 60, [("no-such-program",)]),
+        Step("unneeded", 60, [("true",)], needs="no-such-program"),
+        Step("good", 60, [(python, "-c", f"print('said {i}')") for i in range(3)]),
     ):
         runner.run(step)
     done = json.loads((tmp_path / "steps.json").read_text())
     states = ["failed", "cut short", "failed", "left out", "ok"]
     assert [one["state"] for one in done] == states
     assert done[0]["why"] == "status 3"
+    assert merged == [True]
     log = (tmp_path / "log.txt").read_text()
-    assert "begun" in log
-    assert "said" in log
+    assert all(word in log for word in ("begun", "said 0", "said 1", "said 2"))
+    child = int(re.search(r"begun (\d+)", log)[1])  # type: ignore[index]
+    status = Path(f"/proc/{child}/stat")
+    assert not status.exists() or status.read_text().split()[2] in "ZX", "it goes on"
     late = Runner(tmp_path, 1)
-    late.run(Step("good", 60, ("true",)))
+    late.run(Step("good", 60, [("true",)]))
     assert late.done[0]["state"] == "left out"
 
 
 def test_what_would_run_is_listed() -> None:
-    ran = called(HERE / "run.py", "--dry")
-    *listed, minutes, left = ran.stdout.splitlines()
-    assert [line.split()[0] for line in listed] == [
-        name for group in ("check", "measure") for name in GROUPS[group]
-    ]
-    usage = (HERE / "run.py").read_text().partition("\n\n")[2].splitlines()
-    assert minutes in usage[0]
-    assert left == "not run unless named: 128k, 512k"
+    ran = called(HERE / "run.py", "--dry", "first")
+    *listed, most, left = ran.stdout.splitlines()
+    assert [line.split()[0] for line in listed] == [*GROUPS["first"]], ran.stderr
+    assert int(re.search(r"at most (\d+) s", most)[1]) <= 440  # type: ignore[index]
+    assert "512k" in left
+    assert called(HERE / "run.py", "--dry").stdout.splitlines()[-2:] == [most, left]
     assert called(HERE / "run.py", "--dry", "nothing").returncode == 2
-    assert called(HERE / "run.py", "--dry", "first").stdout.splitlines()[-2] in usage[1]
+
+
+def test_the_tests_for_a_gpu_are_found() -> None:
+    names = {path.name for path in run.with_gpu_tests()}
+    assert {"test_decode.py", "test_decode_loop.py", "test_no_host_sync.py"} <= names
+    assert "test_results.py" not in names
 
 
 def test_the_parts_of_bench_and_the_kernels_that_are_named_exist(tmp_path: Path) -> None:
-    known = steps(tmp_path, small=False)
-    words = [step.command for step in known.values()]
+    known = steps(tmp_path, small=False, scratch=tmp_path)
+    words = [step.commands[0] for step in known.values() if "bench.py" in str(step.commands)]
     parts = {a[i + 1] for a in words for i, word in enumerate(a) if word == "--part"}
     arguments = Arguments(shape="tinyllama")
     assert parts == {part.name for part in everything.parts(arguments, gpu=True)}
     pytest.importorskip("triton", reason="no Triton on this system")
-    pattern = next(word for word in known["ncu"].command if word.startswith("regex:"))
-    names = ("decode", "step", "hash_append")
+    pattern = next(word for word in known["ncu"].commands[0] if word.startswith("regex:"))
+    names = ("decode", "step", "hash_append", "rest")
     modules = [importlib.import_module(f"minikv.kernels.triton.{name}") for name in names]
     for name in re.findall(r"\w+", pattern.partition("(")[2]):
         assert any(hasattr(module, name) for module in modules), name

@@ -22,8 +22,8 @@ from minikv.cache.kv_cache import KVCache
 from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
-from minikv.kernels.triton import compaction, rest
-from minikv.models.linear import Matrix, Plain
+from minikv.kernels.triton import compaction
+from minikv.models.linear import Plain
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +160,6 @@ def test_arguments_that_do_not_fit_are_an_error(bench: Bench) -> None:
     count = torch.ones(8, dtype=torch.int64, device=GPU)
     with pytest.raises(Exception, match=r"(?i)pointer|type|float|load"):
         compaction._columns[(1, 8)](1.5, count, count, (count,), (count,), 1, 1, BN=64, num_warps=4)
-
-
-def test_products_are_launched_early_only_where_asked(bench: Bench) -> None:
-    weights = torch.zeros(32, 64, dtype=torch.bfloat16, device=GPU)
-    x, out = weights[:1], torch.empty(1, 32, dtype=torch.bfloat16, device=GPU)
-    for early in (False, True):
-        product = rest.product_of(Matrix(32, 64, weights), torch.bfloat16, early=early)
-        assert product is not None
-        before = bench.launches.early("_row_product")
-        for _ in range(3):
-            product(x, out, rest.KEEP)
-        assert bench.launches.early("_row_product") - before == 3 * early
 
 
 def test_steps_and_prompts_launch_what_the_table_says(bench: Bench) -> None:

@@ -8,29 +8,19 @@
 
 enum { OK = 0, INVALID_VALUE = 1 };
 enum { MAX_GRID_X = 2147483647, MAX_GRID_YZ = 65535, MAX_THREADS = 1024 };
-enum { EARLY = 6 }; /* the attribute of a launch that does not wait for the kernel in front */
 enum { MAX_SHARED = 232448, SHARED_OF_ALL = 233472, REGISTERS = 65536, PROCESSORS = 132 };
 
 typedef struct Kernel {
     char *name;
-    long launches, early;
+    long launches;
     struct Kernel *next;
 } Kernel;
-
-/* CUlaunchAttribute; its value has 64 bytes. */
-typedef struct {
-    int name, unused;
-    union {
-        int number;
-        char bytes[64];
-    } value;
-} Attribute;
 
 /* CUlaunchConfig. */
 typedef struct {
     unsigned grid[3], block[3], shared;
     void *stream;
-    const Attribute *attributes;
+    const void *attributes;
     unsigned count;
 } Launch;
 
@@ -46,15 +36,6 @@ long stub_launches(const char *name) {
     return found;
 }
 
-/* How many of these did not wait for the kernel in front. */
-long stub_early(const char *name) {
-    long found = 0;
-    for (Kernel *k = kernels; k != NULL; k = k->next)
-        if (strcmp(k->name, name) == 0)
-            found += k->early;
-    return found;
-}
-
 int cuLaunchKernelEx(const Launch *how, Kernel *kernel, void **arguments, void **extra) {
     (void)arguments, (void)extra;
     const unsigned *grid = how->grid, *block = how->block;
@@ -63,8 +44,6 @@ int cuLaunchKernelEx(const Launch *how, Kernel *kernel, void **arguments, void *
         return INVALID_VALUE;
     if (block[0] * block[1] * block[2] > MAX_THREADS || how->shared > MAX_SHARED)
         return INVALID_VALUE;
-    for (unsigned i = 0; i < how->count; i++)
-        kernel->early += how->attributes[i].name == EARLY && how->attributes[i].value.number;
     kernel->launches++;
     return OK;
 }
@@ -74,7 +53,7 @@ int cuModuleGetFunction(Kernel **out, void *module, const char *name) {
     Kernel *made = malloc(sizeof *made);
     if (made == NULL)
         return INVALID_VALUE;
-    *made = (Kernel){strdup(name), 0, 0, kernels};
+    *made = (Kernel){strdup(name), 0, kernels};
     *out = kernels = made;
     return OK;
 }

@@ -43,9 +43,8 @@ class Launches:
     """Counts the launches that arrive at the driver, by the name of the kernel, and the builds."""
 
     def __init__(self, stub: ctypes.CDLL) -> None:
-        self._ask, self._ask_early = stub.stub_launches, stub.stub_early
-        for ask in (self._ask, self._ask_early):
-            ask.argtypes, ask.restype = (ctypes.c_char_p,), ctypes.c_long
+        self._ask = stub.stub_launches
+        self._ask.argtypes, self._ask.restype = (ctypes.c_char_p,), ctypes.c_long
         self.builds: Counter[str] = Counter()
         self._built: set[Any] = set()
         build = jit.JITFunction._do_compile
@@ -60,10 +59,6 @@ class Launches:
     def total(self) -> Counter[str]:
         """Launches so far."""
         return Counter({name.strip("_"): self._ask(name.encode()) for name in self._names()})
-
-    def early(self, name: str) -> int:
-        """Launches of a kernel so far that did not wait for the kernel in front."""
-        return int(self._ask_early(name.encode()))
 
     def _names(self) -> set[str]:
         return {fn.__name__ for fn in self._built}

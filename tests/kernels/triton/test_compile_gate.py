@@ -85,24 +85,21 @@ def compiled(
     tool: Path,
     folder: Path,
     unaligned: Collection[str] = (),
-    early: bool = False,
 ) -> Built:
     """Compile a variant and read the machine code. It is disassembled only where a test reads
     instructions: that takes as long as compiling. unaligned: pointers that the compiler is not told
-    to be aligned, as it would be by a mistake in the kernel's decorator. early: a product that is
-    launched before the kernel in front has ended."""
+    to be aligned, as it would be by a mistake in the kernel's decorator."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     variant = VARIANTS[name]
     names = list(variant.signature)
-    constants = {**variant.constants, **({"EARLY": True} if early else {})}
     aligned = [i for i in variant.aligned if names[i] not in unaligned]
     source = ASTSource(
         variant.fn,
         dict(variant.signature),
-        {(names.index(n),): value for n, value in constants.items()},
+        {(names.index(n),): value for n, value in variant.constants.items()},
         {(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
@@ -135,15 +132,13 @@ def cuobjdump() -> Path:
     return tool
 
 
-def alone(
-    name: str, folder: Path, *, unaligned: Collection[str] = (), early: bool = False
-) -> Built:
+def alone(name: str, folder: Path, *, unaligned: Collection[str] = ()) -> Built:
     """A build of one test, for compute capability 9.0."""
     import triton
 
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(folder / "cache")
-        return compiled(name, DEFAULT, cuobjdump(), folder, unaligned, early)
+        return compiled(name, DEFAULT, cuobjdump(), folder, unaligned)
 
 
 @pytest.fixture(scope="module")
@@ -225,31 +220,6 @@ def test_every_part_is_written_before_it_is_counted(build: Callable[[str, int], 
     assert "ld.global.b" not in after
 
 
-@pytest.mark.parametrize(
-    "name",
-    some_by_day(
-        [name for name in sorted(VARIANTS) if name.startswith(("row-product", "append-product"))],
-        lambda name: name in ("row-product-plain-gate-up", "append-product-plain-128"),
-    ),
-)
-def test_an_early_product_waits_before_it_touches_what_others_write(
-    tmp_path: Path, name: str
-) -> None:
-    """Until it has waited for the kernel in front it has read weights alone, and written nothing.
-    It lets the next kernel begin after that: what that one waits for includes all before."""
-    built = alone(name, tmp_path, early=True)
-    assert built.local == 0
-    assert built.stack <= 8  # of `down` with int8 weights; else 0
-    assert too_narrow(built.reads, VARIANTS[name].reads) == []
-    before, after = built.llvm.split("griddepcontrol.wait")
-    taken = [n for n, kind in VARIANTS[name].signature.items() if kind != "constexpr"]
-    assert set(reads(before, taken)) == {"weights"}
-    assert "store" not in before
-    assert "st.global" not in before
-    assert after.count("griddepcontrol.launch_dependents") == 1
-    assert built.ptx.index("griddepcontrol.wait") < built.ptx.index("st.global")
-
-
 def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None:
     """The kernels that go over all rows; a step's own row is read by the numbers."""
     walks = ("split", "mass", "lse", "each", "rows", "ragged-prefill", "add-norm")
@@ -269,7 +239,6 @@ def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None
         "visible",
         "joined",
         "compacted",
-        "append-product",
         "key-norms",
         "unrotated",
         "expected",

@@ -52,8 +52,8 @@ SEGMENTS = [
     # G, D, rows of each head, dtype, programs (None: as configured), of how many rows a tile
     (1, 64, [1], torch.float32, None, None),
     (3, 80, [0, 37, 1], torch.bfloat16, 7, 16),
-    (4, 96, [16, 0, 130, 1, 5], torch.float32, 5, 32),
-    (7, 128, [3, 0, 0, 200, 17, 64, 1, 16, 9], torch.bfloat16, 6, 64),
+    (4, 96, [16, 0, 130, 1, 5], torch.float32, 3, 32),
+    (7, 128, [3, 0, 0, 200, 17, 64, 1, 16, 9], torch.bfloat16, 12, 64),
     (4, 128, [300, 2], torch.float16, None, None),
     (1, 256, [40, 33, 0], torch.bfloat16, 3, 16),
     (16, 64, [20, 50], torch.float32, 11, 16),
@@ -96,7 +96,8 @@ def test_attention_over_segments(case: int, sees: str) -> None:
     lse = guarded(torch.zeros(q.shape[:2])) if sees == "logits" else None
     config = decode.configure(size, dtype, torch.device(DEVICE))
     if programs is not None:
-        config = decode.Config(block, config.warps, config.stages, programs)
+        # Small pieces, whose parts are joined in several rounds.
+        config = decode.Config(block, config.warps, config.stages, programs, least=1, joined=1)
     space = decode.workspace(len(q), group, size, config, torch.device(DEVICE))
     space.part.fill_(math.nan)
     space.lse.fill_(math.nan)
@@ -157,7 +158,7 @@ def test_the_order_in_which_programs_arrive_changes_nothing() -> None:
     k, v = (draw(i, (rows, 64), torch.float16) for i in (2, 3))
     given = [guarded(t) for t in (q, k, v, start, length)]
     arrived = guarded(torch.zeros(4, dtype=torch.int32))
-    config = decode.Config(16, 4, 2, 7)
+    config = decode.Config(16, 4, 2, 7, least=16, joined=1)
     first, *others = (
         decode.ragged_attention(*given, width=130, arrived=arrived, config=config)
         for _ in range(2 if INTERPRETED else 50)

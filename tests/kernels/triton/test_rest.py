@@ -93,29 +93,25 @@ def test_a_layer_is_that_of_the_separate_calls(
 
 
 @on_device
-@pytest.mark.parametrize("form", FORMS)
-def test_products_that_are_launched_early_give_the_same(form: str) -> None:
-    """Many layers one behind another, each of which reads what the one before wrote: bit for bit
-    what they give one after another."""
+@pytest.mark.parametrize(("form", "gated", "biased"), pairwise(FORMS, (0, 1), (False, True)))
+def test_programs_that_go_through_several_tiles(form: str, gated: int, biased: bool) -> None:
+    """One, two, or one for each tile, of which the last has rows left over: the same bits, with
+    nothing written beyond the end."""
     rest = kernel("triton.rest")
-    if not rest.launches_early(torch.device(DEVICE)):
-        pytest.skip("kernels are launched early on compute capability 9.0 and later")
-    hidden, mlp, layers = 2048, 4096, 24
-    shapes = ((hidden, hidden), (2 * mlp, hidden), (hidden, mlp), (hidden, hidden))
-    kept = [
-        [matrix(4 * j + i, *s, form, BFLOAT16, False)[0] for i, s in enumerate(shapes)]
-        for j in range(layers)
-    ]
-    norms = [draw(i, (hidden,), BFLOAT16).to(DEVICE) for i in (200, 201)]
-    found = []
-    for early in (False, True):
-        made = [rest.rest(*four, *norms, 1e-5, early=early) for four in kept]
-        x, mixed = (draw(i, (1, hidden), BFLOAT16).to(DEVICE) for i in (202, 203))
-        for _ in range(20):
-            for one in made:
-                mixed = one(x, mixed)
-        found.append((x.cpu(), mixed.cpu()))
-    assert all(map(torch.equal, *found))
+    ours, theirs = matrix(1, 22, 160, form, torch.float16, biased)
+    norm, x = draw(2, (160,), torch.float16), draw(3, (1, 160), torch.float16, 3.0)
+    then, found = (rest.GATE if gated else rest.KEEP), []
+    for programs in (0, 1, 2):
+        config = rest.Config(4, 256, 4, programs)
+        product = rest.product_of(ours, torch.float16, config)
+        assert rest.programs_of(config, 22, 160) == (programs or 6)
+        out = guarded(torch.full((1, 22 >> gated), torch.nan, dtype=torch.float16))
+        found.append(product(guarded(x), out, then, guarded(norm), 1e-6).cpu())
+        assert untouched(out)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    want = rest_twin.normed_product(theirs, norm, 1e-6)(x)
+    near(found[0], rest_twin.layer.silu_mul(want) if gated else want, form)
 
 
 @on_device

@@ -93,9 +93,63 @@ def test_the_best_rows(count: int) -> None:
         )
 
 
+def chosen_alike(
+    scores: Tensor, pos: Tensor, free: Tensor, wish: Tensor, totals: list[int]
+) -> None:
+    """By `best` and `wanted`, as in torch."""
+    made, there = kernel("triton.selection"), [guarded(t) for t in (scores, pos, free)]
+    most = max(1, int(wish.max()))
+    want = plain_torch.best(scores, pos, free, wish, most)
+    same(made.best(*there, guarded(wish), most), want)
+    for total in totals:
+        some, limit = torch.tensor(total), max(1, total)
+        want = plain_torch.wanted(scores, pos, free, some, limit)
+        same(made.wanted(*there, guarded(some), limit), want)
+
+
+@on_device
+@pytest.mark.parametrize("few", [True, False], ids=["one program", "many programs"])
+@pytest.mark.parametrize("count", [1, 40, 2100])
+def test_the_edge_is_found(count: int, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of scores with and without ties, of equal scores alone, with counts from none to more than
+    there are."""
+    made = kernel("triton.selection")
+    for name in ("_FEW", "_FEW_IN_ALL"):
+        monkeypatch.setattr(made, name, 1 << 20 if few else 0)
+    heads = 4
+    tied, pos, free = rows(heads, count)
+    free[1] = pos[1] >= 0  # many of one head, and none of the first
+    have = int(free.sum())
+    wish = torch.tensor([count // 2, count // 2, 0, count + 5])
+    totals = [0, 1, have // 3, have - 1, have, have + 7]
+    chosen_alike(tied, pos, free, wish, totals)
+    chosen_alike(tied, pos, free & False, wish, totals[:2])
+    chosen_alike(torch.zeros_like(tied), pos, free, wish, totals[2:4])
+    plain = draw(8, tied.shape, torch.float32)
+    plain[:, 1::3] = math.nan
+    plain[:, 2::9] = -math.nan
+    far = torch.where(pos < 0, pos, pos + 2**31 - 3 * count)  # the last positions of an int32
+    chosen_alike(plain, far, free, torch.tensor([1, 2, count // 3, 1]), totals[2:4])
+
+
+@on_device
+def test_the_edge_of_long_heads() -> None:
+    """Longer than what one program searches; equal rows of several heads at the edge."""
+    heads, count = 2, 70_000
+    scores = draw(1, (heads, count), torch.float32).mul(300).round() / 300
+    scores[1, : count // 2] = scores[0, : count // 2]
+    pos = torch.arange(count).repeat(heads, 1)
+    free = torch.rand((heads, count), generator=randoms(9)) < 0.8
+    free[:, :4] = True
+    wish = torch.tensor([count // 10, count // 3])
+    chosen_alike(scores, pos, free, wish, [count // 5])
+    scores[:] = -0.25  # the layer's best rows are the last ones of both heads
+    chosen_alike(scores, pos, free, wish, [count // 5 + 1])
+
+
 @on_device
 @pytest.mark.parametrize("how", ["max", "avg"])
-@pytest.mark.parametrize(("count", "kernel_size"), [(1, 7), (40, 3), (40, 1), (1300, 7)])
+@pytest.mark.parametrize(("count", "kernel_size"), [(1, 7), (40, 3), (40, 1), (300, 7), (40, 17)])
 def test_scores_are_pooled(how: str, count: int, kernel_size: int) -> None:
     scores, pos, _ = rows(3, count)
     scores = scores.masked_fill(scores.isinf(), 2.0)
