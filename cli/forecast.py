@@ -396,10 +396,13 @@ def workspace(
     from minikv.loader import prompt_rows
     from minikv.models.llama import chunk_rows
 
-    rows = min(tokens, chunk_rows(cuda, itemsize, None if cuda else prompt_rows()))
+    asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
+    rows = min(tokens, chunk_rows(cuda, itemsize, asked))
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = 2 * (q + 2 * kv) + 2 * q
     chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize
+    if cuda and asked is not None and tokens > rows:  # attention to earlier blocks is joined
+        chunk += rows * q * (4 + itemsize)
     stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
     told = logits_nbytes(tokens, config.vocab) if foresees else 0
     return stream + max(chunk + 4 * config.vocab, told)

@@ -125,6 +125,7 @@ from minikv.kernels.torch import (
     compaction,
     counter_rng,
     crush,
+    cudnn,
     decode,
     decode_cpu,
     distances,
@@ -293,6 +294,7 @@ def choose(
     # By name: a module that imports Triton is loaded only where it is used.
     found = import_module("minikv.kernels.triton.table").Triton()
     assert isinstance(found, Kernels)
+    found.prompt_rows = cudnn.prompt_rows(device, head_dim)
     return found, None
 
 

@@ -204,10 +204,15 @@ def shape_of(config: ModelConfig) -> Shape:
     )
 
 
-def prompt_rows() -> int | None:
-    """`Kernels.prompt_rows` for this processor; None if it has no preference."""
-    from minikv.kernels.cpu import choice
+def prompt_rows(*, cuda: bool, head_dim: int) -> int | None:
+    """`Kernels.prompt_rows` for this GPU or this processor; None if it has no preference."""
+    import torch
 
+    from minikv.kernels.cpu import choice
+    from minikv.kernels.torch import cudnn
+
+    if cuda:
+        return cudnn.prompt_rows(torch.device("cuda"), head_dim)
     return choice.PROMPT_ROWS.get(choice.processor())
 
 

@@ -44,9 +44,9 @@ CPU_BYTES, CUDA_ROWS = 2048, 2048
 def chunk_rows(cuda: bool, itemsize: int, asked: int | None) -> int:
     """How many tokens of a prompt go through a layer together. itemsize: bytes per number. asked:
     `Ops.prompt_rows`, which applies to numbers of two bytes."""
-    if cuda:
-        return CUDA_ROWS
-    return asked if asked is not None and itemsize == 2 else CPU_BYTES // itemsize
+    if asked is not None and itemsize == 2:
+        return asked
+    return CUDA_ROWS if cuda else CPU_BYTES // itemsize
 
 
 @dataclass(slots=True)

@@ -120,7 +120,7 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
 def test_processors_with_tiles_read_more_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for processor, rows in (("amx", 2048), ("avx2", None)):
         monkeypatch.setattr(choice, "processor", lambda processor=processor: processor)
-        assert prompt_rows() == rows
+        assert prompt_rows(cuda=False, head_dim=64) == rows
 
 
 def test_defaults_are_those_of_the_device(folder: Path) -> None:

@@ -56,16 +56,21 @@ def last_rows_attention(
     return mixed, torch.cat([lse for _, lse in found], 2)
 
 
+def prompt_rows(device: torch.device, head_dim: int) -> int | None:
+    """How many rows of a prompt in two bytes a number should pass through a layer together: the
+    longest block, if cuDNN is the faster way on this GPU. None: it is not."""
+    fits = head_dim <= _HEAD_DIM and head_dim % 8 == 0
+    if not fits or device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    if torch.cuda.get_device_capability(device) != _CAPABILITY:
+        return None
+    return BLOCKS[0] if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+
+
 def takes(q: Tensor) -> bool:
     """Whether cuDNN is the faster way for long prompts with these queries [H, G, T, D]."""
-    return (
-        q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device) == _CAPABILITY
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] <= _HEAD_DIM
-        and q.shape[-1] % 8 == 0
-        and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
-    )
+    small = q.dtype in (torch.bfloat16, torch.float16)
+    return small and prompt_rows(q.device, q.shape[-1]) is not None
 
 
 def blocks(rows: int) -> Iterator[tuple[int, int]]:

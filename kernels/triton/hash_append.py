@@ -25,17 +25,25 @@ from minikv.kernels.triton.variants import Variant
 
 _BLOCK, _WARPS = 1024, 8
 _PARTS = 16  # programs of a head at most
+_AT_ONCE = 8192  # numbers of probes times the matrix that fit the registers
 _AFTER = tl.constexpr(1 << 60)  # added to the key of a row that leaves only if no other may
 
 
 @triton.jit
-def _code(x, matrix, d, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr):
-    """The hash code, int64: bit b is the sign of column b of x [DP] @ matrix [D, B]; 1 for >= 0."""
+def _codes(x, matrix, d, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr):
+    """The hash codes of rows x [n, DP], int64 [n]: bit b is the sign of column b of x @ matrix
+    [D, B]; 1 for >= 0."""
     b = tl.arange(0, BP)
     inside = (d < D)[:, None] & (b < B)[None, :]
     columns = tl.load(matrix + d[:, None] * B + b[None, :], mask=inside, other=0.0)
-    along = tl.sum(columns * x.to(tl.float32)[:, None], 0)
-    return tl.sum(((along >= 0) & (b < B)).to(tl.int64) << b, 0)
+    along = tl.sum(x.to(tl.float32)[:, :, None] * columns[None, :, :], 1)
+    return tl.sum(((along >= 0) & (b < B)[None, :]).to(tl.int64) << b[None, :], 1)
+
+
+@triton.jit
+def _code(x, matrix, d, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr):
+    """`_codes` of one row x [DP], int64 []."""
+    return tl.sum(_codes(x[None, :], matrix, d, B, BP, D), 0)
 
 
 @triton.jit(
@@ -110,6 +118,7 @@ def _hash_append(
     G: tl.constexpr,
     KEYED: tl.constexpr,
     PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Grid (H, parts). G > 0: `probe` has the G queries of a head; they and its key are rotated
     first. notes int64 [H, 2, parts]; arrived int32 [H], zeros before and after."""
@@ -134,16 +143,25 @@ def _hash_append(
         slot = begin + count
         if count >= tl.load(cap + head):
             probes = tl.arange(0, PP)
-            codes = tl.zeros((PP,), tl.int64)
-            for p in tl.static_range(P):
-                here = head * probe_head + p * probe_row
-                if KEYED:
-                    x = new_key
-                elif G > 0:
-                    x = turned_rows(probe, cos, sin, here, d, D, d < D)
+            if KEYED:
+                codes = _codes(new_key[None, :], matrix, d, B, BP, D)
+            elif PP * DP * BP <= AT_ONCE:  # one sum for all: each makes all threads wait
+                here = head * probe_head + probes[:, None] * probe_row
+                real = (probes < P)[:, None] & (d < D)[None, :]
+                if G > 0:
+                    x = turned_rows(probe, cos, sin, here, d[None, :], D, real)
                 else:
-                    x = tl.load(probe + here + d, mask=d < D, other=0.0)
-                codes = tl.where(probes == p, _code(x, matrix, d, B, BP, D), codes)
+                    x = tl.load(probe + here + d[None, :], mask=real, other=0.0)
+                codes = _codes(x, matrix, d, B, BP, D)
+            else:
+                codes = tl.zeros((PP,), tl.int64)
+                for p in tl.static_range(P):
+                    here = head * probe_head + p * probe_row
+                    if G > 0:
+                        x = turned_rows(probe, cos, sin, here, d, D, d < D)
+                    else:
+                        x = tl.load(probe + here + d, mask=d < D, other=0.0)
+                    codes = tl.where(probes == p, _code(x, matrix, d, B, BP, D), codes)
             n = tl.arange(0, BN)
             best = tl.full((BN,), NONE, tl.int64)
             row = tl.zeros((BN,), tl.int32)
@@ -311,6 +329,7 @@ def hash_append(
         G=0 if turn is None else group,
         KEYED=keyed,
         PARTS=_PARTS,
+        AT_ONCE=_AT_ONCE,
         num_warps=_WARPS,
     )
 
@@ -324,7 +343,12 @@ def variants() -> list[Variant]:
     kinds |= dict.fromkeys(("start", "length", "cap", "free_slot", "position"), "*i64")
     kinds |= {"notes": "*i64", "arrived": "*i32"}
     kinds |= {"matrix": "*fp32", "pos": "*i32", "shown": "*i32", "undo_pos": "*i32"}
-    for size, bits, probes, coded in ((80, 8, 4, False), (128, 24, 1, True), (256, 64, 4, False)):
+    for size, bits, probes, coded in (
+        (80, 8, 4, False),
+        (128, 16, 4, False),
+        (128, 24, 1, True),
+        (256, 64, 4, False),
+    ):
         code = "*i16" if bits < 16 else "*i32" if bits < 32 else "*i64"
         constants: dict[str, object] = {
             "P": probes,
@@ -338,6 +362,7 @@ def variants() -> list[Variant]:
             "G": 0 if size == 80 else 4,
             "KEYED": probes == 1,
             "PARTS": _PARTS,
+            "AT_ONCE": _AT_ONCE,
         }
         scales = ("k_scale", "v_scale")
         own: dict[str, str | tuple[str, ...]] = {"code": code, "undo_code": code}

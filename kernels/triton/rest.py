@@ -345,11 +345,11 @@ class Config:
     programs: int = 0
 
 
-CONFIGS = {PLAIN: Config(8, 1024, 4), EIGHT: Config(8, 2048, 4), FOUR: Config(8, 2048, 2)}
+CONFIGS = {PLAIN: Config(8, 1024, 4), EIGHT: Config(8, 1024, 2), FOUR: Config(4, 2048, 2)}
 """By format. Each thread has 16 bytes of each row at once."""
-HELD = {EIGHT: Config(4, 4096, 4, 528), FOUR: Config(4, 4096, 4, 528)}
-"""For rows of at most so many columns: as many programs as an H100 runs at once, four on each of
-its 132 multiprocessors."""
+HELD = {EIGHT: Config(4, 4096, 8, 396), FOUR: Config(8, 4096, 8, 264)}
+"""For rows of at most so many columns. These were the fastest on an H100, whose 132 multiprocessors
+then have three programs each, or two (docs/measurements/gpu/)."""
 
 
 def config_of(form: int, n: int) -> Config:

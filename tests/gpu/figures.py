@@ -58,7 +58,7 @@ from minikv.cli.bench import kernels, machine, models, peer, shapes
 from minikv.cli.bench.cached import Cached
 from minikv.cli.bench.floors import Rates, decode_floor
 from minikv.engine.decode_loop import DecodeLoop, Eager, captured
-from minikv.kernels import rows_attention
+from minikv.kernels import dispatch, rows_attention
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import attention
 from minikv.kernels.torch.cudnn import make_plans
@@ -66,6 +66,7 @@ from minikv.kernels.triton.table import Triton
 from minikv.models.llama import Llama
 
 ROUNDS, STEPS, WARM = 3, 30, 6
+_DTYPE = torch.bfloat16
 _FEW = 1, 1, 1  # where nothing is measured
 ROOM = 512  # steps that fit behind a prompt without eviction
 
@@ -144,11 +145,21 @@ class Bench:
         self.gpu = self.device.type == "cuda"
         self.rounds, self.steps, self.warm = _FEW if small else (ROUNDS, STEPS, WARM)
         self.sizes = shapes.SHAPES["tiny" if small else "llama-3-8b"]
-        self.ops: Kernels = Triton() if self.gpu else Kernels()
+        head_dim = self.sizes.head_dim
+        self.ops = dispatch.choose(self.device, "auto" if self.gpu else "torch", head_dim, _DTYPE)[
+            0
+        ]
         self.found: dict[str, Any] = {"facts": {}, "items": {}, "rows": [], "rates": {}}
         if path.exists():
             self.found = json.loads(path.read_text())
         self.item = ""
+
+    def variant(self, kind: type[Kernels]) -> Kernels:
+        """Other kernels, which read prompts in chunks of the same length; without a GPU the same
+        ones."""
+        made = kind() if self.gpu else self.ops
+        made.prompt_rows = self.ops.prompt_rows
+        return made
 
     def save(self) -> None:
         self.path.write_text(json.dumps(self.found, indent=1) + "\n")
@@ -328,7 +339,7 @@ class Bench:
         if self.profile is not None:
             with self.profile.open("a") as file:
                 file.write(f"{self.item}\n")
-                for name, (n, us) in rows[:40]:
+                for name, (n, us) in rows[:60]:
                     file.write(f"  {us:9.1f} us {n:8.2f} x  {name}\n")
         return {
             "busy_us": sum(us for _, us in table.values()),
@@ -508,7 +519,7 @@ def products(bench: Bench) -> None:
     in_turns(
         bench,
         ("own products", bench.ops, True),
-        ("cuBLAS", Library() if bench.gpu else bench.ops, True),
+        ("cuBLAS", bench.variant(Library), True),
         ("no graph", bench.ops, False),
     )
 
@@ -537,7 +548,7 @@ def in_turns(bench: Bench, *ways: tuple[str, Any, bool]) -> None:
 
 def evicting(bench: Bench) -> None:
     """What a step policy adds to a step, over a cache that holds the same rows."""
-    torch_steps = TorchSteps() if bench.gpu else None  # what there is without a GPU
+    torch_steps = bench.variant(TorchSteps) if bench.gpu else None
     for policy, decode, rows, ops in (
         ("adakv", "roco", 1024, bench.ops),
         ("adakv", "roco", 1024, torch_steps),
@@ -580,7 +591,7 @@ def ends(bench: Bench) -> None:
     for thousands in (8, 32):
         for policy, ops in (
             ("adakv", bench.ops),
-            ("adakv", TorchSelection() if bench.gpu else None),
+            ("adakv", bench.variant(TorchSelection) if bench.gpu else None),
             ("snapkv", bench.ops),
             ("h2o", bench.ops),
         ):
@@ -603,6 +614,11 @@ def ends(bench: Bench) -> None:
                 evict_us=evict_s / layers * 1e6,
                 evict_share=evict_s / best.read_s,
             )
+    one = bench.start("adakv", "none", 512, bench.tokens(8), warm=False)
+    ids = models.prompt(bench.tokens(8), bench.sizes.vocab)
+    told = bench.profiled(lambda: one.cached.read(ids, ROOM), 1)
+    bench.row(f"kernels of a prompt, {one.case}", **told)
+    bench.close(one)
     for n in (bench.tokens(8), bench.tokens(32)):
         heads, many = 8, min(512 * 8 + 8, 4 * n)
         each = min(many, n)
@@ -792,18 +808,17 @@ def resident() -> int:
 
 def prompts(bench: Bench, lengths: Sequence[float]) -> None:
     """Prompts of several lengths: attention by flash and by cuDNN, and chunks of other lengths."""
-    ways: tuple[tuple[str, Any, int], ...] = (
-        ("flash", Flash(), 2048),
-        ("cuDNN", bench.ops, 2048),
-        ("cuDNN, chunks of 8,192", bench.ops, 8192),
-        ("flash, chunks of 8,192", Flash(), 8192),
+    ways: tuple[tuple[str, Any, int | None], ...] = (
+        ("flash, chunks of 2,048", bench.variant(Flash), 2048),
+        ("as it is", bench.ops, None),
+        ("cuDNN, chunks of 2,048", bench.ops, 2048),
+        ("flash", bench.variant(Flash), None),
     )
     try:
         for thousands in lengths:
             best: dict[str, Series] = {}
             for _ in range(1 if bench.small or thousands > 32 else 3):
-                for name, ops, chunk in ways[:3] if thousands > 32 else ways:
-                    ops = ops if bench.gpu else bench.ops
+                for name, ops, chunk in ways[:2] if thousands > 32 else ways:
                     bench.net._given = chunk
                     one = bench.start(
                         "full", "none", 512, bench.tokens(thousands), name=name, ops=ops, warm=False
@@ -824,10 +839,11 @@ def prompts(bench: Bench, lengths: Sequence[float]) -> None:
 def others(bench: Bench) -> None:
     """transformers with torch's attention, in a process of its own: prompts and steps."""
     system = peer.Transformers(models.Spec(bench.sizes, None, "bfloat16", str(bench.device)))
-    for thousands in (2, 8, 32):
+    for thousands in (2, 8, 32, 128):
         ids = models.prompt(bench.tokens(thousands), bench.sizes.vocab)
-        system.read(ids)
-        read_s = min(system.read(ids) for _ in range(1 if bench.small else 2))
+        if thousands < 128:
+            system.read(ids)
+        read_s = min(system.read(ids) for _ in range(2 if 2 < thousands < 128 else 1))
         system.write(3)
         step = median(system.write(bench.steps) for _ in range(bench.rounds))
         name = f"transformers at {len(ids):,}"
@@ -851,7 +867,7 @@ SECOND = (
     Item("prompts", 40, partial(prompts, lengths=(2, 8, 9.5, 32))),
     Item("prompts at 128k", 50, partial(prompts, lengths=(128,))),
 )
-PEER = (Item("peer", 30, others),)
+PEER = (Item("peer", 50, others),)
 
 
 # -- a process, and the one that starts it ---------------------------------------------------------

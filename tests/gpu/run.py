@@ -117,9 +117,9 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
     failed_checks, failed_items = failures(BEFORE)
     found = [
         Step("facts", 20, [script("facts")]),
-        smoke("smoke", 110),
+        smoke("smoke", 80),
         figures("figures", "figures.json", 262, "--profile", str(out / "profile.txt")),
-        figures("peer", "peer.json", 48, "--items", "peer"),
+        figures("peer", "peer.json", 75, "--items", "peer"),
         Step("tests", 400, [(*tests, f"--junitxml={out / 'pytest.xml'}")]),
         figures("compare", "compare.json", 150, "--second"),
         Step("ncu", 40, [profiled])
