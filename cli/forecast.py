@@ -401,8 +401,9 @@ def workspace(
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = 2 * (q + 2 * kv) + 2 * q
     chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize
-    if cuda and asked is not None and tokens > rows:  # attention to earlier blocks is joined
-        chunk += rows * q * (4 + itemsize)
+    if cuda and asked is not None and tokens > rows:
+        # Attention to a block, and the float32 sums before and after it is joined to the others.
+        chunk += rows * q * (2 * 4 + itemsize)
     stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
     told = logits_nbytes(tokens, config.vocab) if foresees else 0
     return stream + max(chunk + 4 * config.vocab, told)

@@ -2,7 +2,7 @@
 times as fast as FlashAttention 2 (docs/measurements/gpu/); on others it was not measured.
 
 cuDNN makes a plan for each shape and each layout, which takes it 40 ms. So queries and keys are
-taken in blocks of two lengths, and keys are copied, so that there are five plans whatever the
+taken in blocks of two lengths, and keys are copied, so that there are six plans whatever the
 length of a prompt. Attention over disjoint sets of rows is joined by the log-sum-exp. Its causal
 mask begins in the upper left corner: it serves the block of keys that belongs to the queries.
 """
@@ -21,12 +21,14 @@ _CAPABILITY = (9, 0)
 _HEAD_DIM = 128  # the largest that torch's cuDNN attention takes
 
 Part = tuple[Tensor, Tensor]
+Join = Callable[[Part, Part, torch.dtype], Part]
+"""Joins attention over two disjoint sets of rows, with an output of this dtype."""
 
 
-def last_rows_attention(
-    q: Tensor, k: Tensor, v: Tensor, merge: Callable[[list[Part]], Part]
-) -> Part | None:
-    """As `attention.last_rows_attention`, on CUDA. None where cuDNN is not the faster way."""
+def last_rows_attention(q: Tensor, k: Tensor, v: Tensor, join: Join) -> Part | None:
+    """As `attention.last_rows_attention`, on CUDA. None where cuDNN is not the faster way.
+
+    Parts are joined as they come, so that no more than two exist at a time."""
     rows, earlier = q.shape[2], k.shape[1] - q.shape[2]
     if rows < BLOCKS[-1] or not takes(q):
         return None
@@ -40,16 +42,16 @@ def last_rows_attention(
             found.append(part)
             continue
         own = slice(before, before + count)
-        parts = [_planned(mine, k[:, own], v[:, own], causal=True)]
+        whole: Part | None = _planned(mine, k[:, own], v[:, own], causal=True)
         for at, size in blocks(before):
             seen = slice(at, at + size)
-            if size in BLOCKS:
-                parts.append(_planned(mine, k[:, seen], v[:, seen], causal=False))
-            else:
-                part = cuda_attention(mine, k[:, seen], v[:, seen], causal=False)
-                assert part is not None
-                parts.append(part)
-        found.append(merge(parts))
+            attend = _planned if size in BLOCKS else cuda_attention
+            part = attend(mine, k[:, seen], v[:, seen], causal=False)
+            assert part is not None
+            assert whole is not None
+            whole = join(whole, part, q.dtype if at + size == before else torch.float32)
+        assert whole is not None
+        found.append(whole)
     if len(found) == 1:
         return found[0]
     mixed = torch.cat([out.permute(2, 0, 1, 3) for out, _ in found]).permute(1, 2, 0, 3)
@@ -93,9 +95,8 @@ def make_plans(q: Tensor) -> None:
             queries = q.new_zeros((rows, heads + heads * group, size))[:, : heads * group]
             queries = queries.view(rows, heads, group, size).permute(1, 2, 0, 3)
             for keys in BLOCKS:
-                if keys >= rows:
-                    key = q.new_zeros((heads, keys, size))
-                    _planned(queries, key, key, causal=False)
+                key = q.new_zeros((heads, keys, size))
+                _planned(queries, key, key, causal=False)
             key = q.new_zeros((heads, rows, size))
             _planned(queries, key, key, causal=True)
 

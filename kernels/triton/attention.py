@@ -283,7 +283,7 @@ def visible_attention(
 
 def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """See `torch.attention.last_rows_attention`. Long prompts by cuDNN where that is faster."""
-    found = cudnn.last_rows_attention(q, k, v, merge)
+    found = cudnn.last_rows_attention(q, k, v, _two)
     return plain.last_rows_attention(q, k, v) if found is None else found
 
 
@@ -293,14 +293,16 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     kind = parts[0][0].dtype
     joined, whole = parts[0]
     for i, (out, lse) in enumerate(parts[1:], 2):
-        joined, whole = _two(joined, whole, out, lse, kind if i == len(parts) else torch.float32)
+        last = i == len(parts)
+        joined, whole = _two((joined, whole), (out, lse), kind if last else torch.float32)
     return joined, whole
 
 
 def _two(
-    a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, kind: torch.dtype
+    one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor], kind: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Join two parts. The output is of dtype `kind`."""
+    (a, a_lse), (b, b_lse) = one, two
     a, b = in_rows(a), in_rows(b)
     heads, group, rows, size = a.shape
     out = a.new_empty((rows, heads, group, size), dtype=kind)

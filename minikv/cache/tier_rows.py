@@ -138,16 +138,23 @@ class RamRows:
 
     def _blank(self, rows: int) -> dict[str, Tensor]:
         make = empty if self._pinned is None else self._pinned.empty
-        with torch.inference_mode(False):
-            return {
-                name: make((self._heads, rows, *size), dtype)
-                for name, (dtype, size) in self._columns.items()
-            }
+        made: dict[str, Tensor] = {}
+        try:
+            with torch.inference_mode(False):
+                for name, (dtype, size) in self._columns.items():
+                    made[name] = make((self._heads, rows, *size), dtype)
+        except BaseException:
+            self._release(made)
+            raise
+        return made
+
+    def _release(self, columns: Mapping[str, Tensor]) -> None:
+        if self._pinned is not None:
+            self._pinned.release([*columns.values()])
 
     def _replace(self, layer: int, new: dict[str, Tensor]) -> None:
-        if self._pinned is not None:
-            self._pinned.release([*self._layers[layer].values()])
-        self._layers[layer] = new
+        old, self._layers[layer] = self._layers[layer], new
+        self._release(old)
 
     def reserve(self, rows: int, have: int = 0) -> None:
         """See `Rows`. Grows layer by layer, so that at most one layer exists twice at a time."""

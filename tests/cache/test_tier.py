@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import small
@@ -16,7 +18,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.tier import Tier
-from minikv.cache.tier_rows import RamRows, columns_of, row_nbytes
+from minikv.cache.tier_rows import Pinned, RamRows, columns_of, row_nbytes
 from minikv.engine.engine import Engine
 
 # They need the queries of all tokens, or read everything twice.
@@ -255,3 +257,43 @@ def test_memory_for_rows_grows_by_whole_steps_and_stays_where_it_is_enough() -> 
     assert rows.read(0, 1024)["k"].data_ptr() == before
     rows.reserve(1025)
     assert rows.read(0, 1025)["k"].shape == (2, 1025, 4)
+
+
+class Runtime:
+    """CUDA's, for memory that is registered with it. most: bytes that it accepts at once."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, dict[int, int]()
+
+    def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:
+        assert begin not in self.held, "twice"
+        if sum(self.held.values()) + size > self.most:
+            return 2
+        self.held[begin] = size
+        return 0
+
+    def cudaHostUnregister(self, begin: int) -> None:
+        del self.held[begin]
+
+
+def test_memory_that_a_gpu_copies_from_is_exact_and_given_back() -> None:
+    runtime = Runtime(10 << 20)
+    rows = RamRows(2, 2, {"k": (torch.float32, (16,)), "v": (torch.float32, (16,))}, 50_000)
+    rows._pinned = Pinned(runtime)
+    rows.reserve(1025)
+    rows.read(0, 1025)["k"][:] = 7.0
+    assert sum(runtime.held.values()) == rows.nbytes > 0
+    rows.reserve(5000)
+    assert sum(runtime.held.values()) == rows.nbytes
+    assert bool((rows.read(0, 1025)["k"] == 7.0).all())
+    with pytest.raises(RuntimeError, match="cannot be pinned"):
+        rows.reserve(50_000)
+    rows.clear()
+    assert runtime.held == {}
+    rows.reserve(100)
+    assert runtime.held
+    del rows
+    gc.collect()
+    assert runtime.held == {}

@@ -1,0 +1,93 @@
+"""Attention of long prompts in blocks: that every query sees its rows once, whatever computes a
+block, and that cuDNN gets blocks of few shapes. Plain arithmetic stands in for a GPU's libraries;
+tests/gpu/smoke.py has the libraries themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from minikv.kernels.torch import attention, cudnn
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, corner: int) -> tuple[Tensor, Tensor]:
+    """Attention in float64; causal: query i sees rows up to corner + i."""
+    x = q.double() @ k.double()[:, None].transpose(2, 3) / math.sqrt(q.shape[-1])
+    if causal:
+        rows, keys = torch.arange(q.shape[2]), torch.arange(k.shape[1])
+        x = x.masked_fill(keys > corner + rows[:, None], -math.inf)
+    return (x.softmax(-1) @ v.double()[:, None]).to(q.dtype), x.logsumexp(-1).float()
+
+
+@pytest.mark.parametrize("rows", [4, 5, 8, 9, 12, 23])
+@pytest.mark.parametrize("earlier", [0, 3, 4, 16, 29])
+def test_every_query_sees_its_rows(
+    monkeypatch: pytest.MonkeyPatch, rows: int, earlier: int
+) -> None:
+    """Blocks of 8 and 4. Behind a recall the rows before a chunk may be any number."""
+
+    def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        return attended(q, k, v, causal, 0)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        return attended(q, k, v, causal, k.shape[1] - q.shape[2])
+
+    def join(
+        one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor], kind: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        kinds.append(kind)
+        out, lse = attention.merge([(part.double(), sums) for part, sums in (one, two)])
+        return out.to(kind), lse
+
+    kinds: list[torch.dtype] = []
+    monkeypatch.setattr(cudnn, "BLOCKS", (8, 4))
+    monkeypatch.setattr(cudnn, "takes", lambda q: True)
+    monkeypatch.setattr(cudnn, "_planned", block)
+    monkeypatch.setattr(cudnn, "cuda_attention", flash)
+    made = torch.Generator().manual_seed(rows * 100 + earlier)
+    q = torch.randn(rows, 2, 3, 16, generator=made, dtype=torch.float64).permute(1, 2, 0, 3)
+    k, v = torch.randn(2, 2, rows + earlier, 16, generator=made, dtype=torch.float64)
+    found = cudnn.last_rows_attention(q, k, v, join)
+    assert found is not None
+    mixed, lse = attended(q, k, v, True, earlier)
+    torch.testing.assert_close(found[0], mixed, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], lse, rtol=1e-5, atol=1e-5)
+    if kinds:
+        assert kinds[-1] == q.dtype
+
+
+def test_every_shape_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that is made while a prompt is read takes 40 ms. Strides belong to it."""
+    planned: list[tuple[object, ...]] = []
+
+    def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        strides = (q.stride(), k.contiguous().stride())
+        planned.append((tuple(q.shape), tuple(k.shape), strides, causal))
+        return q, q[..., 0].float()
+
+    monkeypatch.setattr(cudnn, "BLOCKS", (8, 4))
+    monkeypatch.setattr(cudnn, "takes", lambda q: True)
+    monkeypatch.setattr(cudnn, "_planned", block)
+    monkeypatch.setattr(cudnn, "cuda_attention", lambda q, k, v, causal: (q, q[..., 0]))
+    heads, group, size = 2, 3, 16
+    cudnn.make_plans(torch.zeros(heads, group, 0, size))
+    plans, known = set(planned), len(planned)
+    assert len(plans) == known
+    for rows in range(4, 30):
+        for keys in range(rows, 60, 3):
+            # As the network makes them: queries beside keys, of which a prompt has a long buffer.
+            qk = torch.zeros(rows, heads * (group + 1), size)[:, : heads * group]
+            q = qk.view(rows, heads, group, size).permute(1, 2, 0, 3)
+            k = torch.zeros(heads, 64, size)[:, :keys]
+            cudnn.last_rows_attention(q, k, k, lambda one, two, kind: one)
+    assert set(planned) == plans
+
+
+def test_elsewhere_it_leaves_prompts_to_others() -> None:
+    q = torch.zeros(2, 2, cudnn.BLOCKS[-1], 8, dtype=torch.bfloat16)
+    assert cudnn.last_rows_attention(q, q[:, 0], q[:, 0], lambda one, two, kind: one) is None
+    assert cudnn.prompt_rows(torch.device("cpu"), 128) is None
+    cudnn.make_plans(q)
