@@ -30,6 +30,7 @@ _LINES = (16, 32, 64, 128)  # queries times G: one for each size of query tiles
 _OBSERVED = (1, 32, 64)  # last queries of a prompt: one for each tile of 16, 32 and 64
 _FAR = 1 << 16  # rows of a head that are divided among several programs
 _DIVIDED = 512  # the fewest of them that are, with every tile size
+_MANY = 1 << 14  # rows of a head that several programs search
 _IDS = 16  # token ids below it are in every vocabulary
 
 
@@ -61,6 +62,8 @@ def warm(kv: KVCache, network: Network) -> None:
         slides = any(window is not None for window in kv.shape.windows)
         if kv.rules.evicts or slides:
             _tiles(kv)  # else heads are even, and their rows are a plain block
+        if kv.rules.prompt is not None:
+            _choices(kv)
         if kv.rules.stride:
             _blocks(kv)
         if not kv.rules.stride and kv.device.type == "cuda":
@@ -170,6 +173,18 @@ def _tiles(kv: KVCache) -> None:
                     add(mass, squares, q, lse, at, *source[:2], window, *source[2:])
                     if evidence.each_query and kv.ops.largest_attention is not None:
                         kv.ops.largest_attention(q, at, (source,), window, lse)
+
+
+def _choices(kv: KVCache) -> None:
+    """Run the kernels that choose among many rows of a head. Those of `_talk` are for few."""
+    heads, device = kv.shape.kv_heads, kv.device
+    with torch.inference_mode():
+        pos = torch.arange(_MANY, device=device).expand(heads, _MANY)
+        scores, free = pos.to(torch.float32), pos >= 0
+        counts = torch.ones(heads, dtype=torch.int64, device=device)
+        kv.ops.wanted(scores, pos, free, counts.sum(), heads)
+        for also in (None, free):
+            kv.ops.best(scores, pos, free, counts, 1, also=also)
 
 
 def _blocks(kv: KVCache) -> None:

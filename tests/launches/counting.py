@@ -2,8 +2,6 @@
 
     python tests/launches/counting.py [steps] [prompts] [--all] [--names] [--json FILE]
     python tests/launches/counting.py --write      the table that tests/launches/ compares with
-    python tests/launches/counting.py --against FILE [--json FILE]
-                                     launches of an 8B model, by an older table and the present one
     python tests/launches/counting.py --late [CASE]  kernels that a turn compiles after the warm-up
 
 The whole program runs as on a GPU, on a small network of random weights in bfloat16: the engine,
@@ -12,9 +10,9 @@ kernels do nothing (`stub_driver`); then the torch form of the kernel computes t
 what follows is as it would be. Counted are, in this order,
 
     triton   launches of Triton kernels that arrive at the driver
-    torch    operators of torch on tensors of the GPU, other than views and allocations. Each
-             launches at least one kernel; some (sort, cumsum, logsumexp, index_put) launch more,
-             which is not seen here. Flash attention is one
+    torch    operators of torch on tensors of the GPU, other than views and allocations. `topk` and
+             `sort` count as what they launch; a few others (cumsum, logsumexp, index_put) launch
+             more than the one that is counted. Flash attention is one
     sent     copies from the host to the GPU
     fetched  copies or values from the GPU; all but that of a step's token make the host wait
 
@@ -84,7 +82,8 @@ PARTS = ("layer", "finish", "chunk", "beside", "beside_chunk")
 class Case:
     """What is counted. kept: "int8" keys and values, or "windows": layers with a sliding window;
     options: of the policies; stride: with it, the step policy also reads the prompt; weights: how
-    the matrices of the layers are kept, one of `linear.FORMS`; budget: rows per head."""
+    the matrices of the layers are kept, one of `linear.FORMS`; budget: rows per head; chunks: of
+    the prompts that are compared with others of one chunk more."""
 
     policy: str
     decode: str
@@ -93,6 +92,7 @@ class Case:
     stride: int = 0
     weights: str = "auto"
     budget: int = BUDGET
+    chunks: int = 1
 
     @property
     def name(self) -> str:
@@ -101,7 +101,8 @@ class Case:
         options = (f"{name}={value}" for name, value in self.options)
         weights = "" if self.weights == "auto" else f"{self.weights} weights"
         budget = "" if self.budget == BUDGET else f"budget {self.budget}"
-        return " ".join((pair, *options, *filter(None, (self.kept, weights, budget))))
+        chunks = "" if self.chunks == 1 else f"{self.chunks} chunks"
+        return " ".join((pair, *options, *filter(None, (self.kept, weights, budget, chunks))))
 
 
 class _Kernels(Triton):
@@ -328,7 +329,7 @@ def prompt_rows(bench: Bench, case: Case, *, whole: bool = True) -> list[dict[st
     for layers in LAYERS:
         for chunks in (1, 2) if whole else (1,):
             key = layers, chunks
-            runs[key], ends[key] = prompt_runs(bench, case, layers, chunks)
+            runs[key], ends[key] = prompt_runs(bench, case, layers, case.chunks + chunks - 1)
     rows = []
     few, more = LAYERS
     for turn in range(2):
@@ -399,6 +400,9 @@ Row = dict[str, list[int]]
 Rows = dict[str, Row]
 
 
+_MANY_ROWS = 18  # chunks after which several programs search the rows of a layer
+
+
 def step_cases(*, whole: bool = True) -> list[Case]:
     """Every step policy behind a prompt policy. A full cache is without both."""
     pairs = [("full" if name == "none" else "snapkv", name) for name in policies.step_names()]
@@ -418,6 +422,7 @@ def prompt_cases(*, whole: bool) -> list[Case]:
         found += [Case(name, "none", kept) for kept in KEPT if kept]
     found += [Case("snapkv", name) for name in (steps if whole else _NOTED_BY_DAY)]
     found += [Case("full", "none", weights=form) for form in ("int8", "int4")]
+    found.append(Case("adakv", "none", chunks=_MANY_ROWS))
     return [*found, *block_cases()]
 
 
@@ -474,47 +479,6 @@ def text(table: Mapping[str, object]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-MODEL, CHUNKS = 32, 4
-"""Layers of an 8B model, and chunks of 2,048 tokens in a prompt of 8,192."""
-
-
-def step_launches(row: Row) -> int:
-    """Of a step of such a model, each operator of torch counted as one."""
-    return sum(MODEL * n + m for n, m in zip(row["layer"][:2], row["beside"][:2], strict=True))
-
-
-def prompt_launches(row: Row) -> int:
-    """Of such a prompt."""
-    more = CHUNKS - 1
-    return sum(
-        MODEL * (row["layer"][kind] + more * row["chunk"][kind])
-        + row["beside"][kind]
-        + more * row["beside_chunk"][kind]
-        for kind in (0, 1)
-    )
-
-
-Line = dict[str, object]
-
-
-def compared(old: Mapping[str, Rows], new: Mapping[str, Rows]) -> dict[str, dict[str, Line]]:
-    """Launches of a step and of a prompt, before and after, and as a multiple of a full cache's."""
-    found: dict[str, dict[str, Line]] = {}
-    for part, launches, turns in (
-        ("steps", step_launches, ("",)),
-        ("prompts", prompt_launches, (" first", " later")),
-    ):
-        full = {turn: launches(new[part]["full/none" + turn]) for turn in turns}
-        found[part] = {}
-        for name, row in new[part].items():
-            turn = next(turn for turn in turns if name.endswith(turn))
-            before = launches(old[part][name]) if name in old[part] else None
-            now = launches(row)
-            line = {"before": before, "after": now, "of_full": round(now / full[turn], 2)}
-            found[part][name] = line | {"layer": row["layer"], "beside": row["beside"]}
-    return found
-
-
 # -- kernels that are compiled in the middle of a turn ------------------------------------------
 
 
@@ -541,16 +505,8 @@ def main() -> int:
     parser.add_argument("--machine-code", action="store_true", help="compile as for a GPU")
     parser.add_argument("--json", type=Path, help="write here, too")
     parser.add_argument("--write", action="store_true", help="write the table anew")
-    parser.add_argument("--against", type=Path, help="an older table")
     parser.add_argument("--late", action="store_true", help="what is compiled after the warm-up")
     asked = parser.parse_args()
-    if asked.against is not None:
-        old, new = (json.loads(path.read_text()) for path in (asked.against, TABLE))
-        shown = text({"columns": new["columns"], "layers": MODEL, **compared(old, new)})
-        print(shown, end="")
-        if asked.json is not None:
-            asked.json.write_text(shown)
-        return 0
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), machine_code=asked.machine_code)
         with bench.torch:
