@@ -123,6 +123,23 @@ def test_processors_with_tiles_read_more_rows_at_once(monkeypatch: pytest.Monkey
         assert prompt_rows(cuda=False, head_dim=64) == rows
 
 
+def test_gpus_with_fast_attention_in_long_blocks_read_more_rows_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    for capability, head_dim, rows in (
+        ((9, 0), 128, 8192),
+        ((9, 0), 256, None),
+        ((8, 0), 128, None),
+    ):
+        found = lambda device, capability=capability: capability  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "get_device_capability", found)
+        assert prompt_rows(cuda=True, head_dim=head_dim) == rows
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert prompt_rows(cuda=True, head_dim=128) is None
+
+
 def test_defaults_are_those_of_the_device(folder: Path) -> None:
     chat = build(Settings(model=str(folder)))
     assert chat.engine.kv.ops.name in ("native", "torch")
