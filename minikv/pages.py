@@ -34,6 +34,16 @@ def large(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return Pages(device).empty(shape, dtype)
 
 
+def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor on the CPU in a mapping of its own, whatever its size; on Linux."""
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.empty(tuple(shape), dtype=dtype)
+    source, at = _own(size)
+    flat = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=at)
+    return flat.view(dtype).view(tuple(shape))
+
+
 class Pages:
     """Memory of a device for tensors with about the same lifetime: a mapping is freed with the last
     tensor in it. A tensor keeps its mapping alive, but does not prevent closing it; so no mapping
@@ -50,21 +60,13 @@ class Pages:
         size = math.prod(shape) * dtype.itemsize
         if self._asks and size >= SMALL:
             try:
-                source, at = self._own(size) if size >= LARGE else self._shared(size)
+                source, at = _own(size) if size >= LARGE else self._shared(size)
             except (OSError, ValueError):  # address space is limited; the heap may need less
                 self._asks, self._slab = False, None
             else:
                 flat = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=at)
                 return flat.view(dtype).view(tuple(shape))
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-
-    def _own(self, size: int) -> tuple[mmap.mmap, int]:
-        """A new mapping for one tensor, and the tensor's offset in it. The end that does not fill a
-        large page uses small pages, because it would occupy a whole large one."""
-        made, at = _mapped(size)
-        if whole := size // PAGE * PAGE:
-            _ask(made, at, whole)
-        return made, at
 
     def _shared(self, size: int) -> tuple[mmap.mmap, int]:
         """A slab with `size` free bytes, and their offset in it."""
@@ -74,6 +76,15 @@ class Pages:
             _ask(self._slab, at, SLAB)
         self._used = at + size
         return self._slab, at
+
+
+def _own(size: int) -> tuple[mmap.mmap, int]:
+    """A new mapping for one tensor, and the tensor's offset in it. The end that does not fill a
+    large page uses small pages, because it would occupy a whole large one."""
+    made, at = _mapped(size)
+    if whole := size // PAGE * PAGE:
+        _ask(made, at, whole)
+    return made, at
 
 
 def _mapped(size: int) -> tuple[mmap.mmap, int]:

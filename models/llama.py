@@ -164,7 +164,7 @@ class Ops(Protocol):
     @property
     def layers(self) -> Callable[..., AllLayers | None] | None:
         """A function that makes an `AllLayers` from the `Rest` of each layer and a `First` or None
-        (kernels/cpu/layers.py, kernels/triton/layers.py), or returns None. None: there is none."""
+        (kernels/cpu/layers.py), or returns None. None: there is none."""
         ...
 
     @property

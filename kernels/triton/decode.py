@@ -279,8 +279,8 @@ class Workspace:
 
 _TILE = 32768  # bytes of k and v in a tile; twice as many where one program has a multiprocessor
 _DEEP = {(8, 0), (9, 0), (10, 0), (10, 3)}
-"""Compute capabilities with at least 163 KiB of shared memory, enough for two blocks that each load
-two tiles ahead. Others have 99 KiB."""
+"""Compute capabilities with at least 163 KiB of shared memory, enough for a tile of twice the size
+and two more that are loaded ahead. Others have 99 KiB."""
 
 
 def configure(
@@ -294,7 +294,8 @@ def configure(
     deep = capability in _DEEP and size <= 128
     row = 2 * columns(size) * dtype.itemsize
     if deep and dtype.itemsize == 2:
-        # The best of 25 on an H100: fewer programs make fewer parts, which uneven heads need.
+        # Among the best of 25 on an H100: fewer programs make fewer parts, which uneven heads need.
+        # The other GPUs with as much shared memory were not measured.
         return Config(max(16, min(128, 2 * _TILE // row)), 8, 3, processors, joined=32)
     most = 64 if dtype == torch.int8 else 128  # int8 needs registers for the converted numbers
     warps = 8 if size > 128 and dtype.itemsize != 2 else 4

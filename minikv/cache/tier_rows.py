@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from minikv.cache.stats import Shape
 from minikv.errors import MinikvError
-from minikv.pages import Pages, empty
+from minikv.pages import alone, empty
 
 Columns = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """By name: dtype and size of one row of each column."""
@@ -92,12 +93,16 @@ class Pinned:
         weakref.finalize(self, _unpin, runtime, self._begins)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that is not initialised. Raises RuntimeError if the memory cannot be pinned."""
-        made = Pages(torch.device("cpu")).empty(shape, dtype)
+        """A tensor that is not initialised. Raises OutOfMemoryError if the memory cannot be
+        pinned."""
+        made = alone(shape, dtype)  # pages are pinned whole
         if made.nbytes:
             status = self._runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0)
             if status != self._runtime.cudaError.success:
-                raise RuntimeError(f"{made.nbytes:,} bytes of memory cannot be pinned: {status}")
+                _forget_error()
+                raise torch.OutOfMemoryError(
+                    f"{made.nbytes:,} bytes of memory cannot be pinned: {status}"
+                )
             self._begins.add(made.data_ptr())
         return made
 
@@ -106,6 +111,13 @@ class Pinned:
         mine = {tensor.data_ptr() for tensor in tensors} & self._begins
         self._begins -= mine
         _unpin(self._runtime, mine)
+
+
+def _forget_error() -> None:
+    """CUDA notes a call that failed, and the next launch would raise for it."""
+    if torch.cuda.is_available():  # pragma: no cover - CUDA only
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
 
 
 def _unpin(runtime: Any, begins: set[int]) -> None:

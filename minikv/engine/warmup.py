@@ -66,7 +66,8 @@ def warm(kv: KVCache, network: Network) -> None:
             _choices(kv)
         if kv.rules.stride:
             _blocks(kv)
-        if not kv.rules.stride and kv.device.type == "cuda":
+        whole = any(window is None for window in kv.shape.windows)
+        if whole and not kv.rules.stride and kv.ops.prompt_rows is not None:
             heads = kv.shape.kv_heads, kv.shape.heads // kv.shape.kv_heads
             like = torch.empty((*heads, 0, kv.shape.head_dim), dtype=kv.dtype, device=kv.device)
             cudnn.make_plans(like)

@@ -9,8 +9,9 @@
 
 A step is a process, or several at once, with a limit in time; one that fails does not stop the next
 one. All output is also in OUT/log.txt. OUT/steps.json says what became of each step, and is written
-after each; every measurement writes its own file as it goes. `second` repeats what the files
-steps.json, smoke.json and figures.json in .gpu/ call failed. minikv need not be installed.
+after each; every measurement writes its own file as it goes. `second` repeats the checks and the
+figures that smoke.json, figures.json and peer.json in .gpu/ call failed. minikv need not be
+installed.
 GPU_TEST_SEED=N repeats the random numbers of the checks.
 """
 
@@ -45,6 +46,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "check": ("facts", "smoke", "tests"),
     "measure": ("step", "kernels", "eviction", "scoring"),
 }
+LIMIT = "SECONDS"
 _PROCESSES = 14  # of the checks at once, at most
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _PIPE = 2.0  # seconds to wait for the rest of a process's output
@@ -57,8 +59,9 @@ _METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Processes that run at once. seconds: their limit; needs: a program without which the step is
-    left out; after(): called when they have ended, however they did."""
+    """Processes that run at once. seconds: their limit, and what is left of it for the process
+    stands in place of LIMIT in the commands; needs: a program without which the step is left out;
+    after(): called when they have ended, however they did."""
 
     name: str
     seconds: float
@@ -101,7 +104,7 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
         )
 
     def figures(name: str, file: str, seconds: float, *options: str) -> Step:
-        given = ("--json", str(out / file), "--seconds", f"{seconds - 10:.0f}", *options)
+        given = ("--json", str(out / file), "--seconds", LIMIT, *options)
         return Step(name, seconds, [script("figures", *little, *given)], interpreted)
 
     tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "40"]
@@ -155,7 +158,7 @@ def failures(folder: Path) -> tuple[list[str], list[str]]:
             return {}
 
     checks = [one["check"] for one in read("smoke.json").get("checks", ()) if one["state"] != "ok"]
-    items = read("figures.json").get("items", {})
+    items = {**read("figures.json").get("items", {}), **read("peer.json").get("items", {})}
     return checks, [name for name, one in items.items() if one["state"] != "ok"]
 
 
@@ -205,7 +208,7 @@ class Runner:
         try:
             for command in step.commands:
                 process = subprocess.Popen(
-                    command,
+                    [f"{seconds - 10:.0f}" if word == LIMIT else word for word in command],
                     cwd=ROOT,
                     env=environment,
                     stdout=subprocess.PIPE,

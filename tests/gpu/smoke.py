@@ -109,16 +109,21 @@ class Results:
         # The same random numbers, whatever runs before it in this process.
         self.made.manual_seed(SEED ^ zlib.crc32(check.name.encode()))
         began, state, trace = perf_counter(), "ok", ""
+        self._note({"check": check.name, "state": "died", "said": "", "seconds": 0.0, "trace": ""})
         try:
             said = check.run()
         except Exception as error:
             state, trace = "FAILED", traceback.format_exc()
             said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         seconds = round(perf_counter() - began, 2)
-        self.done.append(
+        self.done.pop()
+        self._note(
             {"check": check.name, "state": state, "said": said, "seconds": seconds, "trace": trace}
         )
         print(f"{state:6} {check.name:40} {seconds:6.1f} s  {said}", flush=True)
+
+    def _note(self, one: dict[str, object]) -> None:
+        self.done.append(one)
         if self.path is not None:
             self.path.write_text(json.dumps({"seed": SEED, "checks": self.done}, indent=1))
 

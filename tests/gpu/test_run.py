@@ -131,7 +131,7 @@ def test_what_failed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """`second` takes the checks and figures that the files of the run before call failed."""
     monkeypatch.setattr(run, "BEFORE", tmp_path)
     assert "again" not in steps(tmp_path, small=False, scratch=tmp_path)
-    checks = [{"check": "one", "state": "FAILED"}, {"check": "two", "state": "ok"}]
+    checks = [{"check": "one", "state": "died"}, {"check": "two", "state": "ok"}]
     (tmp_path / "smoke.json").write_text(json.dumps({"checks": checks}))
     items = {"packed weights": {"state": "hung"}, "memory": {"state": "ok"}}
     (tmp_path / "figures.json").write_text(json.dumps({"items": items}))
@@ -169,15 +169,16 @@ def test_steps_have_a_limit_and_one_that_fails_stops_none(tmp_path: Path) -> Non
         Step("absent", 60, [("no-such-program",)]),
         Step("unneeded", 60, [("true",)], needs="no-such-program"),
         Step("good", 60, [(python, "-c", f"print('said {i}')") for i in range(3)]),
+        Step("told", 60, [(python, "-c", "import sys; print('has', *sys.argv[1:])", run.LIMIT)]),
     ):
         runner.run(step)
     done = json.loads((tmp_path / "steps.json").read_text())
-    states = ["failed", "cut short", "failed", "left out", "ok"]
+    states = ["failed", "cut short", "failed", "left out", "ok", "ok"]
     assert [one["state"] for one in done] == states
     assert done[0]["why"] == "status 3"
     assert merged == [True]
     log = (tmp_path / "log.txt").read_text()
-    assert all(word in log for word in ("begun", "said 0", "said 1", "said 2"))
+    assert all(word in log for word in ("begun", "said 0", "said 1", "said 2", "has 50"))
     child = int(re.search(r"begun (\d+)", log)[1])  # type: ignore[index]
     status = Path(f"/proc/{child}/stat")
     assert not status.exists() or status.read_text().split()[2] in "ZX", "it goes on"

@@ -135,7 +135,7 @@ def test_the_edge_is_found(count: int, few: bool, monkeypatch: pytest.MonkeyPatc
 @on_device
 def test_the_edge_of_long_heads() -> None:
     """Longer than what one program searches; equal rows of several heads at the edge."""
-    heads, count = 2, 70_000
+    heads, count = 2, 20_000
     scores = draw(1, (heads, count), torch.float32).mul(300).round() / 300
     scores[1, : count // 2] = scores[0, : count // 2]
     pos = torch.arange(count).repeat(heads, 1)
