@@ -47,8 +47,8 @@ def without(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
-    """With the packages of an image for GPUs: what only the command line needs is not there. No
-    more files come back than a machine that is lent returns."""
+    """With the packages of an image for GPUs: what only the command line needs is not there. There
+    are few files, so that all of them can be copied back from another machine."""
     pytest.importorskip("triton", reason="no Triton on this system")
     without(tmp_path, ("platformdirs", "prompt_toolkit", "pydantic"))
     out = tmp_path / "out"
@@ -76,7 +76,7 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
     captured = [row["captured"] for row in figures["rows"] if "step_ms" in row]
     assert len(captured) > 15
     assert not any(captured), "there is no graph here"
-    assert len([*out.iterdir()]) <= 8 - 1, "the compiled kernels come back, too"
+    assert len([*out.iterdir()]) <= 8
 
 
 def test_the_checks_are_dealt_out_once() -> None:
