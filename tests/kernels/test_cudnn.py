@@ -55,8 +55,8 @@ def test_every_query_sees_its_rows(
     mixed, lse = attended(q, k, v, True, earlier)
     torch.testing.assert_close(found[0], mixed, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], lse, rtol=1e-5, atol=1e-5)
-    if kinds:
-        assert kinds[-1] == q.dtype
+    if rows == 8 and kinds:  # one block of queries: rounded once, at the end
+        assert kinds == [torch.float32] * (len(kinds) - 1) + [q.dtype]
 
 
 def test_every_shape_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:

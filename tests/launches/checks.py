@@ -22,6 +22,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
+from minikv.engine.warmup import warm
 from minikv.kernels.triton import compaction
 from minikv.models.linear import Plain
 
@@ -160,6 +161,23 @@ def test_arguments_that_do_not_fit_are_an_error(bench: Bench) -> None:
     count = torch.ones(8, dtype=torch.int64, device=GPU)
     with pytest.raises(Exception, match=r"(?i)pointer|type|float|load"):
         compaction._columns[(1, 8)](1.5, count, count, (count,), (count,), 1, 1, BN=64, num_warps=4)
+
+
+def test_choosing_among_the_rows_of_a_long_document_compiles_nothing(bench: Bench) -> None:
+    """After the warm-up, whose prompts are short."""
+    bench.launches.forget()
+    engine = bench.engine(Case("adakv", "roco"), 1)
+    warm(engine.kv, engine.network)
+    assert engine.kv.notice is None
+    before, rows = bench.launches.builds.copy(), 5000
+    pos = torch.arange(rows, device=GPU).expand(8, rows)
+    counts = torch.ones(8, dtype=torch.int64, device=GPU)
+    choice = pos.to(torch.float32), pos, pos >= 0
+    ops = engine.kv.ops
+    ops.wanted(*choice, counts.sum(), 8)
+    ops.best(*choice, counts, 1)
+    ops.best(*choice, counts, 1, also=choice[2])
+    assert dict(bench.launches.builds - before) == {}
 
 
 def test_steps_and_prompts_launch_what_the_table_says(bench: Bench) -> None:
