@@ -39,9 +39,7 @@ def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
-    source, at = _own(size)
-    flat = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=at)
-    return flat.view(dtype).view(tuple(shape))
+    return _in(*_own(size), shape, dtype)
 
 
 class Pages:
@@ -64,8 +62,7 @@ class Pages:
             except (OSError, ValueError):  # address space is limited; the heap may need less
                 self._asks, self._slab = False, None
             else:
-                flat = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=at)
-                return flat.view(dtype).view(tuple(shape))
+                return _in(source, at, shape, dtype)
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def _shared(self, size: int) -> tuple[mmap.mmap, int]:
@@ -76,6 +73,13 @@ class Pages:
             _ask(self._slab, at, SLAB)
         self._used = at + size
         return self._slab, at
+
+
+def _in(source: mmap.mmap, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor at this offset of a mapping."""
+    size = math.prod(shape) * dtype.itemsize
+    flat = torch.frombuffer(source, dtype=torch.uint8, count=size, offset=at)
+    return flat.view(dtype).view(tuple(shape))
 
 
 def _own(size: int) -> tuple[mmap.mmap, int]:

@@ -42,10 +42,10 @@ def last_rows_attention(q: Tensor, k: Tensor, v: Tensor, join: Join) -> Part | N
             found.append(part)
             continue
         own = slice(before, before + count)
-        whole: Part | None = _planned(mine, k[:, own], v[:, own], causal=True)
+        whole: Part | None = planned(mine, k[:, own], v[:, own], causal=True)
         for at, size in blocks(before):
             seen = slice(at, at + size)
-            attend = _planned if size in BLOCKS else cuda_attention
+            attend = planned if size in BLOCKS else cuda_attention
             part = attend(mine, k[:, seen], v[:, seen], causal=False)
             assert part is not None
             assert whole is not None
@@ -96,12 +96,12 @@ def make_plans(q: Tensor) -> None:
             queries = queries.view(rows, heads, group, size).permute(1, 2, 0, 3)
             for keys in BLOCKS:
                 key = q.new_zeros((heads, keys, size))
-                _planned(queries, key, key, causal=False)
+                planned(queries, key, key, causal=False)
             key = q.new_zeros((heads, rows, size))
-            _planned(queries, key, key, causal=True)
+            planned(queries, key, key, causal=True)
 
 
-def _planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Part:
+def planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Part:
     """Attention of a block of queries [H, G, T, D] over a block of keys [H, N, D]."""
     heads, group, rows, size = q.shape
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(

@@ -106,7 +106,7 @@ def _read(x, start, N: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, IN
 
 
 @triton.jit
-def _normed(here, by, length, like, FORM: tl.constexpr):
+def _normed(here, by, length, like):
     """The parts of `_read`, multiplied by `length` and the norm."""
     parts = ()
     for i in tl.static_range(len(here)):
@@ -294,7 +294,7 @@ def _row_product(
         if norm is not None:
             by = _read(norm, 0, N, FORM, GROUP, IN)
             length = tl.rsqrt(_squares(here, FORM) / N + scale)
-            here = _normed(here, by, length, x, FORM)
+            here = _normed(here, by, length, x)
         spread = _spread(here, FORM)
         tiles = tl.cdiv(results, OUT // 2 if THEN == _GATE else OUT)
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -328,7 +328,7 @@ def _row_product(
             pair_ahead = _asked_scales(scales, row, after < N, after, outputs, N, FORM, GROUP, T)
             here = _read(x, start, N, FORM, GROUP, IN)
             if norm is not None:
-                here = _normed(here, _read(norm, start, N, FORM, GROUP, IN), length, x, FORM)
+                here = _normed(here, _read(norm, start, N, FORM, GROUP, IN), length, x)
             total = _added(total, kept, pair, _spread(here, FORM), zero, FORM, T)
         _written(total, beside, bias, out, tile, results, FORM, THEN)
 

@@ -485,23 +485,24 @@ class KVCache:
         turns = list(plan.turns)
         # From here on nothing fails.
         self._reading = None
+        old = self._arena
         # A CUDA graph holds addresses: if no mark needs the old rows, overwrite them in place.
-        if not (self.keeps_addresses and not self._marked and self._arena.take(reading.target)):
-            self._replace(reading.target)
+        if not (self.keeps_addresses and not self._marked and old.take(reading.target)):
+            self._arena = reading.target
         self._last, self._evict_s, self._turns = outcome, evict_s, turns
         self._exact = reading.exact if isinstance(reading, Prefill) else []
         self._open = False
         self.position = plan.position + plan.tokens
         self._peak = reading.peak
+        much = old is not self._arena and old.nbytes > _MUCH
+        del old, reading  # both hold the old arena
+        if much:
+            self._give_back()
 
-    def _replace(self, arena: Arena) -> None:
-        """Use this arena from now on. On a GPU the old one's memory goes back to the system if it
-        is much: torch would keep it, and the next arena, which is a little larger, does not fit in
-        it."""
-        old, self._arena = self._arena, arena
-        much = old is not arena and old.nbytes > _MUCH
-        del old
-        if much and self.device.type == "cuda":  # pragma: no cover - CUDA only
+    def _give_back(self) -> None:
+        """On a GPU, return the memory of an arena that is not used any more to the system. torch
+        would keep it, and the next arena, which is a little larger, does not fit in it."""
+        if self.device.type == "cuda":  # pragma: no cover - CUDA only
             torch.cuda.empty_cache()
 
     def rollback(self) -> None:
@@ -540,8 +541,13 @@ class KVCache:
         self.settle()
         self._exact = []
         with torch.inference_mode(False):  # these tensors are also written outside of a forward
-            arena = self._with_room()  # the same rows
-            self._replace(arena)
+            before = self._arena.nbytes
+            grown = self._with_room()
+            if grown is not self._arena:
+                self._arena = grown  # the same rows
+                if before > _MUCH:
+                    self._give_back()
+            arena = self._arena
             decode.open(
                 arena,
                 step,

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minikv import policies
+from minikv.cache import kv_cache
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
@@ -1005,3 +1006,21 @@ def test_a_window_that_ends_with_a_later_prompt_has_lost_its_first_row(
             assert run.kv.kept(layer, head).tolist() == list(range(max(0, end - window + 1), end))
     held = run.kv.stats().held_bytes
     assert held <= run.kv.stats().full_bytes
+
+
+@pytest.mark.parametrize("grows", [False, True], ids=["a prompt", "a step"])
+def test_an_arena_is_gone_before_its_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, grows: bool
+) -> None:
+    """What still holds it would keep the memory until the next one goes."""
+    run = engine(network(), "full", "none", None)
+    run.prompt(ids(40), room=4)
+    old, gone = weakref.ref(run.kv._arena.columns["k"]), list[bool]()
+    monkeypatch.setattr(kv_cache, "_MUCH", 0)
+    monkeypatch.setattr(KVCache, "_give_back", lambda kv: gone.append(old() is None))
+    if grows:
+        for token in ids(6):
+            run.step(token)
+    else:
+        run.prompt(ids(30, seed=2), room=4)
+    assert gone == [True]

@@ -61,7 +61,7 @@ from minikv.engine.decode_loop import DecodeLoop, Eager, captured
 from minikv.kernels import dispatch, rows_attention
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import attention
-from minikv.kernels.torch.cudnn import make_plans
+from minikv.kernels.torch.cudnn import make_plans, planned
 from minikv.kernels.triton.table import Triton
 from minikv.models.llama import Llama
 
@@ -96,9 +96,10 @@ class TorchSelection(Triton):
     """The rows that stay after a prompt are chosen in torch, and moved in Triton."""
 
 
-for _name in ("divide", "remaining", "order_key", "best", "wanted", "pool", "pool_mass", "stayed"):
-    setattr(TorchSelection, _name, staticmethod(getattr(Kernels, _name)))
-for _name in ("share", "ensure_least", "survivors", "lay_out"):
+for _name in (
+    *("divide", "remaining", "order_key", "best", "wanted", "pool", "pool_mass", "stayed"),
+    *("share", "ensure_least", "survivors", "lay_out"),
+):
     setattr(TorchSelection, _name, staticmethod(getattr(Kernels, _name)))
 
 
@@ -377,16 +378,6 @@ def line(row: dict[str, Any]) -> str:
 # -- 1 ---------------------------------------------------------------------------------------------
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """[H, G, T, D] and [H, N, D], as `rows_attention`, by cuDNN."""
-    heads, group, rows, size = q.shape
-    out = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q.reshape(1, heads * group, rows, size), k[None], v[None], None, True, 0.0, causal
-    )
-    mixed, lse = out[0], out[1]
-    return mixed.view(heads, group, rows, size), lse.reshape(heads, group, rows)
-
-
 def ceilings(bench: Bench) -> None:
     """Rates of the card; and the attention of a prompt by flash and by cuDNN."""
     began = perf_counter()
@@ -428,10 +419,10 @@ def ceilings(bench: Bench) -> None:
         want = flash(0)
         try:
             began = perf_counter()
-            got = cudnn(q, k, v, causal)
+            got = planned(q, k, v, causal=causal)
             torch.cuda.synchronize()
             first = perf_counter() - began
-            us = bench.us(lambda i, q=q, k=k, v=v, c=causal: cudnn(q, k, v, c), 2, 5)
+            us = bench.us(lambda i, q=q, k=k, v=v, c=causal: planned(q, k, v, causal=c), 2, 5)
             bench.row(
                 f"cuDNN {name}",
                 us=us,
@@ -440,14 +431,6 @@ def ceilings(bench: Bench) -> None:
                 off=off(got[0], want[0]),
                 lse_off=float((got[1] - want[1]).abs().max()),
             )
-            # Keys as a prompt has them: a part of a longer buffer.
-            wide = [torch.cat((x, x[:, :96]), 1)[:, :n] for x in (k, v)]
-            began = perf_counter()
-            cudnn(q, *wide, causal)
-            torch.cuda.synchronize()
-            first = perf_counter() - began
-            us = bench.us(lambda i, q=q, w=wide, c=causal: cudnn(q, *w, c), 2, 5)
-            bench.row(f"cuDNN {name}, strided", us=us, tflops=flops / us / 1e6, first_s=first)
         except RuntimeError as error:
             bench.row(f"cuDNN {name}", error=str(error)[:200])
 

@@ -45,7 +45,7 @@ def test_every_query_sees_its_rows(
     kinds: list[torch.dtype] = []
     monkeypatch.setattr(cudnn, "BLOCKS", (8, 4))
     monkeypatch.setattr(cudnn, "takes", lambda q: True)
-    monkeypatch.setattr(cudnn, "_planned", block)
+    monkeypatch.setattr(cudnn, "planned", block)
     monkeypatch.setattr(cudnn, "cuda_attention", flash)
     made = torch.Generator().manual_seed(rows * 100 + earlier)
     q = torch.randn(rows, 2, 3, 16, generator=made, dtype=torch.float64).permute(1, 2, 0, 3)
@@ -70,7 +70,7 @@ def test_every_shape_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cudnn, "BLOCKS", (8, 4))
     monkeypatch.setattr(cudnn, "takes", lambda q: True)
-    monkeypatch.setattr(cudnn, "_planned", block)
+    monkeypatch.setattr(cudnn, "planned", block)
     monkeypatch.setattr(cudnn, "cuda_attention", lambda q, k, v, causal: (q, q[..., 0]))
     heads, group, size = 2, 3, 16
     cudnn.make_plans(torch.zeros(heads, group, 0, size))
