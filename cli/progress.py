@@ -1,5 +1,7 @@
 """One live line for work that takes a while: a bar, amounts, the measured rate, the time left.
 
+Without a terminal, long work has a line when it begins, and one every ten seconds.
+
 rich.progress measures the rate and makes the bar. `Terminal.status` writes the line: on a terminal
 only, at most ten times a second, and removed when the work is done. rich's Live and its columns are
 not used. Live hides the cursor, and a process that is killed (out of memory) leaves it hidden.
@@ -24,8 +26,8 @@ FRAME = 0.1
 """Seconds between two frames."""
 SELDOM = 10.0
 """Seconds between two lines where there is no terminal."""
-LARGE = 256 << 20
-"""From so many bytes of weights on, loading takes so long that a line says so before."""
+LARGE = {"B": 256 << 20, "tok": 1_000}
+"""By unit: from so much work on, a line says where there is no terminal that it begins."""
 RECENT = 30.0
 """The rate is that of the last so many seconds: reading slows down as the prompt grows."""
 _WIDEST, _NARROWEST = 40, 6  # columns of the bar
@@ -35,7 +37,7 @@ class Live:
     """The line of one piece of work, called as `live(done, total)`.
 
     `label` is what the line begins with. `unit` is "tok" or "B" (bytes, shown in binary units).
-    `clock` gives seconds.
+    `clock` gives seconds; only when a line is written depends on it.
     """
 
     def __init__(
@@ -52,13 +54,16 @@ class Live:
         self._last = float("-inf")
         self.restart(label)
 
-    def restart(self, label: str) -> None:
-        """Begin the next piece of work, on the same line."""
+    def restart(self, label: str, *, announced: bool = False) -> None:
+        """Begin the next piece of work, on the same line. announced: a line has said so."""
         self.label = label
+        self._announced = announced
         self._progress: Progress | None = None
+        self._told: tuple[float, int] | None = None  # when the last line was written, and at what
 
     def __call__(self, done: int, total: int) -> None:
         if not self._terminal.live:
+            self._line(done, total)
             return
         if self._progress is None:
             from rich.progress import Progress  # it is slow to import
@@ -74,6 +79,22 @@ class Live:
         if now - self._last >= FRAME:
             self._last = now
             self._terminal.status(self._drawn(done, total, task.speed))
+
+    def _line(self, done: int, total: int) -> None:
+        """Write a line if it is time for one. The time left is by the rate since the last one."""
+        now = self._clock()
+        if self._told is None:
+            self._told = now, done
+            if not self._announced and total >= LARGE[self._unit]:
+                amount = size_of(total) if self._unit == "B" else f"{total:,} tokens"
+                self._terminal.note(f"{self.label}: {amount}")
+            return
+        then, before = self._told
+        if now - then >= SELDOM and done < total:
+            self._told = now, done
+            rest = (total - done) * (now - then) / (done - before) if done > before else None
+            left = "" if rest is None else f", {duration(rest)} left"
+            self._terminal.note(f"{self.label}: {amounts(done, total, self._unit)}{left}")
 
     def _drawn(self, done: int, total: int, rate: float | None) -> str:
         """The line. What does not fit is left out, the rate first."""
@@ -109,9 +130,6 @@ def _bar(done: int, total: int, width: int, terminal: Terminal) -> str:
 class Loading:
     """Shows how far a model is downloaded and loaded: the `Progress` of `minikv.models.load`.
 
-    On a terminal that is a live line. Elsewhere it is a line when a large model begins to load, and
-    one about every ten seconds.
-
     After `cancel`, which a signal handler may call, the next report raises Interrupted. A download
     runs in threads, which an exception in the main thread would not stop.
     """
@@ -119,9 +137,7 @@ class Loading:
     def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = monotonic) -> None:
         self._terminal = terminal
         self._live = Live(terminal, "", "B", clock=clock)
-        self._clock = clock
         self._phase = ""
-        self._told = 0.0  # when the last line was written, where there is no live line
         self._cancelled = False
 
     def planned(self, files: int, size: int, free: int | None) -> None:
@@ -156,24 +172,10 @@ class Loading:
         if self._cancelled:
             kept = "; finished files are kept" if phase == "download" else ""
             raise Interrupted(f"stopped at {amounts(done, total, 'B')} of the {phase}{kept}")
-        began = phase != self._phase
-        if began:
+        if phase != self._phase:
             self._phase = phase
-            self._live.restart(phase)
+            self._live.restart(phase, announced=phase != "weights")
         self._live(done, total)
-        if not self._terminal.live:
-            self._line(began, phase, done, total)
-
-    def _line(self, began: bool, phase: str, done: int, total: int) -> None:
-        """Write a line where there is no live line: to a file or a pipe."""
-        now = self._clock()
-        if began:
-            self._told = now
-            if phase == "weights" and total >= LARGE:  # the others were announced
-                self._terminal.note(f"loading {size_of(total)} of weights")
-        elif now - self._told >= SELDOM:
-            self._told = now
-            self._terminal.note(f"{phase}: {amounts(done, total, 'B')}")
 
 
 def amounts(done: int, total: int, unit: str) -> str:

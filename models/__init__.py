@@ -71,7 +71,7 @@ def load(
     - dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the storage dtype, except that
       float16 becomes float32 on a CPU, where float16 is no faster and overflows earlier. bfloat16
       stays: a CPU that cannot multiply it reads prompts in float32, a block of the weights at a
-      time; `config.notes` says so.
+      time.
     - weights: "auto" and "plain": as stored. "int8" or "int4": the layers are packed, and the rest
       is bfloat16, which `dtype` "auto" then means. "int8+head" or "int4+head": the lm_head is
       packed to int8, too.

@@ -45,7 +45,6 @@ from minikv.models.linear import (
     Linear,
     Packing,
     Plain,
-    bf16_products,
     fits_int8,
     kept_bytes,
     lacks,
@@ -113,7 +112,7 @@ def load_network(
             note = "tie_word_embeddings is set, but lm_head differs from the embedding: not tied"
             config = replace(config, tied=False, notes=(*config.notes, note))
     _check_room(config, device, dtype, form)
-    notes = (*config.notes, *slow_notes(device, dtype), *form_notes(config, form))
+    notes = (*config.notes, *form_notes(config, form))
     config = replace(config, notes=notes)
     with torch.inference_mode(False):
         # A network without memory. Memory is allocated for one tensor after the other.
@@ -273,16 +272,6 @@ def packed_bytes(config: ModelConfig, form: str) -> int:
 
     inside = sum(kept(*shape, layers) for shape in matrices(config).values())
     return config.layers * inside + kept(config.vocab, config.hidden, logits)
-
-
-def slow_notes(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """A message for the user if the processor does not multiply bfloat16; else none."""
-    if device.type != "cpu" or dtype != torch.bfloat16 or bf16_products():
-        return []
-    return [
-        "this processor does not multiply bfloat16: prompts are read in float32, a block of the "
-        "weights at a time"
-    ]
 
 
 def form_notes(config: ModelConfig, form: str) -> list[str]:

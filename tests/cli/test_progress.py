@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,10 @@ import huggingface_hub.constants
 import pytest
 from checkpoints import Spec, write
 
+import minikv
 import minikv.models as models
+from minikv.cli import turn
+from minikv.cli.interrupt import Interrupts
 from minikv.cli.progress import Live, Loading, duration
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted
@@ -22,6 +27,7 @@ from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelUnavailable
 from minikv.models.hub import resolve
 from minikv.models.weights import load_network
+from minikv.settings import Generation
 
 REPO = "owner/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -207,8 +213,10 @@ def test_a_file_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -
             clock.now += 4
             loading.packed_weights(n << 30, 15 << 30)
         loading.finish()
+        left = ("48 s", "36 s", "24 s", "12 s")
         assert screen.text.splitlines() == [
-            f"packed weights: {n}.0/15.0 GiB" for n in (3, 6, 9, 12, 15)
+            f"packed weights: {n}.0/15.0 GiB, {more} left"
+            for n, more in zip((3, 6, 9, 12), left, strict=True)
         ]
 
 
@@ -217,9 +225,55 @@ def test_a_file_is_told_before_a_large_model_loads(monkeypatch: pytest.MonkeyPat
     loading = Loading(terminal(monkeypatch, screen), clock=clock)
     loading.weights(0, 15 << 30)
     loading.weights(1 << 30, 15 << 30)
-    assert screen.text == "loading 15.0 GiB of weights\n"
+    assert screen.text == "weights: 15.0 GiB\n"
     loading.say('kept (`keep_packed="off"` keeps none)')
     assert screen.text.endswith("kept (--keep-packed off keeps none)\n")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "each", "lines"),
+    [
+        (999, 5.0, ["reading: 400/999 tok, 15 s left", "reading: 800/999 tok, 5.0 s left"]),
+        (1_000, 0.1, ["reading: 1,000 tokens"]),
+        (1_200, 4.0, ["reading: 1,200 tokens", "reading: 600/1,200 tok, 12 s left"]),
+    ],
+)
+def test_a_file_gets_what_is_left_of_a_reading(
+    tokens: int, each: float, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`each`: seconds for 200 tokens. The end is no line: the answer follows."""
+    screen, clock = Screen(tty=False), Clock()
+    live = Live(terminal(monkeypatch, screen), "reading", clock=clock)
+    for done in (*range(0, tokens, 200), tokens):
+        live(done, tokens)
+        clock.now += each
+    assert screen.text.splitlines() == lines
+
+
+def test_piped_readings_are_told_and_nothing_else_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the clock says, the answer is the same."""
+    answers = []
+    for step in (0.0, 3.0):
+        screen, clock = Screen(tty=False), Clock()
+        session = minikv.load(policy="adakv", budget=64)
+        session.attach("The mill stands by the river and grinds. " * 200, "mill.txt")
+
+        def now(clock: Clock = clock, step: float = step) -> float:
+            clock.now += step
+            return clock.now
+
+        monkeypatch.setattr(turn, "Live", partial(Live, clock=now))
+        made = terminal(monkeypatch, screen)
+        monkeypatch.setattr("sys.stdout", Screen(tty=False))
+        made.out = Screen(tty=False)
+        answers.append(turn.run_turn(session, "Who?", Generation(max_tokens=4), made, Interrupts()))
+        lines = [line for line in screen.text.splitlines() if line.startswith("reading")]
+        assert re.fullmatch(r"reading: \d,\d{3} tokens", lines[0])
+        assert bool(lines[1:]) == bool(step)
+        assert all(re.fullmatch(r"reading: [\d,/]+ tok, .* left", line) for line in lines[1:])
+    assert answers[0] == answers[1]
 
 
 def test_an_ascii_terminal_gets_an_ascii_bar(monkeypatch: pytest.MonkeyPatch) -> None:
