@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.chat.report import TurnReport, of_full, ratio
+from minikv.chat.report import Rates, Tokens, TurnReport, of_full, ratio
 from minikv.cli import completion
 from minikv.cli.command import Command, Context
 from minikv.cli.layout import clipped, folded
@@ -221,11 +221,13 @@ def label(eviction: EvictionConfig) -> str:
 
 
 def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
-    """An empty chat over the same network, tokenizer and template, with a cache of its own.
+    """An empty chat over the same network, tokenizer and template, with a cache of its own. If the
+    chat has a tier with exact rows, it reads them instead of the documents.
 
     Raises UsageError if policy and budget do not go together.
     """
     from minikv.cache.kv_cache import KVCache
+    from minikv.chat.lent import Lent
     from minikv.chat.session import ChatSession
     from minikv.engine.engine import Engine
 
@@ -249,9 +251,12 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
         system=session.system,
         facts=session.facts,
         pin_system=session.pin_system,
-        # It reads everything anew, and asks once.
+        # It asks once. Where its policy cannot use the tier, it reads everything.
         reuse="auto" if session.reuse == "recall" else session.reuse,
+        fidelity=False,
     )
+    if session.recall.tokens and session.recall.dtype == "same":
+        other.recall = Lent(session.recall, own, getattr(session.engine.network, "rows", 1))
     other.words = session.words
     return other
 
@@ -299,7 +304,8 @@ def run(
     report = session.report
     assert report is not None
     pending_token = () if session.pending_token is None else (session.pending_token,)
-    tokens = (*session.fed[report.tokens.prompt_new :], *pending_token)
+    asked = report.tokens.prompt_new + report.tokens.prompt_reused
+    tokens = (*session.fed[asked:], *pending_token)
     return Run(name, "".join(pieces), tokens, report)
 
 
@@ -353,10 +359,16 @@ def facts(one: Run, full: Run) -> dict[str, str]:
             f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,}, "
             f"{tokens.kept_min:,} to {tokens.kept_max:,}"
         ),
-        "read": _rate(rate.prefill_tok_s),
+        "read": _read(tokens, rate),
         "write": _rate(rate.decode_tok_s) + ("" if one is full else times(one)),
         "lost": lost_is,
     }
+
+
+def _read(tokens: Tokens, rate: Rates) -> str:
+    if not tokens.prompt_reused:
+        return _rate(rate.prefill_tok_s)
+    return f"{tokens.prompt_new:,} tokens, {tokens.prompt_reused:,} from the tier"
 
 
 def _rate(value: float | None) -> str:

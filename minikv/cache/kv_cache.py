@@ -205,14 +205,18 @@ class KVCache:
         """
         assert self.tier is not None
         assert self.rules.cannot_recall is None, self.rules.cannot_recall
-        prompt, step = self.rules.prompt, self.rules.step
         if begins is None:
             begins = max((end for _, end in self._turns if end < tokens), default=0)
-        observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
-        observe = max(min(observe, tokens - begins), step.prompt_history if step else 0, 1)
-        given = min(self.tier.length, max(0, tokens - observe))
+        given = min(self.tier.length, max(0, tokens - self.observed(tokens, begins)))
         self._begin(tokens, room, given, rows, begins)
         return given
+
+    def observed(self, tokens: int, begins: int) -> int:
+        """How many of the last tokens `recall` feeds in any case: those whose queries the policies
+        observe. Arguments as for `recall`."""
+        prompt, step = self.rules.prompt, self.rules.step
+        observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
+        return max(min(observe, tokens - begins), step.prompt_history if step else 0, 1)
 
     def budgets(self, tokens: int) -> list[int]:
         """Budgets in rows per head for a recall of `tokens` tokens: from the smallest that the

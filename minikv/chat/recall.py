@@ -100,6 +100,11 @@ class Recall:
         """The columns of a tier of this chat."""
         return columns_of(self._kv.shape, self._kv.dtype, self._coded)
 
+    @property
+    def ids(self) -> list[int]:
+        """The tokens whose keys and values are in the tier: a copy."""
+        return self._ids[: self.tokens]
+
     def has(self, ids: Sequence[int]) -> int:
         """How many of the first tokens `ids` are in the tier. As `given`, but it drops no rows."""
         return 0 if self.tier is None else shared(self._ids, ids)

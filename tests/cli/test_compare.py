@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import weakref
 from dataclasses import replace
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from lettered import lettered
+from pairwise import pairwise, some_by_day
 from rich.cells import cell_len
 from test_kept import HOSTILE, STORY, chat, context, network
 
+from minikv.cache.arena import Arena
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
@@ -21,6 +25,7 @@ from minikv.cli import compare, render
 from minikv.cli.compare import Question, Run, Stop
 from minikv.cli.kept_view import Screen
 from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.policies import prompt_names
 
 BUDGET = 48
 
@@ -34,18 +39,24 @@ def asked(*questions: str, document: str = STORY) -> ChatSession:
     return session
 
 
+def rows(arena: Arena, layers: int = 3, kv_heads: int = 3) -> str:
+    """All that the heads hold, bit by bit."""
+    return str(
+        [
+            (name, layer, head, arena.segment(name, layer, head).tolist())
+            for name in arena.columns
+            for layer in range(layers)
+            for head in range(kv_heads)
+        ]
+    )
+
+
 def state(session: ChatSession) -> tuple[Any, ...]:
     """All that a chat is made of, bit by bit."""
-    arena = session.engine.kv.arena
     heads = [(layer, head) for layer in range(3) for head in range(3)]
-    columns = [
-        (name, layer, head, arena.segment(name, layer, head).tolist())
-        for name in arena.columns
-        for layer, head in heads
-    ]
     return (
         [session.kept(*at).tolist() for at in heads],
-        str(columns),
+        rows(session.engine.kv.arena),
         list(session.fed),
         session.pending_token,
         list(session.messages),
@@ -65,14 +76,98 @@ def compared(session: ChatSession, *arguments: str) -> None:
 # -- the chat is untouched ------------------------------------------------------------------
 
 
-def test_a_chat_that_recalls_is_compared_with_ones_that_read_anew(
-    capsys: pytest.CaptureFixture[str],
+WINDOWS = ((None, None), (24, None))
+TIERS = some_by_day(
+    pairwise([p for p in prompt_names() if p != "full"], ("ram", "file"), (1, 3), WINDOWS),
+    lambda case: case[0] in ("adakv", "streaming", "h2o", "tova"),
+)
+
+
+def with_tier(policy: str, tier: str, turns: int, windows: tuple[int | None, ...]) -> ChatSession:
+    """A chat with a tier, over cache memory that is born full of NaN. The last of the turns may
+    bring a second document."""
+    eviction = EvictionConfig.read("adakv", budget="48")
+    session = lettered(eviction, windows=windows, tier=tier, reuse="recall")
+    session.attach(STORY * 2, "story.txt")
+    for question in ("Who?", "Why so?", "And the well?")[:turns]:
+        if question.startswith("And"):
+            session.attach("Later a well was dug. " * 5, "later.txt")
+        list(session.ask(question, 7))
+    return session
+
+
+@pytest.mark.parametrize(("policy", "tier", "turns", "windows"), TIERS)
+def test_a_tier_gives_what_reading_again_gives(
+    policy: str, tier: str, turns: int, windows: tuple[int | None, ...]
 ) -> None:
-    session = asked("Who?")
-    session.recall = Recall(session.engine.kv, "ram")
-    session.reuse = "recall"
+    """To the last bit: the answers, and every row that the caches then hold. The chat's next answer
+    is as if nothing had been compared."""
+    session, untouched = (with_tier(policy, tier, turns, windows) for _ in range(2))
+    question = compare.last_question(session)
+    for eviction in compare.read_choices(session, [policy]):
+        runs, caches, recalled = [], [], False
+        for lends in (True, False):
+            other = compare.beside(session, eviction)
+            if not lends:
+                other.recall = Recall(other.engine.kv)
+                other.engine.kv.tier = None
+            runs.append(compare.run(other, policy, question, 12, lambda *_: None, Stop()))
+            caches.append(rows(other.engine.kv.arena, 2, 2))
+            recalled = recalled or runs[-1].report.tokens.prompt_reused > 0
+        (lent, again), report = runs, runs[0].report
+        assert (lent.text, lent.tokens) == (again.text, again.tokens)
+        assert caches[0] == caches[1]
+        assert recalled == (eviction.rules().cannot_recall is None)
+        if recalled:  # the first document is not read again, a second one is
+            second = sum(len(d.rendered()) for d in question.documents[1:])
+            assert report.tokens.prompt_new < second + 32 + 96
+            assert report.reuse == "recall"
+        peak = again.report.kv_bytes.peak_prefill  # a file is read two layers at a time
+        assert replace(report.kv_bytes, peak_prefill=peak) == again.report.kv_bytes
+    assert "".join(session.ask("Next?", 9)) == "".join(untouched.ask("Next?", 9))
+    assert session.report is not None
+    assert untouched.report is not None
+    assert session.report.tokens == untouched.report.tokens
+    session.recall.leave()
+    untouched.recall.leave()
+
+
+def test_an_int8_tier_is_not_compared_with() -> None:
+    """Its rows are not those that reading gives."""
+    session = lettered(
+        EvictionConfig.read("adakv", budget="48"), tier="ram", tier_dtype="int8", reuse="recall"
+    )
+    session.attach(STORY, "story.txt")
+    list(session.ask("Who?", 5))
+    assert session.recall.tokens
+    other = compare.beside(session, EvictionConfig.read("full"))
+    assert not other.recall.tokens
+
+
+def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> None:
+    session = with_tier("streaming", "file", 2, WINDOWS[0])
+    clean = with_tier("streaming", "file", 2, WINDOWS[0])
+    assert session.recall.file is not None
+    handle = session.recall.file._handle
+    session.recall.file.sync()
+    for at in range(3 * 4096, os.fstat(handle).st_size, 64):  # behind the header and commits
+        os.pwrite(handle, b"\x5a", at)
+    answers = []
+    for chat in (session, clean):
+        other = compare.beside(chat, EvictionConfig.read("streaming", budget="48"))
+        asked = compare.last_question(chat)
+        answers.append(compare.run(other, "streaming", asked, 9, lambda *_: None, Stop()))
+        chat.recall.leave()
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].report.tokens.prompt_reused == 0
+    assert "damaged" in answers[0].report.warnings[0]
+
+
+def test_the_table_says_what_came_from_the_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    session = with_tier("streaming", "ram", 1, WINDOWS[0])
     compared(session, "streaming")
-    assert "same as full" in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"read \d+ tokens, \d+ from the tier", said), said
 
 
 def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
