@@ -42,20 +42,24 @@ def ask(
     as_json: bool,
     stats: bool,
     loaders: Mapping[str, str] = documents.NO_LOADERS,
+    chat: str | None = None,
     go_on: bool = False,
     given: Collection[str] = (),
 ) -> None:
-    """Answer on stdout. With `go_on`, in the chat that was saved last, with its own settings except
-    those `given`; the chat is then saved with this turn. Exits with 130 if the user stopped the
-    answer.
+    """Answer on stdout. With `chat`, in the saved chat of this name, and with `go_on`, in the one
+    that was saved last: with its own settings except those `given`; the chat is then saved with
+    this turn. Exits with 130 if the user stopped the answer.
 
     `question` "-" is the whole user message from standard input, verbatim. Otherwise what is piped
     in is the document if no file is named, or if one of `files` is "-".
     """
     settings.eviction()  # refuse a wrong policy before a large document is read
+    if chat is not None and go_on:
+        raise UsageError("--continue is the chat that was saved last", "give --chat NAME alone")
+    go_on = go_on or chat is not None
     if not go_on and settings.reuse == "recall":  # there is no later question
         settings = replace(settings, reuse="once")
-    name = newest() if go_on else ""
+    name = (newest() if chat is None else chat) if go_on else ""
     if go_on and question != "-" and "-" not in files:  # the documents are in the chat
         texts = [documents.read_file(path, errors, loaders) for path in files]
     else:

@@ -14,6 +14,7 @@ import typer
 
 import minikv
 from minikv.cli import commands, documents, render, saving, sources
+from minikv.cli.chats_command import read_limit, warn_of
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Config
 from minikv.cli.failures import explain, show
@@ -49,6 +50,7 @@ def chat(
     given: Collection[str] = (),
     config: Config | None = None,
     history: bool = True,
+    chats_limit: str = "off",
     debug: bool = False,
 ) -> None:
     """Talk until /exit or Ctrl-D. Without a terminal, each line of standard input is a question;
@@ -57,10 +59,12 @@ def chat(
     `first` is asked before anything is typed. With `as_json`, stdout gets a JSON record per turn.
     `resume` opens a saved chat, "" the newest one; with `reread`, without its cache. `given`: the
     settings that the user stated, with which that chat must have been saved. `config`: where the
-    other settings come from. With `history`, what is typed is stored for later chats. With `debug`,
+    other settings come from. `chats_limit`: warn at the end if all saved chats take more. With
+    `history`, what is typed is stored for later chats. With `debug`,
     an error shows where it happened.
     """
     config = config or Config()
+    limit = read_limit(chats_limit)
     piped = sources.piped_document(terminal) if "-" in files else b""
     typed = sys.stdin.isatty()
     if first is not None and not first.strip():
@@ -134,8 +138,10 @@ def chat(
     finally:
         session.recall.leave()
         keeper.close()
-        if keeper.saved:
+        if keeper.saved and keeper.name:
             terminal.note(f"minikv chat --resume {keeper.name} goes on with this chat")
+        if keeper.saved:
+            warn_of(limit, terminal)
     if code and not typed:
         raise typer.Exit(code)
 

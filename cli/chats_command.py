@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from minikv.cache.budget import Budget
 from minikv.chat.report import size
+from minikv.checks import quoted
+from minikv.cli.config import short
 from minikv.cli.confirm import confirmed
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.files import (
@@ -26,7 +31,17 @@ from minikv.cli.saved.transcript import read
 from minikv.cli.tables import grid
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.cli.turn import record
+from minikv.errors import UsageError
 
+_UNITS: tuple[tuple[Any, ...], ...] = (
+    (1, "s", "sec", "second", "seconds"),
+    (60, "min", "mins", "minute", "minutes"),
+    (3600, "h", "hour", "hours"),
+    (86400, "d", "day", "days"),
+    (7 * 86400, "w", "week", "weeks"),
+    (30 * 86400, "mo", "month", "months"),
+    (365 * 86400, "y", "year", "years"),
+)
 _TITLE = 12
 """Columns that the first question must have at the least to be in the list."""
 
@@ -40,8 +55,10 @@ class _Facts:
     age: float
 
 
-def chats(terminal: Terminal, *, as_json: bool = False) -> None:
-    """Print a line per saved chat, the newest first."""
+def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> None:
+    """Print a line per saved chat, the newest first, and what all take; a warning, if that is more
+    than `limit`, a size or "off"."""
+    most = read_limit(limit)
     entries = listing()
     facts = [_facts(entry) for entry in entries]
     if as_json:
@@ -81,6 +98,40 @@ def chats(terminal: Terminal, *, as_json: bool = False) -> None:
             for line, title in zip(table, titles, strict=True)
         ]
     terminal.data("\n".join(table))
+    total = sum(fact.bytes for fact in facts)
+    count = "1 chat" if len(entries) == 1 else f"{len(entries):,} chats"
+    terminal.say(f"{count}, {size(total)} in {short(chats_folder())}")
+    _warn(total, most, terminal)
+
+
+def read_limit(text: str) -> int | None:
+    """--chats-limit in bytes; None is no limit. Raises UsageError."""
+    if text == "off":
+        return None
+    try:
+        found = Budget.parse(text)
+    except UsageError:
+        found = None
+    if found is None or found.unit != "bytes":
+        raise UsageError(
+            f"--chats-limit must be off or a size, got {quoted(text)}",
+            "give a size with its unit, such as 20GiB",
+        )
+    return int(found.value)
+
+
+def warn_of(limit: int | None, terminal: Terminal) -> None:
+    """Warn if all saved chats together take more bytes than `limit`."""
+    if limit is not None:
+        _warn(sum(_bytes(entry.name) for entry in listing()), limit, terminal)
+
+
+def _warn(total: int, limit: int | None, terminal: Terminal) -> None:
+    if limit is not None and total > limit:
+        terminal.warn(
+            f"the saved chats take {size(total)}, more than --chats-limit {size(limit)}: `minikv "
+            "chats rm --older 30d` removes old ones"
+        )
 
 
 def show(name: str, terminal: Terminal, *, as_json: bool = False) -> None:
@@ -99,15 +150,34 @@ def show(name: str, terminal: Terminal, *, as_json: bool = False) -> None:
     terminal.data("\n".join(parts).rstrip("\n"))
 
 
-def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> None:
-    """Remove chats for good; none of them if one is not there or open in another minikv."""
-    names = list(dict.fromkeys(names))
+def remove(
+    names: Sequence[str], terminal: Terminal, *, older: str | None = None, yes: bool = False
+) -> None:
+    """Remove chats for good: those named, none of them if one is not there or open in another
+    minikv; or all that were saved longer ago than `older`, except those that are open."""
+    if bool(names) == (older is not None):
+        raise UsageError(
+            "rm takes the names of chats, or --older", "minikv chats rm thesis, or --older 30d"
+        )
+    names = list(dict.fromkeys(names)) if older is None else _older(read_age(older))
+    if not names:
+        terminal.say(f"no chat is older than {older}; nothing was removed")
+        return
     for name in names:
         _exists(name)
-    handles = []
+    handles: list[int | None] = []
     try:
-        for name in names:
-            handles.append(lock(name))
+        for name in names[:]:
+            try:
+                handles.append(lock(name))
+            except UsageError as error:
+                if older is None:
+                    raise
+                terminal.note(f"{error}: it stays")
+                names.remove(name)
+        if not names:
+            terminal.say("nothing was removed")
+            return
         total = size(sum(_bytes(name) for name in names))
         what = f"chat {names[0]}" if len(names) == 1 else f"{len(names):,} chats"
         if not confirmed(f"remove {what}, {total}?", terminal, yes=yes):
@@ -128,6 +198,23 @@ def age(seconds: float) -> str:
         if seconds >= length:
             return f"{int(seconds // length):,} {unit}"
     return f"{max(0, int(seconds))} s"
+
+
+def read_age(text: str) -> float:
+    """ "30d", "12 h" or "1.5y" in seconds. Raises UsageError."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([a-z]+)", text.strip().lower())
+    for length, *words in _UNITS:
+        if found and found[2] in words:
+            return float(found[1]) * length
+    raise UsageError(
+        f"cannot read the age {quoted(text)}",
+        "give a number with its unit: 90min, 12h, 30d, 8w, 6mo or 1y",
+    )
+
+
+def _older(seconds: float) -> list[str]:
+    """The chats that were saved longer ago, the oldest last."""
+    return [entry.name for entry in listing() if _facts(entry).age > seconds]
 
 
 def _exists(name: str) -> None:

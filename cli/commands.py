@@ -121,15 +121,21 @@ def _exit(context: Context, arguments: list[str]) -> None:
 
 
 def _reset(context: Context, arguments: list[str]) -> None:
+    was = saving.left(context)
     context.session.reset()
     context.terminal.say("new conversation; documents and cache are gone")
+    if was:
+        context.terminal.say(was)
 
 
 def _clear(context: Context, arguments: list[str]) -> None:
+    was = saving.left(context)
     context.session.reset(keep_documents=True)
     count = len(context.session.pending)
     what = "no documents" if not count else f"{count} document{'s' if count > 1 else ''}"
     context.terminal.say(f"new conversation; {what} will be read with your next question")
+    if was:
+        context.terminal.say(was)
 
 
 def _stats(context: Context, arguments: list[str]) -> None:

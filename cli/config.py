@@ -52,6 +52,10 @@ _CHAT = ("ask", "chat")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
+SAVED = "Saved chats"
+"""A panel of --help-all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Interface:
     """What a command reads and shows, whatever it computes."""
@@ -77,6 +81,14 @@ class Interface:
     )
     stats: bool = setting(
         False, "print what the answer cost to stderr", OUTPUT, commands=("ask",), common=True
+    )
+    chats_limit: str = setting(
+        "20GiB",
+        "warn when all saved chats take more than this on disk; off: never. Nothing is removed "
+        "unless you do (`minikv chats rm`)",
+        SAVED,
+        commands=("chat", "chats"),
+        takes="SIZE|off",
     )
     quiet: bool = setting(
         False, "answers and errors only", OUTPUT, letters=("-q",), commands=_CHAT, common=True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cli import documents, sources
 from minikv.cli.command import Command, Context
+from minikv.cli.saving import left
 from minikv.cli.sources import Reader
 from minikv.errors import UsageError
 
@@ -102,17 +103,20 @@ def _drop(context: Context, arguments: list[str]) -> None:
         del session.pending[at - read]
         terminal.say(f"{_name(document)} is dropped; it had not been read")
         return
+    was = left(context)
     del session.documents[at]
     session.reset(keep_documents=True)
-    left = len(session.pending)
+    rest = len(session.pending)
     others = "no other document"
-    if left:
-        others = f"the other {left:,} documents" if left > 1 else "the other document"
-    again = ", read again with your next question" if left else ""
+    if rest:
+        others = f"the other {rest:,} documents" if rest > 1 else "the other document"
+    again = ", read again with your next question" if rest else ""
     terminal.say(
         f"{_name(document)} had been read, and cannot be taken out of the cache: new conversation "
         f"with {others}{again}"
     )
+    if was:
+        terminal.say(was)
 
 
 def _find(listed: list[Document], wanted: str) -> int:

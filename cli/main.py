@@ -42,7 +42,7 @@ def main(
         typer.echo(f"minikv {minikv.__version__}")
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
-    elif context.invoked_subcommand not in ("config", "doctor", "policies", "chats"):
+    elif context.invoked_subcommand not in ("config", "doctor", "policies"):
         from minikv.cli import config
         from minikv.cli.failures import guard
 

@@ -158,11 +158,12 @@ def _load(context: Context, arguments: list[str]) -> None:
     if len(names) != 1 or len(arguments) - len(names) > 1 or names[0].startswith("-"):
         raise UsageError("/load takes a name", "/load thesis, or /load thesis --reread")
     keeper, session = context.keeper, context.session
-    if session.turns and keeper.name is None:
-        context.terminal.note("the conversation so far was not saved")
     began = perf_counter()
+    was = "" if keeper.name == names[0] else left(context)
     saved = keeper.load(session, names[0], reread=len(arguments) > 1)
     context.origins |= origins(saved)
+    if was:
+        context.terminal.say(was)
     context.terminal.say(opened(session, saved, perf_counter() - began))
     for line in changes((*saved.documents, *saved.pending)):
         context.terminal.warn(line)
@@ -186,11 +187,15 @@ def origins(
 
 def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
     """What to say about a chat that was loaded in so many `seconds`."""
-    how = f"taken up in {1000 * seconds:.0f} ms, nothing was read again"
-    if not session.fed:
+    how = f"taken up in {1000 * seconds:.0f} ms"
+    if not session.fed and not (session.recall.tokens and session.recalls):
         how = "your next question reads it again"
-        if session.recall.tokens and session.recalls:
-            how = f"taken up in {1000 * seconds:.0f} ms, with all that was read"
+    elif not session.fed:
+        how += ", with all that was read"
+    elif again := _read_again(session):
+        how += f"; your next question reads {again:,} tokens again"
+    else:
+        how += ", nothing was read again"
     lines = [f"{saved.name}: {_turns(len(saved.turns))}, {how}", f"  {render.policy_line(session)}"]
     lines += [
         f"  {document.name or 'piped text'}: {len(document.text):,} characters"
@@ -199,6 +204,27 @@ def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
     for turn in saved.turns[-1:]:
         lines += [f"› {_cut(' '.join(turn.question.split()))}", _cut(turn.answer.strip())]
     return "\n".join(lines)
+
+
+def _read_again(session: ChatSession) -> int:
+    """How many of the tokens that the cache has seen the next question reads again."""
+    if session.rereads or session.reuse == "refresh":
+        return len(session.fed)
+    if session.reuse != "recall" or not session.eviction.evicts:
+        return session.reads_again
+    last, has = session.turns[-1].report.tokens, session.recall.has(session.fed)
+    return len(session.fed) - has if has < last.prompt_reused + last.prompt_new else 0
+
+
+def left(context: Context) -> str:
+    """Where the chat is that a new one is about to replace, and how to get back to it; "" if
+    nothing was asked in it."""
+    if not context.session.turns:
+        return ""
+    name = context.keeper.kept(context.session)
+    if name is None:
+        return "  the chat so far was not saved, and is gone"
+    return f"  the chat so far is saved as {name}; /load {name} goes back to it"
 
 
 def _cut(text: str) -> str:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from minikv.cli import completion
 from minikv.cli.config import Interface
 from minikv.cli.entry.shared import SAVED, Files, json
 from minikv.cli.flags import Call, command
@@ -36,6 +37,16 @@ def ask(
             rich_help_panel=SAVED,
         ),
     ] = False,
+    chat: Annotated[
+        str | None,
+        typer.Option(
+            "--chat",
+            metavar="NAME",
+            help="ask in this saved chat, and save question and answer there",
+            autocompletion=completion.saved,
+            rich_help_panel=SAVED,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, json("one JSON object: the answer and the figures of the turn")
     ] = False,
@@ -52,6 +63,7 @@ def ask(
         as_json=as_json,
         stats=interface.stats,
         loaders=call.config.loaders,
+        chat=chat,
         go_on=go_on,
         given=call.given,
     )

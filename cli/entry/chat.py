@@ -26,7 +26,7 @@ def chat(
     call: Call,
     settings: Settings,
     generation: Generation,
-    interface: Annotated[Interface, Only("preset encoding_errors quiet plain debug")],
+    interface: Annotated[Interface, Only("preset encoding_errors chats_limit quiet plain debug")],
     files: Files = None,
     prompt: Annotated[
         str | None,
@@ -87,5 +87,6 @@ def chat(
         given=call.given,
         config=call.config,
         history=not no_history,
+        chats_limit=interface.chats_limit,
         debug=interface.debug,
     )

@@ -5,8 +5,9 @@ from typing import Annotated
 import typer
 
 from minikv.cli import completion
+from minikv.cli.config import Interface
 from minikv.cli.entry.shared import Json, Yes
-from minikv.cli.flags import Call, command
+from minikv.cli.flags import Call, Only, command
 from minikv.cli.help import Group
 
 app = typer.Typer(
@@ -19,12 +20,16 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 @command
-def chats(call: Call, as_json: Json = False) -> None:
+def chats(
+    call: Call,
+    interface: Annotated[Interface, Only("chats_limit")],
+    as_json: Json = False,
+) -> None:
     if call.subcommand is not None:
         return
     from minikv.cli import chats_command
 
-    chats_command.chats(call.terminal, as_json=as_json)
+    chats_command.chats(call.terminal, interface.chats_limit, as_json=as_json)
 
 
 @app.command("show", help="What was said in a saved chat.")
@@ -41,13 +46,27 @@ def show_chat(
     chats_command.show(name, call.terminal, as_json=as_json)
 
 
-@app.command("rm", help="Remove saved chats, with the text that is stored in them.")
+@app.command(
+    "rm",
+    help="Remove saved chats, with the text that is stored in them: those that are named, or all "
+    "that are --older than so long.",
+)
 @command
 def remove_chats(
     call: Call,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", autocompletion=completion.saved)],
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", autocompletion=completion.saved)
+    ] = None,
+    older: Annotated[
+        str | None,
+        typer.Option(
+            "--older",
+            metavar="AGE",
+            help="all that were saved longer ago: 90min, 12h, 30d, 8w, 6mo or 1y",
+        ),
+    ] = None,
     yes: Yes = False,
 ) -> None:
     from minikv.cli import chats_command
 
-    chats_command.remove(names, call.terminal, yes=yes)
+    chats_command.remove(names or [], call.terminal, older=older, yes=yes)

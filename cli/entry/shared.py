@@ -5,11 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
+from minikv.cli.config import SAVED as SAVED
 from minikv.cli.config import SETTINGS
 from minikv.settings import Setting
-
-SAVED = "Saved chats"
-"""A panel of --help-all."""
 
 MODEL = "model revision offline device dtype weights"
 """The settings that say which model is loaded, where and in which format."""

@@ -96,6 +96,11 @@ class Keeper:
             where = short(chats_folder() / self.name)
             self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
+    def kept(self, session: ChatSession) -> str | None:
+        """Save what was not saved yet. The chat's name; None if it is not saved as it is now."""
+        self.keep(session)
+        return self.name if self.active and not self._changed(session) else None
+
     def save(self, session: ChatSession, name: str | None = None) -> Path:
         """Save now; with a `name`, under that name from now on. Raises UsageError if that fails."""
         if name is not None:
