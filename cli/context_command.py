@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minikv.cli.command import Command, Context
+from minikv.cli.kept import counted
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -22,51 +23,46 @@ def _tokens(context: Context, arguments: list[str]) -> None:
     for line in lines:
         context.terminal.say(line)
     context.terminal.say(
-        f"of {session.max_context:,} positions; eviction frees memory, not positions"
+        f"{len(session.fed or session.known):,} tokens read of {session.max_context:,} positions; "
+        "eviction frees memory, not positions"
     )
 
 
 def usage(session: ChatSession) -> list[tuple[str, int, str]]:
-    """(what, tokens, the command that frees it). All but the waiting documents sum to the
-    model's context; the joins between parts count as markers."""
-    system = documents_ = questions = answers = 0
-    names: list[tuple[str, int]] = []
-    read = list(session.documents)
-    for message in session.messages:
-        count = count_tokens(session, message.content)
-        if message.role == "system":
-            system += count
-        elif message.role == "assistant":
-            answers += count
-        else:
-            rest, own = message.content, 0
-            while read and rest.startswith(read[0].rendered()):
-                document = read.pop(0)
-                rest = rest.removeprefix(document.rendered())
-                part = min(count_tokens(session, document.rendered()), count - own)
-                names.append((document.name or "piped text", part))
-                own += part
-            documents_ += own
-            questions += count - own
-    if not session.fed:
-        system = questions = answers = 0  # set, but not read yet
-    used = session.max_context - session.room
-    markers = used - system - documents_ - questions - answers
+    """(what, tokens, the command that frees it). All but the waiting documents sum to the model's
+    context. A document has the tokens that /docs and /kept count; its name and the joins between
+    parts count as markers."""
+    fed = len(session.fed or session.known)
+    tokens, documents = counted(session), [*session.documents, *session.pending]
+    read = len(session.documents) if fed else 0
+    owed = int(session.pending_token is not None)
+    system = questions = answers = 0
+    if fed:
+        said = [message.content for message in session.messages if message.role == "system"]
+        system = sum(count_tokens(session, text) for text in said)
+        questions = sum(count_tokens(session, turn.question) for turn in session.turns)
+        answers = sum(count_tokens(session, turn.answer) for turn in session.turns) - owed
+    markers = fed - system - sum(count or 0 for count in tokens[:read]) - questions - answers
     if markers < 0:  # parts encoded apart can take a few tokens more than together
         questions, markers = max(0, questions + markers), 0
     rows = [("system prompt", system, '/system "", then /clear' if system else "")]
-    for i, (name, count) in enumerate(names, 1):
-        rows.append((f"document {i}: {_cut(name)}", count, f"/drop {i}"))
+    named = [
+        (_cut(document.name or "piped text"), count or 0, f"/drop {i}")
+        for i, (document, count) in enumerate(zip(documents, tokens, strict=True), 1)
+    ]
+    rows += [
+        (f"document {i}: {name}", count, drop)
+        for i, (name, count, drop) in enumerate(named[:read], 1)
+    ]
     rows += [
         ("questions", questions, "/clear" if questions else ""),
         ("answers", answers, "/clear" if answers else ""),
-        ("turn markers", markers, ""),
-        ("room left", session.room, ""),
+        ("names and turn markers", markers, ""),
     ]
-    for i, pending in enumerate(session.pending, len(session.documents) + 1):
-        count = count_tokens(session, pending.rendered())
-        rows.append((f"waiting: {_cut(pending.name or 'piped text')}", count, f"/drop {i}"))
-    return rows
+    if owed:
+        rows.append(("the last token, not read yet", owed, ""))
+    rows.append(("room left", session.room, ""))
+    return rows + [(f"waiting: {name}", count, drop) for name, count, drop in named[read:]]
 
 
 def _cut(name: str) -> str:

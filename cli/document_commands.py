@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cli import documents, sources
 from minikv.cli.command import Command, Context
+from minikv.cli.kept import counted
 from minikv.cli.saving import left
 from minikv.cli.sources import Reader
 from minikv.errors import UsageError
@@ -23,8 +24,10 @@ PIPED = "piped text"
 SHOWN = 8
 """Documents up to which /add has a line for each."""
 
+
 COUNTED = 1_000_000
-"""Characters up to which /docs counts tokens: a tokenizer takes about a second for them."""
+"""Characters up to which /docs counts the tokens of a document that waits: a tokenizer takes about
+a second for them."""
 
 
 def _add(context: Context, arguments: list[str]) -> None:
@@ -76,13 +79,10 @@ def _docs(context: Context, arguments: list[str]) -> None:
     if not listed:
         terminal.say("no documents; /add FILE puts one before your next question")
         return
-    rows = []
-    for n, document in enumerate(listed, 1):
+    rows, counts = [], counted(session, COUNTED)
+    for n, (document, count) in enumerate(zip(listed, counts, strict=True), 1):
         size = f"{len(document.text):,} characters"
-        tokens = ""
-        if len(document.text) <= COUNTED:
-            count = len(session.tokenizer.encode(document.text))
-            tokens = f" · {count:,} token{'' if count == 1 else 's'}"
+        tokens = "" if count is None else f" · {count:,} token{'' if count == 1 else 's'}"
         state = "read" if n <= len(session.documents) else "read with your next question"
         rows.append(f"{n:>{len(str(len(listed)))}}  {_name(document)} · {size}{tokens} · {state}")
     terminal.say("\n".join(rows))

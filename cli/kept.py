@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -150,14 +151,43 @@ def locate(spans: Spans, documents: Sequence[Document]) -> tuple[Part, ...]:
 
     A document whose text the tokenizer changes (a normaliser) is left out.
     """
-    parts = []
+    return tuple(part for part in located(spans, documents) if part is not None)
+
+
+def located(spans: Spans, documents: Sequence[Document]) -> list[Part | None]:
+    """As `locate`, with None for a document that is left out."""
+    parts: list[Part | None] = []
     at = 0
     for number, document in enumerate(documents, 1):
-        begin = spans.text.find(document.text, at)
+        whole = document.rendered()
+        begin = spans.text.find(whole, at)  # with its name, for a short text may also be elsewhere
+        begin = (
+            begin + whole.rfind(document.text) if begin >= 0 else spans.text.find(document.text, at)
+        )
         if begin < 0:
+            parts.append(None)
             continue
         at = begin + len(document.text)
         pieces = spans.overlap(begin, at)
         first, last = spans.token[pieces[0]], spans.token[pieces[-1]] + 1
         parts.append(Part(document.name or f"document {number}", first, last))
-    return tuple(parts)
+    return parts
+
+
+def counted(session: ChatSession, most: float = math.inf) -> list[int | None]:
+    """The tokens of each document, in the order of /docs. Of one that was read, those that /kept
+    shows; of another, those of its text alone, or None if it has more than `most` characters."""
+    ids = session.fed or session.known
+    read = located(spell(session.tokenizer, ids), session.documents) if ids else []
+    waiting = [*session.documents, *session.pending][len(read) :]
+
+    def alone(text: str) -> int | None:
+        return None if len(text) > most else len(session.tokenizer.encode(text))
+
+    return [
+        *(
+            alone(document.text) if part is None else part.last - part.first
+            for document, part in zip(session.documents, read, strict=False)
+        ),
+        *(alone(document.text) for document in waiting),
+    ]

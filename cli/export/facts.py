@@ -26,10 +26,12 @@ The JSON of `/export chat.json`, version 1. The version is raised when a key cha
 from __future__ import annotations
 
 import base64
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import minikv
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 FORMAT = "minikv chat"
 VERSION = 1
+_PATH = re.compile(r"(?<![\w/:.])(?:~|/[^\s/'\"`(),;:]+)(?:/[^\s/'\"`(),;:]+)*/([^\s/'\"`(),;:]+)")
 KINDS = ("document", "question", "answer")
 
 
@@ -174,7 +177,7 @@ def gather(session: ChatSession) -> ChatFacts:
         minikv=minikv.__version__,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         model=Model(
-            name=facts.model,
+            name=_without_folder(facts.model),
             revision=facts.revision,
             dtype=facts.dtype,
             device=facts.device,
@@ -198,6 +201,18 @@ def gather(session: ChatSession) -> ChatFacts:
         ),
         curve=tuple(Point(*point) for point in session.curve),
     )
+
+
+def _without_folder(name: str) -> str:
+    """A model's name. A directory of this machine is named by its last part alone."""
+    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    local = path.is_absolute() or name.startswith((".", "~")) or path.is_dir()
+    return (path.name or path.resolve().name) if local else name
+
+
+def _without_paths(text: str) -> str:
+    """The text with the last part alone of each absolute path."""
+    return _PATH.sub(lambda found: found[1], text)
 
 
 def bitmap(positions: Tensor, tokens: int) -> str:
@@ -229,7 +244,9 @@ def _turns(turns: Sequence[Asked]) -> tuple[Turn, ...]:
     for turn in turns:
         brought = range(before, before + len(turn.documents))
         before = brought.stop
-        shown.append(Turn(turn.question, turn.answer, tuple(brought), turn.report))
+        lines = tuple(_without_paths(line) for line in turn.report.warnings)
+        report = replace(turn.report, warnings=lines)
+        shown.append(Turn(turn.question, turn.answer, tuple(brought), report))
     return tuple(shown)
 
 

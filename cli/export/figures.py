@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minikv.chat.report import STOPS, UNKNOWN, TurnReport, of_full, size
+from minikv.chat.report import NOTHING_EVICTED, STOPS, UNKNOWN, TurnReport, of_full, size
 from minikv.cli.render import budget_words, fidelity_rows, per_second, policy_words
 
 
@@ -39,6 +39,11 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
         where = "GPU" if report.device_mem.reserved_bytes is not None else "process"
         table.append((f"Memory of the {where}", f"{size(report.device_mem.peak_bytes)} at most"))
     return table
+
+
+def warnings(report: TurnReport) -> list[str]:
+    """The warnings of a turn. That a short document fits the budget is none to a reader."""
+    return [line for line in report.warnings if not line.endswith(NOTHING_EVICTED)]
 
 
 def _lost(report: TurnReport) -> str:

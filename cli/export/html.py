@@ -8,16 +8,18 @@ import json
 from importlib import resources
 
 from minikv.chat.report import UNKNOWN, of_full, percent_saved, size
+from minikv.cli.export.answers import formatted
 from minikv.cli.export.facts import ChatFacts, Turn
-from minikv.cli.export.figures import rows
+from minikv.cli.export.figures import rows, warnings
 from minikv.cli.export.safe import visible
 from minikv.cli.render import budget_words
 from minikv.cli.wording import worded
 
 
 def render(facts: ChatFacts) -> str:
-    """The page. Foreign text gets into it in two ways: by the template, which escapes it, and as
-    JSON in which no character has a meaning for an HTML parser."""
+    """The page. Foreign text gets into it in three ways: by the template, which escapes it; as the
+    HTML of an answer's Markdown, see `answers`; and as JSON in which no character has a meaning for
+    an HTML parser."""
     import jinja2
 
     folder = resources.files("minikv.cli.export")
@@ -128,7 +130,7 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> dict[str, object]:
     return {
         "number": number,
         "question": visible(turn.question),
-        "answer": visible(turn.answer),
+        "answer": formatted(visible(turn.answer)) if turn.answer.strip() else "",
         "documents": [
             (
                 visible(facts.documents[i].name or f"document {i + 1}"),
@@ -137,7 +139,7 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> dict[str, object]:
             for i in turn.documents
         ],
         "lines": [visible(worded(line)) for line in report.lines()] if report else [],
-        "warnings": [visible(warning) for warning in report.warnings] if report else [],
+        "warnings": [visible(line) for line in warnings(report)] if report else [],
         "rows": [(name, visible(value)) for name, value in rows(report)] if report else [],
     }
 

@@ -17,6 +17,8 @@ UNKNOWN = "unknown"
 """`Loss.method` if rows had already left before the prompt that was measured."""
 PLACES = {"ram": "RAM", "file": "a file"}
 """Where a tier is, in words."""
+NOTHING_EVICTED = "nothing was evicted"
+"""The end of the warning about a budget that is larger than the prompt."""
 STOPS = {
     "eos": "end of turn",
     "stop": "a stop text",

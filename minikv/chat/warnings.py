@@ -10,6 +10,7 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.planning import Planner
 from minikv.chat.prompt_plan import PromptPlan
 from minikv.chat.protocols import Template
+from minikv.chat.report import NOTHING_EVICTED
 from minikv.chat.reuse import Decision
 from minikv.chat.transcript import Document
 from minikv.errors import UsageError
@@ -81,7 +82,7 @@ def after(
     if documents and chosen and rows is not None and rows >= stats.seen:
         yield (
             f'`budget="{eviction.budget}"` ({rows:,} tokens per head) is not below this '
-            f"prompt ({stats.seen:,} tokens): nothing was evicted"
+            f"prompt ({stats.seen:,} tokens): {NOTHING_EVICTED}"
         )
     if lost is not None and lost.bound is not None and not lost.bounded:
         much = "not known" if lost.kl_first_token is None else f"{lost.kl_first_token:.2g} nats"
