@@ -15,7 +15,6 @@ from typing import Any
 from minikv.cache.budget import Budget
 from minikv.chat.report import size
 from minikv.checks import quoted
-from minikv.cli.config import short
 from minikv.cli.confirm import confirmed
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.files import (
@@ -100,7 +99,7 @@ def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> N
     terminal.data("\n".join(table))
     total = sum(fact.bytes for fact in facts)
     count = "1 chat" if len(entries) == 1 else f"{len(entries):,} chats"
-    terminal.say(f"{count}, {size(total)} in {short(chats_folder())}")
+    terminal.say(f"{count}, {size(total)}")
     _warn(total, most, terminal)
 
 

@@ -162,9 +162,9 @@ def _load(context: Context, arguments: list[str]) -> None:
     was = "" if keeper.name == names[0] else left(context)
     saved = keeper.load(session, names[0], reread=len(arguments) > 1)
     context.origins |= origins(saved)
+    context.terminal.say(opened(session, saved, perf_counter() - began))
     if was:
         context.terminal.say(was)
-    context.terminal.say(opened(session, saved, perf_counter() - began))
     for line in changes((*saved.documents, *saved.pending)):
         context.terminal.warn(line)
 

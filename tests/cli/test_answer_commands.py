@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -242,17 +243,21 @@ def test_json_of_an_answer_that_goes_on_has_all_of_it(world: World, document: st
 # -- ask --continue -------------------------------------------------------------------------
 
 
-def test_ask_goes_on_in_the_last_saved_chat(
-    world: World, document: str, home: Path, tmp_path: Path
+@pytest.mark.parametrize("how", [("--continue",), ("--chat", "mine")])
+def test_ask_goes_on_in_a_saved_chat(
+    world: World, document: str, home: Path, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
     said = world.run("chat", document, input="Who runs it?\nSince when?\nWhy?\n").stdout
     (home / os.listdir(home)[0]).rename(home / "mine")
     world.engine = FakeEngine()
-    world.run("chat", document, "--no-save", input="x\n")
+    world.run("chat", document, *["--no-save"] * (how[0] == "--continue"), input="x\n")
+    for name in set(os.listdir(home)) - {"mine"}:  # the one that was saved last
+        (home / name).rename(home / "later")
     for question, more in (("Since when?", ()), ("Why?", ("--json",))):
         world.engine = FakeEngine()
-        result = world.run("ask", "--continue", question, *more, input="")
+        result = world.run("ask", *how, question, *more, input="")
         assert result.exit_code == 0, result.stderr
+        assert len(result.stdout.splitlines()) == 1  # the answer alone
     assert "in chat mine, after 4 turns" in result.stderr
     assert world.session is not None
     assert [turn.question for turn in world.session.turns] == [
@@ -260,7 +265,8 @@ def test_ask_goes_on_in_the_last_saved_chat(
     ]
     assert json.loads(result.stdout)["answer"] == world.session.turns[-1].answer
     assert "\n> Since when?\n" in world.run("chats", "show", "mine").stdout
-    assert os.listdir(home) == ["mine"]
+    assert set(os.listdir(home)) - {"later"} == {"mine"}
+    shutil.rmtree(home / "later", ignore_errors=True)
     assert said
     other = tmp_path / "other.txt"
     other.write_text("And a second document.")
@@ -268,6 +274,21 @@ def test_ask_goes_on_in_the_last_saved_chat(
     world.run("ask", "--continue", "And that?", str(other))
     assert world.session is not None
     assert [d.name for d in world.session.documents] == ["report.txt", "other.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--chat", "mine", "--continue"), "--continue is the chat that was saved last"),
+        (("--chat", "nosuch"), "no saved chat 'nosuch'"),
+        (("--chat", ""), "cannot be the name of a chat"),
+        (("--chat", "../mine"), "cannot be the name of a chat"),
+    ],
+)
+def test_ask_refuses_other_chats(world: World, words: tuple[str, ...], said: str) -> None:
+    result = world.run("ask", "Who?", *words, input="")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
 
 
 def test_ask_that_fails_leaves_the_saved_chat_as_it_was(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from test_keeper import keeper, rewrite, talked
 from typer.testing import CliRunner, Result
 
 import minikv.cli.turn
+from minikv.chat.report import size
 from minikv.cli.chats_command import age
 from minikv.cli.main import app
 
@@ -45,6 +47,8 @@ def test_the_list_has_names_turns_documents_age_and_size(two: Path) -> None:
     result = run()
     assert result.exit_code == 0
     head, first, second = result.stdout.splitlines()
+    total = sum(path.stat().st_size for path in two.glob("*/*"))
+    assert result.stderr.splitlines() == [f"2 chats, {size(total)}"]
     assert head.split() == ["NAME", "TURNS", "AGE", "SIZE", "DOCS", "FIRST", "QUESTION"]
     assert re.match(r"thesis +2 +[\d,]+ d +[\d.]+ KiB +3  Who owns the mill\?$", first)
     assert second.startswith("budget-talk ")
@@ -111,6 +115,117 @@ def test_rm_removes_all_or_nothing(two: Path) -> None:
     assert result.exit_code == 2
     assert "open in another minikv" in result.stderr
     assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
+
+
+DAY = 86400
+
+
+@pytest.mark.parametrize(
+    ("older", "left"),
+    [
+        ("30d", {"new", "day", "week"}),
+        ("1mo", {"new", "day", "week"}),
+        ("8 days", {"new", "day", "week"}),
+        ("1w", {"new", "day"}),
+        ("36h", {"new", "day"}),
+        ("23.5h", {"new"}),
+        ("90min", {"new"}),
+        ("1y", {"new", "day", "week", "month"}),
+        ("10y", {"new", "day", "week", "month", "years"}),
+    ],
+)
+def test_rm_older(home: Path, older: str, left: set[str]) -> None:
+    ages = {"new": 60, "day": DAY + 60, "week": 7.5 * DAY, "month": 31 * DAY, "years": 800 * DAY}
+    for name, seconds in ages.items():
+        one = keeper()
+        one.save(talked(), name)
+        one.close()
+        at = time.time() - seconds
+        os.utime(home / name / "chat.jsonl", (at, at))
+    result = run("rm", "--older", older, "--yes")
+    assert result.exit_code == 0
+    assert set(os.listdir(home)) == left
+    assert ("nothing was removed" in result.stderr) == (len(left) == 5)
+
+
+def test_rm_older_leaves_an_open_chat_and_asks(two: Path) -> None:
+    result = run("rm", "--older", "1d")
+    assert result.exit_code == 2
+    assert "--yes removes without asking" in result.stderr
+    one = keeper()
+    one.load(talked(), "thesis")
+    result = run("rm", "--older", "1d", "--yes")
+    one.close()
+    assert result.exit_code == 0
+    assert "chat thesis is open in another minikv: it stays" in result.stderr
+    assert os.listdir(two) == ["thesis"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "rm takes the names of chats, or --older"),
+        (("thesis", "--older", "1d"), "rm takes the names of chats, or --older"),
+        *((("--older", age), "cannot read the age") for age in ("", "30", "-1d", "d", "1q")),
+    ],
+)
+def test_rm_refuses(two: Path, words: tuple[str, ...], said: str) -> None:
+    result = run("rm", *words, "--yes")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "warns"), [("1KiB", True), ("1GiB", False), ("off", False), ("", False)]
+)
+def test_a_limit_warns_and_removes_nothing(
+    two: Path, monkeypatch: pytest.MonkeyPatch, limit: str, warns: bool
+) -> None:
+    if limit:
+        monkeypatch.setenv("MINIKV_CHATS_LIMIT", limit)
+    result = run()
+    assert ("--chats-limit" in result.stderr) == warns
+    assert "chats rm --older 30d" in result.stderr or not warns
+    assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
+
+
+def test_a_limit_is_a_size(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINIKV_CHATS_LIMIT", "much")
+    result = run()
+    assert result.exit_code == 2
+    assert "--chats-limit must be off or a size" in result.stderr
+
+
+def test_a_chat_ends_with_the_warning(world: World, document: Path) -> None:
+    said = [
+        world.run("chat", str(document), "--chats-limit", limit, input="Who?\n").stderr
+        for limit in ("10B", "1GiB")
+    ]
+    assert "more than --chats-limit 10 B" in said[0].splitlines()[-1]
+    assert "--chats-limit" not in said[1]
+
+
+@pytest.mark.parametrize("command", ["/clear", "/reset", "/drop 1", "/load first"])
+def test_a_new_conversation_says_where_the_old_one_is(
+    world: World, document: Path, home: Path, command: str
+) -> None:
+    world.run("chat", str(document), input="First?\n/save first\n")
+    world.engine = type(world.engine)()
+    result = world.run("chat", str(document), input=f"Who?\n{command}\n")
+    (name,) = set(os.listdir(home)) - {"first"}
+    told = f"  the chat so far is saved as {name}; /load {name} goes back to it"
+    assert told in result.stderr.splitlines()
+    assert "None" not in result.stderr
+    world.engine = type(world.engine)()
+    back = world.run("chat", str(document), input=f"Other?\n{command}\n/load {name}\nWhy?\n")
+    assert back.exit_code == 0, back.stderr
+    assert world.session is not None
+    assert [turn.question for turn in world.session.turns] == ["Who?", "Why?"]
+    unsaved = world.run("chat", str(document), "--no-save", input=f"Who?\n{command}\n").stderr
+    assert "  the chat so far was not saved, and is gone" in unsaved.splitlines()
+    empty = world.run("chat", str(document), input=f"{command}\n").stderr
+    assert "the chat so far" not in empty
 
 
 def test_a_damaged_chat_can_be_removed(two: Path) -> None:

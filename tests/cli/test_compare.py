@@ -153,11 +153,11 @@ def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> No
     for at in range(3 * 4096, os.fstat(handle).st_size, 64):  # behind the header and commits
         os.pwrite(handle, b"\x5a", at)
     answers = []
-    for chat in (session, clean):
-        other = compare.beside(chat, EvictionConfig.read("streaming", budget="48"))
-        asked = compare.last_question(chat)
-        answers.append(compare.run(other, "streaming", asked, 9, lambda *_: None, Stop()))
-        chat.recall.leave()
+    for one in (session, clean):
+        other = compare.beside(one, EvictionConfig.read("streaming", budget="48"))
+        question = compare.last_question(one)
+        answers.append(compare.run(other, "streaming", question, 9, lambda *_: None, Stop()))
+        one.recall.leave()
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].report.tokens.prompt_reused == 0
     assert "damaged" in answers[0].report.warnings[0]

@@ -24,7 +24,7 @@ from exports import HEADS, HOSTILE, LAYERS, chat, large
 
 import minikv
 from minikv.cache.stats import Fidelity
-from minikv.chat.report import DeviceMemory, KvBytes, Loss, percent_saved
+from minikv.chat.report import NOTHING_EVICTED, DeviceMemory, KvBytes, Loss, percent_saved
 from minikv.chat.session import ChatSession
 from minikv.cli.command import Context
 from minikv.cli.export import command, figures, html, markdown
@@ -632,3 +632,72 @@ def test_what_eviction_lost_is_a_figure_and_comes_back_from_json(facts: ChatFact
     assert dict(figures.rows(missed))["Quality"].endswith("0.05 nats are not met (2 tried)")
     none = replace(report, fidelity=Fidelity())
     assert dict(figures.rows(none))["Fidelity"].startswith("not measured")
+
+
+PATHS = ("/home/ada/models/Some-3B", "~/models/Some-3B", "./Some-3B", "../models/Some-3B/")
+
+
+@pytest.mark.parametrize("model", [*PATHS, "owner/Some-3B"])
+def test_no_export_names_a_folder_of_this_machine(model: str, tmp_path: Path) -> None:
+    session = spoken()
+    session.facts = replace(session.facts, model=model)
+    told = (
+        f"the tier is damaged: {tmp_path}/chats/x/tier.kv is damaged from token 9 on",
+        'cannot write "/home/ada/some thing/tier.kv": No space left on device; /docs, a/b, 1/2',
+        "see https://example.org/a/b or ~/x/y.log",
+    )
+    turn = session.turns[-1]
+    session.turns[-1] = replace(turn, report=replace(turn.report, warnings=told))
+    facts = gather(session)
+    assert facts.model.name == ("owner/Some-3B" if model == "owner/Some-3B" else "Some-3B")
+    for made in (html.render(facts), markdown.render(facts), json.dumps(facts.to_dict())):
+        for part in ("/home", "~/", "../", str(tmp_path), "/models"):
+            assert part not in made.replace("\\", "")
+    assert facts.turns[-1].report is not None
+    first, second, third = facts.turns[-1].report.warnings
+    assert first == "the tier is damaged: tier.kv is damaged from token 9 on"
+    assert second.endswith("No space left on device; /docs, a/b, 1/2")
+    assert third == "see https://example.org/a/b or y.log"
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("one *two* **three**", "<p>one <em>two</em> <strong>three</strong></p>"),
+        ("a\nb", "<p>a<br>\nb</p>"),
+        ("# Big", "<h4>Big</h4>"),
+        ("- a\n- b", "<ul>\n<li>a</li>\n<li>b</li>\n</ul>"),
+        ("3. a\n4. b", '<ol start="3">\n<li>a</li>\n<li>b</li>\n</ol>'),
+        ("```x onload=y\n<b>\n```", "<pre><code>&lt;b&gt;\n</code></pre>"),
+        ("`a<b`", "<p><code>a&lt;b</code></p>"),
+        ("<script>x</script>", "<p>&lt;script&gt;x&lt;/script&gt;</p>"),
+        ("[a](javascript:x)", "<p>[a](javascript:x)</p>"),
+        ("![a](http://x/y.png)", "<p>![a](http://x/y.png)</p>"),
+        ("<http://x>", "<p>&lt;http://x&gt;</p>"),
+        ("|a|b|\n|:-|-:|\n|1|2|", "<td>2</td>"),
+        ("&lt;b&gt;", "<p>&amp;lt;b&amp;gt;</p>"),
+    ],
+)
+def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> None:
+    turn = replace(facts.turns[0], answer=text)
+    page = html.render(replace(facts, turns=(turn, *facts.turns[1:])))
+    assert made in page
+    tags = Elements(page).tags
+    assert not [one for one in tags if one[0] in ("img", "a") and "skip" not in one[1].values()]
+    assert not [name for _, names in tags for name in names if name in ("style", "onload")]
+
+
+def test_a_short_document_is_no_warning_in_a_file(facts: ChatFacts) -> None:
+    session = chat()
+    session.attach("a short one")
+    list(session.ask("who?", max_tokens=3))
+    report = session.turns[0].report
+    line = "--budget 600 (600 tokens per head) is not below this prompt (9 tokens): " + (
+        NOTHING_EVICTED
+    )
+    turn = replace(session.turns[0], report=replace(report, warnings=(line, "another")))
+    session.turns[0] = turn
+    made = gather(session)
+    for text in (html.render(made), markdown.render(made)):
+        assert NOTHING_EVICTED not in text
+        assert "another" in text

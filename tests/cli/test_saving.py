@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngineWithMemory
+from lettered import lettered
+from pairwise import pairwise
 from small_chat import chat
 
 from minikv.chat.eviction_config import EvictionConfig
@@ -426,4 +429,45 @@ def test_without_saving(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     other.ask("not saved")
     with pytest.raises(UsageError, match="open in another"):
         other.run("load mine")
-    assert "the conversation so far was not saved" in capsys.readouterr().err
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("policy", "tier", "reuse"),
+    pairwise(
+        ("adakv", "streaming", "full"),
+        ("auto", "file", "none"),
+        ("auto", "recall", "refresh", "once"),
+    ),
+)
+def test_a_chat_that_is_opened_says_what_the_next_question_reads(
+    policy: str, tier: str, reuse: str, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    """One thing, and that is what happens."""
+    if reuse == "recall" and (tier == "none" or policy == "full"):
+        return  # refused, or nothing to recall
+
+    def started() -> Talk:
+        eviction = EvictionConfig.read(policy, budget="48")
+        return make(lettered(eviction, tier=tier, reuse=reuse), capsys)
+
+    first = started()
+    first.session.attach("A mill stands by the river. " * 8, "mill.txt")
+    first.ask("Who?")
+    first.run("save mine")
+    if tier != "file":  # a tier in memory is not there in the next process
+        (home / "mine" / "tier.kv").unlink(missing_ok=True)
+    first.context.keeper.close()
+    first.session.recall.leave()
+    second = started()
+    _, err = second.run("load mine")
+    seen = len(second.session.fed)
+    said = next(line for line in err.splitlines() if line.startswith("mine: 1 turn, taken up in"))
+    second.ask("Why?")
+    assert second.session.report is not None
+    read = second.session.report.tokens.prompt_new
+    again = re.search(r"; your next question reads ([\d,]+) tokens again$", said)
+    assert said.endswith(", nothing was read again") == (again is None)
+    question = read - (int(again[1].replace(",", "")) if again else 0)
+    assert 0 < question < 60 < seen
+    second.session.recall.leave()

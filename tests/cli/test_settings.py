@@ -24,7 +24,14 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
-from minikv.cli import config, config_command, context_command, settings_commands
+from minikv.cli import (
+    config,
+    config_command,
+    context_command,
+    document_commands,
+    kept,
+    settings_commands,
+)
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS, Config, Interface, load
 from minikv.cli.context_command import usage
@@ -791,6 +798,40 @@ def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
     assert all(count >= 0 for _, count, _ in rows)
     assert sum(count for _, count, _ in rows) == bundled.max_context
     assert "\x1b" not in do(traced(bundled), "tokens")
+
+
+@pytest.mark.parametrize(
+    ("names", "most"), [(("mill.txt", None), 5), (("a.txt", "b.txt"), 1), ((None,), 60)]
+)
+def test_tokens_docs_and_kept_count_alike(
+    names: tuple[str | None, ...], most: int, bundled: ChatSession
+) -> None:
+    """Every document, and all that was read, with a tokenizer that joins letters; the text of one
+    document is also in the system prompt and in another one."""
+    session = bundled
+    session.system = "Say who runs it."
+    session.reset()
+    for number, name in enumerate(names):
+        session.attach("The mill on the river is run by Ada. " * (4 - 3 * number), name)
+    "".join(session.ask("Who runs it?", max_tokens=most))
+    session.attach("It is run by Ida, not by Ada.", "later.txt")
+    facts = kept.read(session)
+    parts = [part.last - part.first for part in facts.parts]
+    talk = traced(session)
+    talk.terminal.err = io.StringIO()
+    document_commands._docs(talk, [])
+    listed = talk.terminal.err.getvalue()
+    rows = usage(session)
+    for n, count in enumerate(parts, 1):
+        (own,) = [row for row in rows if row[0].startswith(f"document {n}: ")]
+        assert own[1] == count
+        assert f" {count:,} token" in listed.splitlines()[n - 1]
+    (waiting,) = [row for row in rows if row[0] == "waiting: later.txt"]
+    assert f" {waiting[1]} tokens" in listed.splitlines()[-1]
+    elsewhere = ("waiting", "room left", "the last token")
+    read = sum(count for name, count, _ in rows if not name.startswith(elsewhere))
+    assert read == facts.held.shape[2] == len(session.fed)
+    session.system = ""
 
 
 def test_reading_settings_loads_no_torch() -> None:
