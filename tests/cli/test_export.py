@@ -664,7 +664,7 @@ def test_no_export_names_a_folder_of_this_machine(model: str, tmp_path: Path) ->
     ("text", "made"),
     [
         ("one *two* **three**", "<p>one <em>two</em> <strong>three</strong></p>"),
-        ("a\nb", "<p>a<br>\nb</p>"),
+        ("a\nb", "<p>a<br />\nb</p>"),
         ("# Big", "<h4>Big</h4>"),
         ("- a\n- b", "<ul>\n<li>a</li>\n<li>b</li>\n</ul>"),
         ("3. a\n4. b", '<ol start="3">\n<li>a</li>\n<li>b</li>\n</ol>'),
