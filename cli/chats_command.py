@@ -204,7 +204,7 @@ def read_age(text: str) -> float:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([a-z]+)", text.strip().lower())
     for length, *words in _UNITS:
         if found and found[2] in words:
-            return float(found[1]) * length
+            return float(found[1]) * float(length)
     raise UsageError(
         f"cannot read the age {quoted(text)}",
         "give a number with its unit: 90min, 12h, 30d, 8w, 6mo or 1y",

@@ -93,6 +93,8 @@ class Live:
         if now - then >= SELDOM and done < total:
             self._told = now, done
             rest = (total - done) * (now - then) / (done - before) if done > before else None
+            if rest is not None and rest < 1:
+                return
             left = "" if rest is None else f", {duration(rest)} left"
             self._terminal.note(f"{self.label}: {amounts(done, total, self._unit)}{left}")
 

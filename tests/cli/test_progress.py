@@ -235,6 +235,7 @@ def test_a_file_is_told_before_a_large_model_loads(monkeypatch: pytest.MonkeyPat
     [
         (999, 5.0, ["reading: 400/999 tok, 15 s left", "reading: 800/999 tok, 5.0 s left"]),
         (1_000, 0.1, ["reading: 1,000 tokens"]),
+        (401, 5.0, []),  # less than a second is left
         (1_200, 4.0, ["reading: 1,200 tokens", "reading: 600/1,200 tok, 12 s left"]),
     ],
 )
