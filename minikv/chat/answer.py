@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 
-from minikv.chat.protocols import TextStream
+from minikv.chat.protocols import TextStream, Tokenizer
 from minikv.chat.stop import StopTexts
 from minikv.engine.sampling import Sampling
 
@@ -104,18 +105,27 @@ class Answer:
         self._length += len(piece)
         return self._give(self._stop.push(piece) if piece else "")
 
-    def finish(self) -> str:
-        """No more tokens come: return the text that was held back. After a stop text that is ""."""
+    def finish(self, *, more: bool = False) -> str:
+        """No more tokens come now: return the text that was held back. After a stop text that is
+        "". more: the answer may be continued, so an incomplete character is still held back."""
         if self.stopped:
             return ""
-        rest = self._stream.flush()
+        rest = "" if more else self._stream.flush()
         text = self._stop.push(rest) if rest else ""
         return self._give(text + ("" if self.stopped else self._stop.flush()))
 
-    def close(self) -> None:
-        """The answer ended without `finish`: add the text to `text` that was held back as the
-        possible beginning of a stop text. Does nothing after `finish`."""
-        self.text += self._stop.flush()
+    def ended(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Answer:
+        """This answer as it stays in the conversation, with the text that was held back as the
+        possible beginning of a stop text, and the reason why it ended. ids: its tokens in the log;
+        an interrupt may have come between the two."""
+        made = copy(self)
+        made.text += self._stop.held
+        made.reason = self.reason or ("stop" if self.stopped else "error")
+        if self.generated - self.overshot != len(ids):
+            again = Answer.resumed(tokenizer.stream(), self._stop.texts, ids, "")
+            made.text, made.generated = again.text + again._stop.held, again.generated
+            made.reason = self.reason or "error"
+        return made
 
     def _give(self, text: str) -> str:
         self.text += text

@@ -1,5 +1,5 @@
 """Closing a turn: its figures and its record. Nothing here may fail, because the turn already
-counts."""
+counts. Nothing is changed, so that it can be done again after an interrupt."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def turn_report(
         ),
         loss=_loss(read),
         shaped_by_turn=shaped_by,
-        stop_reason=answer.reason or "error",
+        stop_reason=answer.reason,
         seed=seed,
         sampling=settings.record(),
         device_mem=device_memory(facts.device),

@@ -31,7 +31,7 @@ def refuse_continuation(
     """
     if report is None:
         raise UsageError("there is no answer to go on with", "ask something first")
-    full = len(log.fed) >= max_context
+    full = log.seen >= max_context
     why = _ENDS["context"] if full else _ENDS.get(report.stop_reason, "")
     if why:
         raise UsageError(f"there is nothing to go on with: {why}", _ANEW)
@@ -92,7 +92,7 @@ def continued(
         ),
         refreshes=before.refreshes + answer.passes,
         rate=replace(rate, decode_tok_s=steps / decode_s if steps and decode_s else None),
-        stop_reason=answer.reason or "error",
+        stop_reason=answer.reason,
         seed=seed,
         sampling=sampling,
         device_mem=memory,

@@ -98,7 +98,7 @@ def read(
 
     Between chunks, `progress(done, total)` is called, in tokens; tokens that a policy reads twice
     count twice. Then Interrupted is raised if `stopped()`. After any error, the cache is as it was
-    before.
+    before. Otherwise the caller calls `KVCache.forget_mark` once it has noted what was read.
     """
     began = perf_counter()
     kv, done, evict_s, peak, blind = engine.kv, 0, 0.0, 0, False
@@ -150,7 +150,6 @@ def read(
     except BaseException:
         kv.go_back(mark)
         raise
-    kv.forget_mark()
     lost = figures.lost_mean, figures.lost_max, figures.lost_layer
     seconds = perf_counter() - began - fidelity_s
     return Read(seconds, logits, evict_s, peak, blind, lost, gaps, fidelity, fidelity_s)

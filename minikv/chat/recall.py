@@ -327,6 +327,15 @@ class Recall:
         self._kv.tier = None
         self._ids = []
 
+    def settle(self) -> None:
+        """Make the tier and its tokens agree: an interrupt may have come between them."""
+        self.scored()
+        if self.tier is None:
+            self._ids = []
+        elif self.tier.length != len(self._ids):
+            del self._ids[self.tier.length :]
+            self.tier.truncate(len(self._ids))
+
     def clear(self) -> None:
         """Forget the conversation and free its memory. The file of a saved chat stays."""
         self.scored()

@@ -15,7 +15,6 @@ from typing import Self, cast
 from torch import Tensor
 
 from minikv import checks
-from minikv.cache.stats import CacheStats
 from minikv.chat import composing, reuse, shown, warnings
 from minikv.chat.answer import Anew, Answer, AnswerSettings
 from minikv.chat.background import in_background
@@ -23,6 +22,7 @@ from minikv.chat.cancelling import Cancelling
 from minikv.chat.closing import measured, turn_report
 from minikv.chat.composing import Composer
 from minikv.chat.continuation import continued, refuse_continuation
+from minikv.chat.conversation import Conversation, mark
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts, device_memory
 from minikv.chat.fidelity import Measuring
@@ -100,7 +100,7 @@ class ChatSession:
         quality: float = 0.0,
         fidelity: bool = True,
     ) -> None:
-        self.guard = Guard()
+        self.guard = Guard(self._settle)
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
@@ -111,14 +111,13 @@ class ChatSession:
         self.pin_system = pin_system
         self.facts = facts or Facts()
         self._noticed = 0  # how many notices of the engine the user has seen
-        self.history = UndoHistory(undo_turns, UNDO_BYTES)
         self.reuse = reuse
         self.recall = recall or Recall(engine.kv)
         self.refresh_every, self.quality, self.fidelity = refresh_every, quality, fidelity
         self.words: Callable[[str], str] = str
-        self.conversation = 0
         self._min_tokens = MinTokens(tokenizer)
         self._cancelling = Cancelling()
+        self._now = Conversation(0, UndoHistory(undo_turns, UNDO_BYTES), [])
         self.reset()
 
     @changes
@@ -128,43 +127,92 @@ class ChatSession:
         documents = [*self.documents, *self.pending] if keep_documents else []
         self.engine.reset()
         self.recall.clear()
-        self.pending: list[Document] = documents
-        self.documents: list[Document] = []
-        self.messages: list[Message] = [Message("system", self.system)] if self.system else []
-        self._log = TokenLog()
-        self.turn = 0
-        self.shaped_by: int | None = None
-        self.report: TurnReport | None = None
-        self.turns: list[Turn] = []
-        self.undone: list[Turn] = []
-        self.curve: list[tuple[int, int, int]] = []
         self.baseline_tok_s: float | None = None  # see the class
-        self.history = self.history.emptied()
         self.verified: Verification | None = None
-        self.rereads = self.keeps_cache = False
+        self.keeps_cache = False
         self._auto = AutoLine()
         self._cancelling.forget()
-        self._cancelling.rereading = False
-        self.conversation += 1
+        self._now = Conversation(
+            self.conversation + 1,
+            self.history.emptied(),
+            [Message("system", self.system)] if self.system else [],
+            documents,
+        )
+
+    @property
+    def conversation(self) -> int:
+        """See the class."""
+        return self._now.number
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, with the question that is being answered."""
+        return self._now.messages
+
+    @property
+    def pending(self) -> list[Document]:
+        """Documents that come with the next question."""
+        return self._now.pending
+
+    @property
+    def documents(self) -> list[Document]:
+        """Documents that came with a question."""
+        return self._now.documents
+
+    @property
+    def turn(self) -> int:
+        """The number of the last question that was read; 0 before the first."""
+        return self._now.turn
+
+    @property
+    def turns(self) -> list[Turn]:
+        """See the class."""
+        return self._now.turns
+
+    @property
+    def undone(self) -> list[Turn]:
+        """See the class."""
+        return self._now.undone
+
+    @property
+    def curve(self) -> list[tuple[int, int, int]]:
+        """See the class."""
+        return self._now.curve
+
+    @property
+    def shaped_by(self) -> int | None:
+        """See the class."""
+        return self._now.shaped_by
+
+    @property
+    def rereads(self) -> bool:
+        """Whether the next question reads the whole conversation again."""
+        return self._now.rereads
+
+    @property
+    def report(self) -> TurnReport | None:
+        """The record of the last turn; None if there is none."""
+        return self.turns[-1].report if self.turns else None
+
+    @property
+    def history(self) -> UndoHistory:
+        """Copies of the chat from before its turns."""
+        return self._now.history
+
+    @property
+    def _log(self) -> TokenLog:
+        return self._now.log
 
     @property
     def fed(self) -> list[int]:
         """The ids of the tokens that the cache has seen."""
         return self._log.fed
 
-    @fed.setter
-    def fed(self, ids: list[int]) -> None:
-        self._log.fed = ids
-
     @property
     def pending_token(self) -> int | None:
         """The last token of an answer, which was not fed and begins the next prompt; None if there
         is none."""
         return self._log.pending
-
-    @pending_token.setter
-    def pending_token(self, token: int | None) -> None:
-        self._log.pending = token
 
     @property
     def known(self) -> list[int]:
@@ -190,7 +238,7 @@ class ChatSession:
             raise UsageError(
                 "there is nothing to read again", "your next question reads all there is"
             )
-        self.rereads = wanted
+        self._now = replace(self._now, rereads=wanted)
 
     @property
     def undo_turns(self) -> int:
@@ -243,9 +291,11 @@ class ChatSession:
     def snapshot(self) -> ChatSnapshot:
         """A copy of the chat between two turns. After `restore`, every answer is bit-identical.
         Copies the rows in use to host memory."""
-        with self.guard.change(inside=True):
-            assert self.turn == len(self.turns), "a turn is under way"
-            return replace(self._without_cache(), held=self.engine.kv.snapshot())
+        return self.guard.change(self._snapshot, inside=True)
+
+    def _snapshot(self) -> ChatSnapshot:
+        assert self._now.closing is None, "a turn is under way"
+        return replace(self._without_cache(), held=self.engine.kv.snapshot())
 
     def _without_cache(self) -> ChatSnapshot:
         return ChatSnapshot(
@@ -272,26 +322,39 @@ class ChatSession:
         UsageError if this chat cannot use its policies, and ValueError if its cache is not from
         this network. After these errors, and if memory runs out, nothing has changed.
         """
-        self._restore(snapshot, snapshot.eviction)
+        restored = self._restored(snapshot)
+        self._restore(snapshot, snapshot.eviction, snapshot.seed, restored)
 
-    def _restore(self, snapshot: ChatSnapshot, eviction: EvictionConfig) -> None:
-        """`restore`, and use this policy and budget from then on."""
+    def _restored(self, snapshot: ChatSnapshot) -> Conversation:
+        """The conversation of this snapshot."""
+        owed = () if snapshot.pending_token is None else (snapshot.pending_token,)
+        return Conversation(
+            self.conversation,
+            self.history.emptied(),
+            list(snapshot.messages),
+            list(snapshot.pending),
+            list(snapshot.documents),
+            TokenLog((*snapshot.fed, *owed) or snapshot.known, len(snapshot.fed)),
+            len(snapshot.turns),
+            list(snapshot.turns),
+            curve=list(snapshot.curve),
+            shaped_by=snapshot.shaped_by,
+            rereads=snapshot.rereads,
+        )
+
+    def _restore(
+        self, snapshot: ChatSnapshot, eviction: EvictionConfig, seed: int, restored: Conversation
+    ) -> None:
+        """Use the cache of the snapshot, and this policy, budget, seed and conversation from then
+        on."""
         held, kv = snapshot.held, self.engine.kv
         under = None if eviction == snapshot.eviction else eviction.rules()
         if held is None:
             kv.restart(under or snapshot.eviction.rules())
         else:
             kv.restore(held, snapshot.eviction.rules(), under)
-        self.eviction, self.seed = eviction, snapshot.seed
-        self.messages, self.documents = list(snapshot.messages), list(snapshot.documents)
-        self.pending, self.shaped_by = list(snapshot.pending), snapshot.shaped_by
-        self._log = TokenLog(snapshot.fed, snapshot.pending_token, snapshot.known)
-        self.turns, self.curve = list(snapshot.turns), list(snapshot.curve)
-        self.turn = len(self.turns)
-        self.report = self.turns[-1].report if self.turns else None
-        self.undone, self.baseline_tok_s = [], None
-        self.history = self.history.emptied()
-        self.rereads = snapshot.rereads
+        self.eviction, self.seed, self._now = eviction, seed, restored
+        self.baseline_tok_s = None
         self._cancelling.forget()
 
     @changes
@@ -306,17 +369,20 @@ class ChatSession:
         """
         refuse_undo(turns, len(self.turns))
         finished = len(self.turns) - turns
-        seed, pending, history = self.seed, self.pending, self.history
         taken, baseline = self.turns[finished:], self.baseline_tok_s
-        rereads = self.rereads or taken[0].report.reuse == "refresh"
-        snapshot = history.before.get(finished)
+        snapshot = self.history.before.get(finished)
         snapshot = snapshot or self._without_cache().before(finished, self.template)
-        self._restore(snapshot, self.eviction)
-        self.rereads = (self.rereads or rereads) and bool(self.fed)
-        self.undone, self.seed, self.baseline_tok_s = taken, seed, baseline
-        self.pending += [d for d in pending if d not in self.pending]
-        history.forget_from(finished)
-        self.history = history
+        restored = self._restored(snapshot)
+        rereads = restored.rereads or self.rereads or taken[0].report.reuse == "refresh"
+        restored = replace(
+            restored,
+            history=self.history.until(finished),
+            pending=[*restored.pending, *(d for d in self.pending if d not in restored.pending)],
+            undone=taken,
+            rereads=rereads and bool(restored.log.seen),
+        )
+        self._restore(snapshot, self.eviction, self.seed, restored)
+        self.baseline_tok_s = baseline
         return taken
 
     def cancel(self) -> None:
@@ -353,7 +419,7 @@ class ChatSession:
             self.engine.reset()
             self.recall.leave()
             self.engine = cast(Engine, _Closed())
-            self.history = self.history.emptied()
+            self._now = replace(self._now, history=self.history.emptied())
 
     def __enter__(self) -> Self:
         if self.guard.closed:
@@ -402,7 +468,7 @@ class ChatSession:
     @property
     def room(self) -> int:
         """Positions left in the model's context, with the pending token counted as used."""
-        return self.max_context - len(self.fed or self.known) - (self.pending_token is not None)
+        return self.max_context - len(self._log.ids)
 
     @answers
     def ask(
@@ -522,7 +588,7 @@ class ChatSession:
         planner.refuse_without_tier(plan.recalled, most, self.refresh_every, self.quality)
         turn_warnings.tell_all(warnings.before(self.template, question, planner, plan))
         turn_warnings.tell_all(self._auto.lines(planner, decision))
-        turn_warnings.tell_all(self._new_notices())
+        turn_warnings.tell_all(self._told())
 
         # Read it. After an error, the chat is as it was.
         answer = Answer(self.tokenizer.stream(), settings.stop)
@@ -542,35 +608,61 @@ class ChatSession:
             turn_warnings.tell,
         )
         plan, read = reader.read(plan, decision, messages)
-        reused = plan.given if plan.anew else len(self.fed)
-        lines = [self.recall.keep(plan.ids)] if plan.recalled else []
-
-        # The prompt is in the cache. From here on the turn counts, even if the answer fails.
-        self.history.keep(self.turn, snapshot)
-        self._log.read(plan.ids, anew=plan.anew)
-        if plan.anew:
-            self.shaped_by = None
-        if read.blind and self.shaped_by is None:
-            self.shaped_by = 0
-        self.rereads = False
-        self.turn += 1
-        self.messages = messages
-        attached = tuple(self.pending)
-        self.documents += attached
-        self.pending, self.undone = [], []
-
-        # Write the answer.
-        fidelity = read.fidelity
+        reused = plan.given if plan.anew else self._log.seen
+        fidelity, attached, log = read.fidelity, tuple(self.pending), self._log
+        log = log.read(plan.ids, anew=plan.anew)
+        begins = log.seen
+        known = measured(self.engine.kv, known)
+        shaped_by = None if plan.anew else self.shaped_by
+        if shaped_by is None and (read.blind or known.shaped):
+            shaped_by = 0 if read.blind else self.turn + 1
+        begun = replace(
+            self._now,
+            messages=messages,
+            documents=[*self.documents, *attached],
+            pending=[],
+            undone=[],
+            rereads=False,
+            log=log,
+            turn=self.turn + 1,
+            curve=[*self.curve, mark(known)],
+            shaped_by=shaped_by,
+        )
         # If the prompt was not recalled, the answer cannot recall anything either.
         anew = Anew(self.refresh_every * plan.recalled, fidelity.budget if fidelity else None)
-        writer = self._writer(settings, anew)
+        writer = self._writer(log, settings, anew)
+
+        def closing() -> Conversation:
+            ended = answer.ended(self.tokenizer, log.ids[begins:])
+            stats = measured(self.engine.kv, known)
+            report = turn_report(
+                begun.turn,
+                plan,
+                read,
+                ended,
+                stats,
+                perf_counter() - began,
+                reused=reused,
+                settings=settings,
+                seed=writer.seed,
+                eviction=self.eviction,
+                shaped_by=shaped_by,
+                facts=self.facts,
+                recall=self.recall,
+                baseline_tok_s=self.baseline_tok_s,
+                warnings=[*turn_warnings.lines, *self._new_notices()],
+            )
+            turn = Turn(question, ended.text, attached, report)
+            return begun.closed([*begun.turns, turn], stats)
+
+        # The prompt is in the cache. From here on the turn counts, even if the answer fails.
+        self._now = replace(begun, closing=closing)
         try:
+            self.engine.kv.forget_mark()
+            self.history.keep(begun.turn - 1, snapshot)
+            line = self.recall.keep(plan.ids) if plan.recalled else ""
             self.recall.scored()
-            turn_warnings.tell_all(filter(None, lines))
-            known = measured(self.engine.kv, known)
-            self._mark(known)
-            if known.shaped and self.shaped_by is None:
-                self.shaped_by = self.turn
+            turn_warnings.tell_all(filter(None, [line]))
             turn_warnings.tell_all(
                 warnings.after(self.eviction, known, fidelity, documents=bool(attached))
             )
@@ -578,32 +670,9 @@ class ChatSession:
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
-        finally:  # Close the turn, however it ended.
-            answer.close()
-            self.messages = [*messages, Message("assistant", answer.text)]
-            late_notices = self._new_notices()
-            turn_warnings.lines += late_notices
-            stats = measured(self.engine.kv, known)
-            self._mark(stats)
-            self.report = turn_report(
-                self.turn,
-                plan,
-                read,
-                answer,
-                stats,
-                perf_counter() - began,
-                reused=reused,
-                settings=settings,
-                seed=writer.seed,
-                eviction=self.eviction,
-                shaped_by=self.shaped_by,
-                facts=self.facts,
-                recall=self.recall,
-                baseline_tok_s=self.baseline_tok_s,
-                warnings=turn_warnings.lines,
-            )
-            self.turns.append(Turn(question, answer.text, attached, self.report))
-            turn_warnings.say(late_notices)  # last, because the caller's function may raise
+        finally:
+            self._settle()
+            turn_warnings.say(self._told())  # last, because the caller's function may raise
 
     def _longer(
         self, settings: AnswerSettings, notice: Callable[[str], None] | None
@@ -613,42 +682,63 @@ class ChatSession:
         self.continuable()  # again, because the chat may have changed since `continue_answer`
         turn, known = self.turns[-1], self.engine.kv.stats()
         if self.refresh_every:
-            planner, most = self._planner(), len(self.fed) + 1 + settings.max_tokens
+            planner, most = self._planner(), self._log.seen + 1 + settings.max_tokens
             planner.refuse_without_tier(planner.recalls(), most, self.refresh_every, self.quality)
-        fidelity, generated = turn.report.fidelity, turn.report.tokens.generated
+        fidelity, log = turn.report.fidelity, self._log
         anew = Anew(self.refresh_every, fidelity.budget if fidelity else None)
-        ids = self._log.tokens[-generated:]
-        answer = Answer.resumed(self.tokenizer.stream(), settings.stop, ids, turn.answer)
+        begins = len(log.ids) - turn.report.tokens.generated
+        answer = Answer.resumed(
+            self.tokenizer.stream(), settings.stop, log.ids[begins:], turn.answer
+        )
         answer.first_s = turn.report.time_s.first_token
         settings = replace(settings, max_tokens=answer.generated + settings.max_tokens)
-        writer = self._writer(settings, anew)
-        self.undone = []
+        writer = self._writer(log, settings, anew)
+        begun = replace(self._now, undone=[], messages=self.messages[:-1], curve=self.curve[:-1])
+
+        def closing() -> Conversation:
+            ended = answer.ended(self.tokenizer, log.ids[begins:])
+            stats = measured(self.engine.kv, known)
+            report = continued(
+                turn.report,
+                stats,
+                ended,
+                perf_counter() - began,
+                seed=writer.seed,
+                sampling=settings.record(),
+                memory=device_memory(self.facts.device),
+                warnings=self._new_notices(),
+            )
+            longer = replace(turn, answer=ended.text, report=report)
+            return begun.closed([*begun.turns[:-1], longer], stats)
+
+        self._now = replace(self._now, undone=[], closing=closing)
         try:
             yield from writer.write(answer, None, began)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
         finally:
-            answer.close()
-            late_notices, stats = self._new_notices(), measured(self.engine.kv, known)
-            self.report = continued(
-                turn.report,
-                stats,
-                answer,
-                perf_counter() - began,
-                seed=writer.seed,
-                sampling=settings.record(),
-                memory=device_memory(self.facts.device),
-                warnings=late_notices,
-            )
-            self.messages[-1] = Message("assistant", answer.text)
-            self.turns[-1] = replace(turn, answer=answer.text, report=self.report)
-            self.curve.pop()
-            self._mark(stats)
-            Warnings(str, notice).say(late_notices)
+            self._settle()
+            Warnings(str, notice).say(self._told())
+
+    def _settle(self) -> None:
+        """Close the turn under way, and make conversation, cache and tier agree: an interrupt may
+        have come between any two of them. Otherwise this does nothing."""
+        if isinstance(self.engine, _Closed):
+            return
+        kv, log = self.engine.kv, self._log
+        self._cancelling.rereading = False
+        log.step(kv.put_right())
+        if self._now.closing is not None:
+            self._now = self._now.closing()
+        if kv.position != log.seen and not kv.go_back_to_mark():
+            self.engine.reset()
+            log.seen = 0  # the next question reads the conversation again
+        kv.forget_mark()
+        self.recall.settle()
 
     def _room(self) -> Room:
-        return Room(self.max_context, len(self.fed), self.room)
+        return Room(self.max_context, self._log.seen, self.room)
 
     def _planner(self) -> Planner:
         return Planner(
@@ -666,12 +756,12 @@ class ChatSession:
             self.max_context,
         )
 
-    def _writer(self, settings: AnswerSettings, anew: Anew) -> Writer:
+    def _writer(self, log: TokenLog, settings: AnswerSettings, anew: Anew) -> Writer:
         return Writer(
             self.engine,
             self.tokenizer,
             self.recall,
-            self._log,
+            log,
             settings,
             self.seed,
             anew,
@@ -680,13 +770,14 @@ class ChatSession:
         )
 
     def _new_notices(self) -> list[str]:
-        """The engine's notices that were not returned before."""
-        lines = self.engine.notices[self._noticed :]
+        """The engine's notices that the user has not seen."""
+        return self.engine.notices[self._noticed :]
+
+    def _told(self) -> list[str]:
+        """The same, which the user sees now."""
+        lines = self._new_notices()
         self._noticed += len(lines)
         return lines
-
-    def _mark(self, stats: CacheStats) -> None:
-        self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
 
 
 class _Closed:

@@ -33,7 +33,7 @@ class StopTexts:
     """
 
     def __init__(self, texts: Sequence[str], held: str = "") -> None:
-        self._texts = texts
+        self.texts = texts
         self.held = held
         self.found = False
 
@@ -46,11 +46,11 @@ class StopTexts:
         """Add a piece. Returns the text that is now certain to belong to the answer."""
         assert not self.found, "the answer has ended"
         text = self.held + piece
-        ends = [(at + len(stop), at) for stop in self._texts if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), at) for stop in self.texts if (at := text.find(stop)) >= 0]
         if ends:
             self.found, self.held = True, ""
             return text[: min(ends)[1]]
-        self.held = _beginning(self._texts, text)
+        self.held = _beginning(self.texts, text)
         return text[: len(text) - len(self.held)]
 
     def flush(self) -> str:

@@ -64,11 +64,10 @@ class Writer:
                 answer.reason = "eos"
                 break
             piece = answer.push(token)
-            log.pending = token  # set last: if `push` raises, the token is not in the transcript
+            if not answer.overshot:  # else it is not fed, as a stop token
+                log.pending = token  # last: if `push` raises, the token is not in the transcript
             if answer.stopped:
                 answer.reason = "stop"
-                if answer.overshot:  # like a stop token, it is not fed
-                    log.pending = None
             if piece:
                 yield piece
             if answer.stopped:
@@ -76,10 +75,11 @@ class Writer:
             if answer.generated == self.settings.max_tokens:
                 answer.reason = "length"
                 break
-            if len(log.fed) == self.max_context:
+            if log.seen == self.max_context:
                 answer.reason = "context"
                 break
-        rest = answer.finish()
+        continuable = answer.reason in ("length", "user") and log.seen < self.max_context
+        rest = answer.finish(more=continuable)
         if rest:
             yield rest
 
@@ -137,6 +137,6 @@ class Writer:
                 engine.notices.append(line)
 
     def _pick(self, logits: Tensor) -> int:
-        settings, position = self.settings, len(self.log.fed)
+        settings, position = self.settings, self.log.seen
         ops = self.engine.kv.ops
         return pick(logits, self.tokenizer.vocab, settings.sampling, self.seed, position, ops)

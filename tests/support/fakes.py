@@ -165,6 +165,12 @@ class FakeKv:
 
     def forget_mark(self) -> None: ...
 
+    def go_back_to_mark(self) -> bool:
+        return False
+
+    def put_right(self) -> int:
+        return self.position
+
     def go_back(self, mark: SimpleNamespace) -> None:
         self.position = mark.position
         self.fed[:] = mark.fed
