@@ -9,10 +9,31 @@ from __future__ import annotations
 from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
+from minikv.errors import MinikvError
+
 if TYPE_CHECKING:
+    from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
 
 __version__ = "0.1.0"
+__all__ = ["ChatSession", "MinikvError", "TurnReport", "__version__", "load"]
+
+
+def __getattr__(name: str) -> type:
+    """The classes of a chat, which load torch when they are first asked for."""
+    if name == "ChatSession":
+        from minikv.chat.session import ChatSession
+
+        return ChatSession
+    if name == "TurnReport":
+        from minikv.chat.report import TurnReport
+
+        return TurnReport
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def load(

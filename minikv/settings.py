@@ -26,6 +26,7 @@ from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, prompt_names, step_n
 
 WEIGHTS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
 """Values of --weights, as `models.linear` knows them."""
+MAX_TOKENS = 512  # of an answer, also from Python
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL, CACHE, DOCUMENTS = "Model", "KV cache", "Documents"
 SAMPLING, OUTPUT, ADVANCED = "Sampling", "Output", "Advanced"
@@ -362,7 +363,7 @@ class Generation:
     """How an answer is written. Raises UsageError for a value out of range."""
 
     max_tokens: int = setting(
-        512,
+        MAX_TOKENS,
         "longest answer, in tokens",
         SAMPLING,
         letters=("-n",),

@@ -45,6 +45,18 @@ from minikv.chat.writing import Writer
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
+from minikv.settings import MAX_TOKENS
+
+_PUBLIC = (
+    *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
+    *("continuable", "continue_answer", "conversation", "curve", "documents", "eviction"),
+    *("fidelity", "finish", "kept", "keeps_cache", "known", "max_context", "messages", "pending"),
+    *("quality", "reads_again", "recalls", "refresh", "refresh_every", "report", "reports"),
+    *("rereading", "rereads", "reset", "restore", "reuse", "room", "seed", "shaped_by", "skip"),
+    *("snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone", "verified"),
+    "verify",
+)
+"""What `dir` shows of a chat. Its other attributes are for this repository."""
 
 
 class ChatSession:
@@ -429,6 +441,9 @@ class ChatSession:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __dir__(self) -> list[str]:
+        return [*_PUBLIC]
+
     def __repr__(self) -> str:
         return shown.line("chat", [*(["closed"] if self.guard.closed else []), *self._about()])
 
@@ -474,13 +489,13 @@ class ChatSession:
     def ask(
         self,
         question: str,
-        max_tokens: int = 256,
+        max_tokens: int = MAX_TOKENS,
         temperature: float = 0.0,
         *,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         progress: Callable[[int, int], None] | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> Generator[str, None, None]:
@@ -512,13 +527,13 @@ class ChatSession:
     @answers
     def continue_answer(
         self,
-        max_tokens: int = 256,
+        max_tokens: int = MAX_TOKENS,
         temperature: float = 0.0,
         *,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> Generator[str, None, None]:
         """Continue an answer that ended at its `max_tokens` or was stopped; yield the text that
