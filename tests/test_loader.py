@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,7 +33,7 @@ from minikv.loader import (
 from minikv.models import linear
 from minikv.models.errors import ModelError
 from minikv.models.linear import TORCH
-from minikv.settings import Settings
+from minikv.settings import Generation, Settings
 
 
 @pytest.fixture(scope="module")
@@ -361,3 +362,23 @@ def test_threads_learn_how_to_wait_before_anything_is_loaded(
     with pytest.raises(ModelError):
         build(Settings(model=str(tmp_path / "nowhere")))
     assert calls[:2] == ["wait", "torch"]
+
+
+def test_what_is_public_is_shown_and_nothing_else() -> None:
+    assert set(dir(minikv)) == {"ChatSession", "MinikvError", "TurnReport", "__version__", "load"}
+    assert set(dir(minikv)) == set(minikv.__all__)
+    with minikv.load() as chat:
+        assert isinstance(chat, minikv.ChatSession)
+        list(chat.ask("Who?", 2))
+        assert isinstance(chat.report, minikv.TurnReport)
+        names = dir(chat)
+        assert all(hasattr(chat, name) and not name.startswith("_") for name in names)
+        assert {"ask", "ask_async", "attach", "report", "undo", "close"} <= set(names)
+        assert not {"engine", "guard", "recall", "tokenizer", "template", "facts"} & set(names)
+        with pytest.raises(minikv.MinikvError):
+            chat.ask("")
+
+
+def test_an_answer_is_as_long_from_python_as_on_the_command_line() -> None:
+    for method in (minikv.ChatSession.ask, minikv.ChatSession.continue_answer):
+        assert signature(method).parameters["max_tokens"].default == Generation().max_tokens

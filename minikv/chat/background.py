@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
@@ -85,7 +85,7 @@ class _Worker:
 async def _steps(
     pieces: Generator[str, None, None], cancel: Callable[[], None]
 ) -> AsyncGenerator[str, None]:
-    loop, worker = asyncio.get_running_loop(), _Worker(pieces, cancel)
+    worker = _Worker(pieces, cancel)
     try:
         while True:
             piece, error = await asyncio.shield(asyncio.wrap_future(worker.next()))
@@ -98,9 +98,6 @@ async def _steps(
         ended, cancelled = worker.end(), None
         while not ended.done():
             worker.stop()
-            if not loop.is_running():  # it was left with this under way: nothing can be awaited
-                wait([ended], _AGAIN)
-                continue
             try:
                 await asyncio.wait([asyncio.wrap_future(ended)], timeout=_AGAIN)
             except asyncio.CancelledError as again:  # once more: the chat must be free first

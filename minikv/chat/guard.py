@@ -17,6 +17,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from minikv.chat.shown import clipped
@@ -47,18 +48,23 @@ class _Hold:
         finally:
             self.thread = None
 
+    def admits(self, *, inside: bool) -> bool:
+        """Whether a change may be made here, as part of this change or, if `inside`, of this
+        answer."""
+        return self.thread == threading.get_ident() and (inside or self.pieces is None)
+
     @property
     def left(self) -> bool:
         """Whether an interrupt ended it before it was over."""
         if self.iterator is None:  # a thread can ask only where its change has ended
             return self.thread == threading.get_ident()
         iterator = self.iterator()
-        return iterator is None or iterator.gi_frame is None
+        return iterator is None or getgeneratorstate(iterator) == GEN_CLOSED
 
     @property
     def computing(self) -> bool:
         """Whether a piece of the answer is being computed."""
-        return self.pieces is not None and self.pieces.gi_running
+        return self.pieces is not None and getgeneratorstate(self.pieces) == GEN_RUNNING
 
 
 class Guard:
@@ -101,8 +107,7 @@ class Guard:
         also allowed as part of an answer, in its thread. Raises UsageError if something else holds
         the chat."""
         first = self._first()
-        part = first is not None and (inside or first.pieces is None)
-        if part and first.thread == threading.get_ident():
+        if first is not None and first.admits(inside=inside):
             return work()
         hold = _Hold()
         try:
