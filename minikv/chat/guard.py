@@ -68,13 +68,14 @@ class _Hold:
 
 
 class Guard:
-    """Records what holds a chat now. settle(): finishes what an interrupt left unfinished; called
-    before and after everything that holds the chat. question: the question of the answer that is
-    being written."""
+    """Records what holds a chat now. settle(): a method of the chat that finishes what an interrupt
+    left unfinished; called before and after everything that holds the chat. question: the question
+    of the answer that is being written."""
 
-    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, settle: Callable[[], None] | None = None) -> None:
         self.question = ""
-        self._settle = settle
+        # Weak: the chat has this guard, and its memory must go as soon as nobody has the chat.
+        self._method = None if settle is None else weakref.WeakMethod(settle)
         self._holds: list[_Hold] = []  # the first that is not over holds the chat
         self._free: Callable[[], None] | None = None  # set when the chat is closed
 
@@ -135,6 +136,11 @@ class Guard:
         with contextlib.suppress(UsageError):
             self.finish()
         self._freed()
+
+    def _settle(self) -> None:
+        settle = None if self._method is None else self._method()
+        if settle is not None:
+            settle()
 
     def _first(self) -> _Hold | None:
         return next((hold for hold in tuple(self._holds) if not hold.over), None)

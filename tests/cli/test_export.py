@@ -352,7 +352,7 @@ def test_a_chat_that_is_not_read_again_yet_still_has_its_conversation() -> None:
     """As one that was loaded without its cache: turns, but no tokens."""
     session = spoken()
     session.engine.reset()
-    session.fed = []
+    session.refresh(wanted=False)
     facts = gather(session)
     assert parse(as_json(facts)) == facts
     assert facts.sections == ()
