@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.cache.stats import Fidelity
-from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, of_full, ratio, size
+from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
 from minikv.cli import refresh
 from minikv.cli.config_command import text
 from minikv.policies import (
@@ -73,11 +73,11 @@ def stats(report: TurnReport) -> str:
             f"(min {tokens.kept_min:,}, max {tokens.kept_max:,})",
         ),
         (
-            "KV held",
-            f"{of_full(kv.held, kv.full)} ({report.saved}), "
-            f"{size(kv.policy_state)} of it the state of the policy",
+            "memory",
+            f"{report.memory}"
+            + f", {size(kv.policy_state)} of it the state of the policy" * bool(kv.policy_state),
         ),
-        ("allocated", f"{size(kv.allocated)}, the pool"),
+        ("allocated", f"{size(kv.allocated)} for the cache"),
         *tier_rows(report),
         ("peak", f"{size(kv.peak_prefill)} while reading, before eviction"),
         (
@@ -87,7 +87,8 @@ def stats(report: TurnReport) -> str:
             f"write {time.decode:.2f} s{per_second(rate.decode_tok_s)}",
         ),
         ("speed", _beside_full(report)),
-        ("loss", lost),
+        ("answer", report.against_full.words),
+        ("attention lost", lost),
         *fidelity_rows(report),
     ]
     if report.reuse != "once" or report.turn > 1:
@@ -98,7 +99,7 @@ def stats(report: TurnReport) -> str:
         rows.append(("weights", report.weights))
     if memory.peak_bytes is not None:
         where = "GPU" if memory.reserved_bytes is not None else "process"
-        rows.append(("memory", f"{size(memory.peak_bytes)} at the most in this {where}"))
+        rows.append((where, f"{size(memory.peak_bytes)} at the most"))
     return _columns(rows)
 
 
@@ -106,10 +107,7 @@ def tier_rows(report: TurnReport) -> list[tuple[str, str]]:
     """What the tier takes, and what that means for memory; nothing where there is none."""
     if not report.tier:
         return []
-    text = f"{size(report.kv_bytes.tier)} in {PLACES[report.tier]}: all that was read, exactly"
-    if report.tier == "ram" and report.device == "cpu":
-        text += "; so what eviction saves here is time, not memory (--tier none saves it)"
-    return [("tier", text)]
+    return [("tier", f"{size(report.kv_bytes.tier)} in {PLACES[report.tier]}: all that was read")]
 
 
 def fidelity_rows(report: TurnReport) -> list[tuple[str, str]]:

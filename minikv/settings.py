@@ -231,8 +231,9 @@ class Settings:
     tier: str = setting(
         "auto",
         "where the keys and values of all that was read are kept, for --reuse recall: ram; file: "
-        "with the saved chat, which then continues without reading again; none; auto: ram if it "
-        "fits, else a file (kvzip keeps them there only while it reads; none: in ram)",
+        "with the saved chat, which then continues without reading again; none; auto: on a GPU ram "
+        "if it fits, else a file; on a CPU a file, as ram would take what eviction saves (kvzip "
+        "keeps them only while it reads)",
         CACHE,
         commands=_CHAT,
         takes="PLACE",

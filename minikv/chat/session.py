@@ -20,7 +20,7 @@ from minikv.chat import composing, reuse, shown, warnings
 from minikv.chat.answer import Anew, Answer, AnswerSettings
 from minikv.chat.background import in_background
 from minikv.chat.cancelling import Cancelling
-from minikv.chat.closing import measured, turn_report
+from minikv.chat.closing import against_full, measured, turn_report
 from minikv.chat.composing import Composer
 from minikv.chat.continuation import continued, refuse_continuation
 from minikv.chat.eviction_config import EvictionConfig
@@ -32,7 +32,7 @@ from minikv.chat.planning import Past, Planner, Wanted
 from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.reading import Reader
 from minikv.chat.recall import Recall
-from minikv.chat.report import TurnReport
+from minikv.chat.report import AgainstFull, TurnReport
 from minikv.chat.room import Room
 from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.stop import stop_texts
@@ -73,7 +73,8 @@ class ChatSession:
     - known: if the cache is empty but a tier may have rows, the tokens of the conversation as they
       were read and written, as far as they are known. Tokenizing the text again may give others,
       for which the tier has no rows.
-    - curve: (tokens seen, bytes held, bytes of a full cache) after every prompt and every answer.
+    - curve: (tokens seen, bytes that cache and tier take of the cache's memory, bytes of a full
+      cache) after every prompt and every answer.
     - conversation: how often the chat was reset.
     - baseline_tok_s: decode speed of a full cache in tokens per second; None until it was measured
       in this chat.
@@ -495,6 +496,16 @@ class ChatSession:
             progress,
             self._cancelling.cancelled,
         )
+        self._note_check(self.verified)
+
+    def _note_check(self, found: Verification) -> None:
+        """Put what was found into the record of the last turn."""
+        if self.report is None or not (found.parts or found.complete):
+            return
+        tokens = found.same if found.parts else None
+        checked = AgainstFull(not found.parts, checked=True, tokens=tokens)
+        self.report = replace(self.report, against_full=checked)
+        self.turns[-1] = replace(self.turns[-1], report=self.report)
 
     def continuable(self) -> None:
         """Raise the UsageError that `continue_answer` would raise."""
@@ -639,6 +650,7 @@ class ChatSession:
                 seed=writer.seed,
                 sampling=settings.record(),
                 memory=device_memory(self.facts.device),
+                against_full=against_full(stats, self.recall),
                 warnings=late_notices,
             )
             self.messages[-1] = Message("assistant", answer.text)
@@ -686,7 +698,7 @@ class ChatSession:
         return lines
 
     def _mark(self, stats: CacheStats) -> None:
-        self.curve.append((stats.seen, stats.held_bytes, stats.full_bytes))
+        self.curve.append((stats.seen, stats.held_bytes + self.recall.here, stats.full_bytes))
 
 
 class _Closed:
