@@ -209,10 +209,7 @@ def _tier(made: Sequence[Forecast]) -> list[tuple[str, str]]:
     tiers = [each.tier for each in made if each.tier is not None]
     if not tiers:
         return []
-    ram = ", ".join(
-        f"{size(tier.ram_same)} for {tier.again:,}{' (too much)' if tier.fits is False else ''}"
-        for tier in tiers
-    )
+    ram = ", ".join(f"{size(tier.ram_same)} for {tier.again:,}" for tier in tiers)
     file = ", ".join(size(tier.same) for tier in tiers)
     half = ", ".join(size(tier.ram_int8) for tier in tiers)
     reads = ", ".join(f"{size(tier.same)} of keys and values for {tier.again:,}" for tier in tiers)

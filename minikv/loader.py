@@ -52,7 +52,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     import torch
 
     from minikv.cache.kv_cache import KVCache
+    from minikv.cache.tier_rows import row_nbytes
     from minikv.chat.facts import Facts
+    from minikv.chat.fitting import USEFUL, Machine
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
     from minikv.engine.engine import Engine
@@ -107,9 +109,24 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     if kv.ops.name != "torch":
         network.use(kv.ops)
     if kv.ops.name == "triton":
+        if eviction.budget.everything and eviction.may_evict:  # it may have to evict later
+            kv.configure(eviction.under(USEFUL).rules())
+            warm(kv, network)
+            kv.configure(rules)
         warm(kv, network)
         if kv.ops.name != "triton":
             network.use(None)
+    cuda = network.device.type == "cuda"
+    recall = Recall(kv, settings.tier, settings.tier_dtype, free_memory)
+
+    def work(tokens: int) -> int:
+        return workspace(config, tokens, kv.dtype.itemsize, cuda=cuda, packed=settings.packs())
+
+    def beside(tokens: int) -> int:
+        here = recall.kind == "ram" and not cuda
+        return row_nbytes(kv.shape, kv.dtype, recall.dtype == "int8") * tokens if here else 0
+
+    machine = Machine(kv.shape, kv.dtype, kv.kv, work, beside)
     return ChatSession(
         Engine(network, kv),
         loaded.tokenizer,
@@ -123,7 +140,10 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         refresh_every=settings.refresh_every,
         quality=settings.quality,
         fidelity=settings.fidelity == "on",
-        recall=Recall(kv, settings.tier, settings.tier_dtype, free_memory),
+        recall=recall,
+        fit=lambda eviction, tokens, answer: machine.rows(
+            eviction, tokens, answer, free_memory(network.device)
+        ),
         facts=Facts(
             model=loaded.name,
             revision=loaded.revision or "",
@@ -214,6 +234,41 @@ def prompt_rows(*, cuda: bool, head_dim: int) -> int | None:
     if cuda:
         return cudnn.prompt_rows(torch.device("cuda"), head_dim)
     return choice.PROMPT_ROWS.get(choice.processor())
+
+
+def workspace(
+    config: ModelConfig,
+    tokens: int,
+    itemsize: int,
+    *,
+    cuda: bool,
+    packed: bool = False,
+    foresees: bool = False,
+) -> int:
+    """About what the network needs at once to read, beside weights and cache: the residual stream
+    and the tables of positions in full, and of one chunk the widest intermediates, twice.
+
+    packed: the weights are; on a GPU a matrix is unpacked for each product of many rows. foresees:
+    the policy needs every token's probability. Their states take the place of the
+    residual stream, and a chunk of logits that of the intermediates."""
+    from minikv.engine.engine import logits_nbytes
+    from minikv.models.llama import chunk_rows
+    from minikv.models.weights import matrices
+
+    asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
+    rows = min(tokens, chunk_rows(cuda, itemsize, asked))
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = 2 * (q + 2 * kv) + 2 * q
+    chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize
+    if cuda and asked is not None and tokens > rows:
+        # Attention to a block, and the float32 sums before and after it is joined to the others.
+        chunk += rows * q * (2 * 4 + itemsize)
+    stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
+    told = logits_nbytes(tokens, config.vocab) if foresees else 0
+    unpacked = 0
+    if packed and cuda:
+        unpacked = itemsize * max(rows * columns for rows, columns in matrices(config).values())
+    return unpacked + stream + max(chunk + 4 * config.vocab, told)
 
 
 def output_of(network: Llama) -> Callable[[int], Tensor]:

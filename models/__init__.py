@@ -37,13 +37,13 @@ class Loaded:
     """Bytes that the weights take on the device."""
 
 
-def free_memory() -> int | None:
-    """Bytes of host memory that can still be allocated; None if not known."""
+def free_memory(device: torch.device | None = None) -> int | None:
+    """Bytes that can still be allocated on the device, by default the host; None if not known."""
     import torch
 
     from minikv.models import weights
 
-    return weights.free_memory(torch.device("cpu"))
+    return weights.free_memory(device or torch.device("cpu"))
 
 
 def refuse_without_torch() -> None:

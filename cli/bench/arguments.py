@@ -12,7 +12,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import device
 from minikv.cli.values import read_count, read_list, read_pairs
 from minikv.errors import UsageError
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import WEIGHTS, Settings
 
 SHORTEST = 64
@@ -74,7 +74,7 @@ class Arguments:
     ] = "auto"
     policy: _Listed = DEFAULT_PROMPT
     decode: _Listed = "auto"
-    budget: _Listed = DEFAULT_BUDGET
+    budget: _Listed = "512"
     stride: Annotated[
         int,
         _option(

@@ -7,7 +7,7 @@ steps of a turn in order: it plans the prompt (`planning`), reads it (`reading`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Self, cast
@@ -26,6 +26,7 @@ from minikv.chat.continuation import continued, refuse_continuation
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts, device_memory
 from minikv.chat.fidelity import Measuring
+from minikv.chat.fitting import fit_words
 from minikv.chat.guard import Guard, answers, changes, closed
 from minikv.chat.min_tokens import MinTokens
 from minikv.chat.planning import Past, Planner, Wanted
@@ -45,6 +46,9 @@ from minikv.chat.writing import Writer
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
+
+Fit = Callable[[EvictionConfig, int, int], int]
+"""See `ChatSession`."""
 
 
 class ChatSession:
@@ -80,6 +84,8 @@ class ChatSession:
       in this chat.
 
     words: a function that rewrites warnings, which name remedies as Python in backquotes.
+    fit(eviction, tokens, answer): the rows per head that `budget="auto"` stands for when the cache
+    will have seen `tokens` tokens before an answer of `answer`; 0: all fit.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class ChatSession:
         refresh_every: int = 0,
         quality: float = 0.0,
         fidelity: bool = True,
+        fit: Fit = lambda eviction, tokens, answer: 0,
     ) -> None:
         self.guard = Guard()
         self.engine = engine
@@ -116,6 +123,7 @@ class ChatSession:
         self.reuse = reuse
         self.recall = recall or Recall(engine.kv)
         self.refresh_every, self.quality, self.fidelity = refresh_every, quality, fidelity
+        self.fit = fit
         self.words: Callable[[str], str] = str
         self.conversation = 0
         self._min_tokens = MinTokens(tokenizer)
@@ -527,32 +535,39 @@ class ChatSession:
         message, room, planner = user_message(self.pending, question), self._room(), self._planner()
         room.refuse_text(message.content, self._min_tokens)
         messages = [*self.messages, message]
-        plan, decision = planner.plan(messages)
-        room.refuse(plan)
-        most = plan.length + settings.max_tokens
-        planner.refuse_without_tier(plan.recalled, most, self.refresh_every, self.quality)
-        turn_warnings.tell_all(warnings.before(self.template, question, planner, plan))
-        turn_warnings.tell_all(self._auto.lines(planner, decision))
-        turn_warnings.tell_all(self._new_notices())
+        coming = planner.coming(messages)
+        chosen = self.eviction
+        try:
+            turn_warnings.tell_all(self._decide(len(self.fed) + len(coming), settings.max_tokens))
+            planner = self._planner()
+            plan, decision = planner.plan(messages, coming)
+            room.refuse(plan)
+            most = plan.length + settings.max_tokens
+            planner.refuse_without_tier(plan.recalled, most, self.refresh_every, self.quality)
+            turn_warnings.tell_all(warnings.before(self.template, question, planner, plan))
+            turn_warnings.tell_all(self._auto.lines(planner, decision))
+            turn_warnings.tell_all(self._new_notices())
 
-        # Read it. After an error, the chat is as it was.
-        answer = Answer(self.tokenizer.stream(), settings.stop)
-        known = self.engine.kv.stats()
-        snapshot = self.history.copy(self.snapshot, known.held_bytes)
-        reader = Reader(
-            self.engine,
-            self.tokenizer,
-            planner,
-            room,
-            settings.max_tokens,
-            Measuring(
-                self.tokenizer.vocab, self.fidelity, self.quality if self.eviction.evicts else 0.0
-            ),
-            self._cancelling,
-            progress,
-            turn_warnings.tell,
-        )
-        plan, read = reader.read(plan, decision, messages)
+            # Read it. After an error, the chat is as it was.
+            answer = Answer(self.tokenizer.stream(), settings.stop)
+            known = self.engine.kv.stats()
+            snapshot = self.history.copy(self.snapshot, known.held_bytes)
+            bound = self.quality if self.eviction.evicts else 0.0
+            reader = Reader(
+                self.engine,
+                self.tokenizer,
+                planner,
+                room,
+                settings.max_tokens,
+                Measuring(self.tokenizer.vocab, self.fidelity, bound),
+                self._cancelling,
+                progress,
+                turn_warnings.tell,
+            )
+            plan, read = reader.read(plan, decision, messages)
+        except BaseException:
+            self._set(chosen)
+            raise
         reused = plan.given if plan.anew else len(self.fed)
         lines = [self.recall.keep(plan.ids)] if plan.recalled else []
 
@@ -582,9 +597,7 @@ class ChatSession:
             self._mark(known)
             if known.shaped and self.shaped_by is None:
                 self.shaped_by = self.turn
-            turn_warnings.tell_all(
-                warnings.after(self.eviction, known, fidelity, documents=bool(attached))
-            )
+            turn_warnings.tell_all(warnings.after(fidelity))
             yield from writer.write(answer, read.logits, began)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
@@ -658,6 +671,38 @@ class ChatSession:
             self.curve.pop()
             self._mark(stats)
             Warnings(str, notice).say(late_notices)
+
+    def fits(self, answer: int = 256) -> str:
+        """What `budget="auto"` does with the documents that wait, in words; "" under another
+        budget. answer: tokens of the next answer."""
+        if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
+            return ""
+        messages = [*self.messages, user_message(self.pending, "?")]
+        tokens = len(self.fed) + len(self._planner().coming(messages))
+        return fit_words(self._rows_for(tokens, answer), tokens)
+
+    def _rows_for(self, tokens: int, answer: int) -> int:
+        """The rows that `budget="auto"` stands for when `tokens` tokens will have been read, 0 for
+        all. Once rows were evicted, all of them do not fit any more."""
+        before = int(self.eviction.budget.value) if self.engine.kv.stats().gaps else 0
+        rows = self.fit(self.eviction, min(tokens, self.max_context), answer)
+        return min(rows or before, before or rows)
+
+    def _decide(self, tokens: int, answer: int) -> Iterator[str]:
+        """Under `budget="auto"`, decide what stays when `tokens` tokens were read. Yields a line if
+        something must go that did not have to before."""
+        if self.eviction.budget.unit != "auto":
+            return
+        rows = self._rows_for(tokens, answer)
+        if rows != self.eviction.budget.value:
+            self._set(self.eviction.under(rows))
+            if rows:
+                yield f'`budget="auto"`: {fit_words(rows, tokens)}'
+
+    def _set(self, eviction: EvictionConfig) -> None:
+        if eviction != self.eviction:
+            self.engine.kv.configure(eviction.rules())
+            self.eviction = eviction
 
     def _room(self) -> Room:
         return Room(self.max_context, len(self.fed), self.room)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from minikv import checks
-from minikv.cache.stats import CacheStats, Fidelity
-from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.cache.stats import Fidelity
 from minikv.chat.planning import Planner
 from minikv.chat.prompt_plan import PromptPlan
 from minikv.chat.protocols import Template
 from minikv.chat.reuse import Decision
 from minikv.chat.transcript import Document
 from minikv.errors import UsageError
-from minikv.policies import DEFAULT_BUDGET
 
 
 class Warnings:
@@ -70,19 +68,8 @@ def before(template: Template, question: str, planner: Planner, plan: PromptPlan
         yield 'there is no document to evict beforehand: `reuse="blind"` changes nothing here'
 
 
-def after(
-    eviction: EvictionConfig, stats: CacheStats, lost: Fidelity | None, *, documents: bool
-) -> Iterator[str]:
-    """Warnings after the prompt was read. stats: of the cache then. lost: what eviction lost, if
-    measured. documents: whether the prompt had documents."""
-    rows = stats.budget_rows
-    # No warning for the default budget: a short document is expected to fit it.
-    chosen = eviction.evicts and eviction.budget != read_budget(DEFAULT_BUDGET)
-    if documents and chosen and rows is not None and rows >= stats.seen:
-        yield (
-            f'`budget="{eviction.budget}"` ({rows:,} tokens per head) is not below this '
-            f"prompt ({stats.seen:,} tokens): nothing was evicted"
-        )
+def after(lost: Fidelity | None) -> Iterator[str]:
+    """Warnings after the prompt was read. lost: what eviction lost, if measured."""
     if lost is not None and lost.bound is not None and not lost.bounded:
         much = "not known" if lost.kl_first_token is None else f"{lost.kl_first_token:.2g} nats"
         yield (
