@@ -12,7 +12,7 @@ from minikv.errors import UsageError
 from minikv.policies import PARTS, POLICIES, find, prompt_names, step_names
 from minikv.settings import Setting
 
-BUDGETS = ("128", "256", "512", "1024", "10%", "20%", "64MiB")
+BUDGETS = ("auto", "128", "256", "512", "1024", "10%", "20%", "64MiB")
 """Examples of budgets, in each unit."""
 
 

@@ -31,7 +31,7 @@ class Row:
 
     rows: the budget in tokens per head. reading: the most at once during prefill. writing: the
     memory allocated while the answer is written. held: the tokens held at the end of the answer,
-    with the state of the policy. fits: None where free memory is not known. `error` says why there
+    with the state of the policy. fits: with an eighth of the free memory to spare; None where it is not known. `error` says why there
     are no figures. again: tokens that are read once more before anything is evicted; ram: what is
     held in RAM for that, beside a GPU's memory or as a part of `reading`; file: what is in a file
     for that, 0 if there is none; file_ram: what `ram` is with a file. suffices: false if `error` is
@@ -125,8 +125,7 @@ def forecast(
     import torch
 
     from minikv.cache.second_pass import PassCost
-    from minikv.cache.tier_rows import row_nbytes
-    from minikv.chat.fitting import Machine, begun, peak
+    from minikv.chat.fitting import Machine, begun, peak, tier_beside, usable
     from minikv.chat.repeating import too_much
     from minikv.loader import shape_of, workspace
     from minikv.models.config import ModelConfig
@@ -176,10 +175,13 @@ def forecast(
     # What a chat will find free, where that is RAM.
     ram = None if free is None or where.type == "cuda" else max(0, free - weights)
     shape = shape_of(config)
-    in_ram = where.type == "cpu" and settings.tier == "ram"
-    one = row_nbytes(shape, kind, settings.tier_dtype == "int8") if in_ram else 0
     cached = torch.int8 if settings.kv == "int8" else kind
-    machine = Machine(shape, kind, cached, work_space, lambda tokens: one * tokens)
+
+    def beside(tokens: int) -> int:
+        dtype, cuda = settings.tier_dtype, where.type == "cuda"
+        return tier_beside(shape, kind, tokens, settings.tier, dtype, cuda=cuda)
+
+    machine = Machine(shape, kind, cached, work_space, beside)
     left = None if free is None else max(0, free - weights)
 
     def row(name: str, stride: int, eviction: EvictionConfig | UsageError) -> Row:
@@ -221,7 +223,9 @@ def forecast(
             writing,
             held_bytes(kv, tokens, answer),
             needs,
-            None if free is None else needs <= free,
+            None
+            if left is None or free is None
+            else needs <= weights + usable(left) and load <= free,
             again=cost.tokens,
             ram=cost.file_ram if in_file else cost.ram,
             file=cost.file if in_file else 0,

@@ -158,6 +158,7 @@ def shown(
         ("cache", _cache(made)),
         ("memory", f"{free} ({one.memory})"),
         ("plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"),
+        *_auto(made),
         *_tier(made),
         *_scoring(made),
     ]
@@ -165,7 +166,9 @@ def shown(
     for name, text in facts:
         lines += _broken(f"{name:<9}{text}", width, 9)
     for each in made:
-        cells = [(row, _fits(row, each.suffices)) for row in each.rows]
+        # Where --budget auto evicts nothing, every policy is as full.
+        rows = [row for row in each.rows if row.error or row.rows or row.policy == "full"]
+        cells = [(row, _fits(row, each.suffices)) for row in rows or each.rows[:1]]
         lines.append("")
         if several:
             every = " (the whole context)" if whole and each is made[-1] else ""
@@ -202,6 +205,22 @@ def _context(made: Sequence[Forecast], *, whole: bool) -> str:
 def _cache(made: Sequence[Forecast]) -> str:
     full = ", ".join(f"{size(each.full)} for {each.tokens:,}" for each in made)
     return f"{size(made[0].token_bytes)} a token, {full} without eviction"
+
+
+def _auto(made: Sequence[Forecast]) -> list[tuple[str, str]]:
+    """What --budget auto keeps, in the words that a chat begins with."""
+    from minikv.chat.fitting import fit_words
+
+    found = [
+        (one, next((row for row in one.rows if row.policy != "full" and not row.error), None))
+        for one in made
+        if one.budget == "auto" and one.free is not None and one.suffices
+    ]
+    return [
+        ("auto", f"{one.tokens:,} tokens: {fit_words(row.rows or 0, one.tokens)}")
+        for one, row in found
+        if row is not None and row.fits
+    ]
 
 
 def _tier(made: Sequence[Forecast]) -> list[tuple[str, str]]:
@@ -249,11 +268,15 @@ def _workspace(made: Sequence[Forecast]) -> str:
 
 def _advice(hint: Suggestion, model: str) -> str:
     """What to type, or that nothing helps."""
+    from minikv.chat.fitting import fit_words
+
     needs = f"needs {size(hint.needs)} of {size(hint.free)}"
     if not hint.fits:
-        return f"{hint.tokens:,} tokens do not fit: {hint.flags} still {needs}"
+        return f"{hint.tokens:,} tokens do not fit: {hint.flags or '--budget auto'} still {needs}"
     chosen = "" if model == "bundled" else f"-m {shlex.quote(clean(model))} "
-    return f"{hint.tokens:,} tokens fit: minikv chat {chosen}{hint.flags} FILE ({needs})"
+    flags = f"{hint.flags} " if hint.flags else ""
+    kept = fit_words(hint.rows or 0, hint.tokens)
+    return f"{hint.tokens:,} tokens: minikv chat {chosen}{flags}FILE ({needs}; {kept})"
 
 
 def _broken(text: str, width: int, indent: int) -> list[str]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
-from minikv.cli import refresh
 from minikv.cli.config_command import text
 from minikv.policies import (
     PARTS,
@@ -150,8 +149,7 @@ def header(session: ChatSession, version: str) -> str:
             f"{facts.model}{at} · {facts.dtype} · {size(facts.weight_bytes)} · "
             f"context {session.max_context:,}",
         ),
-        ("policy", policy_line(session)),
-        ("reuse", refresh.line(session)),
+        ("memory", session.fits() or policy_line(session)),
     ]
     waiting = session.pending
     if len(waiting) > _LISTED:
@@ -168,10 +166,13 @@ def header(session: ChatSession, version: str) -> str:
 def policy_line(session: ChatSession) -> str:
     """The eviction settings in force."""
     eviction = session.eviction
-    if not eviction.evicts:
+    if not eviction.may_evict:
         return f"full: nothing {'more ' * _gaps(session)}is evicted"
+    pair = pair_words(eviction.policy, eviction.decode)
+    if eviction.budget.everything:
+        return f"nothing evicted · budget auto, {pair} if not all fits"
     most = f" at most, quality {session.quality:g}" if session.quality else ""
-    return f"{eviction.policy}, then {eviction.decode} · budget {eviction.budget}{most}"
+    return f"{pair} · {budget_words(eviction.budget_record())}{most}"
 
 
 def _gaps(session: ChatSession) -> bool:
@@ -187,9 +188,10 @@ def toolbar(session: ChatSession, width: int) -> str:
     """What the line editor shows below the line. What does not fit is left out, whole."""
     eviction, report = session.eviction, session.report
     used = [f"{len(session.fed):,} of {session.max_context:,} tokens"]
-    held = [f"KV {size(report.kv_bytes.held)}", *used] if report else used
+    held = [f"KV {size(report.kv_bytes.taken)}", *used] if report else used
     whole = policy_line(session).split(" · ")  # with the budget, if there is one
-    choices = [used, held, [eviction.policy, *held], [whole[0], *held], [*whole, *held]]
+    named = [] if eviction.budget.everything else [[eviction.policy, *held]]
+    choices = [used, held, *named, [whole[0], *held], [*whole, *held]]
     lines = [" · ".join(items) for items in choices]
     return next((line for line in reversed(lines) if len(line) <= width), lines[0])
 
@@ -351,6 +353,8 @@ def pair_words(policy: str, decode: object) -> str:
 def budget_words(budget: Mapping[str, object]) -> str:
     """A budget record in words."""
     unit, value = budget.get("unit"), budget.get("value")
+    if unit == "auto":
+        return "budget auto" + (f": {value:,} tokens per head" if value else ": nothing evicted")
     if not isinstance(value, int | float):
         return "no budget"
     if unit == "rows":

@@ -304,7 +304,7 @@ def _show_policy(context: Context) -> None:
     rows = [("now", render.policy_line(context.session))]
     if eviction.evicts:
         counted = context.session.engine.kv.stats().budget_rows
-        if counted is not None:
+        if counted is not None and eviction.budget.unit not in ("rows", "auto"):
             rows.append(("budget", f"{eviction.budget}, which is {counted:,} tokens per head"))
     if eviction.stride:
         rows.append(("stride", f"blocks of {eviction.stride} tokens"))

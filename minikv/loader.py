@@ -52,9 +52,8 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     import torch
 
     from minikv.cache.kv_cache import KVCache
-    from minikv.cache.tier_rows import row_nbytes
     from minikv.chat.facts import Facts
-    from minikv.chat.fitting import USEFUL, Machine
+    from minikv.chat.fitting import USEFUL, Machine, tier_beside
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
     from minikv.engine.engine import Engine
@@ -123,8 +122,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         return workspace(config, tokens, kv.dtype.itemsize, cuda=cuda, packed=settings.packs())
 
     def beside(tokens: int) -> int:
-        here = recall.kind == "ram" and not cuda
-        return row_nbytes(kv.shape, kv.dtype, recall.dtype == "int8") * tokens if here else 0
+        return tier_beside(kv.shape, kv.dtype, tokens, recall.kind, recall.dtype, cuda=cuda)
 
     machine = Machine(kv.shape, kv.dtype, kv.kv, work, beside)
     return ChatSession(
@@ -206,7 +204,7 @@ def check_budget(budget: object) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int | str):
         raise UsageError(
             f"`budget` must be a whole number or a text, got {quoted(budget)}",
-            "give tokens per head (512), a share of the prompt ('20%') or bytes ('64MiB')",
+            "give 'auto', tokens per head (512), a share of the prompt ('20%') or bytes ('64MiB')",
         )
 
 

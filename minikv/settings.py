@@ -187,7 +187,8 @@ class Settings:
     budget: str = setting(
         DEFAULT_BUDGET,
         "tokens per head that stay in memory, averaged over heads and layers (512), a share of the "
-        "prompt (20%), or memory for all layers (64MiB)",
+        "prompt (20%), or memory for all layers (64MiB); auto: all of them while they fit, else as "
+        "many as fit",
         CACHE,
         commands=(*_CHAT, "plan"),
         common=True,

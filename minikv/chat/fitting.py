@@ -15,6 +15,7 @@ import torch
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
+from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, UsageError
 from minikv.policies.base import ALL, Wording
@@ -60,11 +61,10 @@ class Machine:
         free memory changes nothing."""
         if free is None or not eviction.may_evict:
             return 0
-        usable = free - free // 8
 
         def fits(rows: int) -> bool:
             needs = self.needs(eviction.under(rows), tokens, answer)
-            return needs is not None and needs <= usable
+            return needs is not None and needs <= usable(free)
 
         if fits(0):
             return 0
@@ -79,11 +79,28 @@ class Machine:
         return steps[low - 1] if low else least
 
 
+def usable(free: int) -> int:
+    """The part of the free bytes beside the weights that a chat plans with."""
+    return free - free // 8
+
+
 def fit_words(rows: int, tokens: int) -> str:
     """What `Machine.rows` found for `tokens` tokens, in words."""
     if not rows:
         return "all of it fits: nothing is evicted"
     return f"{rows:,} tokens per head fit: {100 * rows // max(tokens, 1)}% of what is read"
+
+
+def tier_beside(
+    shape: Shape, dtype: torch.dtype, tokens: int, tier: str, tier_dtype: str, *, cuda: bool
+) -> int:
+    """Bytes that a tier of `tokens` tokens adds to the cache's own memory. tier and tier_dtype: as
+    `Settings` has them. A prompt is staged in the tier itself, unless that is int8."""
+    if tier != "ram" or cuda:
+        return 0
+    coded = tier_dtype == "int8"
+    whole = tokens * row_nbytes(shape, dtype, coded)
+    return whole if coded else whole - whole // shape.layers
 
 
 def begun(
