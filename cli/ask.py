@@ -21,6 +21,7 @@ from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.sources import STDIN, opened, read_stdin
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import open_chat, run_turn
+from minikv.cli.verify import check
 from minikv.errors import UsageError
 from minikv.settings import Generation, Settings
 
@@ -67,12 +68,15 @@ def ask(
             settings = resumed(settings, header(name), given)
         session = open_chat(settings, [] if go_on else texts, terminal, interrupts)
         keeper.attend(session)
-        if not go_on and session.engine.kv.rules.cannot_recall is None:
-            session.recall.kind = "none"  # a tier serves later questions only
+        checks = settings.check == "on"
+        if not (go_on or checks) and session.engine.kv.rules.cannot_recall is None:
+            session.recall.kind = "none"  # a tier serves later questions, and --check
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report
         answer = run_turn(session, question, generation, terminal, interrupts, show=not as_json)
+        if checks:
+            check(session, terminal, interrupts)
     finally:
         if go_on and session is not None and session.report is not before:
             keeper.keep(session)
@@ -151,7 +155,7 @@ def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:
     """Say so if most of what was read was evicted. What slides out of a window does not count."""
     tokens, kv = report.tokens, report.kv_bytes
     gone = tokens.evicted_total / tokens.seen_total if tokens.seen_total else 0.0
-    if min(gone, kv.saved) >= _MOST:
+    if report.against_full.same is None and min(gone, kv.saved) >= _MOST:
         terminal.warn(
             f"{percent_saved(gone)} of what was read was evicted ({tokens.kept_mean:,.0f} of "
             f"{tokens.seen_total:,} tokens per head kept): the answer may miss something; a larger "

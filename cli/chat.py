@@ -25,6 +25,7 @@ from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import note_report, open_chat, run_turn
+from minikv.cli.verify import check
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.settings import Generation, Settings
@@ -122,6 +123,7 @@ def chat(
             offline=settings.offline,
             debug=debug,
             reread_limit=settings.reread_limit,
+            checks=settings.check == "on",
         )
         read_line = _piped
         if typed:
@@ -202,6 +204,8 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 note_report(session.report, terminal)
                 if typed and session.report.stop_reason == "length":
                     terminal.note("  /continue goes on with this answer")
+                if context.checks:
+                    check(session, terminal, interrupts)
             context.keeper.keep(session)
         # As in a shell: stopping an answer also drops what was typed ahead.
         if interrupts.pressed() and terminal.keyboard is not None:

@@ -82,7 +82,8 @@ def stats(report: TurnReport) -> str:
         (
             "time",
             f"load {time.load:.1f} s · read {time.prefill:.2f} s{per_second(rate.prefill_tok_s)} · "
-            f"evict {1000 * time.evict:.0f} ms · first token {time.first_token:.2f} s · "
+            + f"evict {1000 * time.evict:.0f} ms · " * bool(tokens.evicted_total)
+            + f"first token {time.first_token:.2f} s · "
             f"write {time.decode:.2f} s{per_second(rate.decode_tok_s)}",
         ),
         ("speed", _beside_full(report)),

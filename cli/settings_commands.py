@@ -139,6 +139,10 @@ def _fidelity(context: Context, value: str) -> None:
     context.session.fidelity = value == "on"
 
 
+def _check(context: Context, value: str) -> None:
+    context.checks = value == "on"
+
+
 def _encoding(context: Context, value: str) -> None:
     context.errors = value
 
@@ -174,6 +178,7 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "refresh_every": _tier_use("refresh_every"),
     "quality": _tier_use("quality"),
     "fidelity": _fidelity,
+    "check": _check,
     "encoding_errors": _encoding,
     "quiet": _quiet,
     "system": _change_system,
@@ -217,6 +222,7 @@ def _values(context: Context) -> dict[str, str]:
         "refresh_every": str(session.refresh_every),
         "quality": f"{session.quality:g}",
         "fidelity": "on" if session.fidelity else "off",
+        "check": "on" if context.checks else "off",
         "kv": facts.kv,
         "threads": str(torch.get_num_threads()),
         "system": session.system,

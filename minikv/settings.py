@@ -279,6 +279,15 @@ class Settings:
         takes="on|off",
         choices=("on", "off"),
     )
+    check: str = setting(
+        "off",
+        "after each answer, until you type, write it again from all that --tier keeps, and say "
+        "whether it is the answer of a cache without eviction",
+        CACHE,
+        commands=_CHAT,
+        takes="on|off",
+        choices=("on", "off"),
+    )
     reread_limit: int = setting(
         REREAD_LIMIT,
         "--reuse auto asks once before it reads more than this many tokens again; 0: it never asks",
