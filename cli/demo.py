@@ -94,7 +94,9 @@ _END = """That was the demo. Go on by yourself:
 
   minikv chat FILE              your document; /help lists the commands
   minikv policies               the other methods
-  minikv plan -m MODEL          whether a larger model fits on this machine"""
+  minikv plan -m MODEL          whether a larger model fits on this machine
+
+The bundled model is a toy that knows only its own made-up world: your documents need -m NAME."""
 
 
 def demo(terminal: Terminal, *, debug: bool = False) -> None:

@@ -31,11 +31,12 @@ class Row:
 
     rows: the budget in tokens per head. reading: the most at once during prefill. writing: the
     memory allocated while the answer is written. held: the tokens held at the end of the answer,
-    with the state of the policy. fits: with an eighth of the free memory to spare; None where it
-    is not known. `error` says why there are no figures. again: tokens that are read once more before anything is evicted; ram: what is
-    held in RAM for that, beside a GPU's memory or as a part of `reading`; file: what is in a file
-    for that, 0 if there is none; file_ram: what `ram` is with a file. suffices: false if `error` is
-    that too few positions are left for what the policy reads beside the document.
+    with the state of the policy. fits: with an eighth of the free memory to spare; None where it is
+    not known. `error` says why there are no figures. again: tokens that are read once more before
+    anything is evicted; ram: what is held in RAM for that, beside a GPU's memory or as a part of
+    `reading`; file: what is in a file for that, 0 if there is none; file_ram: what `ram` is with a
+    file. suffices: false if `error` is that too few positions are left for what the policy reads
+    beside the document.
     """
 
     policy: str

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
 from minikv.cli.config_command import text
+from minikv.cli.turn import TOY, is_toy
 from minikv.policies import (
     PARTS,
     POLICIES,
@@ -152,6 +153,8 @@ def header(session: ChatSession, version: str) -> str:
         ),
         ("memory", session.fits() or policy_line(session)),
     ]
+    if is_toy(session):
+        rows.insert(2, ("", TOY.removeprefix("bundled: ")))
     waiting = session.pending
     if len(waiting) > _LISTED:
         characters = sum(len(document.text) for document in waiting)

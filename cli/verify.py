@@ -42,8 +42,8 @@ def _verify(context: Context, arguments: list[str]) -> None:
 
 
 def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> None:
-    """Compare the last answer with that of a cache without eviction, and say which it is. Stops when
-    a key is typed, or with Ctrl-C."""
+    """Compare the last answer with that of a cache without eviction, and say which it is. Stops
+    when a key is typed, or with Ctrl-C."""
     report = session.report
     if report is None or report.against_full.same is not None or not report.tokens.generated:
         return
