@@ -44,6 +44,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     missing, unsupported or damaged.
     """
     eviction = settings.eviction()
+    threads.refuse_fork()
     threads.wait_briefly()
     from minikv.models import refuse_without_torch
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from minikv.chat.shown import clipped
+from minikv.engine.threads import forked, refuse_fork
 from minikv.errors import UsageError
 
 P = ParamSpec("P")
@@ -86,7 +87,7 @@ class Guard:
 
     def _end(self, pieces: Generator[str, None, None]) -> None:
         with self._ending:
-            if self._pieces is not pieces:
+            if self._pieces is not pieces or forked():
                 return
             with self._here():
                 pieces.close()
@@ -94,6 +95,7 @@ class Guard:
         self._release()
 
     def _take(self) -> None:
+        refuse_fork()
         if self.closed:
             raise closed()
         if not self._lock.acquire(blocking=False):
@@ -112,6 +114,7 @@ class Guard:
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[None]:
+        refuse_fork()
         self._thread = threading.get_ident()
         try:
             yield
