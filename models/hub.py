@@ -15,7 +15,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -32,9 +32,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ORIGINAL_INDEX = "consolidated.safetensors.index.json"
 ORIGINAL = re.compile(r"consolidated[A-Za-z0-9._-]*\.safetensors")
-SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-"""A file name without a folder. The real path is not checked, because the hub's cache consists of
-links into blobs/."""
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,242}\.safetensors")
+"""A file name without a folder, of at most 255 bytes. The real path is not checked, because the
+hub's cache consists of links into blobs/."""
 
 JSON_LIMITS = {
     "tokenizer.json": 64 << 20,
@@ -46,6 +46,8 @@ JSON_LIMITS = {
 """The largest JSON files that are read, in bytes; 1 MiB for any other. Real files have at most
 about half of it."""
 _JSON_LIMIT = 1 << 20
+TENSOR_LIMIT, _SHARD_LIMIT = 100_000, 4096
+"""The most tensors and files of a model. The largest real ones have a tenth of it."""
 _CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
 """The most lists and objects, commas, and colons of one file. When a file is parsed, a list or an
 item of one takes some tens of bytes, and a pair of an object up to 350. The largest real
@@ -70,6 +72,7 @@ _TEXT_FILES = frozenset(
 )
 _CONFIGS = ("config.json", "params.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+_SHARD = r"model-\d+-of-\d+\.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
 
@@ -117,6 +120,11 @@ def resolve(
     """
     found = _named(model, revision)
     if isinstance(found, Path):
+        if lacks := unfinished(found):
+            raise ModelUnavailable(
+                f"{lacks} in {quote(os.fspath(model))} is a link to a file that is not there",
+                "complete the download",
+            )
         return Source(os.fspath(model), found, None)
     return _from_hub(found, revision, _offline(offline), progress)
 
@@ -454,7 +462,7 @@ def wanted_files(names: Iterable[str]) -> list[str]:
     """
     present = {name for name in names if "/" not in name}
     wanted = present & _TEXT_FILES
-    shards = {name for name in present if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)}
+    shards = {name for name in present if re.fullmatch(_SHARD, name)}
     original = {name for name in present if ORIGINAL.fullmatch(name)}
     if INDEX in present:
         # Shards may have unusual names. A missing one is found when the index is read.
@@ -478,11 +486,17 @@ def _no_config() -> ModelUnavailable:
     return ModelUnavailable("the repository has no config.json: it holds no model")
 
 
-def no_weights(names: Iterable[str]) -> ModelError:
+def no_weights(names: Collection[str]) -> ModelError:
     """The error for a folder with these file names: it has weights in an unsupported format, or
     none at all."""
     bad = sorted(name for name in names if name.lower().endswith(_PICKLED))
     weights = [n for n in bad if n.lower() != "training_args.bin"]
+    shards = sorted(name for name in names if re.fullmatch(_SHARD, name))
+    if shards:
+        return ModelUnavailable(
+            f"{_and_more(shards)} hold weights, but {INDEX} is missing",
+            "download it, too: it says which file holds what",
+        )
     if weights:
         name = weights[0]
         if all(map(_is_gguf, weights)):
@@ -497,13 +511,38 @@ def no_weights(names: Iterable[str]) -> ModelError:
     return ModelUnavailable("no weights found: neither model.safetensors nor an index of shards")
 
 
+def model_files(folder: Path) -> list[str]:
+    """The names of the files in `folder` that minikv reads, also of links to files that are not
+    there. Raises ModelError if there is no model."""
+    try:
+        names = [
+            path.relative_to(folder).as_posix()
+            for parent in (folder, folder / "additional_chat_templates")
+            if parent.is_dir()
+            for path in parent.iterdir()
+        ]
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    return wanted_files(names)
+
+
+def unfinished(folder: Path) -> str:
+    """The first link to a file that is not there, among the files that minikv reads; "" if there is
+    none. Such a file is a part of the model, and its download did not end."""
+    with contextlib.suppress(ModelError):
+        return next((n for n in model_files(folder) if not os.path.exists(folder / n)), "")
+    return ""
+
+
 def missing_files(folder: Path) -> str:
     """The first file that `folder` lacks for a complete model; "" if it lacks none. Checks names,
     not contents."""
 
     def has(name: str) -> bool:
-        return (folder / name).exists()
+        return os.path.exists(folder / name)
 
+    if lacks := unfinished(folder):
+        return lacks
     if not (has("config.json") or has("params.json")):
         return "config.json"
     names = (*_TOKENIZERS, "tekken.json")
@@ -526,8 +565,10 @@ def missing_files(folder: Path) -> str:
 def weight_map(path: Path) -> dict[str, str]:
     """Read an index file: the file name of the shard of each tensor, by tensor name. Raises
     CorruptModel."""
-    raw = read_json(path)
-    mapping = raw.get("weight_map")
+    data = read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT))
+    if data.count(b":") > TENSOR_LIMIT + 1000:
+        raise CorruptModel(f"{path.name}: more than {TENSOR_LIMIT:,} tensors are not read")
+    mapping = parse_json(data, path.name).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise CorruptModel(f"{path.name}: weight_map is missing or empty")
     for tensor, shard in mapping.items():
@@ -535,7 +576,68 @@ def weight_map(path: Path) -> dict[str, str]:
             raise CorruptModel(
                 f"{path.name}: {quote(shard)} (for {quote(tensor)}) is not a plain shard name"
             )
+    if len(set(mapping.values())) > _SHARD_LIMIT:
+        raise CorruptModel(f"{path.name}: more than {_SHARD_LIMIT:,} files are not read")
     return mapping
+
+
+def refuse_missing(index: Path, shards: Iterable[str]) -> None:
+    """Raise ModelUnavailable if a file that an index names is not beside it. The message says
+    whether other files are, which it does not name."""
+    named, folder = set(shards), index.parent
+    missing = sorted(name for name in named if not os.path.exists(folder / name))
+    if not missing:
+        return
+    other = sorted(
+        name
+        for name in os.listdir(folder)
+        if name not in named
+        and name.endswith(".safetensors")
+        and not name.startswith("adapter")
+        and (ORIGINAL.fullmatch(name) is not None) == (index.name == ORIGINAL_INDEX)
+        and os.path.exists(folder / name)
+    )
+    if not other:
+        raise ModelUnavailable(
+            f"{missing[0]} is missing ({len(missing)} of {len(named)} shards are)",
+            "complete the download",
+        )
+    raise ModelUnavailable(
+        f"{index.name} does not fit the files here: it names {_and_more(missing)}, which are "
+        f"missing, and not {_and_more(other)}, which are here",
+        f"if {SINGLE} is the whole model, delete the index; if not, complete the download"
+        if other == [SINGLE]
+        else "get the index that belongs to these files, or the files that belong to the index",
+    )
+
+
+def _and_more(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"{quote(names[0])[1:-1]}{more}"
+
+
+_STAND_INS = (
+    (
+        re.compile(rb"version https?://(git-lfs|hawser|git-media)\b|# xet version "),
+        "is a Git LFS pointer, not the file that it stands for",
+        "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
+    ),
+    (
+        re.compile(rb"\s*(<!--.*?-->\s*)*<(!doctype|html|\?xml)\b", re.IGNORECASE | re.DOTALL),
+        "is a web page, not the file that was to be downloaded",
+        "download the file again; `hf download NAME` fetches a whole model",
+    ),
+)
+
+
+def refuse_stand_in(data: bytes, name: str) -> None:
+    """Raise CorruptModel if a file holds what some downloads leave in its place. data: at least its
+    first bytes."""
+    first = data[:1024].removeprefix(b"\xef\xbb\xbf")
+    for pattern, what, hint in _STAND_INS:
+        if pattern.match(first):
+            raise CorruptModel(f"{name} {what}", hint)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -571,9 +673,11 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if size > limit:
             raise CorruptModel(f"{path.name}: {size:,} bytes; at most {limit:,} are read")
         try:
-            return file.read(limit + 1) or b""
+            data = file.read(limit + 1) or b""
         except OSError as error:
             raise unreadable(path, error) from None
+    refuse_stand_in(data, path.name)
+    return data
 
 
 def unreadable(path: Path, error: OSError) -> ModelUnavailable:
