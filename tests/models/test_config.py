@@ -349,6 +349,8 @@ BAD: list[tuple[str, object, int, str]] = [
         6,
         "disagree",
     ),
+    ("chunks not an object", QWEN | {"dual_chunk_attention_config": 7}, 6, "dual_chunk"),
+    ("chunks of no size", QWEN | {"dual_chunk_attention_config": {}}, 6, "chunk_size"),
     (
         "spellings disagree",
         LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
@@ -392,6 +394,88 @@ def test_bad_config(raw: object, code: int, word: str, tmp_path: Path) -> None:
     assert word in text
     assert "\n" not in text
     assert text.isprintable()
+
+
+NESTED = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("given", "stated", "hint"),
+    [
+        (
+            {"rope_theta": 10_000, "rope_parameters": NESTED},
+            "rope_theta 10000, rope_parameters 500000",
+            'takes that of rope_parameters; if it is right, delete "rope_theta": 10000 outside of '
+            "rope_parameters",
+        ),
+        (
+            {"rope_theta": 500_000, "rope_parameters": NESTED | {"rope_theta": 1e4}},
+            "rope_theta 500000, rope_parameters 10000",
+            'if it is right, delete "rope_theta": 500000 outside of rope_parameters',
+        ),
+        (
+            {
+                "rope_theta": 1e6,
+                "rope_parameters": NESTED,
+                "rope_scaling": {"type": "linear", "factor": 2, "rope_theta": 1e4},
+            },
+            "rope_scaling 10000",
+            'delete "rope_theta": 1000000.0 outside of rope_scaling and "rope_theta": 500000.0 in '
+            "rope_parameters",
+        ),
+        (
+            {"rope_theta": 5e5, "rope_parameters": NESTED, "rope_scaling": LLAMA3},
+            "rope_parameters and rope_scaling disagree",
+            "transformers takes rope_scaling; if that is right, delete rope_parameters",
+        ),
+    ],
+)
+def test_two_bases_are_refused_with_the_lines_to_delete(
+    given: dict[str, Any], stated: str, hint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path, without(LLAMA, "rope_theta") | given)
+    assert caught.value.exit_code == 6
+    assert stated in str(caught.value)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("scaling", "harmless"),
+    [
+        ({"type": "yarn", "factor": 4.0}, {"finetuned": True}),
+        ({"type": "linear", "factor": 2.0}, {"finetuned": False, "low_freq_factor": None}),
+        ({"rope_type": "default"}, {"factor": None, "type": None, "rope_theta": None}),
+    ],
+)
+def test_keys_that_compute_nothing(
+    key: str, scaling: dict[str, Any], harmless: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = read(tmp_path, LLAMA | {key: scaling})
+    assert read(tmp_path, LLAMA | {key: scaling | harmless}) == plain
+
+
+@pytest.mark.parametrize(
+    ("chunks", "most"),
+    [
+        ({"chunk_size": 8192, "local_size": 512, "original_max_position_embeddings": 4096}, 4096),
+        ({"chunk_size": 8192, "original_max_position_embeddings": 16384}, 8192),
+        ({"chunk_size": 8192}, 8192),
+        ({"chunk_size": 65536}, None),
+        (None, None),
+    ],
+)
+def test_chunks_end_where_attention_is_no_longer_plain(
+    chunks: object, most: int | None, tmp_path: Path
+) -> None:
+    """The numbers of Qwen2.5-7B-Instruct-1M, smaller."""
+    plain = QWEN | {"max_position_embeddings": 32_768}
+    config = read(tmp_path, plain | {"dual_chunk_attention_config": chunks})
+    assert config.max_context == (most or 32_768)
+    assert [f"limited to {most:,} of 32,768 positions" in note for note in config.notes] == (
+        [True] if most else []
+    )
 
 
 def release(
