@@ -54,6 +54,8 @@ item of one takes some tens of bytes, and a pair of an object up to 350. The lar
 vocabularies have half as many lists and items, and six tenths as many pairs."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CHECKSUM = re.compile(r"[0-9a-fA-F]{1,128}")
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
 _TEXT_FILES = frozenset(
     {
@@ -146,7 +148,7 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
             "run once without `offline=True` (and without HF_HUB_OFFLINE); "
             "only config.json is fetched",
         )
-    with _told(found, revision):
+    with _told(found, revision), _checked(found):
         # This request is sent once. The library repeats the next one for half a minute.
         info = hub.HfApi().model_info(found, revision=revision)
         names = {sibling.rfilename for sibling in info.siblings or ()}
@@ -281,13 +283,13 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     network."""
     for name in _CONFIGS:
         found = hub.try_to_load_from_cache(repo, name, revision=revision)
-        if isinstance(found, str):
+        if isinstance(found, str) and _COMMIT.fullmatch(Path(found).parent.name):
             return Path(found).parent
     return None
 
 
 def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | None) -> Path:
-    with _told(repo, revision):
+    with _told(repo, revision), _checked(repo):
         # The hub sends sizes only on request, and only `progress` needs them.
         options = {} if watched is None else {"files_metadata": True}
         info = hub.HfApi().model_info(repo, revision=revision, **options)
@@ -297,6 +299,59 @@ def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | Non
             watched.plan(*_to_fetch(hub, repo, info, wanted), Path(hub.constants.HF_HUB_CACHE))
             bars = {"tqdm_class": watched.bar(hub)}
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=wanted, **bars))
+
+
+_DOWNLOADING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _checked(repo: str) -> Iterator[None]:
+    """Within this context, the hub's library makes no path of what the hub sends, unless it is
+    hexadecimal. Raises CorruptModel there, and ModelUnavailable for a library with other functions.
+
+    The library takes the hub's word for the commit and for each file's checksum, and makes names of
+    files and folders of them. It also notes which files do not exist, under a name that cannot be
+    checked here; without a folder, it does not.
+    """
+    from huggingface_hub import file_download, hf_api
+
+    try:
+        metadata, info = file_download._get_metadata_or_catch_error, hf_api.HfApi.repo_info
+    except AttributeError:
+        raise ModelUnavailable(
+            f"{repo}: minikv cannot check what this version of huggingface-hub downloads",
+            "install the version in minikv's constraints.txt, or give a directory",
+        ) from None
+
+    def checked_metadata(**asked: Any) -> Any:
+        answer = metadata(**{**asked, "storage_folder": None})
+        _, checksum, commit, *_ = answer
+        _check_name(repo, "commit", commit, _COMMIT)
+        _check_name(repo, "checksum", checksum, _CHECKSUM)
+        return answer
+
+    def checked_info(*args: Any, **asked: Any) -> Any:
+        answer = info(*args, **asked)
+        _check_name(repo, "commit", answer.sha, _COMMIT)
+        return answer
+
+    with _DOWNLOADING:  # the library is changed for all threads
+        file_download._get_metadata_or_catch_error = checked_metadata
+        hf_api.HfApi.repo_info = checked_info
+        try:
+            yield
+        finally:
+            file_download._get_metadata_or_catch_error = metadata
+            hf_api.HfApi.repo_info = info
+
+
+def _check_name(repo: str, what: str, name: object, wanted: re.Pattern[str]) -> None:
+    """Raise CorruptModel if the hub sent a name of another form. None: it sent none."""
+    if name is not None and not (isinstance(name, str) and wanted.fullmatch(name)):
+        raise CorruptModel(
+            f"{repo}: the hub sent a {what} that is not hexadecimal: {quote(name)}",
+            "nothing was written under that name; check HF_ENDPOINT, and who answers there",
+        )
 
 
 @contextlib.contextmanager
@@ -436,7 +491,7 @@ def _to_fetch(hub: Any, repo: str, info: Any, wanted: list[str]) -> tuple[int, i
             continue
         large = getattr(sibling, "lfs", None)
         blob = getattr(large, "sha256", None) or getattr(sibling, "blob_id", None)
-        if blob and (root / "blobs" / blob).exists():
+        if blob and _CHECKSUM.fullmatch(blob) and (root / "blobs" / blob).exists():
             continue
         files += 1
         size += getattr(sibling, "size", None) or 0

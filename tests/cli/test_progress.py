@@ -304,7 +304,7 @@ class Hub:
         assert files_metadata
         return SimpleNamespace(
             siblings=[
-                SimpleNamespace(rfilename=name, size=size, blob_id=f"id-{name}", lfs=None)
+                SimpleNamespace(rfilename=name, size=size, blob_id=name.encode().hex(), lfs=None)
                 for name, size in self.sizes.items()
             ]
         )
@@ -331,7 +331,7 @@ def test_a_download_is_announced_and_counted_once(
 ) -> None:
     hub = Hub(monkeypatch, tmp_path, SIZES)
     # What is in the cache already is not fetched again. The snapshot does not tell: blobs do.
-    (hub.cache / "models--owner--some-model/blobs/id-config.json").touch()
+    (hub.cache / "models--owner--some-model/blobs" / b"config.json".hex()).touch()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 212 << 30))
     capsys.readouterr()  # making the files wrote to it
     screen, clock = Screen(), Clock()
