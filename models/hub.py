@@ -164,7 +164,7 @@ def on_disk(model: str | Path, *, revision: str | None = None) -> Source | None:
     found = _named(model, revision)
     if isinstance(found, Path):
         return Source(os.fspath(model), found, None)
-    folder = _cached(_hub(found, offline=True), found, revision)
+    folder = _snapshot(_hub(found, offline=True), found, revision)
     return None if folder is None else Source(found, folder, folder.name)
 
 
@@ -233,7 +233,7 @@ def _is_pathlike(text: str) -> bool:
 
 def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress | None) -> Source:
     hub = _hub(repo, offline)
-    folder = _cached(hub, repo, revision)
+    folder = _snapshot(hub, repo, revision)
     if folder is not None and not missing_files(folder):
         return Source(repo, folder, folder.name)
     at = _at(revision)
@@ -283,9 +283,15 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     network."""
     for name in _CONFIGS:
         found = hub.try_to_load_from_cache(repo, name, revision=revision)
-        if isinstance(found, str) and _COMMIT.fullmatch(Path(found).parent.name):
+        if isinstance(found, str):
             return Path(found).parent
     return None
+
+
+def _snapshot(hub: Any, repo: str, revision: str | None) -> Path | None:
+    """`_cached`, if the folder has the name of a commit, which is shown and stored."""
+    folder = _cached(hub, repo, revision)
+    return folder if folder is not None and _COMMIT.fullmatch(folder.name) else None
 
 
 def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | None) -> Path:

@@ -283,11 +283,11 @@ INDEXES = [
     ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', 6),
     ('{"weight_map": {"a": "absent.safetensors"}}', 3),
     # A file system has names of at most 255 bytes.
-    ('{"weight_map": {"a": "' + "x" * 243 + '.safetensors"}}', 3),
-    ('{"weight_map": {"a": "' + "x" * 244 + '.safetensors"}}', 6),
-    ('{"weight_map": {"a": "' + "x" * (15 << 20) + '.safetensors"}}', 6),
+    ('{"weight_map": {"243": "' + "x" * 243 + '.safetensors"}}', 3),
+    ('{"weight_map": {"244": "' + "x" * 244 + '.safetensors"}}', 6),
+    ('{"weight_map": {"15 MiB": "' + "x" * (15 << 20) + '.safetensors"}}', 6),
     (json.dumps({"weight_map": {f"{n}": f"{n}.safetensors" for n in range(4097)}}), 6),
-    (json.dumps({"weight_map": {f"{n}": "x.safetensors" for n in range(101_001)}}), 6),
+    (json.dumps({"weight_map": {f"a{n}": "x.safetensors" for n in range(101_001)}}), 6),
 ]
 
 
