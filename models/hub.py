@@ -343,12 +343,12 @@ def _checked(repo: str) -> Iterator[None]:
 
     with _DOWNLOADING:  # the library is changed for all threads
         file_download._get_metadata_or_catch_error = checked_metadata
-        hf_api.HfApi.repo_info = checked_info
+        hf_api.HfApi.repo_info = checked_info  # type: ignore[method-assign]
         try:
             yield
         finally:
             file_download._get_metadata_or_catch_error = metadata
-            hf_api.HfApi.repo_info = info
+            hf_api.HfApi.repo_info = info  # type: ignore[method-assign]
 
 
 def _check_name(repo: str, what: str, name: object, wanted: re.Pattern[str]) -> None:
