@@ -1,5 +1,5 @@
-"""`--budget auto`: nothing is evicted while everything fits, then as much as fits stays; plan and chat
-agree."""
+"""`--budget auto`: nothing is evicted while everything fits, then as much as fits stays; the plan
+and the chat agree."""
 
 from __future__ import annotations
 
