@@ -55,7 +55,7 @@ def values(setting: Setting, word: str = "") -> Sequence[str]:
         "budget": lambda: BUDGETS,
         "device": lambda: ("auto", "cpu", "cuda"),
     }
-    return setting.choices or known.get(setting.name, tuple)()
+    return setting.choices or setting.words or known.get(setting.name, tuple)()
 
 
 def flag(setting: Setting) -> Callable[[str], list[str]] | None:

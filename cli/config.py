@@ -295,8 +295,10 @@ def _checked(setting: Setting, value: object, where: str) -> Plain:
         value = str(value)
     if kind is float and type(value) is int:
         value = float(value)
+    if isinstance(value, str) and value in setting.words:
+        return value
     if type(value) is not kind or not isinstance(value, str | int | float):
-        raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
+        raise UsageError(f"{where} must be {_kind(setting)}, got {quoted(value)}")
     return possible(setting, value, where)
 
 
@@ -310,6 +312,8 @@ def typed(setting: Setting, text: str, where: str) -> Plain:
     kind, value = type(setting.default), text.strip()
     if kind is tuple:
         return (spelled(text),) if text else ()
+    if value in setting.words:
+        return value
     try:
         if kind is bool:
             if value.lower() not in (*_YES, *_NO):
@@ -317,7 +321,7 @@ def typed(setting: Setting, text: str, where: str) -> Plain:
             return value.lower() in _YES
         return kind(value)
     except ValueError:
-        raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(text)}") from None
+        raise UsageError(f"{where} must be {_kind(setting)}, got {quoted(text)}") from None
 
 
 def possible(setting: Setting, value: Plain, where: str) -> Plain:
@@ -358,6 +362,11 @@ _KINDS: Mapping[type, str] = {
     bool: "true or false",
     tuple: "a list of texts",
 }
+
+
+def _kind(setting: Setting) -> str:
+    """What a value must be, for a message."""
+    return " or ".join((_KINDS[type(setting.default)], *setting.words))
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

@@ -131,6 +131,17 @@ def _annotated(one: inspect.Parameter) -> bool:
     return get_origin(one.annotation) is Annotated
 
 
+def _number_or_word(one: Setting, text: str | float) -> str | float:
+    """A value of a setting that has `words`. A configuration file gives a number itself."""
+    if text in one.words:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        words = " nor ".join(one.words)
+        raise typer.BadParameter(f"{quoted(text)} is neither a number nor {words}") from None
+
+
 @functools.cache  # most settings are flags of several commands
 def _parameter(one: Setting) -> inspect.Parameter:
     """The flag of a setting."""
@@ -144,6 +155,7 @@ def _parameter(one: Setting) -> inspect.Parameter:
         rich_help_panel=None if one.common else one.panel,
         metavar=one.takes or None,
         autocompletion=completion.flag(one),
+        parser=functools.partial(_number_or_word, one) if one.words else None,
     )
     return inspect.Parameter(
         one.name, _KIND, default=one.default, annotation=Annotated[kind, option]

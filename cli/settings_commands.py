@@ -233,7 +233,7 @@ def _values(context: Context) -> dict[str, str]:
     }
     for name in settings_of(Generation):
         value = getattr(context.generation, name)
-        values[name] = text(value) if isinstance(value, tuple) else f"{value:g}"
+        values[name] = text(value) if isinstance(value, tuple | str) else f"{value:g}"
     return {name: values.get(name, "") for name in SETTINGS}
 
 

@@ -103,6 +103,7 @@ def run_turn(
             top_k=generation.top_k,
             top_p=generation.top_p,
             min_p=generation.min_p,
+            repeat_penalty=generation.repeat_penalty,
             stop=generation.stop,
             progress=progress,
             notice=terminal.warn,
@@ -123,6 +124,7 @@ def continue_turn(
             top_k=generation.top_k,
             top_p=generation.top_p,
             min_p=generation.min_p,
+            repeat_penalty=generation.repeat_penalty,
             stop=generation.stop,
             notice=terminal.warn,
         )

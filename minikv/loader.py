@@ -58,6 +58,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
     from minikv.engine.engine import Engine
+    from minikv.engine.sampling import Sampling
     from minikv.engine.warmup import compiles, damaged, warm
     from minikv.models import free_memory, load
 
@@ -94,7 +95,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         keep_packed=settings.packed_bytes(),
     )
     load_s = perf_counter() - began
-    config, network = loaded.config, loaded.network
+    config, network, own = loaded.config, loaded.network, loaded.config.own
     announce(network.device)
     kv = KVCache(
         shape_of(config),
@@ -143,6 +144,8 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         fit=lambda eviction, tokens, answer: machine.rows(
             eviction, tokens, answer, free_memory(network.device)
         ),
+        own=Sampling(own.temperature, own.top_k, own.top_p, own.min_p),
+        not_own=own.why,
         facts=Facts(
             model=loaded.name,
             revision=loaded.revision or "",

@@ -43,8 +43,9 @@ class Setting:
     default: of the flag; Python's may differ. A tuple is a flag that may be given several times.
     panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the
     word for its value there. letters: other spellings of the flag. low and high: limits of a
-    number. commands: those for which a configuration file sets it (empty: every command that has
-    the flag). in_file: if False, a configuration file cannot set it.
+    number. words: texts that may stand in place of a number. commands: those for which a
+    configuration file sets it (empty: every command that has the flag). in_file: if False, a
+    configuration file cannot set it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Setting:
     in_file: bool = True
     common: bool = False
     takes: str = ""
+    words: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -86,6 +88,7 @@ def setting(
     in_file: bool = True,
     common: bool = False,
     takes: str = "",
+    words: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with a `Setting` as metadata. flag_default: if None, the flag has the
     default of the field, or "" if that is None."""
@@ -103,6 +106,7 @@ def setting(
         in_file,
         common,
         takes,
+        words,
     )
     return field(default=default, metadata={_KEY: made})
 
@@ -381,16 +385,19 @@ class Generation:
         low=1,
         common=True,
     )
-    temperature: float = setting(
+    temperature: float | str = setting(
         0.0,
         "how random the answer is: 0 always takes the likeliest token, 1 draws as the model "
-        "was trained",
+        "was trained; auto: what the model's generation_config.json says, with its --top-k, "
+        "--top-p and --min-p where these are off here",
         SAMPLING,
         common=True,
         letters=("--temp", "-t"),
         commands=_CHAT,
         low=0,
         high=100,
+        takes="N|auto",
+        words=("auto",),
     )
     top_k: int = setting(
         0,
@@ -416,6 +423,15 @@ class Generation:
         low=0,
         high=1,
     )
+    repeat_penalty: float = setting(
+        1.0,
+        "divide the logits of the last 64 tokens (of the prompt, too) by this number, or multiply "
+        "them if they are not above 0, so that the answer repeats itself less, such as 1.1; 1: off",
+        SAMPLING,
+        commands=_CHAT,
+        low=0.1,
+        high=10,
+    )
     stop: tuple[str, ...] = setting(
         (),
         "the answer ends before this text, which is not shown; \\n and \\t stand for a new line "
@@ -428,11 +444,15 @@ class Generation:
         stop_texts(self.stop)
         for name, one in settings_of(Generation).items():
             value = getattr(self, name)
-            if isinstance(value, tuple) or one.low <= value <= one.high:  # NaN fails too
+            if isinstance(value, tuple) or value in one.words:
+                continue
+            if isinstance(value, str):
+                raise UsageError(f"{one.flag} must be a number or auto, got {quoted(value)}")
+            if one.low <= value <= one.high:  # NaN fails too
                 continue
             if one.high == math.inf:
                 raise UsageError(f"{one.flag} must be at least {one.low}, got {value}")
-            low, high = type(value)(one.low), type(value)(one.high)
+            low, high = type(one.default)(one.low), type(one.default)(one.high)
             raise UsageError(f"{one.flag} must be between {low:,} and {high:,}, got {value:,}")
 
 

@@ -24,6 +24,19 @@ from minikv.models.rope import RopeConfig
 
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
 MAX_HEADS, MAX_HEAD_DIM, MAX_MLP, MAX_POSITIONS = 1024, 1024, 2**20, 2**26
+MAX_TOP_K = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSampling:
+    """How the model's makers draw its tokens. temperature 0: they take the likeliest. why: why
+    nothing else is known, for the user; "" if they draw."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    why: str = "the model has no generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,8 @@ class ModelConfig:
     mlp_bias: bool = False
     stop_ids: tuple[int, ...] = ()
     """End-of-text ids of config.json and generation_config.json, ascending."""
+    own: OwnSampling = OwnSampling()
+    """What generation_config.json says about sampling."""
     notes: tuple[str, ...] = ()
     """Messages for the user: settings that were ignored or assumed."""
 
@@ -510,15 +525,34 @@ def _ids(read: _Reader, key: str) -> tuple[int, ...]:
 
 
 def _with_generation(config: ModelConfig, path: Path) -> ModelConfig:
-    """Add the stop ids of generation_config.json. If that file is broken, add a note instead of
-    raising."""
+    """Add the stop ids and the sampling of generation_config.json. If that file is broken, add a
+    note instead of raising."""
     if not path.exists():
         return config
     try:
-        ids: Iterable[int] = _ids(_Reader(read_json(path), path.name), "eos_token_id")
+        read = _Reader(read_json(path), path.name)
+        config = replace(config, own=_own_sampling(read))
+        ids: Iterable[int] = _ids(read, "eos_token_id")
     except ModelError as error:
-        return replace(config, notes=(*config.notes, f"ignored: {error}"))
+        own = replace(config.own, why=str(error))
+        return replace(config, own=own, notes=(*config.notes, f"ignored: {error}"))
     return replace(config, stop_ids=tuple(sorted({*config.stop_ids, *ids})))
+
+
+def _own_sampling(read: _Reader) -> OwnSampling:
+    """A value that is missing or null is that of transformers. If one cannot be used, none is."""
+    try:
+        if not read.flag("do_sample"):
+            return OwnSampling(why=f"{read.where} does not ask for sampling")
+        return OwnSampling(
+            read.number("temperature", 0, 100, 1.0),
+            read.integer("top_k", 0, MAX_TOP_K, 50),
+            read.number("top_p", 0, 1, 1.0),
+            read.number("min_p", 0, 1, 0.0),
+            why="",
+        )
+    except CorruptModel as error:
+        return OwnSampling(why=str(error))
 
 
 _PARAMS_KEYS = frozenset(

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Self, cast
+from typing import Literal, Self, cast
 
 from torch import Tensor
 
 from minikv import checks
 from minikv.cache.stats import CacheStats
-from minikv.chat import composing, reuse, shown, warnings
+from minikv.chat import composing, looping, reuse, shown, warnings
 from minikv.chat.answer import Anew, Answer, AnswerSettings
 from minikv.chat.background import in_background
 from minikv.chat.cancelling import Cancelling
@@ -107,6 +107,8 @@ class ChatSession:
         quality: float = 0.0,
         fidelity: bool = True,
         fit: Fit = lambda eviction, tokens, answer: 0,
+        own: Sampling | None = None,
+        not_own: str = "",
     ) -> None:
         self.guard = Guard()
         self.engine = engine
@@ -124,6 +126,7 @@ class ChatSession:
         self.recall = recall or Recall(engine.kv)
         self.refresh_every, self.quality, self.fidelity = refresh_every, quality, fidelity
         self.fit = fit
+        self.own, self._not_own = own or Sampling(), not_own
         self.words: Callable[[str], str] = str
         self.conversation = 0
         self._min_tokens = MinTokens(tokenizer)
@@ -418,19 +421,23 @@ class ChatSession:
         self,
         question: str,
         max_tokens: int = 256,
-        temperature: float = 0.0,
+        temperature: float | Literal["auto"] = 0.0,
         *,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> Generator[str, None, None]:
         """Ask about the attached documents; yield the text of the answer piece by piece.
 
-        The answer ends before the first of the texts in `stop`. `progress(done, total)` is called
-        between chunks of the prompt, `notice(line)` with each warning. Closing the iterator early
+        `temperature` "auto" is what the model's generation_config.json says, with its filters where
+        they are off here. `repeat_penalty` divides the logits of the last 64 tokens of the
+        conversation (see `minikv.engine.sampling.penalized`). The answer ends before the first of
+        the texts in `stop`. `progress(done, total)` is called between chunks of the prompt,
+        `notice(line)` with each warning. Closing the iterator early
         is the same as `cancel`. From its first piece until it ends, is closed or is
         garbage-collected, everything else that would change the chat raises UsageError (see
         `minikv.chat.guard`).
@@ -440,7 +447,7 @@ class ChatSession:
         the chat is as it was before the question. After an error in the answer, the part that was
         written stays.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p)
+        sampling = self._sampling(temperature, top_k, top_p, min_p, repeat_penalty)
         checks.whole("max_tokens", max_tokens, 1)
         checks.function("progress", progress)
         checks.function("notice", notice)
@@ -456,11 +463,12 @@ class ChatSession:
     def continue_answer(
         self,
         max_tokens: int = 256,
-        temperature: float = 0.0,
+        temperature: float | Literal["auto"] = 0.0,
         *,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         notice: Callable[[str], None] | None = None,
     ) -> Generator[str, None, None]:
@@ -472,7 +480,7 @@ class ChatSession:
         it. max_tokens: of the new part. Arguments and errors are those of `ask`. Raises UsageError
         if there is no such answer.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p)
+        sampling = self._sampling(temperature, top_k, top_p, min_p, repeat_penalty)
         checks.whole("max_tokens", max_tokens, 1)
         checks.function("notice", notice)
         settings = AnswerSettings(sampling, max_tokens, stop_texts(stop))
@@ -518,6 +526,30 @@ class ChatSession:
     def continuable(self) -> None:
         """Raise the UsageError that `continue_answer` would raise."""
         refuse_continuation(self.report, self.eviction, self._log, self.max_context)
+
+    def _sampling(
+        self,
+        temperature: float | Literal["auto"],
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        repeat_penalty: float,
+    ) -> Sampling:
+        """How the tokens of an answer are drawn. Raises UsageError."""
+        if temperature != "auto":
+            return Sampling(temperature, top_k, top_p, min_p, repeat_penalty)
+        given, own = Sampling(0.0, top_k, top_p, min_p, repeat_penalty), self.own
+        if self._not_own:
+            line = f'{self._not_own}: `temperature="auto"` takes the likeliest token, as 0 does'
+            self.engine.notices.append(line)
+            self._not_own = ""  # said once
+        return replace(
+            given,
+            temperature=own.temperature,
+            top_k=top_k or own.top_k,
+            top_p=own.top_p if top_p == 1.0 else top_p,
+            min_p=min_p or own.min_p,
+        )
 
     def _turn(
         self,
@@ -605,7 +637,7 @@ class ChatSession:
         finally:  # Close the turn, however it ended.
             answer.close()
             self.messages = [*messages, Message("assistant", answer.text)]
-            late_notices = self._new_notices()
+            late_notices = [*self._new_notices(), *self._looping(answer, settings)]
             turn_warnings.lines += late_notices
             stats = measured(self.engine.kv, known)
             self._mark(stats)
@@ -654,7 +686,8 @@ class ChatSession:
             raise
         finally:
             answer.close()
-            late_notices, stats = self._new_notices(), measured(self.engine.kv, known)
+            late_notices = [*self._new_notices(), *self._looping(answer, settings)]
+            stats = measured(self.engine.kv, known)
             self.report = continued(
                 turn.report,
                 stats,
@@ -735,6 +768,9 @@ class ChatSession:
             self.max_context,
             self._cancelling.cancelled,
         )
+
+    def _looping(self, answer: Answer, settings: AnswerSettings) -> list[str]:
+        return list(map(self.words, looping.line(answer.ids, settings.sampling, self.own)))
 
     def _new_notices(self) -> list[str]:
         """The engine's notices that were not returned before."""

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
-from minikv.models.config import MAX_LAYERS, MAX_MLP, MAX_POSITIONS, MAX_VOCAB, ModelConfig
+from minikv.models.config import (
+    MAX_LAYERS,
+    MAX_MLP,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    ModelConfig,
+    OwnSampling,
+)
 from minikv.models.errors import ModelError
 from minikv.models.rope import RopeConfig
 
@@ -199,6 +207,51 @@ def test_a_broken_generation_config_costs_a_note(text: str, tmp_path: Path) -> N
     assert config.stop_ids == (2,)
     assert len(config.notes) == 1
     assert "generation_config.json" in config.notes[0]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"do_sample": False, "temperature": 0.6},
+        {"do_sample": None, "top_k": 5},
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+        {"do_sample": True, "temperature": None, "top_p": None, "top_k": None, "min_p": None},
+        {"do_sample": True, "temperature": 2, "top_k": 0, "top_p": 1, "min_p": 0.05},
+    ],
+)
+def test_the_own_sampling_is_that_of_transformers(raw: dict[str, Any], tmp_path: Path) -> None:
+    own = read(tmp_path, LLAMA, json.dumps(raw)).own
+    theirs = GenerationConfig.from_pretrained(tmp_path)
+    theirs.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
+    if theirs.do_sample:
+        want = (theirs.temperature, theirs.top_k, theirs.top_p, theirs.min_p or 0.0)
+        assert (own.temperature, own.top_k, own.top_p, own.min_p, own.why) == (*want, "")
+    else:
+        assert own == OwnSampling(why="generation_config.json does not ask for sampling")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("do_sample", value) for value in ("yes", 1, [])),
+        *(("temperature", value) for value in ("hot", -1, 101, True, [1], 10**400)),
+        *(("top_k", value) for value in (1.5, -1, 2**40, "50", False)),
+        *(("top_p", value) for value in (1.1, -0.1, {})),
+        *(("min_p", value) for value in (2, "0.1")),
+    ],
+)
+def test_one_strange_value_and_none_is_used(key: str, value: object, tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA, json.dumps({"do_sample": True, "top_k": 5, key: value}))
+    assert config.own == OwnSampling(why=config.own.why)
+    assert config.own.why.startswith(f"generation_config.json: {key} must be ")
+    assert len(config.own.why) < 200
+    assert config.notes == ()  # it matters to those alone who ask for it
+    assert read(tmp_path, LLAMA, "{").own.why.startswith("generation_config.json: not valid")
+    (tmp_path / "generation_config.json").unlink()
+    assert read(tmp_path, LLAMA).own.why == "the model has no generation_config.json"
 
 
 BAD: list[tuple[str, object, int, str]] = [
