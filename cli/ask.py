@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from minikv.chat.report import percent_saved
 from minikv.cli import documents, render
 from minikv.cli.documents import Text
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.question import sorted_out
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.sources import changes
@@ -50,9 +52,13 @@ def ask(
     those `given`; the chat is then saved with this turn. Exits with 130 if the user stopped the
     answer.
 
-    `question` "-" is the whole user message from standard input, verbatim. Otherwise what is piped
-    in is the document if no file is named, or if one of `files` is "-".
+    `question` "-" is the whole user message from standard input, verbatim but for one line end at
+    its end, which `echo` adds. Otherwise what is piped in is the document if no file is named, or
+    if one of `files` is "-".
     """
+    question, files, note = sorted_out(question, files)
+    if note:
+        terminal.note(note)
     settings.eviction()  # refuse a wrong policy before a large document is read
     if not go_on and settings.reuse == "recall":  # there is no later question
         settings = replace(settings, reuse="once")
@@ -136,7 +142,7 @@ def _inputs(
         message, note = documents.decode(read_stdin(terminal), STDIN, errors)
         if note:
             terminal.warn(note)
-        return message, named
+        return re.sub(r"\r?\n\Z", "", message), named
     if files:
         return question, opened(files, errors, loaders, terminal, lambda: read_stdin(terminal))
     if sys.stdin.isatty():

@@ -198,13 +198,40 @@ def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -
     assert (quiet.exit_code, quiet.stderr) == (0, "")
 
 
-def test_a_dash_as_question_is_the_whole_message_verbatim(world: World, document: str) -> None:
-    message = "  A text,\n\nand a question?\n"
-    world.run("ask", "-", input=message)
-    assert world.session is not None
-    assert world.session.messages[0].content == message
-    world.run("ask", "-", document, input="q")
-    assert world.session.messages[0].content.endswith("Ada.\n\nq")
+@pytest.mark.parametrize(
+    ("piped", "asked"),
+    [
+        ("  A text,\n\nand a question?", "  A text,\n\nand a question?"),
+        ("Who?\n", "Who?"),
+        ("Who?\r\n", "Who?"),
+        ("Who?\n\n", "Who?\n"),
+        ("Who?\r\n\r\n", "Who?\r\n"),
+        ("\nWho? ", "\nWho? "),
+    ],
+)
+def test_a_dash_as_question_is_the_whole_message_but_for_one_line_end(
+    world: World, document: str, piped: str, asked: str
+) -> None:
+    """The tokens are those of the argument."""
+    fed = []
+    for question, text in (("-", piped), (asked, None)):
+        world.engine = FakeEngine()
+        assert world.run("ask", question, document, input=text).exit_code == 0
+        assert world.session is not None
+        assert world.session.messages[0].content.endswith(f"Ada.\n\n{asked}")
+        fed.append(world.session.fed)
+    assert fed[0] == fed[1]
+    assert world.run("ask", "-", input="\n").exit_code == 2
+
+
+def test_the_order_of_question_and_file_is_found_out_and_said(world: World, document: str) -> None:
+    first = world.run("ask", "Who runs it?", document)
+    other = world.run("ask", document, "Who runs it?")
+    assert other.stdout == first.stdout
+    assert f"read as minikv ask 'Who runs it?' {document}\n" in other.stderr
+    alone = world.run("ask", document)
+    assert (alone.exit_code, alone.stdout) == (2, "")
+    assert "there is no question: it is a file\n" in alone.stderr
 
 
 def test_nothing_to_ask_about_is_a_usage_error(world: World, document: str) -> None:
