@@ -105,6 +105,19 @@ def keys(incomplete: str) -> list[str]:
     return list(SETTINGS)
 
 
+def keys_set(incomplete: str) -> list[str]:
+    """The keys that `minikv config unset` takes."""
+    from minikv.cli import config
+
+    with contextlib.suppress(UsageError):
+        made, own = config.load({}), config.user_file()
+        file = config.short(own) if own else ""
+        names = [name for name, value in made.values.items() if value.origin == file]
+        aliases = [name for name, origin in made.alias_files.items() if origin == file]
+        return names + [f"{config.ALIASES}.{name}" for name in aliases]
+    return []
+
+
 def key_values(ctx: typer.Context, incomplete: str) -> list[str]:
     """The values that `minikv config set` takes after a key."""
     from minikv.cli.config import SETTINGS

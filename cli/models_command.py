@@ -8,7 +8,7 @@ import difflib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,10 @@ class Model:
     packed: int = 0
 
 
-def models(terminal: Terminal, *, as_json: bool = False) -> None:
-    """Print a line per model, the bundled one first."""
+def models(
+    terminal: Terminal, aliases: Mapping[str, str] | None = None, *, as_json: bool = False
+) -> None:
+    """Print a line per model, the bundled one first; the aliases are said below."""
     from minikv.models import BUNDLED as FOLDER
 
     weights = sum(
@@ -61,6 +63,8 @@ def models(terminal: Terminal, *, as_json: bool = False) -> None:
         width = columns(terminal.out)
         table = [line if len(line) <= width else f"{line[: width - 1]}…" for line in table]
     terminal.data("\n".join(table))
+    for name, model in (aliases or {}).items():
+        terminal.note(f"alias {clean(name)} = {clean(model)}")
     if not repos:
         terminal.note(f"no models in {_cache()}; minikv models pull NAME fetches one")
 
