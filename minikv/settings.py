@@ -388,8 +388,7 @@ class Generation:
     temperature: float | str = setting(
         0.0,
         "how random the answer is: 0 always takes the likeliest token, 1 draws as the model "
-        "was trained; auto: what the model's generation_config.json says, with its --top-k, "
-        "--top-p and --min-p where these are off here",
+        "was trained; auto: as the model's generation_config.json says",
         SAMPLING,
         common=True,
         letters=("--temp", "-t"),
@@ -425,8 +424,9 @@ class Generation:
     )
     repeat_penalty: float = setting(
         1.0,
-        "divide the logits of the last 64 tokens (of the prompt, too) by this number, or multiply "
-        "them if they are not above 0, so that the answer repeats itself less, such as 1.1; 1: off",
+        "make the last 64 tokens (of the prompt, too) less likely, so that the answer repeats "
+        "itself less: their logits are divided by this number, or multiplied if they are not above "
+        "0, such as 1.1; 1: off",
         SAMPLING,
         commands=_CHAT,
         low=0.1,

@@ -50,6 +50,7 @@ def show_config(
 
 @app.command(
     "set",
+    short_help="Set a key, or an alias, in your own file.",
     help="minikv config set budget 20%\n\nSet a key in your own file; every other line stays. "
     "aliases.NAME is a short name for --model: minikv config set aliases.llama3 owner/name",
 )
@@ -69,7 +70,12 @@ def set_config(
     config_command.change(key, value, call.terminal)
 
 
-@app.command("unset", help="minikv config unset aliases.llama3\n\nRemove a key from your own file.")
+@app.command(
+    "unset",
+    short_help="Remove a key from your own file.",
+    help="minikv config unset aliases.llama3\n\nRemove a key from your own file; every other line "
+    "stays.",
+)
 @command
 def unset_config(
     call: Call,
