@@ -26,14 +26,13 @@ def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str
     words = [question, *files]
     if question == "-":
         return question, list(files), ""
+    found = None
     if _named(question):
         found = _after_files(words)
-    elif all(map(_named, files)):
-        return question, list(files), ""
-    else:
+    elif not all(map(_named, files)):
         found = _unquoted(words)
-        if found is None:  # reading them says which file is not there
-            return question, list(files), ""
+    if found is None:  # the first word is the question; a file that is not there is said later
+        return question, list(files), ""
     question, named = found
     return question, named, f"read as {_line(question, named)}"
 

@@ -95,7 +95,7 @@ def run_turn(
             live.label = "scoring what was read"
         live(done, total)
 
-    def ask() -> Generator[str, None, None]:
+    def ask(notice: Callable[[str], None]) -> Generator[str, None, None]:
         return session.ask(
             question,
             generation.max_tokens,
@@ -106,7 +106,7 @@ def run_turn(
             repeat_penalty=generation.repeat_penalty,
             stop=generation.stop,
             progress=progress,
-            notice=terminal.warn,
+            notice=notice,
         )
 
     return _stream(session, ask, terminal, interrupts, show=show)
@@ -117,7 +117,7 @@ def continue_turn(
 ) -> str:
     """Continue the last answer, as `run_turn` does. Returns the added text."""
 
-    def go_on() -> Generator[str, None, None]:
+    def go_on(notice: Callable[[str], None]) -> Generator[str, None, None]:
         return session.continue_answer(
             generation.max_tokens,
             generation.temperature,
@@ -126,7 +126,7 @@ def continue_turn(
             min_p=generation.min_p,
             repeat_penalty=generation.repeat_penalty,
             stop=generation.stop,
-            notice=terminal.warn,
+            notice=notice,
         )
 
     session.continuable()
@@ -135,7 +135,7 @@ def continue_turn(
 
 def _stream(
     session: ChatSession,
-    write: Callable[[], Generator[str, None, None]],
+    write: Callable[[Callable[[str], None]], Generator[str, None, None]],
     terminal: Terminal,
     interrupts: Interrupts,
     *,
@@ -145,10 +145,19 @@ def _stream(
     """Show what `write` yields as it comes; if the terminal takes records, the record of the turn
     instead. Returns the text. `after`: the part of the answer that was shown before."""
     pieces: list[str] = []
+    late: list[str] = []
     finished = False
     before, show = session.report, show and not terminal.records
     setting = terminal.answering() if show else terminal.silent()
-    answer = write()
+
+    def notice(line: str) -> None:
+        """A warning: at once, but not in the middle of the answer."""
+        if show and (pieces or after):
+            late.append(line)
+        else:
+            terminal.warn(line)
+
+    answer = write(notice)
     with setting, interrupts.stopping(session.skip, session.cancel):
         if show and after:
             terminal.resume_answer(after)
@@ -164,6 +173,8 @@ def _stream(
             # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):
                 terminal.end_answer()
+            for line in late:
+                terminal.warn(line)
             if terminal.records and session.report is not before:
                 terminal.data(json.dumps(record(session.turns[-1])))
     return "".join(pieces)
