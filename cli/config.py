@@ -132,7 +132,7 @@ class Config:
         if not typed and "model" in self.values:
             origin = self.values["model"].origin
             found = f"{origin}: " if origin.startswith(PREFIX) else f"{origin}: model: "
-        if name in self.alias_files:
+        if name is not None and name in self.alias_files:
             found += f"{self.alias_files[name]}: [aliases] {clean(name)}: "
         return found
 

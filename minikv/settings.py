@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from minikv import checks
 from minikv.cache.budget import Budget
@@ -385,7 +385,7 @@ class Generation:
         low=1,
         common=True,
     )
-    temperature: float | str = setting(
+    temperature: float | Literal["auto"] = setting(
         0.0,
         "how random the answer is: 0 always takes the likeliest token, 1 draws as the model "
         "was trained; auto: as the model's generation_config.json says",
@@ -452,7 +452,7 @@ class Generation:
                 continue
             if one.high == math.inf:
                 raise UsageError(f"{one.flag} must be at least {one.low}, got {value}")
-            low, high = type(one.default)(one.low), type(one.default)(one.high)
+            low, high = type(value)(one.low), type(value)(one.high)
             raise UsageError(f"{one.flag} must be between {low:,} and {high:,}, got {value:,}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -138,6 +140,22 @@ def test_gpus_with_fast_attention_in_long_blocks_read_more_rows_at_once(
         assert prompt_rows(cuda=True, head_dim=head_dim) == rows
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert prompt_rows(cuda=True, head_dim=128) is None
+
+
+def test_auto_is_the_sampling_of_the_models_files(folder: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(folder, tmp_path / "own")
+    how = {"temperature": 0.6, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
+    for asked, why, want in (
+        (True, [], how),
+        (False, ["generation_config.json does not"], {"temperature": 0.0}),
+    ):
+        (own / "generation_config.json").write_text(json.dumps({"do_sample": asked, **how}))
+        told: list[str] = []
+        with build(Settings(model=str(own), policy="full")) as chat:
+            list(chat.ask("Who?", 2, "auto", notice=told.append))
+        assert [line[:31] for line in told] == why
+        assert chat.report is not None
+        assert chat.report.sampling.items() >= want.items()
 
 
 def test_defaults_are_those_of_the_device(folder: Path) -> None:

@@ -69,7 +69,8 @@ def rewritten(
     most = max(int(how["max_tokens"]), 1) if itself else report.tokens.generated
     most = min(most, engine.kv.shape.max_context - read + 1)
     first = list(ids[read:])
-    answer, second, ended = Answer(tokenizer.stream(), how["stop"]), [], False
+    answer, ended = Answer(tokenizer.stream(), how["stop"]), False
+    second: list[int] = []
     ops = engine.kv.ops
     steps = TierSteps(tier, read - 1, ops)
     token = ids[read - 1]

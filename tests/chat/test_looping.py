@@ -64,6 +64,7 @@ def test_circles_are_seen(text: str) -> None:
         "No. " * 10,
         ONE * 3,
         prose(2000),
+        (prose(26) + "\n") * 2,  # a short answer, said twice
         "".join(f"| {prose(2, i)} | {1900 + i} | {i} | yes |\n" for i in range(60)),
         TABLE + "".join(f"| Item {i} | {1900 + i} | {3 * i} | yes |\n" for i in range(60)),
         "".join(f"{i}. The name of the person is {prose(3, i)}.\n" for i in range(60)),
@@ -149,7 +150,8 @@ def test_the_penalty_of_a_chat_looks_at_prompt_and_answer(temperature: float) ->
     tokens = asked(session, [40])
     list(session.verify())
     assert session.verified is not None
-    assert session.verified.tokens[0] == tokens[-40]
+    assert [*session.verified.tokens] == whole[-90:][:40]
+    assert tokens[:-40] == whole[:-90]
     assert session.report is not None
     assert session.report.sampling["repeat_penalty"] == how.repeat_penalty
 
@@ -169,12 +171,17 @@ def test_auto_is_the_models_own_sampling_under_what_is_given(
     session, told = chat(policy="full", own=own), []
     list(session.ask("Who?", 4, first, notice=told.append))
     list(session.ask("Who?", 4, "auto", top_k=3, min_p=0.1, notice=told.append))
+    list(session.ask("Who?", 4, "auto", notice=told.append))
     list(session.continue_answer(4, "auto", top_p=0.5, repeat_penalty=1.2, notice=told.append))
     list(session.ask("Who?", 4, notice=told.append))
     names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
     drawn = [tuple(turn.report.sampling[name] for name in names) for turn in session.turns]
     assert drawn[0] == ((0.5, 0, 1.0, 0.0, 1.0) if first != "auto" else (0.6, 50, 0.9, 0.02, 1.0))
-    assert drawn[1:] == [(0.6, 50, 0.5, 0.02, 1.2), (0.0, 0, 1.0, 0.0, 1.0)]
+    assert drawn[1:] == [
+        (0.6, 3, 0.9, 0.1, 1.0),
+        (0.6, 50, 0.5, 0.02, 1.2),
+        (0.0, 0, 1.0, 0.0, 1.0),
+    ]
     assert told == []
 
 

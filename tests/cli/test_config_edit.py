@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tomllib
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from test_hub import cache  # noqa: F401
 from test_settings import err, out, screen
 from typer.testing import CliRunner, Result
 
+import minikv.cli.ask
 from minikv.cli import completion, config_command
 from minikv.cli.config import load, short
 from minikv.cli.config_edit import edited, literal
@@ -278,8 +281,13 @@ def test_a_wrong_model_names_the_file_that_it_is_from(
         done = CliRunner().invoke(app, words, input="Who?")
         assert done.exit_code == 3
         assert f"error: {begin.format(file=short(file))}" in done.stderr
+    # A saved chat says itself which model it is.
+    monkeypatch.setattr(minikv.cli.ask, "newest", lambda: "thesis")
+    monkeypatch.setattr(minikv.cli.ask, "header", lambda name: name)
+    gone = partial(replace, model="gone")
+    monkeypatch.setattr(minikv.cli.ask, "resumed", lambda settings, *saved: gone(settings))
     done = CliRunner().invoke(app, ["ask", "Who?", "--continue"])
-    assert "nosuch" not in done.stderr  # there is no chat: the error is not of this model
+    assert "error: model 'gone' not found" in done.stderr
 
 
 def test_it_says_what_wins_over_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

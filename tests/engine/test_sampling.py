@@ -83,6 +83,7 @@ def test_the_penalty_is_that_of_transformers_over_the_last_tokens(
     made = torch.Generator().manual_seed(4)
     plain = 3 * torch.randn(60, generator=made)
     plain[:3] = torch.tensor([0.0, -0.0, 1.0])
+    plain[55] = plain.max() + 0.01
     before = [55, *torch.randint(45, (200,), generator=made).tolist()]  # 55 is out of the window
     for recent in (before, before[:5], [0, 1, 2, 2]):
         window = torch.tensor([recent[-WINDOW:]])
