@@ -55,7 +55,9 @@ def _after_files(words: Sequence[str]) -> tuple[str, list[str]]:
     if any(map(_path, others)):
         missing = clean(next(filter(_path, others)))
         asked = " ".join(word for word in others if not _path(word)) or "QUESTION"
-        raise UsageError(f"there is no file {missing}", f"the question goes first: {_line(asked)}")
+        raise UsageError(
+            f"there is no file {missing!r}", f"the question goes first: {_line(asked)}"
+        )
     raise UsageError(
         "it is not plain which words are the question",
         f"the question goes first, in quotes: {_line(' '.join(others), named)}",
@@ -71,15 +73,15 @@ def _unquoted(words: Sequence[str]) -> tuple[str, list[str]] | None:
     end = len(words)
     while end and (_named(words[end - 1]) or _path(words[end - 1])):
         end -= 1
-    if lead >= _WORDS or (lead > 1 and lead == end < len(words)):
+    spaced = [word for word in words if len(word.split()) > 1]
+    if lead >= _WORDS or (lead > 1 and len(words) > 2 and not spaced):
         raise UsageError(
-            f"there is no file {clean(words[1])}",
+            f"there is no file {clean(words[1])!r}",
             f"a question of several words is quoted: {_line(' '.join(words[:end]), words[end:])}",
         )
-    spaced = [word for word in words if len(word.split()) > 1]
     if _path(words[0]) and len(spaced) == 1:
         raise UsageError(
-            f"there is no file {clean(words[0])}", f"the question goes first: {_line(spaced[0])}"
+            f"there is no file {clean(words[0])!r}", f"the question goes first: {_line(spaced[0])}"
         )
     return None
 

@@ -343,6 +343,8 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         "0.9",
         "--top-k",
         "5",
+        "--repeat-penalty",
+        "1.2",
         "--min-p",
         "0.1",
         "--json",
@@ -377,6 +379,7 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         "top_k": 5,
         "top_p": 0.9,
         "min_p": 0.1,
+        "repeat_penalty": 1.2,
         "max_tokens": 512,
         "stop": [],
     }
