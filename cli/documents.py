@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from minikv.chat.transcript import Source
 from minikv.cli.loaders import command_for, load
-from minikv.cli.pdf import is_pdf, read_pdf
+from minikv.cli.pdf import MAGIC, NEAR, is_pdf, read_pdf
 from minikv.cli.saved.sources import source_of
 from minikv.cli.terminal import clean
 from minikv.errors import Interrupted, UsageError
@@ -253,7 +253,8 @@ def is_binary(data: bytes) -> bool:
     """Whether a file that begins like this holds no text that could be read."""
     if any(data.startswith(magic) for magic, _, _ in _MAGIC):
         return True
-    if is_pdf(data) or _encoding(data) != "utf-8-sig":
+    # A PDF behind something else has its end where this may not reach.
+    if MAGIC in data[:NEAR] or _encoding(data) != "utf-8-sig":
         return False
     share = 0.1
     try:
