@@ -125,7 +125,7 @@ def chat(
             reread_limit=settings.reread_limit,
             checks=settings.check == "on",
         )
-        read_line = _piped
+        read_line: Callable[[], str] = sources.PipedLines()
         if typed:
             from minikv.cli.editor import open_reader
 
@@ -245,14 +245,6 @@ def _after(question: str, read_line: Callable[[], str], terminal: Terminal) -> C
         return re.sub(r"\A(\s*)/", r"\1//", text)  # a question, also if it begins as a command
 
     return read
-
-
-def _piped() -> str:
-    line = sys.stdin.buffer.readline()
-    if not line:
-        raise EOFError
-    # Invalid bytes become lone surrogates, which the session refuses by name.
-    return line.decode("utf-8", "surrogateescape").rstrip("\r\n")
 
 
 def _help(session: ChatSession) -> Help:

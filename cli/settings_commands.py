@@ -158,6 +158,7 @@ def _change_system(context: Context, given: str) -> None:
         if given == "@":
             raise UsageError("/system @ names no file")
         given = documents.read_file(given[1:], context.errors).text.strip()
+    checks.unicode("the system prompt", given)
     session.system = given.strip()
     what = "system prompt set" if session.system else "no system prompt from here on"
     if not session.fed:

@@ -336,6 +336,7 @@ class Settings:
             setting.check_choice(getattr(self, name), name)
             if name in ("refresh_every", "quality"):
                 checks.number(name, getattr(self, name), setting.low, setting.high)
+        checks.unicode("the system prompt", self.system)
         self.packed_bytes()
         if self.threads is not None and not 0 <= self.threads <= _MOST_THREADS:
             raise UsageError(

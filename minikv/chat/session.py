@@ -41,7 +41,7 @@ from minikv.chat.token_log import TokenLog
 from minikv.chat.transcript import Document, Message, Source, Turn, user_message
 from minikv.chat.undo import UNDO_BYTES, UndoHistory, refuse_undo
 from minikv.chat.verify import Verification, rewritten
-from minikv.chat.warnings import AutoLine, Warnings, check_text
+from minikv.chat.warnings import AutoLine, Warnings
 from minikv.chat.writing import Writer
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
@@ -224,7 +224,7 @@ class ChatSession:
         saved chats. Raises UsageError if it has no text."""
         if name is not None:
             checks.text("`name`", name)
-        check_text(text, name or "the document")
+        checks.unicode(name or "the document", text)
         if not text.strip():
             raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
         self.pending.append(Document(text, name, source))
@@ -451,7 +451,7 @@ class ChatSession:
         checks.whole("max_tokens", max_tokens, 1)
         checks.function("progress", progress)
         checks.function("notice", notice)
-        check_text(question, "the question")
+        checks.unicode("the question", question)
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
         settings = AnswerSettings(sampling, max_tokens, stop_texts(stop))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from minikv import checks
 from minikv.cache.stats import Fidelity
 from minikv.chat.planning import Planner
 from minikv.chat.prompt_plan import PromptPlan
 from minikv.chat.protocols import Template
 from minikv.chat.reuse import Decision
 from minikv.chat.transcript import Document
-from minikv.errors import UsageError
 
 
 class Warnings:
@@ -95,17 +93,3 @@ def marker_lines(template: Template, documents: Iterable[Document], question: st
                 f"{strings} in {name} may pass for turn markers, which are plain text for this "
                 "model: it cannot tell them from real ones"
             )
-
-
-def check_text(text: str, what: str) -> None:
-    """Raise UsageError if `text` is not a str, or has lone surrogates, which no tokenizer accepts
-    and which come from bytes that are not UTF-8. what: the name of the text, for the message."""
-    checks.text(what, text)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code, at = ord(text[error.start]), f"at character {error.start:,}"
-        why = f"a lone surrogate {at}"
-        if 0xDC80 <= code <= 0xDCFF:  # Python's way to hold a byte that it could not decode
-            why = f"byte 0x{code - 0xDC00:02x} {at} is not UTF-8"
-        raise UsageError(f"{what} is not valid Unicode: {why}") from None

@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from minikv.chat.session import ChatSession
 from minikv.cli import documents
 from minikv.cli.failures import explain
 from minikv.cli.main import app
+from minikv.cli.sources import PipedLines
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
 from minikv.models.errors import CorruptModel, ModelUnavailable
@@ -610,6 +612,56 @@ def test_piped_questions_are_turns(world: World, document: str) -> None:
     assert result.stderr.count("first token") == 2
 
 
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
+)
+def test_piped_questions_are_decoded_as_documents_are(
+    world: World, document: str, encoding: str
+) -> None:
+    """As PowerShell and Notepad write them; U+0A3E and U+0D0A have a line end's byte in them."""
+    mark = "\ufeff" if encoding.endswith("e") else ""
+    text = f"{mark}/tokens\r\nਾഊ first?\r\n\nsecond?"
+    result = world.run("chat", document, input=text.encode(encoding))
+    assert result.exit_code == 0, result.stderr
+    assert world.session is not None
+    assert [turn.question for turn in world.session.turns] == ["ਾഊ first?", "second?"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message", "turns"),
+    [
+        (b"\xff\xfea\0\n\0\0\xd8?\0\n\0b\0", "a lone surrogate at character 0", 2),
+        (b"\xff\xfea\0\n\0b\0c", "a lone surrogate at character 1", 1),
+        (b"%PDF-1.7\n", "standard input is a PDF", 0),
+        (b"a\0b\0\n\0", "standard input looks binary, not text", 0),
+        (b"\x7fELF\n", "standard input is a program", 0),
+    ],
+)
+def test_piped_questions_that_are_no_text_are_refused(
+    world: World, document: str, data: bytes, message: str, turns: int
+) -> None:
+    result = world.run("chat", document, input=data)
+    assert message in result.stderr
+    assert result.exit_code == 2
+    assert world.session is not None
+    assert world.session.turn == turns
+
+
+def test_a_piped_question_is_there_before_the_next_one_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in UTF-16, where a line's end has two bytes."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)  # to read on would end the line
+    with open(read, "rb") as stream, open(write, "wb", buffering=0) as pipe:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
+        lines = PipedLines()
+        for question in ("\ufeffone", "two"):
+            pipe.write(f"{question}\r\n".encode("utf-16-le"))
+            assert lines() == question.strip("\ufeff")
+            assert stream.peek(1) == b""
+
+
 def test_chat_without_terminal_and_document_is_a_usage_error(world: World) -> None:
     result = world.run("chat", input="a text\nof two lines\n")
     assert result.exit_code == 2
@@ -815,6 +867,30 @@ def test_invalid_bytes_in_a_piped_question_are_refused_and_the_chat_goes_on(
     assert "not valid Unicode: byte 0xe9 at character 3 is not UTF-8" in result.stderr
     assert len(result.stdout.splitlines()) == 1
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("where", ["flag", "variable", "file", "command"])
+def test_a_system_prompt_that_is_not_utf_8_is_refused(
+    world: World, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    wrong, flags, typed = "caf\udce9", [], b"fine?\n"
+    if where == "flag":
+        flags = ["--system", wrong]
+    elif where == "variable":
+        monkeypatch.setenv("MINIKV_SYSTEM", wrong)
+    elif where == "file":
+        (tmp_path / "system.txt").write_bytes(os.fsencode(wrong))
+        flags = ["--system", f"@{tmp_path / 'system.txt'}"]
+    else:
+        typed = b"/system caf\xe9\n" + typed
+    result = world.run("chat", document, *flags, input=typed)
+    assert result.exit_code == 2
+    assert "0xe9" in result.stderr
+    if where == "command":
+        assert world.session is not None
+        assert (world.session.turn, world.session.system) == (1, "")
+    else:
+        assert world.session is None
 
 
 # -- policies, version, help ----------------------------------------------------------------
