@@ -18,6 +18,7 @@ from minikv.cli.command import Command, Context
 from minikv.cli.layout import clipped, folded
 from minikv.cli.progress import FRAME, Live
 from minikv.cli.strips import Screen
+from minikv.cli.tables import padded
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
@@ -404,7 +405,7 @@ def _beside(
         for i in range(max(map(len, columns))):
             line = (name if i == 0 else "").ljust(_LABEL + 1)
             for column in columns:
-                line += _padded(column[i] if i < len(column) else "", width)
+                line += padded(column[i] if i < len(column) else "", width)
             lines.append(line.rstrip())
     return lines
 
@@ -420,9 +421,3 @@ def _below(runs: Sequence[Run], rows: Sequence[Mapping[str, str]], screen: Scree
                 for i, part in enumerate(column)
             ]
     return lines
-
-
-def _padded(text: str, cells: int) -> str:
-    from rich.cells import cell_len
-
-    return text + " " * (cells - cell_len(text))

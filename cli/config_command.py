@@ -26,6 +26,7 @@ from minikv.cli.config import (
 from minikv.cli.config_edit import edited, literal, name_of
 from minikv.cli.paths import config_file
 from minikv.cli.saved.files import write
+from minikv.cli.tables import cells, cut, padded
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import spelled
 from minikv.errors import UsageError
@@ -52,9 +53,9 @@ def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
 def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
     """Lines of name, value and origin."""
     names = max(len(name) for name in values)
-    wide = min(max(len(value) for value in values.values()), 24)
+    wide = min(max(cells(value) for value in values.values()), 24)
     return [
-        f"{name:<{names}}  {textwrap.shorten(value, 60, placeholder='...') or '-':<{wide}}  "
+        f"{name:<{names}}  {padded(cut(' '.join(value.split()), 60) or '-', wide)}  "
         f"{origins.get(name, '')}".rstrip()
         for name, value in values.items()
     ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-import textwrap
 from dataclasses import dataclass
 
 from minikv.cli import commands, documents, render
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
+from minikv.cli.tables import wrapped
 from minikv.cli.terminal import Terminal, columns
 from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.errors import Interrupted
@@ -167,7 +167,7 @@ def _said(document: str, step: Step) -> str:
 
 def _prose(text: str, terminal: Terminal, margin: str = "  ") -> None:
     width = min(columns(terminal.err), _WIDE)
-    terminal.say(textwrap.fill(text, width, initial_indent=margin, subsequent_indent=margin))
+    terminal.say("\n".join(wrapped(margin + text, width, margin)))
 
 
 def _goes_on(terminal: Terminal) -> bool:

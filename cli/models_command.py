@@ -18,7 +18,7 @@ from minikv.cli.config import BUNDLED
 from minikv.cli.confirm import confirmed
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.progress import Loading
-from minikv.cli.tables import grid
+from minikv.cli.tables import cut, grid
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.errors import UsageError
 from minikv.models import packed_files
@@ -61,7 +61,7 @@ def models(
     table = grid(lines, "<>><" if some else "<><").split("\n")
     if terminal.out.isatty():
         width = columns(terminal.out)
-        table = [line if len(line) <= width else f"{line[: width - 1]}…" for line in table]
+        table = [cut(line, width) for line in table]
     terminal.data("\n".join(table))
     for name, model in (aliases or {}).items():
         terminal.note(f"alias {clean(name)} = {clean(model)}")

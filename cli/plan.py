@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -14,6 +13,7 @@ from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Row, config_folder, forecast
 from minikv.cli.suggestion import Suggestion, suggest
+from minikv.cli.tables import wrapped
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import read_count
 from minikv.errors import UsageError
@@ -164,7 +164,7 @@ def shown(
     ]
     lines = []
     for name, text in facts:
-        lines += _broken(f"{name:<9}{text}", width, 9)
+        lines += wrapped(f"{name:<9}{text}", max(width, 20), " " * 9)
     for each in made:
         # Where --budget auto evicts nothing, every policy is as full.
         rows = [row for row in each.rows if row.error or row.rows or row.policy == "full"]
@@ -179,11 +179,11 @@ def shown(
         "READING: the most at once while the prompt is read. WRITING: the pool while the answer "
         f"is written. NEEDS: with the weights and {_workspace(made)} of work space."
     )
-    lines += textwrap.wrap(foot, max(min(width, 80), 20))
+    lines += wrapped(foot, max(min(width, 80), 20))
     if suggestions:
         lines.append("")
     for hint in suggestions:
-        lines += _broken(_advice(hint, one.model), width, 2)
+        lines += wrapped(_advice(hint, one.model), max(width, 20), "  ")
     return "\n".join(lines)
 
 
@@ -279,23 +279,12 @@ def _advice(hint: Suggestion, model: str) -> str:
     return f"{hint.tokens:,} tokens: minikv chat {chosen}{flags}FILE ({needs}; {kept})"
 
 
-def _broken(text: str, width: int, indent: int) -> list[str]:
-    """Lines of a text between words; flags and paths stay in one piece."""
-    return textwrap.wrap(
-        text,
-        max(width, 20),
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-
-
 def _table(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
     wide = max([len("POLICY"), *(len(row.label) for row, _ in rows)])
     lines = [f"{'POLICY':<{wide}}  {'KV READING':>11}  {'KV WRITING':>11}  {'NEEDS':>11}  FITS"]
     for row, fits in rows:
         if row.error:
-            lines += textwrap.wrap(f"{row.label}: {row.error}", width, subsequent_indent="    ")
+            lines += wrapped(f"{row.label}: {row.error}", width, "    ")
             continue
         cells = f"{size(row.reading):>11}  {size(row.writing):>11}  {size(row.needs):>11}  {fits}"
         lines.append(f"{row.label:<{wide}}  {cells}")
@@ -310,7 +299,7 @@ def _stacked(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
             f"{size(row.needs)}, fits: {fits}"
         )
         text = f"{row.label}: {row.error or cells}"
-        lines += textwrap.wrap(text, max(width, 20), subsequent_indent="  ")
+        lines += wrapped(text, max(width, 20), "  ")
     return lines
 
 

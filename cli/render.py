@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
 from minikv.cli.config_command import text
+from minikv.cli.tables import grid
 from minikv.cli.turn import TOY, is_toy
 from minikv.policies import (
     PARTS,
@@ -382,8 +383,4 @@ def per_second(value: float | None) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return grid(rows, "<" * len(rows[0]))

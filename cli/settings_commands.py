@@ -16,6 +16,7 @@ from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS, typed
 from minikv.cli.config_command import listed, text
 from minikv.cli.context_command import count_tokens
+from minikv.cli.tables import cells, padded
 from minikv.cli.values import spelled
 from minikv.errors import UsageError
 from minikv.policies import POLICIES
@@ -336,9 +337,9 @@ _VIEWS: Mapping[str, Callable[[Context], None]] = {
 
 
 def _say_rows(context: Context, rows: list[tuple[str, str]]) -> None:
-    wide = max(len(name) for name, _ in rows)
+    wide = max(cells(name) for name, _ in rows)
     for name, value in rows:
-        context.terminal.say(f"{name:<{wide}}  {value}")
+        context.terminal.say(f"{padded(name, wide)}  {value}")
 
 
 # -- /system --------------------------------------------------------------------------------

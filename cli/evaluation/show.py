@@ -11,7 +11,7 @@ from typing import Any
 
 from minikv.cli.evaluation.cells import Cell
 from minikv.cli.evaluation.chats import CHATS
-from minikv.cli.tables import grid
+from minikv.cli.tables import grid, padded
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
@@ -108,11 +108,11 @@ def _extra(cell: Cell, key: str) -> str:
 def _by_question(title: str, cells: Sequence[Cell], shares: Sequence[Sequence[float]]) -> str:
     longest = max(map(len, shares))
     called = names(cells)
-    width = max(len(title), *map(len, called))
+    width = max(len(title), *map(cells, called))
     head = " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))
     lines = [f"{title:{width}} {head}"]
     for name, row in zip(called, shares, strict=True):
-        lines.append(f"{name:{width}} " + " ".join(f"{100 * s:5.1f}%" for s in row))
+        lines.append(f"{padded(name, width)} " + " ".join(f"{100 * s:5.1f}%" for s in row))
     return "\n".join(lines)
 
 
