@@ -59,7 +59,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.chat.session import ChatSession
     from minikv.engine.engine import Engine
     from minikv.engine.sampling import Sampling
-    from minikv.engine.warmup import compiles, damaged, warm
+    from minikv.engine.warmup import compiles, remarks, warm
     from minikv.models import free_memory, load
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
@@ -71,7 +71,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     def announce(device: torch.device) -> None:
         """Say that the C kernels will be compiled, if they will."""
         if progress is not None and compiles(device, settings.kernels):
-            if line := damaged(device, settings.kernels):
+            for line in remarks(device, settings.kernels):
                 progress.say(line)
             progress.kernels()
 

@@ -185,17 +185,14 @@ def test_a_compilation_is_announced_after_the_weights(
     assert heard.told == ["weights", "kernels"][: 1 + first]
 
 
-def test_damaged_kernels_are_said_to_be_compiled_again(
+def test_what_there_is_to_say_about_the_kernels_comes_before_they_are_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warmup.build, "compiles", lambda: True)
-    monkeypatch.setattr(warmup.build, "unusable", lambda: Path("/x.so"))
+    monkeypatch.setattr(warmup.build, "remarks", lambda: ["one", "two"])
     heard = Progress()
     build(Settings(model=str(folder)), heard)
-    said = (
-        "/x.so cannot be used (it is damaged, or not yours alone): the kernels are compiled again"
-    )
-    assert heard.told == ["weights", said, "kernels"]
+    assert heard.told == ["weights", "one", "two", "kernels"]
 
 
 @pytest.mark.parametrize("heard", [Progress(), None])
