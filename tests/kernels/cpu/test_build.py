@@ -49,11 +49,11 @@ def answer() -> int:
     return int(found.tiny())
 
 
-def plant(path: Path) -> None:
+def plant(path: Path, number: int = 8) -> None:
     """A whole library that was made from another source."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     source = path.with_suffix(".c")
-    source.write_text("int tiny(void) { return 8; }\n")
+    source.write_text(f"int tiny(void) {{ return {number}; }}\n")
     subprocess.run([str(build.find()), "-shared", "-fPIC", source, "-o", path], check=True)
     source.unlink()
     path.write_bytes(path.read_bytes() + build._digest(path.read_bytes()))
@@ -127,10 +127,10 @@ def test_a_link_leads_nowhere_that_others_may_change(kept: Path, tmp_path: Path)
 def test_a_library_that_is_exchanged_after_the_check_is_not_loaded(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert answer() == 7
-    (path,) = kept.iterdir()
+    path = kept / f"{build.key(str(build.find()))}.so"
     other, digest = tmp_path / "other.so", build._digest
-    plant(other)
+    plant(path, 8)
+    plant(other, 9)
 
     def exchanged(data: bytes) -> bytes:
         if other.exists():
@@ -138,7 +138,7 @@ def test_a_library_that_is_exchanged_after_the_check_is_not_loaded(
         return digest(data)
 
     monkeypatch.setattr(build, "_digest", exchanged)
-    assert answer() == 7
+    assert answer() == 8
     assert not other.exists()
 
 
