@@ -25,7 +25,7 @@ from minikv.cli.config import (
 )
 from minikv.cli.config_edit import edited, literal, name_of
 from minikv.cli.paths import config_file
-from minikv.cli.saved.files import write
+from minikv.cli.saved.files import private, write
 from minikv.cli.tables import cells, cut, padded
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import spelled
@@ -83,7 +83,7 @@ def init(terminal: Terminal) -> None:
     """
     path = config_file()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private(path.parent)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(template())
@@ -148,7 +148,7 @@ def _write(name: str, value: Plain | None, terminal: Terminal, table: str = "") 
     try:
         before = path.read_bytes().decode() if read_toml(path, shown) is not None else ""
         after = edited(before, name, value, table)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private(path.parent)
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
         write(path.parent, path.name, after.encode())
         path.chmod(mode)
