@@ -163,7 +163,10 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             continue
         before, command = session.turn, commands.is_command(line)
         report, literal = session.report, commands.literal(line)
-        interrupts.pressed()  # forget one at the prompt
+        if typed:
+            interrupts.anew()  # who sends a line goes on: what was pressed before does not count
+        else:
+            interrupts.pressed()
         # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
         with interrupts.stopping(lambda: None):
             try:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small_chat
 from fakes import ByteTokenizer, ChatML, FakeEngine
 from forked import Forked, Piped, run
 from pairwise import some_by_day
@@ -32,13 +33,17 @@ from minikv.chat.facts import Facts
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.cli import documents
+from minikv.cli.chat import converse
+from minikv.cli.command import Context
 from minikv.cli.failures import explain
+from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
+from minikv.cli.saved.keeper import Keeper
 from minikv.cli.sources import PipedLines
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
 from minikv.models.errors import CorruptModel, ModelUnavailable
-from minikv.settings import Settings
+from minikv.settings import Generation, Settings
 
 HERE = Path(__file__).parents[1]
 KEYS = {
@@ -1217,6 +1222,39 @@ def test_two_interrupts_within_two_seconds_leave(talk: Terminals) -> None:
     talk.type("\x03")
     assert talk.code() == 130
     assert "Traceback" not in talk.seen
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_sent_question_begins_the_count_anew(
+    monkeypatch: pytest.MonkeyPatch, typed: bool
+) -> None:
+    """Of lines from a pipe none is sent by the user, who presses twice to leave all of them."""
+    monkeypatch.setattr("minikv.cli.interrupt.TWICE", 1e9)
+    session, terminal, interrupts = small_chat.chat(), Terminal(), Interrupts()
+    keeper = Keeper(terminal, active=False)
+    context = Context(session, terminal, "strict", Generation(4), interrupts, keeper)
+    prompt = session.engine.prompt
+
+    def pressing(*given: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return prompt(*given)
+
+    monkeypatch.setattr(session.engine, "prompt", pressing)
+    at_the_prompt = [KeyboardInterrupt, "/docs", KeyboardInterrupt]
+    coming = iter(["Who?", "Why?", "/docs", *at_the_prompt, EOFError])
+
+    def read_line() -> str:
+        line = next(coming)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    if typed:
+        assert converse(context, read_line, typed=True) == 0
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            converse(context, read_line, typed=False)
+    assert len(list(coming)) == (0 if typed else 5)
 
 
 def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> None:

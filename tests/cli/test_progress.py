@@ -270,6 +270,16 @@ def test_ctrl_c_stops_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )
 
 
+@pytest.mark.parametrize("tty", [True, False])
+def test_compiling_is_said_with_its_time_on_a_terminal_and_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tty: bool
+) -> None:
+    screen = Screen(tty=tty)
+    Loading(terminal(monkeypatch, screen)).kernels()
+    line = "compiling the C kernels, once on this machine: ten seconds to half a minute"
+    assert screen.frames == [line if tty else f"{line}\n"]
+
+
 def test_the_bundled_model_reports_its_weights() -> None:
     told: list[tuple[int, int]] = []
     watcher = SimpleNamespace(
