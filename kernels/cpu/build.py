@@ -55,8 +55,8 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         return None, "there is no C compiler (cc, gcc or clang)"
     try:
         name = f"{key(compiler)}.so"
-        for folder in _folders():
-            data = _checked(folder / name)
+        for place in _folders():
+            data = _checked(place / name)
             if data is not None:
                 with contextlib.suppress(OSError):  # one that cannot be loaded is compiled again
                     return _loaded(data), ""
@@ -98,14 +98,14 @@ def remarks() -> list[str]:
     if switched_off() or compiler is None or library.cache_info().currsize:
         return found
     with contextlib.suppress(OSError):
-        for folder in _folders():
-            path = folder / f"{key(compiler)}.so"
+        for place in _folders():
+            path = place / f"{key(compiler)}.so"
             if os.path.lexists(path) and not path.is_dir() and _checked(path) is None:
                 why = "it is damaged, or not yours alone"
                 found.append(f"{path} cannot be used ({why}): the kernels are compiled again")
-        folder_, why = store()
-        if folder_ is not None and why:
-            found.append(f"{why}: the compiled kernels are kept in {folder_}")
+        folder, why = store()
+        if folder is not None and why:
+            found.append(f"{why}: the compiled kernels are kept in {folder}")
     return found
 
 
