@@ -142,7 +142,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         fidelity=settings.fidelity == "on",
         recall=recall,
         fit=lambda eviction, tokens, answer: machine.rows(
-            eviction, tokens, answer, free_memory(network.device)
+            eviction, tokens, answer, free_memory(network.device), kv.arena.nbytes
         ),
         own=Sampling(own.temperature, own.top_k, own.top_p, own.min_p),
         not_own=own.why,

@@ -138,7 +138,9 @@ def test_the_chat_of_the_readme_answers_its_questions() -> None:
     questions = re.findall(r'"([^"]+)"', " ".join(told.split()))
     assert len(questions) == 3
     assert set(questions) <= set(known)
-    done = CliRunner().invoke(app, ["chat", str(ROOT / line[1]), *line[2:]], input="\n".join(questions))
+    done = CliRunner().invoke(
+        app, ["chat", str(ROOT / line[1]), *line[2:]], input="\n".join(questions)
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == [known[question] for question in questions]
 

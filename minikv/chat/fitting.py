@@ -41,9 +41,10 @@ class Machine:
     work: Callable[[int], int]
     beside: Callable[[int], int] = lambda tokens: 0
 
-    def needs(self, eviction: EvictionConfig, tokens: int, answer: int) -> int | None:
-        """Bytes beside the weights for a first prompt of `tokens` tokens and an answer; None if the
-        policies cannot work so. Without eviction there is no tier."""
+    def needs(self, eviction: EvictionConfig, tokens: int, answer: int) -> tuple[int, int] | None:
+        """Bytes beside the weights for a first prompt of `tokens` tokens and an answer, and for a
+        later question: where something was evicted, it is read beside the rows of the one before.
+        None if the policies cannot work so. Without eviction there is no tier."""
         try:
             kv = begun(eviction.rules(), self.shape, self.dtype, self.kv, tokens, answer)
         except (UsageError, ContextError):
@@ -52,19 +53,30 @@ class Machine:
         tier = self.beside(tokens) if eviction.evicts else 0
         twice = kv.scored_twice
         reading = peak(kv, tokens) if twice is None else twice.planned_in_file
-        return max(reading, kv.target.nbytes) + tier + self.work(tokens)
+        first = max(reading, kv.target.nbytes) + tier + self.work(tokens)
+        return first, first + kv.target.nbytes * eviction.evicts
 
-    def rows(self, eviction: EvictionConfig, tokens: int, answer: int, free: int | None) -> int:
+    def rows(
+        self,
+        eviction: EvictionConfig,
+        tokens: int,
+        answer: int,
+        free: int | None,
+        held: int = 0,
+    ) -> int:
         """The rows per head of `budget="auto"` for a conversation of `tokens` tokens and an answer:
         0 if all fit into `free` bytes (None: not known) with an eighth of them to spare, else as
         many as do, at least `USEFUL` or what the policies need. Two digits, so that a little more
-        free memory changes nothing."""
+        free memory changes nothing. held: bytes that the cache has now, which are freed once the
+        prompt is read."""
         if free is None or not eviction.may_evict:
             return 0
 
         def fits(rows: int) -> bool:
             needs = self.needs(eviction.under(rows), tokens, answer)
-            return needs is not None and needs <= usable(free)
+            return (
+                needs is not None and needs[0] <= usable(free) and needs[1] <= usable(free + held)
+            )
 
         if fits(0):
             return 0
