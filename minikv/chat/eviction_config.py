@@ -173,5 +173,15 @@ def read_budget(text: str | int) -> Budget:
     return budget
 
 
+def stated(budget: str) -> str:
+    """`budget`, if a measurement can be made under it. Raises UsageError."""
+    if budget == "auto":
+        raise UsageError(
+            '`budget="auto"` evicts nothing while everything fits: there is nothing to measure',
+            "give budgets, such as 128,256",
+        )
+    return budget
+
+
 def _names(options: Iterable[Option]) -> list[str]:
     return [option.name for option in options]
