@@ -156,7 +156,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             load_s=load_s,
             weight_bytes=loaded.weight_bytes,
             weights=settings.weights,
-            notes=config.notes,
+            notes=(*config.notes, *loaded.tokenizer.notes),
         ),
     )
 

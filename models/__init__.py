@@ -103,7 +103,9 @@ def load(
     config = ModelConfig.from_folder(source.folder)
     checkpoint = Checkpoint.open(source.folder)
     # Cheap checks first: a bad tokenizer is found before all weights are read.
-    tokenizer = Tokenizer.from_folder(source.folder, stop_ids=config.stop_ids)
+    tokenizer = Tokenizer.from_folder(
+        source.folder, stop_ids=config.stop_ids, family=config.family, rows=config.vocab
+    )
     template = ChatTemplate.from_folder(source.folder, tokenizer)
     _refuse_unknown_ids(tokenizer, template, config.vocab)
     packed = None

@@ -77,7 +77,8 @@ def after(lost: Fidelity | None) -> Iterator[str]:
 
 
 def marker_lines(template: Template, documents: Iterable[Document], question: str) -> Iterator[str]:
-    """Warnings about strings that look like control tokens or turn markers of the model."""
+    """Warnings about strings that look like control tokens or turn markers of the model, and about
+    characters that its tokenizer loses."""
     texts = [(document.name or "the document", document.text) for document in documents]
     for name, text in [*texts, ("the question", question)]:
         count = template.lookalikes(text)
@@ -93,3 +94,7 @@ def marker_lines(template: Template, documents: Iterable[Document], question: st
                 f"{strings} in {name} may pass for turn markers, which are plain text for this "
                 "model: it cannot tell them from real ones"
             )
+        count = template.lost(text)
+        if count:
+            characters = "1 character" if count == 1 else f"{count:,} characters"
+            yield f"the model's tokenizer drops or changes {characters} of {name}"

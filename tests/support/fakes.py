@@ -96,6 +96,9 @@ class ChatML:
     def markers(self, text: str) -> int:
         return text.count("[USER]")
 
+    def lost(self, text: str) -> int:
+        return text.count("\u2620")
+
 
 @dataclass
 class FakeKv:
