@@ -9,12 +9,11 @@ chats must hold all of what the user said.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +37,9 @@ _LABEL = re.compile(r"(#+ *[^\n#]{1,40}|(?:^|(?<=\n))[^\n]{1,40}:|[^\s:]+:)\s*$"
 `USER:`, the last two in front of a message."""
 _MARKERS, _NEAR = 64, 80  # how many are looked for, and characters before a message for a label
 _NAMES = 8  # of templates, in a message
+
+_REASONING = re.compile(r"</[^<>\s]+>|\[/[^\[\]\s]+\]")  # its end
+_WHICH = {"user": "a question", "system": "the system prompt", "assistant": "an earlier answer"}
 
 _WHOLE = 512
 """How many messages of a long conversation the template gets: half of them from each end."""
@@ -201,29 +203,22 @@ class ChatTemplate:
         follow: bool,
     ) -> None:
         """Raise UnsupportedModel if a message is not whole in the text of the template, which may
-        change only its case and its white space. An earlier answer may be changed, because
-        templates take its reasoning out, but must be there."""
+        change only its case and its white space, and take the reasoning out of an answer. The
+        neutral chat, whose messages are in no other text, shows that each is there; the real one
+        that nothing of it is missing."""
         at, loose = 0, ""
         for message, sign in list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]:
             content = message.content.strip()
             whole = sign.content.strip() in plain
-            if whole and message.role != "assistant":
-                # It usually stands after the one before it, so a long text is searched once.
-                found = text.find(content, at)
-                at = found if found >= 0 else text.find(content)
-                if at < 0:
-                    at, loose = 0, loose or _loose(text)
-                    escaped = json.dumps(content, ensure_ascii=False)[1:-1]
-                    whole = _loose(content) in loose or _loose(escaped) in loose
+            # It usually stands after the one before it, so a long text is searched once.
+            found = text.find(content, at) if whole else 0
+            if found < 0:
+                loose = loose or _loose(text)
+                whole = any(_loose(form) in loose for form in _forms(message.role, content))
+            at = max(at, found)
             if not whole:
-                last = message is messages[-1]
-                what = {
-                    "user": "the question" if last else "an earlier question",
-                    "system": "the system prompt",
-                    "assistant": "an earlier answer",
-                }
                 raise UnsupportedModel(
-                    f"{self.name} leaves out {what[message.role]}, or a part of it",
+                    f"{self.name} leaves out {_WHICH[message.role]}, or a part of it",
                     "what you say would not reach the model whole: it needs another chat template",
                 )
 
@@ -249,7 +244,8 @@ class ChatTemplate:
         return folded
 
     def _written(self, messages: Sequence[Message], end: str | None) -> str:
-        """What the template writes, up to the start of the answer; after `end`, if that is given."""
+        """What the template writes, up to the start of the answer; from `end` on if that is
+        given."""
         if self._answered:
             answer = Message("assistant", _ANSWER)
             text, found, _ = self._render([*messages, answer]).rpartition(_ANSWER)
@@ -343,7 +339,7 @@ class ChatTemplate:
                     found.update(dict.fromkeys(_MARK.findall(part)))
                 for part in parts[:-1]:
                     if (label := _LABEL.search(_MARK.sub("", part[-_NEAR:]))) is not None:
-                        found[label[1]] = None
+                        found[label[1].strip()] = None
         return [marker for marker in found if len(marker) <= ADDED_LENGTH][:_MARKERS]
 
 
@@ -356,6 +352,15 @@ def _neutral(messages: Sequence[Message]) -> list[Message]:
         text = chr(first) + chr(first + 1)
         made.append(replace(message, content=text) if message.content.strip() else message)
     return made
+
+
+def _forms(role: Role, content: str) -> Iterator[str]:
+    """What of a message must be in the text: all of it, perhaps as JSON; of an answer, at least
+    what follows its reasoning."""
+    yield content
+    yield json.dumps(content, ensure_ascii=False)[1:-1]
+    if role == "assistant":
+        yield _REASONING.split(content)[-1]
 
 
 def _loose(text: str) -> str:

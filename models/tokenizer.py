@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
+from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel, quote
 from minikv.models.hub import read_json
 from minikv.models.split_patterns import foreign
 from minikv.models.stream import TextStream
@@ -138,6 +138,13 @@ class Tokenizer:
         else:
             raise ModelUnavailable(f"no tokenizer.json or tokenizer.model in {folder}")
         extra = {text: id for text, id in extra.items() if vocabulary.find(text) is None}
+        ordinary = set(extra.values()) - set(vocabulary.control.values())
+        for text, id in extra.items():
+            if id in ordinary and id < vocabulary.size and vocabulary.pieces[id]:
+                raise CorruptModel(
+                    f"the added token {quote(text, 40)} has the id {id:,}, which is that of "
+                    f"{quote(vocabulary.pieces[id].decode('utf-8', 'replace'), 40)}"
+                )
         if not stated:
             for key, usual in _USUAL.items():
                 text = next((u for u in usual if u in vocabulary.control or u in extra), None)

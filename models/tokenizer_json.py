@@ -156,9 +156,7 @@ class JsonVocabulary:
             part["type"] == "Strip" and part.get("content") == " " and part.get("start", 0) >= 1
             for part in decoders
         )
-        space = next(
-            (str(part["replacement"]) for part in decoders if part["type"] == "Metaspace"), "▁"
-        )
+        space = next(filter(None, map(_space, decoders)), "▁")
         fallback = bool(data["model"].get("byte_fallback")) or "ByteFallback" in kinds
 
         def spelled(piece: str) -> bytes:
@@ -333,6 +331,14 @@ def _parts(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _scheme(metaspace: dict[str, Any]) -> str:
     default = "always" if metaspace.get("add_prefix_space", True) else "never"
     return str(metaspace.get("prepend_scheme") or default)
+
+
+def _space(decoder: dict[str, Any]) -> str:
+    """What a decoder replaces by a space; "" if it does not."""
+    if decoder["type"] == "Replace" and decoder.get("content") == " ":
+        pattern = decoder["pattern"]
+        return str(pattern.get("String", "")) if isinstance(pattern, dict) else str(pattern)
+    return str(decoder["replacement"]) if decoder["type"] == "Metaspace" else ""
 
 
 def _prefix(parts: list[dict[str, Any]]) -> Prefix:
