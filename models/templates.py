@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,15 +208,18 @@ class ChatTemplate:
         neutral chat, whose messages are in no other text, shows that each is there; the real one
         that nothing of it is missing."""
         at, loose = 0, ""
-        for message, sign in list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]:
+        checked = list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]
+        said = Counter(message.content.strip() for message, _ in checked)
+        for message, sign in checked:
             content = message.content.strip()
             whole = sign.content.strip() in plain
             # It usually stands after the one before it, so a long text is searched once.
-            found = text.find(content, at) if whole else 0
-            if found < 0:
-                loose = loose or _loose(text)
-                whole = any(_loose(form) in loose for form in _forms(message.role, content))
+            found = text.find(content, at)
             at = max(at, found)
+            if whole and (found < 0 or said[content] > 1):
+                loose = loose or _loose(text)
+                forms = map(_loose, _forms(message.role, content))
+                whole = any(loose.count(form) >= said[content] for form in forms)
             if not whole:
                 raise UnsupportedModel(
                     f"{self.name} leaves out {_WHICH[message.role]}, or a part of it",
