@@ -251,7 +251,7 @@ def test_named_tokens_become_control_tokens(tmp_path: Path) -> None:
     assert set(tokenizer.encode("EOT: END!")).isdisjoint(tokenizer.control.values())
 
 
-THINKING = ("<|bos|>", "<think>", "</think>", "[x]", "<|eos|>")
+THINKING = ("<|open|>", "<think>", "</think>", "[x]", "<|eos|>")
 
 
 def thinking(shown: tuple[str, ...] = ("<think>", "</think>", "[x]")) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def thinking(shown: tuple[str, ...] = ("<think>", "</think>", "[x]")) -> dict[st
     [
         (thinking(), {}),
         (thinking(THINKING), {"eos_token": "<|eos|>"}),
-        (thinking(THINKING), {"additional_special_tokens": ["<think>"], "bos_token": "<|bos|>"}),
+        (thinking(THINKING), {"additional_special_tokens": ["<think>"], "bos_token": "<|open|>"}),
         (thinking(), {"added_tokens_decoder": {"1": {"content": "<think>", "special": False}}}),
         (thinking(), {"added_tokens_decoder": {"1": {"content": "<think>", "special": True}}}),
     ],
@@ -848,7 +848,7 @@ def test_what_others_write_meanwhile_is_written_afterwards(
     with vocabulary.silent():
         os.write(2, b"one\n")
         with vocabulary.silent():
-            print("two", file=sys.stderr)
+            os.write(2, b"two\n")
         with contextlib.suppress(ValueError), vocabulary.silent():
             os.write(2, b"a panic\n")
             raise ValueError
