@@ -207,16 +207,18 @@ class ChatTemplate:
         change only its case and its white space, and take the reasoning out of an answer. The
         neutral chat, whose messages are in no other text, shows that each is there; the real one
         that nothing of it is missing."""
-        at, loose = 0, ""
+        at, near, loose = 0, 0, ""
         checked = list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]
         said = Counter(message.content.strip() for message, _ in checked)
+        counted: set[str] = set()
         for message, sign in checked:
             content = message.content.strip()
-            whole = sign.content.strip() in plain
-            # It usually stands after the one before it, so a long text is searched once.
-            found = text.find(content, at)
-            at = max(at, found)
-            if whole and (found < 0 or said[content] > 1):
+            # Each usually stands after the one before it, so a long text is searched once.
+            found, there = text.find(content, at), plain.find(sign.content, near)
+            whole = there >= 0 or sign.content.strip() in plain
+            at, near = max(at, found), max(near, there)
+            if whole and content not in counted and (found < 0 or said[content] > 1):
+                counted.add(content)
                 loose = loose or _loose(text)
                 forms = map(_loose, _forms(message.role, content))
                 whole = any(loose.count(form) >= said[content] for form in forms)
