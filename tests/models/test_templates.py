@@ -491,6 +491,13 @@ def test_what_a_template_leaves_out_is_refused(name: str) -> None:
             template.following(chat)
 
 
+def test_a_template_that_writes_no_answer_after_a_conversation_is_refused() -> None:
+    template = with_source("{% for m in messages[:2] %}" + TURN + "{% endfor %}")
+    assert template.opening(ASKED)
+    with pytest.raises(UnsupportedModel, match="writes no answer"):
+        template.opening(LATER)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -563,20 +570,19 @@ def test_contents_are_lists_of_parts_where_a_template_takes_them_so(
     assert ids[-len(template.following(chat)) :] == template.following(chat)
 
 
-HEADED = "<|{{ m.role }}|>{{ m.content }}<|end|>"
 LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}"
 
 
 @pytest.mark.parametrize(
     ("source", "ends"),
     [
-        ("{% for m in messages %}" + HEADED + "{% endfor %}", "<|end|><|assistant|>"),
-        ("{% for m in messages %}" + HEADED + "\n{% endfor %}", "<|end|>\n<|assistant|>"),
+        ("{% for m in messages %}" + TURN + "{% endfor %}", "<|end|><|assistant|>"),
+        ("{% for m in messages %}" + TURN + "\n{% endfor %}", "<|end|>\n<|assistant|>"),
         ("{% for m in messages %}" + LABELS + "\n{% endfor %}", "So?\nASSISTANT:"),
         # Those that ask for an answer, always write its header, or have none.
-        (LOOP.replace("@", HEADED), "<|end|><|assistant|>"),
-        (LOOP.replace("@", HEADED + "<|system|>"), "<|end|><|system|><|assistant|>"),
-        ("{% for m in messages %}" + HEADED + "{% endfor %}<|assistant|>", "<|end|><|assistant|>"),
+        (LOOP.replace("@", TURN), "<|end|><|assistant|>"),
+        (LOOP.replace("@", TURN + "<|system|>"), "<|end|><|system|><|assistant|>"),
+        ("{% for m in messages %}" + TURN + "{% endfor %}<|assistant|>", "<|end|><|assistant|>"),
         (
             "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
             "{% else %} {{ m.content }}<|end|>{% endif %}{% endfor %}",
