@@ -77,7 +77,7 @@ class Tokenizer:
         self.search = TokenSearch(control)
         self._pieces = [*vocabulary.pieces, *([b""] * (self.vocab - vocabulary.size))]
         for text, id in (extra or {}).items():
-            self._pieces[id] = text.encode()
+            self._pieces[id] = text.encode("utf-8", "replace")
         for text in control.keys() & special:
             self._pieces[control[text]] = b""
         self._loses = lost(vocabulary)

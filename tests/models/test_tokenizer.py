@@ -504,10 +504,11 @@ def test_a_split_pattern_of_another_family_is_said(
 
 def test_control_tokens_added_beside_a_sentencepiece_file(tmp_path: Path) -> None:
     folder = v.write_folder(tmp_path, "v1", {"eos_token": "<|im_end|>"})
-    added = {"<|im_start|>": 32001, "<|im_end|>": 32000}
+    added = {"<|im_start|>": 32001, "<|im_end|>": 32000, "<|\ud800|>": 32002}
     (folder / "added_tokens.json").write_text(json.dumps(added), "utf-8")
     tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.vocab == 32002
+    assert tokenizer.vocab == 32003
+    assert tokenizer.decode([32002]) == "<|?|>"
     assert tokenizer.stop_ids == {32000}
     assert tokenizer.split("<|im_start|>user") == [(None, ""), (32001, "user")]
     assert max(tokenizer.encode("<|im_start|>user<|im_end|>")) < 32000
