@@ -90,7 +90,8 @@ class PieceVocabulary:
 
     def find(self, piece: str) -> int | None:
         """The id of a piece; None if the vocabulary has no such piece."""
-        id = int(self._model.piece_to_id(piece))
+        known = piece.encode("utf-8", "replace").decode()  # the library takes no lone surrogate
+        id = int(self._model.piece_to_id(known))
         return id if self._model.id_to_piece(id) == piece else None
 
     @cached_property
