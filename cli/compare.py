@@ -12,12 +12,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.chat.report import TurnReport, of_full, ratio
+from minikv.chat.report import TurnReport, ratio
 from minikv.cli import completion
 from minikv.cli.command import Command, Context
 from minikv.cli.layout import clipped, folded
 from minikv.cli.progress import FRAME, Live
 from minikv.cli.strips import Screen
+from minikv.cli.tables import padded
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
@@ -338,7 +339,7 @@ def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
 
 def facts(one: Run, full: Run) -> dict[str, str]:
     """The rows of a run, in order; figures that were not measured say so."""
-    tokens, kv, rate = one.report.tokens, one.report.kv_bytes, one.report.rate
+    tokens, rate = one.report.tokens, one.report.rate
     lost = one.report.loss.est_mass_lost_mean
     if lost is not None:
         lost_is = f"~{100 * lost:.1f}%"
@@ -348,7 +349,7 @@ def facts(one: Run, full: Run) -> dict[str, str]:
     return {
         "answer": one.text.strip() or "(empty)",
         "same as full": "-" if one is full else same_as(one.tokens, full.tokens),
-        "KV held": f"{of_full(kv.held, kv.full)}, {one.report.saved}",
+        "memory": one.report.memory,
         "kept a head": (
             f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,}, "
             f"{tokens.kept_min:,} to {tokens.kept_max:,}"
@@ -404,7 +405,7 @@ def _beside(
         for i in range(max(map(len, columns))):
             line = (name if i == 0 else "").ljust(_LABEL + 1)
             for column in columns:
-                line += _padded(column[i] if i < len(column) else "", width)
+                line += padded(column[i] if i < len(column) else "", width)
             lines.append(line.rstrip())
     return lines
 
@@ -420,9 +421,3 @@ def _below(runs: Sequence[Run], rows: Sequence[Mapping[str, str]], screen: Scree
                 for i, part in enumerate(column)
             ]
     return lines
-
-
-def _padded(text: str, cells: int) -> str:
-    from rich.cells import cell_len
-
-    return text + " " * (cells - cell_len(text))

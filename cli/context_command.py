@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minikv.cli.command import Command, Context
+from minikv.cli.tables import cells, cut_middle, padded
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -14,9 +15,9 @@ def _tokens(context: Context, arguments: list[str]) -> None:
     session = context.session
     rows = usage(session)
     share = 100.0 / session.max_context
-    wide = max(len(name) for name, _, _ in rows)
+    wide = max(cells(name) for name, _, _ in rows)
     lines = [
-        f"{name:<{wide}}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
+        f"{padded(name, wide)}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
         for name, count, frees in rows
     ]
     for line in lines:
@@ -56,7 +57,7 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
         questions, markers = max(0, questions + markers), 0
     rows = [("system prompt", system, '/system "", then /clear' if system else "")]
     for i, (name, count) in enumerate(names, 1):
-        rows.append((f"document {i}: {_cut(name)}", count, f"/drop {i}"))
+        rows.append((f"document {i}: {cut_middle(name, 28)}", count, f"/drop {i}"))
     rows += [
         ("questions", questions, "/clear" if questions else ""),
         ("answers", answers, "/clear" if answers else ""),
@@ -65,12 +66,9 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
     ]
     for i, pending in enumerate(session.pending, len(session.documents) + 1):
         count = count_tokens(session, pending.rendered())
-        rows.append((f"waiting: {_cut(pending.name or 'piped text')}", count, f"/drop {i}"))
+        name = cut_middle(pending.name or "piped text", 28)
+        rows.append((f"waiting: {name}", count, f"/drop {i}"))
     return rows
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= 28 else f"{name[:13]}…{name[-14:]}"
 
 
 def count_tokens(session: ChatSession, content: str) -> int:

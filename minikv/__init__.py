@@ -39,7 +39,7 @@ def __dir__() -> list[str]:
 def load(
     model: str | PathLike[str] | None = None,
     policy: str = "adakv",
-    budget: int | str = 512,
+    budget: int | str = "auto",
     decode: str = "auto",
     device: str = "auto",
     dtype: str = "auto",
@@ -65,7 +65,8 @@ def load(
     """Load `model` (a directory or a hub id; None is the bundled model) and return a chat with it.
 
     `budget` is tokens per head, averaged over heads and layers (512), a share of the first prompt
-    ("20%") or memory for all layers ("64MiB"). The other arguments are fields of
+    ("20%") or memory for all layers ("64MiB"); "auto" evicts nothing while everything fits. The
+    other arguments are fields of
     `minikv.settings.Settings`, which describes them and their allowed values. `policy_options` are
     checked against `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with
     `exit_code`.

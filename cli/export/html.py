@@ -7,7 +7,7 @@ import hashlib
 import json
 from importlib import resources
 
-from minikv.chat.report import UNKNOWN, of_full, percent_saved, size
+from minikv.chat.report import percent_saved, size
 from minikv.cli.export.facts import ChatFacts, Turn
 from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
@@ -85,27 +85,17 @@ def _cards(facts: ChatFacts) -> list[tuple[str, str, str]]:
     report = facts.last
     if report is None:
         return []
-    tokens, kv, loss = report.tokens, report.kv_bytes, report.loss.est_mass_lost_mean
-    held = of_full(kv.held, kv.full)
+    tokens, kv = report.tokens, report.kv_bytes
     cards = [
         (
             "KV cache saved",
             percent_saved(kv.saved) if kv.saved > 0 else "–",
-            f"{held} held" if kv.saved > 0 else f"{report.saved}, {held} held",
+            report.memory,
         ),
         (
             "Tokens kept per head",
             f"{tokens.kept_mean:,.0f}",
             f"of {tokens.seen_total:,}, min {tokens.kept_min:,}, max {tokens.kept_max:,}",
-        ),
-        (
-            "Attention lost",
-            "–" if loss is None else f"~{100 * loss:.1f}%",
-            "an estimate from the last window"
-            if loss is not None
-            else "not known: tokens were evicted before"
-            if report.loss.method == UNKNOWN
-            else "not estimated",
         ),
         ("First token", f"{report.time_s.first_token:.2f} s", "after the last question"),
     ]

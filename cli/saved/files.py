@@ -15,6 +15,7 @@ from typing import Any
 from minikv.chat.shown import clipped
 from minikv.cli.paths import chats_folder
 from minikv.errors import UsageError
+from minikv.models.packed_files import make
 
 TRANSCRIPT = "chat.jsonl"
 REREAD = "--reread takes the conversation up without it: the next question reads it again"
@@ -144,6 +145,7 @@ def new_folder(name: str) -> str:
         candidate = name if i == 1 else f"{name}-{i}"
         try:
             os.mkdir(root / candidate, 0o700)
+            os.chmod(root / candidate, 0o700)  # for any umask
         except FileExistsError:
             continue
         return candidate
@@ -151,10 +153,8 @@ def new_folder(name: str) -> str:
 
 
 def private(folder: Path) -> Path:
-    """Make a directory for the user alone, if it is not there. Raises OSError."""
-    for part in (folder.parent, folder):
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.mkdir(mode=0o700, exist_ok=True)
+    """Make a directory and its missing parents for the user alone. Raises OSError."""
+    make(folder)
     return folder
 
 

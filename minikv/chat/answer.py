@@ -46,15 +46,16 @@ class Anew:
 class Answer:
     """Takes tokens and returns pieces of text.
 
-    text: the text returned so far. generated: tokens so far. steps, decode_s: decode steps, and
-    their seconds. passes, passes_s: how often the conversation was recalled instead of a step, and
-    the seconds of that. first_s: seconds until the first token; None before it. reason: why the
-    answer ended; "" before it ends.
+    text: the text returned so far. ids: its tokens so far; generated: how many. steps, decode_s:
+    decode steps, and their seconds. passes, passes_s: how often the conversation was recalled
+    instead of a step, and the seconds of that. first_s: seconds until the first token; None before
+    it. reason: why the answer ended; "" before it ends.
     """
 
     def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
         self.text = ""
-        self.generated = self.steps = self.passes = 0
+        self.ids: list[int] = []
+        self.steps = self.passes = 0
         self.decode_s = self.passes_s = 0.0
         self.first_s: float | None = None
         self.reason = ""
@@ -73,7 +74,7 @@ class Answer:
         text = ""
         for id in ids:
             text += stream.push(id)
-            made.generated += 1
+            made.ids.append(id)
         made._length = made._before = len(text)
         made._stop = StopTexts.after(stop, text)
         made.text = text[: len(text) - len(made._stop.held)]
@@ -81,6 +82,11 @@ class Answer:
         # held back, and U+FFFD for an incomplete character.
         made._shown = shown[len(made.text) :]
         return made
+
+    @property
+    def generated(self) -> int:
+        """How many tokens it has."""
+        return len(self.ids)
 
     @property
     def rate(self) -> float | None:
@@ -100,7 +106,7 @@ class Answer:
     def push(self, token: int) -> str:
         """Add a token. Returns the text that is now certain to belong to the answer."""
         piece = self._stream.push(token)
-        self.generated += 1
+        self.ids.append(token)
         self._before = self._length
         self._length += len(piece)
         return self._give(self._stop.push(piece) if piece else "")
@@ -123,7 +129,7 @@ class Answer:
         made.reason = self.reason or ("stop" if self.stopped else "error")
         if self.generated - self.overshot != len(ids):
             again = Answer.resumed(tokenizer.stream(), self._stop.texts, ids, "")
-            made.text, made.generated = again.text + again._stop.held, again.generated
+            made.text, made.ids = again.text + again._stop.held, again.ids
             made.reason = self.reason or "error"
         return made
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from minikv.cache.stats import CacheStats
 from minikv.chat.answer import Answer
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.report import DeviceMemory, TurnReport
+from minikv.chat.report import AgainstFull, DeviceMemory, TurnReport
 from minikv.chat.token_log import TokenLog
 from minikv.errors import UsageError
 
@@ -57,6 +57,7 @@ def continued(
     seed: int,
     sampling: Mapping[str, object],
     memory: DeviceMemory,
+    against_full: AgainstFull,
     warnings: Iterable[str],
 ) -> TurnReport:
     """The record of the whole answer. before: its record so far. stats: the cache's present
@@ -84,6 +85,7 @@ def continued(
             peak_prefill=max(kv.peak_prefill, stats.peak_bytes),
             policy_state=stats.state_bytes,
         ),
+        against_full=against_full,
         time_s=replace(
             time,
             decode=decode_s,

@@ -35,18 +35,18 @@ class Conversation:
     rereads: bool = False
     closing: Callable[[], Conversation] | None = None
 
-    def closed(self, turns: list[Turn], stats: CacheStats) -> Conversation:
+    def closed(self, turns: list[Turn], stats: CacheStats, here: int) -> Conversation:
         """The conversation after these turns, the last of which was under way. stats: of the cache
-        then."""
+        then. here: bytes of the tier in the cache's own memory."""
         return replace(
             self,
             messages=[*self.messages, Message("assistant", turns[-1].answer)],
             turns=turns,
-            curve=[*self.curve, mark(stats)],
+            curve=[*self.curve, mark(stats, here)],
             closing=None,
         )
 
 
-def mark(stats: CacheStats) -> tuple[int, int, int]:
-    """A point of `ChatSession.curve`."""
-    return stats.seen, stats.held_bytes, stats.full_bytes
+def mark(stats: CacheStats, here: int) -> tuple[int, int, int]:
+    """A point of `ChatSession.curve`. here: bytes of the tier in the cache's own memory."""
+    return stats.seen, stats.held_bytes + here, stats.full_bytes

@@ -21,6 +21,7 @@ from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from minikv.chat.shown import clipped
+from minikv.engine.threads import forked, refuse_fork
 from minikv.errors import UsageError
 
 P = ParamSpec("P")
@@ -42,6 +43,7 @@ class _Hold:
     def next(self) -> str | None:
         """Compute the next piece; None if there is none."""
         assert self.pieces is not None
+        refuse_fork()
         self.thread = threading.get_ident()
         try:
             return next(self.pieces, None)
@@ -146,6 +148,7 @@ class Guard:
         return next((hold for hold in tuple(self._holds) if not hold.over), None)
 
     def _take(self, hold: _Hold) -> None:
+        refuse_fork()
         if self.closed:
             raise closed()
         self._holds.append(hold)  # of two threads, one is first
@@ -159,7 +162,7 @@ class Guard:
         self._settle()
 
     def _end(self, hold: _Hold) -> None:
-        if hold.over:
+        if hold.over or forked():
             return
         try:
             if self._first() is hold:

@@ -12,6 +12,7 @@ from time import perf_counter
 
 from torch import Tensor
 
+from minikv import pages
 from minikv.cache.stats import Fidelity
 from minikv.chat.fidelity import Measuring, recall
 from minikv.engine.engine import Engine
@@ -150,6 +151,7 @@ def read(
     except BaseException:
         kv.go_back(mark)
         raise
+    pages.give_back()
     lost = figures.lost_mean, figures.lost_max, figures.lost_layer
     seconds = perf_counter() - began - fidelity_s
     return Read(seconds, logits, evict_s, peak, blind, lost, gaps, fidelity, fidelity_s)

@@ -7,32 +7,33 @@ steps of a turn in order: it plans the prompt (`planning`), reads it (`reading`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Self, cast
+from typing import Literal, Self, cast
 
 from torch import Tensor
 
 from minikv import checks
-from minikv.chat import composing, reuse, shown, warnings
+from minikv.chat import composing, looping, reuse, shown, warnings
 from minikv.chat.answer import Anew, Answer, AnswerSettings
 from minikv.chat.background import in_background
 from minikv.chat.cancelling import Cancelling
-from minikv.chat.closing import measured, turn_report
+from minikv.chat.closing import against_full, measured, turn_report
 from minikv.chat.composing import Composer
 from minikv.chat.continuation import continued, refuse_continuation
 from minikv.chat.conversation import Conversation, mark
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts, device_memory
 from minikv.chat.fidelity import Measuring
+from minikv.chat.fitting import fit_words
 from minikv.chat.guard import Guard, answers, changes, closed
 from minikv.chat.min_tokens import MinTokens
 from minikv.chat.planning import Past, Planner, Wanted
 from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.reading import Reader
 from minikv.chat.recall import Recall
-from minikv.chat.report import TurnReport
+from minikv.chat.report import AgainstFull, TurnReport
 from minikv.chat.room import Room
 from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.stop import stop_texts
@@ -40,7 +41,7 @@ from minikv.chat.token_log import TokenLog
 from minikv.chat.transcript import Document, Message, Source, Turn, user_message
 from minikv.chat.undo import UNDO_BYTES, UndoHistory, refuse_undo
 from minikv.chat.verify import Verification, rewritten
-from minikv.chat.warnings import AutoLine, Warnings, check_text
+from minikv.chat.warnings import AutoLine, Warnings
 from minikv.chat.writing import Writer
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
@@ -57,6 +58,9 @@ _PUBLIC = (
     "verify",
 )
 """What `dir` shows of a chat. Its other attributes are for this repository."""
+
+Fit = Callable[[EvictionConfig, int, int], int]
+"""See `ChatSession`."""
 
 
 class ChatSession:
@@ -85,12 +89,15 @@ class ChatSession:
     - known: if the cache is empty but a tier may have rows, the tokens of the conversation as they
       were read and written, as far as they are known. Tokenizing the text again may give others,
       for which the tier has no rows.
-    - curve: (tokens seen, bytes held, bytes of a full cache) after every prompt and every answer.
+    - curve: (tokens seen, bytes that cache and tier take of the cache's memory, bytes of a full
+      cache) after every prompt and every answer.
     - conversation: how often the chat was reset.
     - baseline_tok_s: decode speed of a full cache in tokens per second; None until it was measured
       in this chat.
 
     words: a function that rewrites warnings, which name remedies as Python in backquotes.
+    fit(eviction, tokens, answer): the rows per head that `budget="auto"` stands for when the cache
+    will have seen `tokens` tokens before an answer of `answer`; 0: all fit.
     """
 
     def __init__(
@@ -111,6 +118,9 @@ class ChatSession:
         refresh_every: int = 0,
         quality: float = 0.0,
         fidelity: bool = True,
+        fit: Fit = lambda eviction, tokens, answer: 0,
+        own: Sampling | None = None,
+        not_own: str = "",
     ) -> None:
         self.guard = Guard(self._settle)
         self.engine = engine
@@ -126,6 +136,8 @@ class ChatSession:
         self.reuse = reuse
         self.recall = recall or Recall(engine.kv)
         self.refresh_every, self.quality, self.fidelity = refresh_every, quality, fidelity
+        self.fit = fit
+        self.own, self._not_own = own or Sampling(), not_own
         self.words: Callable[[str], str] = str
         self._min_tokens = MinTokens(tokenizer)
         self._cancelling = Cancelling()
@@ -272,7 +284,7 @@ class ChatSession:
         saved chats. Raises UsageError if it has no text."""
         if name is not None:
             checks.text("`name`", name)
-        check_text(text, name or "the document")
+        checks.unicode(name or "the document", text)
         if not text.strip():
             raise UsageError(f"{name or 'the document'} is empty", "nothing was added")
         self.pending.append(Document(text, name, source))
@@ -490,19 +502,23 @@ class ChatSession:
         self,
         question: str,
         max_tokens: int = MAX_TOKENS,
-        temperature: float = 0.0,
+        temperature: float | Literal["auto"] = 0.0,
         *,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
         stop: str | Sequence[str] | None = None,
         progress: Callable[[int, int], None] | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> Generator[str, None, None]:
         """Ask about the attached documents; yield the text of the answer piece by piece.
 
-        The answer ends before the first of the texts in `stop`. `progress(done, total)` is called
-        between chunks of the prompt, `notice(line)` with each warning. Closing the iterator early
+        `temperature` "auto" is what the model's generation_config.json says, with its filters where
+        they are off here. `repeat_penalty` divides the logits of the last 64 tokens of the
+        conversation (see `minikv.engine.sampling.penalized`). The answer ends before the first of
+        the texts in `stop`. `progress(done, total)` is called between chunks of the prompt,
+        `notice(line)` with each warning. Closing the iterator early
         is the same as `cancel`. From its first piece until it ends, is closed or is
         garbage-collected, everything else that would change the chat raises UsageError (see
         `minikv.chat.guard`).
@@ -512,11 +528,11 @@ class ChatSession:
         the chat is as it was before the question. After an error in the answer, the part that was
         written stays.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p)
+        sampling = self._sampling(temperature, top_k, top_p, min_p, repeat_penalty)
         checks.whole("max_tokens", max_tokens, 1)
         checks.function("progress", progress)
         checks.function("notice", notice)
-        check_text(question, "the question")
+        checks.unicode("the question", question)
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
         settings = AnswerSettings(sampling, max_tokens, stop_texts(stop))
@@ -528,11 +544,12 @@ class ChatSession:
     def continue_answer(
         self,
         max_tokens: int = MAX_TOKENS,
-        temperature: float = 0.0,
+        temperature: float | Literal["auto"] = 0.0,
         *,
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        repeat_penalty: float = 1.0,
         stop: str | Sequence[str] | None = None,
         notice: Callable[[str], None] | None = None,
     ) -> Generator[str, None, None]:
@@ -544,7 +561,7 @@ class ChatSession:
         it. max_tokens: of the new part. Arguments and errors are those of `ask`. Raises UsageError
         if there is no such answer.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p)
+        sampling = self._sampling(temperature, top_k, top_p, min_p, repeat_penalty)
         checks.whole("max_tokens", max_tokens, 1)
         checks.function("notice", notice)
         settings = AnswerSettings(sampling, max_tokens, stop_texts(stop))
@@ -576,10 +593,45 @@ class ChatSession:
             progress,
             self._cancelling.cancelled,
         )
+        self._note_check(self.verified)
+
+    def _note_check(self, found: Verification) -> None:
+        """Put what was found into the record of the last turn."""
+        if not (found.parts or found.complete):
+            return
+        tokens = found.same if found.parts else None
+        checked = AgainstFull(not found.parts, checked=True, tokens=tokens)
+        last = self.turns[-1]
+        last = replace(last, report=replace(last.report, against_full=checked))
+        self._now = replace(self._now, turns=[*self.turns[:-1], last])
 
     def continuable(self) -> None:
         """Raise the UsageError that `continue_answer` would raise."""
         refuse_continuation(self.report, self.eviction, self._log, self.max_context)
+
+    def _sampling(
+        self,
+        temperature: float | Literal["auto"],
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        repeat_penalty: float,
+    ) -> Sampling:
+        """How the tokens of an answer are drawn. Raises UsageError."""
+        if temperature != "auto":
+            return Sampling(temperature, top_k, top_p, min_p, repeat_penalty)
+        given, own = Sampling(0.0, top_k, top_p, min_p, repeat_penalty), self.own
+        if self._not_own:
+            line = f'{self._not_own}: `temperature="auto"` takes the likeliest token, as 0 does'
+            self.engine.notices.append(line)
+            self._not_own = ""  # said once
+        return replace(
+            given,
+            temperature=own.temperature,
+            top_k=top_k or own.top_k,
+            top_p=own.top_p if top_p == 1.0 else top_p,
+            min_p=min_p or own.min_p,
+        )
 
     def _turn(
         self,
@@ -597,32 +649,39 @@ class ChatSession:
         message, room, planner = user_message(self.pending, question), self._room(), self._planner()
         room.refuse_text(message.content, self._min_tokens)
         messages = [*self.messages, message]
-        plan, decision = planner.plan(messages)
-        room.refuse(plan)
-        most = plan.length + settings.max_tokens
-        planner.refuse_without_tier(plan.recalled, most, self.refresh_every, self.quality)
-        turn_warnings.tell_all(warnings.before(self.template, question, planner, plan))
-        turn_warnings.tell_all(self._auto.lines(planner, decision))
-        turn_warnings.tell_all(self._told())
+        coming = planner.coming(messages)
+        chosen = self.eviction
+        try:
+            turn_warnings.tell_all(self._decide(self._log.seen + len(coming), settings.max_tokens))
+            planner = self._planner()
+            plan, decision = planner.plan(messages, coming)
+            room.refuse(plan)
+            most = plan.length + settings.max_tokens
+            planner.refuse_without_tier(plan.recalled, most, self.refresh_every, self.quality)
+            turn_warnings.tell_all(warnings.before(self.template, question, planner, plan))
+            turn_warnings.tell_all(self._auto.lines(planner, decision))
+            turn_warnings.tell_all(self._told())
 
-        # Read it. After an error, the chat is as it was.
-        answer = Answer(self.tokenizer.stream(), settings.stop)
-        known = self.engine.kv.stats()
-        snapshot = self.history.copy(self.snapshot, known.held_bytes)
-        reader = Reader(
-            self.engine,
-            self.tokenizer,
-            planner,
-            room,
-            settings.max_tokens,
-            Measuring(
-                self.tokenizer.vocab, self.fidelity, self.quality if self.eviction.evicts else 0.0
-            ),
-            self._cancelling,
-            progress,
-            turn_warnings.tell,
-        )
-        plan, read = reader.read(plan, decision, messages)
+            # Read it. After an error, the chat is as it was.
+            answer = Answer(self.tokenizer.stream(), settings.stop)
+            known = self.engine.kv.stats()
+            snapshot = self.history.copy(self.snapshot, known.held_bytes)
+            bound = self.quality if self.eviction.evicts else 0.0
+            reader = Reader(
+                self.engine,
+                self.tokenizer,
+                planner,
+                room,
+                settings.max_tokens,
+                Measuring(self.tokenizer.vocab, self.fidelity, bound),
+                self._cancelling,
+                progress,
+                turn_warnings.tell,
+            )
+            plan, read = reader.read(plan, decision, messages)
+        except BaseException:
+            self._set(chosen)
+            raise
         reused = plan.given if plan.anew else self._log.seen
         fidelity, attached, log = read.fidelity, tuple(self.pending), self._log
         log = log.read(plan.ids, anew=plan.anew)
@@ -640,7 +699,7 @@ class ChatSession:
             rereads=False,
             log=log,
             turn=self.turn + 1,
-            curve=[*self.curve, mark(known)],
+            curve=[*self.curve, mark(known, self.recall.here)],
             shaped_by=shaped_by,
         )
         # If the prompt was not recalled, the answer cannot recall anything either.
@@ -665,10 +724,14 @@ class ChatSession:
                 facts=self.facts,
                 recall=self.recall,
                 baseline_tok_s=self.baseline_tok_s,
-                warnings=[*turn_warnings.lines, *self._new_notices()],
+                warnings=[
+                    *turn_warnings.lines,
+                    *self._new_notices(),
+                    *self._looping(answer, settings),
+                ],
             )
             turn = Turn(question, ended.text, attached, report)
-            return begun.closed([*begun.turns, turn], stats)
+            return begun.closed([*begun.turns, turn], stats, self.recall.here)
 
         # The prompt is in the cache. From here on the turn counts, even if the answer fails.
         self._now = replace(begun, closing=closing)
@@ -678,16 +741,15 @@ class ChatSession:
             line = self.recall.keep(plan.ids) if plan.recalled else ""
             self.recall.scored()
             turn_warnings.tell_all(filter(None, [line]))
-            turn_warnings.tell_all(
-                warnings.after(self.eviction, known, fidelity, documents=bool(attached))
-            )
+            turn_warnings.tell_all(warnings.after(fidelity))
             yield from writer.write(answer, read.logits, began)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
         finally:
             self._settle()
-            turn_warnings.say(self._told())  # last, because the caller's function may raise
+            late = [*self._told(), *self._looping(answer, settings)]
+            turn_warnings.say(late)  # last, because the caller's function may raise
 
     def _longer(
         self, settings: AnswerSettings, notice: Callable[[str], None] | None
@@ -721,10 +783,11 @@ class ChatSession:
                 seed=writer.seed,
                 sampling=settings.record(),
                 memory=device_memory(self.facts.device),
-                warnings=self._new_notices(),
+                against_full=against_full(stats, self.recall),
+                warnings=[*self._new_notices(), *self._looping(answer, settings)],
             )
             longer = replace(turn, answer=ended.text, report=report)
-            return begun.closed([*begun.turns[:-1], longer], stats)
+            return begun.closed([*begun.turns[:-1], longer], stats, self.recall.here)
 
         self._now = replace(self._now, undone=[], closing=closing)
         try:
@@ -734,7 +797,7 @@ class ChatSession:
             raise
         finally:
             self._settle()
-            Warnings(str, notice).say(self._told())
+            Warnings(str, notice).say([*self._told(), *self._looping(answer, settings)])
 
     def _settle(self) -> None:
         """Close the turn under way, and make conversation, cache and tier agree: an interrupt may
@@ -751,6 +814,38 @@ class ChatSession:
             log.seen = 0  # the next question reads the conversation again
         kv.forget_mark()
         self.recall.settle()
+
+    def fits(self, answer: int = 256) -> str:
+        """What `budget="auto"` does with the documents that wait, in words; "" under another
+        budget. answer: tokens of the next answer."""
+        if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
+            return ""
+        messages = [*self.messages, user_message(self.pending, "?")]
+        tokens = self._log.seen + len(self._planner().coming(messages))
+        return fit_words(self._rows_for(tokens, answer), tokens)
+
+    def _rows_for(self, tokens: int, answer: int) -> int:
+        """The rows that `budget="auto"` stands for when `tokens` tokens will have been read, 0 for
+        all. Once rows were evicted, all of them do not fit any more."""
+        before = int(self.eviction.budget.value) if self.engine.kv.stats().gaps else 0
+        rows = self.fit(self.eviction, min(tokens, self.max_context), answer)
+        return min(rows or before, before or rows)
+
+    def _decide(self, tokens: int, answer: int) -> Iterator[str]:
+        """Under `budget="auto"`, decide what stays when `tokens` tokens were read. Yields a line if
+        something must go that did not have to before."""
+        if self.eviction.budget.unit != "auto":
+            return
+        rows = self._rows_for(tokens, answer)
+        if rows != self.eviction.budget.value:
+            self._set(self.eviction.under(rows))
+            if rows:
+                yield f'`budget="auto"`: {fit_words(rows, tokens)}'
+
+    def _set(self, eviction: EvictionConfig) -> None:
+        if eviction != self.eviction:
+            self.engine.kv.configure(eviction.rules())
+            self.eviction = eviction
 
     def _room(self) -> Room:
         return Room(self.max_context, self._log.seen, self.room)
@@ -783,6 +878,9 @@ class ChatSession:
             self.max_context,
             self._cancelling.cancelled,
         )
+
+    def _looping(self, answer: Answer, settings: AnswerSettings) -> list[str]:
+        return list(map(self.words, looping.line(answer.ids, settings.sampling, self.own)))
 
     def _new_notices(self) -> list[str]:
         """The engine's notices that the user has not seen."""

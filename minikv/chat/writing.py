@@ -14,7 +14,7 @@ from minikv.chat.protocols import Tokenizer
 from minikv.chat.recall import Recall
 from minikv.chat.token_log import TokenLog
 from minikv.engine.engine import Engine
-from minikv.engine.sampling import pick
+from minikv.engine.sampling import WINDOW, pick
 from minikv.errors import Interrupted
 
 
@@ -106,7 +106,14 @@ class Writer:
         token was counted."""
         began, engine, vocab = perf_counter(), self.engine, self.tokenizer.vocab
         try:
-            token = engine.next(pending, vocab, self.settings.sampling, self.seed, ahead=ahead)
+            token = engine.next(
+                pending,
+                vocab,
+                self.settings.sampling,
+                self.seed,
+                ahead=ahead,
+                recent=self._recent(),
+            )
         finally:
             self.log.step(engine.kv.position)
         answer.steps += 1
@@ -139,4 +146,18 @@ class Writer:
     def _pick(self, logits: Tensor) -> int:
         settings, position = self.settings, self.log.seen
         ops = self.engine.kv.ops
-        return pick(logits, self.tokenizer.vocab, settings.sampling, self.seed, position, ops)
+        return pick(
+            logits,
+            self.tokenizer.vocab,
+            settings.sampling,
+            self.seed,
+            position,
+            ops,
+            self._recent(),
+        )
+
+    def _recent(self) -> list[int]:
+        """The last tokens of the conversation, if their logits are penalized."""
+        if not self.settings.sampling.penalizes:
+            return []
+        return [*self.log.fed[-WINDOW:], *self.log.owed]

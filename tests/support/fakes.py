@@ -96,6 +96,9 @@ class ChatML:
     def markers(self, text: str) -> int:
         return text.count("[USER]")
 
+    def lost(self, text: str) -> int:
+        return text.count("\u2620")
+
 
 @dataclass
 class FakeKv:
@@ -271,10 +274,17 @@ class FakeEngine:
         return logits
 
     def next(
-        self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
+        self,
+        token: int,
+        vocab: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        ahead: bool = True,
+        recent: Sequence[int] = (),
     ) -> int:
         logits = self.step(token)
-        return pick(logits, vocab, sampling, seed, self.kv.position, self.kv.ops)
+        return pick(logits, vocab, sampling, seed, self.kv.position, self.kv.ops, recent)
 
     def reset(self) -> None:
         self.fed = []
