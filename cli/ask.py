@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from minikv.chat.report import percent_saved
 from minikv.cli import documents, render
 from minikv.cli.documents import Text
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.question import sorted_out
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.sources import changes
@@ -21,6 +23,7 @@ from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.sources import STDIN, opened, read_stdin
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import open_chat, run_turn
+from minikv.cli.verify import check
 from minikv.errors import UsageError
 from minikv.settings import Generation, Settings
 
@@ -50,9 +53,13 @@ def ask(
     that was saved last: with its own settings except those `given`; the chat is then saved with
     this turn. Exits with 130 if the user stopped the answer.
 
-    `question` "-" is the whole user message from standard input, verbatim. Otherwise what is piped
-    in is the document if no file is named, or if one of `files` is "-".
+    `question` "-" is the whole user message from standard input, verbatim but for one line end at
+    its end, which `echo` adds. Otherwise what is piped in is the document if no file is named, or
+    if one of `files` is "-".
     """
+    question, files, note = sorted_out(question, files)
+    if note:
+        terminal.note(note)
     settings.eviction()  # refuse a wrong policy before a large document is read
     if chat is not None and go_on:
         raise UsageError("--continue is the chat that was saved last", "give --chat NAME alone")
@@ -71,12 +78,15 @@ def ask(
             settings = resumed(settings, header(name), given)
         session = open_chat(settings, [] if go_on else texts, terminal, interrupts)
         keeper.attend(session)
-        if not go_on and session.engine.kv.rules.cannot_recall is None:
-            session.recall.kind = "none"  # a tier serves later questions only
+        checks = settings.check == "on"
+        if not (go_on or checks) and session.engine.kv.rules.cannot_recall is None:
+            session.recall.kind = "none"  # a tier serves later questions, and --check
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report
         answer = run_turn(session, question, generation, terminal, interrupts, show=not as_json)
+        if checks:
+            check(session, terminal, interrupts)
     finally:
         if go_on and session is not None and session.report is not before:
             keeper.keep(session)
@@ -136,7 +146,7 @@ def _inputs(
         message, note = documents.decode(read_stdin(terminal), STDIN, errors)
         if note:
             terminal.warn(note)
-        return message, named
+        return re.sub(r"\r?\n\Z", "", message), named
     if files:
         return question, opened(files, errors, loaders, terminal, lambda: read_stdin(terminal))
     if sys.stdin.isatty():
@@ -155,7 +165,7 @@ def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:
     """Say so if most of what was read was evicted. What slides out of a window does not count."""
     tokens, kv = report.tokens, report.kv_bytes
     gone = tokens.evicted_total / tokens.seen_total if tokens.seen_total else 0.0
-    if min(gone, kv.saved) >= _MOST:
+    if report.against_full.same is None and min(gone, kv.saved) >= _MOST:
         terminal.warn(
             f"{percent_saved(gone)} of what was read was evicted ({tokens.kept_mean:,.0f} of "
             f"{tokens.seen_total:,} tokens per head kept): the answer may miss something; a larger "

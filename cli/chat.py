@@ -26,6 +26,7 @@ from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import note_report, open_chat, run_turn
+from minikv.cli.verify import check
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.settings import Generation, Settings
@@ -126,8 +127,9 @@ def chat(
             offline=settings.offline,
             debug=debug,
             reread_limit=settings.reread_limit,
+            checks=settings.check == "on",
         )
-        read_line = _piped
+        read_line: Callable[[], str] = sources.PipedLines()
         if typed:
             from minikv.cli.editor import open_reader
 
@@ -167,7 +169,10 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             continue
         before, command = session.turn, commands.is_command(line)
         report, literal = session.report, commands.literal(line)
-        interrupts.pressed()  # forget one at the prompt
+        if typed:
+            interrupts.anew()  # who sends a line goes on: what was pressed before does not count
+        else:
+            interrupts.pressed()
         # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
         with interrupts.stopping(lambda: None):
             try:
@@ -208,6 +213,8 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 note_report(session.report, terminal)
                 if typed and session.report.stop_reason == "length":
                     terminal.note("  /continue goes on with this answer")
+                if context.checks:
+                    check(session, terminal, interrupts)
             context.keeper.keep(session)
         # As in a shell: stopping an answer also drops what was typed ahead.
         if interrupts.pressed() and terminal.keyboard is not None:
@@ -247,14 +254,6 @@ def _after(question: str, read_line: Callable[[], str], terminal: Terminal) -> C
         return re.sub(r"\A(\s*)/", r"\1//", text)  # a question, also if it begins as a command
 
     return read
-
-
-def _piped() -> str:
-    line = sys.stdin.buffer.readline()
-    if not line:
-        raise EOFError
-    # Invalid bytes become lone surrogates, which the session refuses by name.
-    return line.decode("utf-8", "surrogateescape").rstrip("\r\n")
 
 
 def _help(session: ChatSession) -> Help:

@@ -27,7 +27,7 @@ from minikv.cli.saved.files import (
 )
 from minikv.cli.saved.listing import Entry, listing, unknown
 from minikv.cli.saved.transcript import read
-from minikv.cli.tables import grid
+from minikv.cli.tables import cells, cut, grid, padded
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.cli.turn import record
 from minikv.errors import UsageError
@@ -85,15 +85,15 @@ def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> N
     ]
     width = columns(terminal.out) if terminal.out.isatty() else 10_000
     table = grid(lines, "<>>>>").split("\n")
-    while max(map(len, table)) > width and len(lines[0]) > 2:
+    while max(map(cells, table)) > width and len(lines[0]) > 2:
         lines = [line[:-1] for line in lines]  # the last column does not fit
         table = grid(lines, "<>>>>"[: len(lines[0])]).split("\n")
-    wide = max(map(len, table))
+    wide = max(map(cells, table))
     room = width - wide - 2
     if room >= _TITLE:
         titles = ["FIRST QUESTION", *(clean(entry.title) for entry in entries)]
         table = [
-            f"{line:<{wide}}  {title if len(title) <= room else title[: room - 1] + '…'}".rstrip()
+            f"{padded(line, wide)}  {cut(title, room)}".rstrip()
             for line, title in zip(table, titles, strict=True)
         ]
     terminal.data("\n".join(table))

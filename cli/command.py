@@ -26,7 +26,8 @@ class Context:
     `generation`: how the next answers are written; `keeper`: saves the chat; `loaders`: a command
     per file extension; `origins`: where each setting's value came from; `offline`: no network;
     `debug`: show where an error happened; `reread_limit`: how many tokens `--reuse auto` reads
-    again without asking, 0 for any number."""
+    again without asking, 0 for any number; `checks`: answers are compared with those of a cache
+    without eviction."""
 
     session: ChatSession
     terminal: Terminal
@@ -39,6 +40,7 @@ class Context:
     offline: bool = False
     debug: bool = False
     reread_limit: int = REREAD_LIMIT
+    checks: bool = False
 
 
 def _nothing(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:

@@ -172,7 +172,7 @@ def _budget(context: Context, arguments: list[str]) -> None:
         context.terminal.say(render.policy_line(session))
         return
     if len(arguments) > 1:
-        raise UsageError("/budget takes one value", "/budget 512, /budget 20%, /budget 64MiB")
+        raise UsageError("/budget takes one value", "/budget 512, 20%, 64MiB or auto")
     session.configure(replace(choice, budget=read_budget(arguments[0])))
     context.origins["budget"] = "/budget"
     context.terminal.say(f"from the next question on: {render.policy_line(session)}")
@@ -213,7 +213,7 @@ COMMANDS = (
     ),
     Command(
         ("budget",),
-        "[TOKENS | PERCENT | BYTES]",
+        "[TOKENS | PERCENT | BYTES | auto]",
         "show or change the budget",
         _budget,
         follows=_after_budget,

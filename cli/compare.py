@@ -12,12 +12,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.chat.report import Rates, Tokens, TurnReport, of_full, ratio
+from minikv.chat.report import Rates, Tokens, TurnReport, ratio
 from minikv.cli import completion
 from minikv.cli.command import Command, Context
 from minikv.cli.layout import clipped, folded
 from minikv.cli.progress import FRAME, Live
 from minikv.cli.strips import Screen
+from minikv.cli.tables import padded
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
@@ -32,6 +33,7 @@ ENOUGH = 16
 """Tokens of an answer from which on its speed is compared."""
 _COLUMN = 24  # least columns of a run beside others
 _LABEL = 12  # columns of the names of the rows
+_BUDGET = "512"
 _USAGE = "/compare POLICY [POLICY ...] [budget=N], for example /compare streaming h2o budget=256"
 
 
@@ -179,11 +181,14 @@ def last_question(session: ChatSession) -> Question:
 
 
 def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[EvictionConfig]:
-    """The policies to run, full last. With none named, that of the chat.
+    """The policies to run, full last. With none named, that of the chat. Under `--budget auto` they
+    run with `_BUDGET`.
 
     One named as the chat's own is taken with the chat's options. Raises UsageError.
     """
     own, budget = session.eviction, session.eviction.budget
+    if budget.unit == "auto":  # under which all fits, or nearly
+        budget = read_budget(_BUDGET)
     names = []
     for argument in arguments:
         option, equals, value = argument.partition("=")
@@ -193,11 +198,11 @@ def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[Evictio
             budget = read_budget(value)
         else:
             raise UsageError(f"/compare takes policies and budget=N, got {argument!r}", _USAGE)
-    if own.evicts and all(name == "full" for name in names):
+    if own.may_evict and all(name == "full" for name in names):
         names = [own.policy]
     choices: list[EvictionConfig] = []
     for name in names:
-        same = own.evicts and name == own.policy
+        same = own.may_evict and name == own.policy
         eviction = replace(
             own if same else EvictionConfig.read(name, seed=session.seed), budget=budget
         )
@@ -344,7 +349,7 @@ def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
 
 def facts(one: Run, full: Run) -> dict[str, str]:
     """The rows of a run, in order; figures that were not measured say so."""
-    tokens, kv, rate = one.report.tokens, one.report.kv_bytes, one.report.rate
+    tokens, rate = one.report.tokens, one.report.rate
     lost = one.report.loss.est_mass_lost_mean
     if lost is not None:
         lost_is = f"~{100 * lost:.1f}%"
@@ -354,7 +359,7 @@ def facts(one: Run, full: Run) -> dict[str, str]:
     return {
         "answer": one.text.strip() or "(empty)",
         "same as full": "-" if one is full else same_as(one.tokens, full.tokens),
-        "KV held": f"{of_full(kv.held, kv.full)}, {one.report.saved}",
+        "memory": one.report.memory,
         "kept a head": (
             f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,}, "
             f"{tokens.kept_min:,} to {tokens.kept_max:,}"
@@ -416,7 +421,7 @@ def _beside(
         for i in range(max(map(len, columns))):
             line = (name if i == 0 else "").ljust(_LABEL + 1)
             for column in columns:
-                line += _padded(column[i] if i < len(column) else "", width)
+                line += padded(column[i] if i < len(column) else "", width)
             lines.append(line.rstrip())
     return lines
 
@@ -432,9 +437,3 @@ def _below(runs: Sequence[Run], rows: Sequence[Mapping[str, str]], screen: Scree
                 for i, part in enumerate(column)
             ]
     return lines
-
-
-def _padded(text: str, cells: int) -> str:
-    from rich.cells import cell_len
-
-    return text + " " * (cells - cell_len(text))

@@ -12,7 +12,7 @@ from minikv.errors import UsageError
 from minikv.policies import PARTS, POLICIES, find, prompt_names, step_names
 from minikv.settings import Setting
 
-BUDGETS = ("128", "256", "512", "1024", "10%", "20%", "64MiB")
+BUDGETS = ("auto", "128", "256", "512", "1024", "10%", "20%", "64MiB")
 """Examples of budgets, in each unit."""
 
 
@@ -55,7 +55,7 @@ def values(setting: Setting, word: str = "") -> Sequence[str]:
         "budget": lambda: BUDGETS,
         "device": lambda: ("auto", "cpu", "cuda"),
     }
-    return setting.choices or known.get(setting.name, tuple)()
+    return setting.choices or setting.words or known.get(setting.name, tuple)()
 
 
 def flag(setting: Setting) -> Callable[[str], list[str]] | None:
@@ -103,6 +103,19 @@ def keys(incomplete: str) -> list[str]:
     from minikv.cli.config import SETTINGS
 
     return list(SETTINGS)
+
+
+def keys_set(incomplete: str) -> list[str]:
+    """The keys that `minikv config unset` takes."""
+    from minikv.cli import config
+
+    with contextlib.suppress(UsageError):
+        made, own = config.load({}), config.user_file()
+        file = config.short(own) if own else ""
+        names = [name for name, value in made.values.items() if value.origin == file]
+        aliases = [name for name, origin in made.alias_files.items() if origin == file]
+        return names + [f"{config.ALIASES}.{name}" for name in aliases]
+    return []
 
 
 def key_values(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 BUNDLED = "bundled"
 """The name of the model that comes with minikv."""
 LOCAL = "minikv.toml"
+ALIASES = "aliases"
+"""The table of short names for --model."""
 PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
 _DOTS = 1000  # in a line of a file; ten times as many in all lines
@@ -103,7 +105,7 @@ SETTINGS: Mapping[str, Setting] = {
 """What a file or a variable may set, by key. The defaults are those of the flags."""
 
 _TABLES = {
-    "aliases": "short names for --model",
+    ALIASES: "short names for --model",
     "loaders": "a command per extension that turns a file into text",
 }
 
@@ -118,13 +120,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What files and variables say. `notes` are warnings to show. `by_preset`: the settings that
-    the preset in force sets, if there is one."""
+    """What files and variables say. `alias_files`: which file has each alias. `notes` are warnings
+    to show. `by_preset`: the settings that the preset in force sets, if there is one."""
 
     values: Mapping[str, Value] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     loaders: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    alias_files: Mapping[str, str] = field(default_factory=dict)
     preset: str = ""
     by_preset: tuple[str, ...] = ()
 
@@ -133,6 +136,17 @@ class Config:
         minikv itself shows, for the bundled one."""
         name = self.aliases.get(name, name) if name else None
         return None if name == BUNDLED and not Path(name).is_dir() else name
+
+    def model_from(self, name: str | None, *, typed: bool) -> str:
+        """Where it is written which model `name` is, as the beginning of an error; "" if the user
+        typed it."""
+        found = ""
+        if not typed and "model" in self.values:
+            origin = self.values["model"].origin
+            found = f"{origin}: " if origin.startswith(PREFIX) else f"{origin}: model: "
+        if name is not None and name in self.alias_files:
+            found += f"{self.alias_files[name]}: [aliases] {clean(name)}: "
+        return found
 
     def default_map(self, commands: Mapping[str, Collection[str]]) -> dict[str, dict[str, Plain]]:
         """The flags' defaults as typer's context takes them. `commands`: parameters by command."""
@@ -171,6 +185,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
     environ = os.environ if environ is None else environ
     values: dict[str, Value] = {}
     tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
+    alias_files: dict[str, str] = {}
     local = (here or Path()) / LOCAL
     own = user_file()
     for path, shown in ((own, short(own) if own else ""), (local, f"./{LOCAL}")):
@@ -185,7 +200,9 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
                         f"{short(own) if own else 'the user configuration'}",
                         "move it there",
                     )
-                tables[key] |= _table(value, f"{shown}: [{key}]")
+                tables[key] |= (found := _table(value, f"{shown}: [{key}]"))
+                if key == ALIASES:
+                    alias_files |= dict.fromkeys(found, shown)
             elif key in SETTINGS:
                 values[key] = Value(_checked(SETTINGS[key], value, f"{shown}: {key}"), shown)
             else:
@@ -202,7 +219,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
             near = _near(key, SETTINGS)
             guess = f"; did you mean {PREFIX}{near.upper()}?" if near else ""
             notes.append(f"the variable {clean(variable)} sets nothing{guess}")
-    return Config(values, tables["aliases"], tables["loaders"], tuple(notes))
+    return Config(values, tables[ALIASES], tables["loaders"], tuple(notes), alias_files)
 
 
 def user_file() -> Path | None:
@@ -307,8 +324,10 @@ def _checked(setting: Setting, value: object, where: str) -> Plain:
         value = str(value)
     if kind is float and type(value) is int:
         value = float(value)
+    if isinstance(value, str) and value in setting.words:
+        return value
     if type(value) is not kind or not isinstance(value, str | int | float):
-        raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
+        raise UsageError(f"{where} must be {_kind(setting)}, got {quoted(value)}")
     return possible(setting, value, where)
 
 
@@ -322,6 +341,8 @@ def typed(setting: Setting, text: str, where: str) -> Plain:
     kind, value = type(setting.default), text.strip()
     if kind is tuple:
         return (spelled(text),) if text else ()
+    if value in setting.words:
+        return value
     try:
         if kind is bool:
             if value.lower() not in (*_YES, *_NO):
@@ -329,7 +350,7 @@ def typed(setting: Setting, text: str, where: str) -> Plain:
             return value.lower() in _YES
         return kind(value)
     except ValueError:
-        raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(text)}") from None
+        raise UsageError(f"{where} must be {_kind(setting)}, got {quoted(text)}") from None
 
 
 def possible(setting: Setting, value: Plain, where: str) -> Plain:
@@ -370,6 +391,11 @@ _KINDS: Mapping[type, str] = {
     bool: "true or false",
     tuple: "a list of texts",
 }
+
+
+def _kind(setting: Setting) -> str:
+    """What a value must be, for a message."""
+    return " or ".join((_KINDS[type(setting.default)], *setting.words))
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minikv.cli.config import (
+    ALIASES,
+    BUNDLED,
     LOCAL,
     SETTINGS,
     Config,
@@ -21,9 +23,10 @@ from minikv.cli.config import (
     typed,
     user_file,
 )
-from minikv.cli.config_edit import edited, literal
+from minikv.cli.config_edit import edited, literal, name_of
 from minikv.cli.paths import config_file
-from minikv.cli.saved.files import write
+from minikv.cli.saved.files import private, write
+from minikv.cli.tables import cells, cut, padded
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import spelled
 from minikv.errors import UsageError
@@ -50,9 +53,9 @@ def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
 def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
     """Lines of name, value and origin."""
     names = max(len(name) for name in values)
-    wide = min(max(len(value) for value in values.values()), 24)
+    wide = min(max(cells(value) for value in values.values()), 24)
     return [
-        f"{name:<{names}}  {textwrap.shorten(value, 60, placeholder='...') or '-':<{wide}}  "
+        f"{name:<{names}}  {padded(cut(' '.join(value.split()), 60) or '-', wide)}  "
         f"{origins.get(name, '')}".rstrip()
         for name, value in values.items()
     ]
@@ -80,7 +83,7 @@ def init(terminal: Terminal) -> None:
     """
     path = config_file()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private(path.parent)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(template())
@@ -92,10 +95,19 @@ def init(terminal: Terminal) -> None:
 
 
 def change(key: str, words: Sequence[str], terminal: Terminal) -> None:
-    """Set one key in the user's own file, which is made if there is none. Raises UsageError."""
+    """Set one key in the user's own file, which is made if there is none; aliases.NAME is a key of
+    [aliases]. Raises UsageError."""
+    if alias := _alias(key):
+        if len(words) != 1 or not words[0] or alias == BUNDLED:
+            raise UsageError(
+                f"{clean(alias)} cannot be an alias of {clean(' '.join(words)) or 'nothing'}",
+                f"minikv config set {ALIASES}.NAME MODEL, with a name other than {BUNDLED}",
+            )
+        _write(alias, words[0], terminal, ALIASES)
+        return
     name = key.lstrip("-").replace("-", "_")
     if name not in SETTINGS:
-        raise UsageError(f"there is no key {key!r}", nearest(name, SETTINGS))
+        raise UsageError(f"there is no key {key!r}", nearest(name, [*SETTINGS, f"{ALIASES}.NAME"]))
     one = SETTINGS[name]
     if isinstance(one.default, tuple):
         value: Plain = tuple(spelled(word) for word in words if word)
@@ -103,28 +115,57 @@ def change(key: str, words: Sequence[str], terminal: Terminal) -> None:
         value = typed(one, words[0], name)
     else:
         raise UsageError(f"{name} takes one value, got {' '.join(words)!r}", "quote a text")
-    value = possible(one, value, name)
+    _write(name, possible(one, value, name), terminal)
+
+
+def unset(key: str, terminal: Terminal) -> None:
+    """Remove a key from the user's own file, also one that means nothing to minikv. Raises
+    UsageError if it is not there."""
+    alias = _alias(key)
+    known = read_toml(config_file(), short(config_file())) or {}
+    own = known.get(ALIASES, {}) if alias else known
+    name = alias or (key if key in known else key.lstrip("-").replace("-", "_"))
+    if not isinstance(own, dict) or name not in own or isinstance(own[name], dict):
+        raise UsageError(
+            f"{clean(key)} is not set in {short(config_file())}",
+            "`minikv config show` says where each value comes from",
+        )
+    _write(name, None, terminal, ALIASES if alias else "")
+
+
+def _alias(key: str) -> str:
+    """The NAME of aliases.NAME, which may have dots; else ""."""
+    table, _, name = key.partition(".")
+    return name if table == ALIASES else ""
+
+
+def _write(name: str, value: Plain | None, terminal: Terminal, table: str = "") -> None:
+    """Set or remove a key of the user's own file, and say what wins over it."""
     path = Path(os.path.realpath(config_file()))  # a link to it stays a link
-    shown = short(path)
+    shown, shown_name = short(path), clean(f"{table}.{name}" if table else name)
+    key = f"{table}.{name_of(name)}" if table else name
+    line = f"{key} removed" if value is None else f"{key} = {literal(value)}"
     try:
         before = path.read_bytes().decode() if read_toml(path, shown) is not None else ""
-        after = edited(before, name, value)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        after = edited(before, name, value, table)
+        private(path.parent)
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
         write(path.parent, path.name, after.encode())
         path.chmod(mode)
     except ValueError as error:
-        raise UsageError(
-            f"{shown}: {error}", f"edit it by hand: {name} = {literal(value)}"
-        ) from None
+        raise UsageError(f"{shown}: {clean(str(error))}", f"edit it by hand: {line}") from None
     except OSError as error:
         raise UsageError(f"cannot write {shown}: {error.strerror}") from None
-    terminal.data(f"{name} = {literal(value)}")
+    terminal.data(line)
     terminal.note(f"in {shown}")
     with contextlib.suppress(UsageError):  # another file may be wrong
-        origin = load().origins(())[name]
-        if value != "" and origin != short(config_file()):
-            terminal.warn(f"{origin} sets {name}, too, and wins over it here")
+        made = load()
+        origins = made.alias_files if table else made.origins(())
+        origin = origins.get(name, "default")
+        if value is None and origin != "default":
+            terminal.warn(f"{origin} still sets {shown_name}")
+        elif value not in ("", None) and origin != short(config_file()):
+            terminal.warn(f"{origin} sets {shown_name}, too, and wins over it here")
 
 
 def template() -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.command import Command, Context
 from minikv.cli.kept import counted
+from minikv.cli.tables import cells, cut_middle, padded
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -15,9 +16,9 @@ def _tokens(context: Context, arguments: list[str]) -> None:
     session = context.session
     rows = usage(session)
     share = 100.0 / session.max_context
-    wide = max(len(name) for name, _, _ in rows)
+    wide = max(cells(name) for name, _, _ in rows)
     lines = [
-        f"{name:<{wide}}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
+        f"{padded(name, wide)}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
         for name, count, frees in rows
     ]
     for line in lines:
@@ -47,7 +48,7 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
         questions, markers = max(0, questions + markers), 0
     rows = [("system prompt", system, '/system "", then /clear' if system else "")]
     named = [
-        (_cut(document.name or "piped text"), count or 0, f"/drop {i}")
+        (cut_middle(document.name or "piped text", 28), count or 0, f"/drop {i}")
         for i, (document, count) in enumerate(zip(documents, tokens, strict=True), 1)
     ]
     rows += [
@@ -63,10 +64,6 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
         rows.append(("the last token, not read yet", owed, ""))
     rows.append(("room left", session.room, ""))
     return rows + [(f"waiting: {name}", count, drop) for name, count, drop in named[read:]]
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= 28 else f"{name[:13]}…{name[-14:]}"
 
 
 def count_tokens(session: ChatSession, content: str) -> int:

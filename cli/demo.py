@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-import textwrap
 from dataclasses import dataclass
 
 from minikv.cli import commands, documents, render
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
+from minikv.cli.tables import wrapped
 from minikv.cli.terminal import Terminal, columns
 from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.errors import Interrupted
@@ -94,7 +94,9 @@ _END = """That was the demo. Go on by yourself:
 
   minikv chat FILE              your document; /help lists the commands
   minikv policies               the other methods
-  minikv plan -m MODEL          whether a larger model fits on this machine"""
+  minikv plan -m MODEL          whether a larger model fits on this machine
+
+The bundled model is a toy that knows only its own made-up world: your documents need -m NAME."""
 
 
 def demo(terminal: Terminal, *, debug: bool = False) -> None:
@@ -165,7 +167,7 @@ def _said(document: str, step: Step) -> str:
 
 def _prose(text: str, terminal: Terminal, margin: str = "  ") -> None:
     width = min(columns(terminal.err), _WIDE)
-    terminal.say(textwrap.fill(text, width, initial_indent=margin, subsequent_indent=margin))
+    terminal.say("\n".join(wrapped(margin + text, width, margin)))
 
 
 def _goes_on(terminal: Terminal) -> bool:

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shutil
-import textwrap
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import typer
 import minikv
 from minikv.chat.report import size
 from minikv.cli import selftest
+from minikv.cli.tables import wrapped
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
@@ -82,11 +82,10 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
 def line(check: Check, width: int) -> str:
     """A check as text, broken between words; the hint on a line of its own."""
     first = f"{check.state:<8} {check.name:<9} {check.detail}"
-    lines = textwrap.wrap(first, max(width, 30), subsequent_indent=" " * 9)
+    margin = " " * 9
+    lines = wrapped(first, max(width, 30), margin)
     if check.hint:
-        lines += textwrap.wrap(
-            check.hint, max(width, 30), initial_indent=" " * 9, subsequent_indent=" " * 9
-        )
+        lines += wrapped(margin + check.hint, max(width, 30), margin)
     return "\n".join(lines)
 
 

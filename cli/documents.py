@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from minikv.chat.transcript import Source
 from minikv.cli.loaders import command_for, load
-from minikv.cli.pdf import is_pdf, read_pdf
+from minikv.cli.pdf import MAGIC, NEAR, is_pdf, read_pdf
 from minikv.cli.saved.sources import source_of
 from minikv.cli.terminal import clean
 from minikv.errors import Interrupted, UsageError
@@ -206,21 +206,17 @@ def decode(
     """
     if len(data) > MAX_BYTES:
         raise too_large(name)
-    if is_pdf(data):
-        raise UsageError(f"{name} is a PDF, not text", "name it as a file")
-    for magic, what, hint in _MAGIC:
-        if data.startswith(magic):
-            raise UsageError(f"{name} is {what}, not text", hint)
-    encoding = _encoding(data)
+    refuse_formats(data, name)
+    encoding = encoding_of(data)
     note = ""
     try:
         text = data.decode(encoding)
         if encoding == "utf-8-sig":
-            _refuse_binary(data, name, share=0.1)
+            refuse_binary(data, name, share=0.1)
     except UnicodeDecodeError as error:
         if encoding == "utf-8-sig":
             # Text in another encoding has next to no control characters; random bytes have 10 %.
-            _refuse_binary(data, name, share=0.02)
+            refuse_binary(data, name, share=0.02)
         label = encoding.removesuffix("-sig").upper()
         # The UTF-8 codec with a mark counts from behind the mark.
         skipped = 3 if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8) else 0
@@ -240,7 +236,17 @@ def decode(
     return text, note
 
 
-def _encoding(data: bytes) -> str:
+def refuse_formats(data: bytes, name: str) -> None:
+    """Raise UsageError for what begins as a file that is no text."""
+    if is_pdf(data):
+        raise UsageError(f"{name} is a PDF, not text", "name it as a file")
+    for magic, what, hint in _MAGIC:
+        if data.startswith(magic):
+            raise UsageError(f"{name} is {what}, not text", hint)
+
+
+def encoding_of(data: bytes) -> str:
+    """UTF-16 or UTF-32 if data begins with a mark of theirs, else UTF-8, with a mark or without."""
     # UTF-32's little-endian mark begins with UTF-16's, so it is looked for first.
     if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"
@@ -253,7 +259,8 @@ def is_binary(data: bytes) -> bool:
     """Whether a file that begins like this holds no text that could be read."""
     if any(data.startswith(magic) for magic, _, _ in _MAGIC):
         return True
-    if is_pdf(data) or _encoding(data) != "utf-8-sig":
+    # A PDF behind something else has its end where this may not reach.
+    if MAGIC in data[:NEAR] or encoding_of(data) != "utf-8-sig":
         return False
     share = 0.1
     try:
@@ -271,7 +278,8 @@ def _mostly_controls(data: bytes, share: float) -> bool:
     return controls > share * len(sample)
 
 
-def _refuse_binary(data: bytes, name: str, share: float) -> None:
+def refuse_binary(data: bytes, name: str, share: float = 0.1) -> None:
+    """Raise UsageError if more than this share of data are control characters."""
     if _mostly_controls(data, share):
         raise UsageError(
             f"{name} looks binary, not text", "UTF-16 text is recognised by its byte order mark"

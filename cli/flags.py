@@ -6,10 +6,11 @@ A command is a function with a parameter `settings: Settings` (and `generation: 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -83,11 +84,15 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
                 if "preset" in given:  # its settings count as typed: they win over a saved chat's
                     given |= set(known.by_preset)
             call = Call(terminal, known, given, context.invoked_subcommand)
+            place = known.model_from(typed.get("model"), typed="model" in given)
+            if typed.get("go_on") or typed.get("resume") is not None:
+                place = ""  # the chat says which model it is
             for name, kind in groups.items():
                 own = {field.name for field in fields(kind)} & set(typed)
                 values = {key: typed.pop(key) for key in own}
                 typed[name] = kind(**_read(values, call))
-            run(call, **typed)
+            with _placed(place):
+                run(call, **typed)
 
     called.__name__, called.__doc__ = run.__name__, run.__doc__
     # The signature that typer reads. Parameters without a default must come first.
@@ -95,6 +100,19 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     vars(called)["__signature__"] = inspect.Signature(parameters)
     called.__annotations__ = {one.name: one.annotation for one in parameters}
     return called
+
+
+@contextlib.contextmanager
+def _placed(place: str) -> Iterator[None]:
+    """Begin the error of a model that cannot be used with the place where it is named."""
+    try:
+        yield
+    except Exception as error:
+        from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
+
+        if isinstance(error, CorruptModel | ModelUnavailable | UnsupportedModel):
+            error.args = (f"{place}{error}",)
+        raise
 
 
 def _refuse_gone() -> None:
@@ -131,6 +149,17 @@ def _annotated(one: inspect.Parameter) -> bool:
     return get_origin(one.annotation) is Annotated
 
 
+def _number_or_word(one: Setting, text: str | float) -> str | float:
+    """A value of a setting that has `words`. A configuration file gives a number itself."""
+    if text in one.words:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        words = " nor ".join(one.words)
+        raise typer.BadParameter(f"{quoted(text)} is neither a number nor {words}") from None
+
+
 @functools.cache  # most settings are flags of several commands
 def _parameter(one: Setting) -> inspect.Parameter:
     """The flag of a setting."""
@@ -144,6 +173,7 @@ def _parameter(one: Setting) -> inspect.Parameter:
         rich_help_panel=None if one.common else one.panel,
         metavar=one.takes or None,
         autocompletion=completion.flag(one),
+        parser=functools.partial(_number_or_word, one) if one.words else None,
     )
     return inspect.Parameter(
         one.name, _KIND, default=one.default, annotation=Annotated[kind, option]

@@ -1,8 +1,7 @@
 """The figures of `minikv plan`: the memory that a document will need, from config.json alone.
 
-The figures for the cache come from the engine itself: a real `KVCache` begins the prompt on torch's
-meta device, where tensors have sizes but no memory. What is allocated only while a prompt is read,
-and what the network itself needs, is computed here.
+The figures for the cache are those of `minikv.chat.fitting`, and what the network itself needs is
+`minikv.loader.workspace`: a chat decides with both what `--budget auto` keeps.
 """
 
 from __future__ import annotations
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
     from minikv.cache.kv_cache import KVCache
     from minikv.cache.stats import Shape
-    from minikv.models.config import ModelConfig
-
-
-_REQUEST = (0,) * 32
-"""The most tokens that a template or a tokenizer may need for a request to repeat a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +31,12 @@ class Row:
 
     rows: the budget in tokens per head. reading: the most at once during prefill. writing: the
     memory allocated while the answer is written. held: the tokens held at the end of the answer,
-    with the state of the policy. fits: None where free memory is not known. `error` says why there
-    are no figures. again: tokens that are read once more before anything is evicted; ram: what is
-    held in RAM for that, beside a GPU's memory or as a part of `reading`; file: what is in a file
-    for that, 0 if there is none; file_ram: what `ram` is with a file. suffices: false if `error` is
-    that too few positions are left for what the policy reads beside the document.
+    with the state of the policy. fits: with an eighth of the free memory to spare; None where it is
+    not known. `error` says why there are no figures. again: tokens that are read once more before
+    anything is evicted; ram: what is held in RAM for that, beside a GPU's memory or as a part of
+    `reading`; file: what is in a file for that, 0 if there is none; file_ram: what `ram` is with a
+    file. suffices: false if `error` is that too few positions are left for what the policy reads
+    beside the document.
     """
 
     policy: str
@@ -71,9 +66,8 @@ class TierForecast:
     """What a tier takes beside the cache, and what a later question costs with it. Bytes.
 
     same and int8: the rows of the document, by --tier-dtype; that much is also what a later
-    question reads. ram_same and ram_int8: what RAM then holds, with room to grow. again: tokens
-    that a later question reads again without a tier. fits: whether RAM has `ram_same` beside the
-    first policy that evicts; None where that is not known.
+    question reads. ram_same and ram_int8: what RAM holds for it. again: tokens that a later
+    question reads again without a tier.
     """
 
     same: int
@@ -81,7 +75,6 @@ class TierForecast:
     ram_same: int
     ram_int8: int
     again: int
-    fits: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +126,9 @@ def forecast(
     import torch
 
     from minikv.cache.second_pass import PassCost
+    from minikv.chat.fitting import Machine, begun, peak, tier_beside, usable
     from minikv.chat.repeating import too_much
-    from minikv.loader import shape_of
+    from minikv.loader import shape_of, workspace
     from minikv.models.config import ModelConfig
     from minikv.models.packed import LEAST
     from minikv.models.weights import (
@@ -142,7 +136,6 @@ def forecast(
         form_notes,
         free_memory,
         loading_bytes,
-        matrices,
         packed_bytes,
         weight_bytes,
     )
@@ -168,16 +161,12 @@ def forecast(
             "start packs them again"
         )
         disk = 0
-    unpacked = 0
-    if packed and where.type == "cuda":  # a matrix is unpacked for each product of many rows
-        most = max(rows * columns for rows, columns in matrices(config).values())
-        unpacked = most * kind.itemsize
 
-    def work_space(*, foresees: bool = False) -> int:
+    def work_space(tokens: int, *, foresees: bool = False) -> int:
         cuda = where.type == "cuda"
-        return unpacked + workspace(config, tokens, kind.itemsize, cuda=cuda, foresees=foresees)
+        return workspace(config, tokens, kind.itemsize, cuda=cuda, packed=packed, foresees=foresees)
 
-    space = work_space()
+    space = work_space(tokens)
     if room is None:
         free = free_memory(where)
         place = torch.cuda.get_device_name(where) if where.type == "cuda" else "this machine"
@@ -186,12 +175,23 @@ def forecast(
 
     # What a chat will find free, where that is RAM.
     ram = None if free is None or where.type == "cuda" else max(0, free - weights)
+    shape = shape_of(config)
+    cached = torch.int8 if settings.kv == "int8" else kind
+
+    def beside(tokens: int) -> int:
+        dtype, cuda = settings.tier_dtype, where.type == "cuda"
+        return tier_beside(shape, kind, tokens, settings.tier, dtype, cuda=cuda)
+
+    machine = Machine(shape, kind, cached, work_space, beside)
+    left = None if free is None else max(0, free - weights)
 
     def row(name: str, stride: int, eviction: EvictionConfig | UsageError) -> Row:
         if isinstance(eviction, UsageError):
             return Row(name, "", stride, error=worded(f"{eviction}; {eviction.hint}"))
+        if eviction.budget.unit == "auto":
+            eviction = eviction.under(machine.rows(eviction, tokens, answer, left))
         try:
-            kv = begun(eviction, config, kind, tokens, answer, settings.kv)
+            kv = begun(eviction.rules(), shape, kind, cached, tokens, answer)
         except (UsageError, ContextError) as error:
             text, suffices = f"{error}; {error.hint}", not isinstance(error, ContextError)
             if not suffices and tokens == config.max_context:
@@ -202,7 +202,7 @@ def forecast(
         assert kv.target is not None
         if kv.foresees:
             notes.append(f"{name} reads the prompt twice, which takes about twice the time")
-        reading, writing = peak(kv, eviction, tokens), kv.target.nbytes
+        reading, writing = peak(kv, tokens), kv.target.nbytes
         twice = kv.scored_twice
         cost = PassCost() if twice is None else twice.cost(gpu=where.type == "cuda")
         in_file = cost.tokens > 0 and (
@@ -212,8 +212,9 @@ def forecast(
             reading -= cost.ram
         elif in_file and twice is not None:
             reading = twice.planned_in_file
-        work = work_space(foresees=kv.foresees)
-        needs = max(weights + work + max(reading, writing), load)
+        work = work_space(tokens, foresees=kv.foresees)
+        tier = machine.beside(tokens) if eviction.evicts and kv.rules.cannot_recall is None else 0
+        needs = max(weights + work + max(reading, writing) + tier, load)
         return Row(
             name,
             eviction.decode,
@@ -221,9 +222,9 @@ def forecast(
             kv.budget_rows,
             reading,
             writing,
-            held_bytes(kv, eviction, tokens, answer),
+            held_bytes(kv, tokens, answer),
             needs,
-            None if free is None else needs <= free,
+            None if left is None else needs <= weights + usable(left),
             again=cost.tokens,
             ram=cost.file_ram if in_file else cost.ram,
             file=cost.file if in_file else 0,
@@ -231,7 +232,6 @@ def forecast(
         )
 
     rows = [row(*case, choice) for case, choice in zip(cases, choices, strict=True)]
-    shape = shape_of(config)
     return Forecast(
         model=settings.model or "bundled",
         family=config.family,
@@ -253,165 +253,61 @@ def forecast(
         rows=tuple(rows),
         notes=tuple(notes),
         disk=disk,
-        tier=_tier(shape, kind, tokens, rows, free if where.type == "cpu" else None),
+        tier=_tier(shape, kind, tokens, rows, gpu=where.type == "cuda"),
     )
 
 
 def _tier(
-    shape: Shape, dtype: torch.dtype, tokens: int, rows: Sequence[Row], free: int | None
+    shape: Shape, dtype: torch.dtype, tokens: int, rows: Sequence[Row], *, gpu: bool
 ) -> TierForecast | None:
-    """free: bytes of RAM, weights and cache not counted off; None if that is not known."""
-    from minikv.cache.tier_rows import row_nbytes
+    from minikv.cache.tier_rows import RamRows, row_nbytes
 
     # What is read twice serves all questions, and is not recalled.
-    evicting = [row for row in rows if row.policy != "full" and not (row.error or row.again)]
-    if not evicting:
+    if not any(row.rows is not None and not (row.error or row.again) for row in rows):
         return None
     same, int8 = (row_nbytes(shape, dtype, coded) for coded in (False, True))
-    most = min(shape.max_context, tokens + tokens // 4)  # as `Recall.ready` asks for
-    fits = None if free is None else evicting[0].needs + same * most <= free
-    return TierForecast(same * tokens, int8 * tokens, same * most, int8 * most, tokens, fits)
+    most = RamRows.room(tokens, shape.max_context) if gpu else tokens  # pinned memory is held whole
+    return TierForecast(same * tokens, int8 * tokens, same * most, int8 * most, tokens)
 
 
-def begun(
-    eviction: EvictionConfig,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    tokens: int,
-    answer: int,
-    kept: str = "auto",
-) -> KVCache:
-    """The engine's cache at the beginning of a first prompt, without memory. `kept` is --kv.
-    Raises UsageError."""
-    import torch
-
-    from minikv.cache.kv_cache import KVCache
-    from minikv.loader import shape_of
-    from minikv.policies.base import Wording
-
-    kv = KVCache(
-        shape_of(config),
-        eviction.rules(),
-        dtype=dtype,
-        device="meta",
-        kv=torch.int8 if kept == "int8" else None,
-    )
-    kv.words = Wording(_REQUEST, _REQUEST, _REQUEST)
-    kv.begin(tokens, min(answer, max(1, config.max_context - tokens)))
-    return kv
-
-
-def peak(kv: KVCache, eviction: EvictionConfig, tokens: int) -> int:
-    """Bytes of KV cache that exist at once while the prompt is read, as the turn record counts."""
-    from minikv.policies.base import ALL
-
-    shape, arena, prompt, step = kv.shape, kv.target, kv.rules.prompt, kv.rules.step
-    assert arena is not None
-    if kv.scored_twice is not None:
-        return kv.scored_twice.planned
-    state = arena.row_nbytes(arena.extra)
-    heads, reading = shape.kv_heads, kv.first
-    if eviction.stride:
-        # One layer at cap + stride rows, whose positions are counted in 64 bits.
-        rows = kv.budget_rows
-        assert rows is not None
-        wide = 2 * shape.head_dim * kv.dtype.itemsize + 8 + state
-        return arena.nbytes + heads * (rows + eviction.stride) * wide
-    assert reading is not None
-    plan, totals = reading.plan, reading.plan.totals
-    evicts = totals is not None and any(
-        heads * _visible(tokens, window) > total
-        for window, total in zip(shape.windows, totals, strict=True)
-    )
-    evicts = evicts or (plan.pool is not None and plan.evicts(0))
-    handed = step.observe if step is not None else 0
-    observed = (prompt.evidence.observe if prompt is not None else 0) or handed
-    mass = scratch = 0
-    if observed and (observed == ALL or evicts or handed):
-        mass = scratch = 4 * heads * tokens * (shape.heads // heads + 1)  # and squares, float32
-        if observed != ALL:
-            scratch += heads * tokens * state
-    if prompt is not None and evicts and prompt.evidence.each_query:
-        each = (shape.heads // heads) * min(tokens, observed) * tokens
-        scratch += 4 * each * min(heads, max(1, kv.ops.block // each))
-    if arena.coded and plan.pool is None:  # a layer's codes and scales
-        kept = mass if observed == ALL else 0
-        scratch = max(scratch, kept + 2 * heads * tokens * (shape.head_dim + 4))
-    told = 4 * tokens if reading.foresees else 0
-    if plan.pool is not None:
-        entering = min(plan.pool, heads * tokens) * shape.head_dim * kv.kv.itemsize
-        if arena.coded:  # a layer's codes and scales
-            entering += 2 * heads * tokens * (shape.head_dim + 4)
-        largest = max(column.nbytes for column in arena.columns.values())
-        # While rows enter the pool and are put in order, the last layer's mass is there.
-        scratch = max(scratch, mass + entering, mass + largest)
-    return reading.peak + told + scratch
-
-
-def held_bytes(kv: KVCache, eviction: EvictionConfig, tokens: int, steps: int) -> int:
+def held_bytes(kv: KVCache, tokens: int, steps: int) -> int:
     """Bytes of the rows held when `steps` tokens of the answer have been fed. Of layers with a
     sliding window an upper bound: rows slide out one by one."""
+    from minikv.chat.fitting import visible
+
     shape, reading, rows = kv.shape, kv.first or kv.scored_twice, kv.budget_rows or 0
     totals = reading.plan.totals if reading is not None else None
     if reading is not None and reading.plan.pool is not None:
         return _held_of_pool(kv, reading.plan.pool, tokens, steps) * kv.arena.row_nbytes()
-    if eviction.stride:
+    if kv.rules.stride:
         totals = [shape.kv_heads * rows] * shape.layers
     count = 0
     for layer, window in enumerate(shape.windows):
-        seen = _visible(tokens, window)
-        if eviction.stride and window is not None:  # rows leave when the next block begins
-            seen = min(tokens, window - 1 + (tokens - 1) % eviction.stride + 1)
+        seen = visible(tokens, window)
+        if kv.rules.stride and window is not None:  # rows leave when the next block begins
+            seen = min(tokens, window - 1 + (tokens - 1) % kv.rules.stride + 1)
         after = shape.kv_heads * seen
         bound = max(after, shape.kv_heads * rows)
         if totals is not None:
             after, bound = min(totals[layer], after), totals[layer]
         if kv.rules.step is None:
             bound = after + shape.kv_heads * steps
-        most = shape.kv_heads * _visible(tokens + steps, window)
+        most = shape.kv_heads * visible(tokens + steps, window)
         count += min(max(most, after), bound)
     return count * kv.arena.row_nbytes()
 
 
 def _held_of_pool(kv: KVCache, pool: int, tokens: int, steps: int) -> int:
     """Rows held under one budget for all layers, as `held_bytes`: `pool` after the prompt."""
+    from minikv.chat.fitting import visible
+
     shape = kv.shape
     heads, windows = shape.kv_heads, shape.windows
-    after = min(pool, heads * sum(_visible(tokens, window) for window in windows))
-    most = heads * sum(_visible(tokens + steps, window) for window in windows)
+    after = min(pool, heads * sum(visible(tokens, window) for window in windows))
+    most = heads * sum(visible(tokens + steps, window) for window in windows)
     if kv.rules.step is None:
         return min(most, after + heads * shape.layers * steps)
     return min(most, pool)
-
-
-def workspace(
-    config: ModelConfig, tokens: int, itemsize: int, *, cuda: bool, foresees: bool = False
-) -> int:
-    """About what the network needs at once to read, beside weights and cache: the residual stream
-    and the tables of positions in full, and of one chunk the widest intermediates, twice.
-
-    foresees: the policy needs every token's probability. Their states take the place of the
-    residual stream, and a chunk of logits that of the intermediates."""
-    from minikv.engine.engine import logits_nbytes
-    from minikv.loader import prompt_rows
-    from minikv.models.llama import chunk_rows
-
-    asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
-    rows = min(tokens, chunk_rows(cuda, itemsize, asked))
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = 2 * (q + 2 * kv) + 2 * q
-    chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize
-    if cuda and asked is not None and tokens > rows:
-        # Attention to a block, and the float32 sums before and after it is joined to the others.
-        chunk += rows * q * (2 * 4 + itemsize)
-    stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
-    told = logits_nbytes(tokens, config.vocab) if foresees else 0
-    return stream + max(chunk + 4 * config.vocab, told)
-
-
-def _visible(tokens: int, window: int | None) -> int:
-    """Rows of a head that the next token could still see."""
-    return tokens if window is None else min(tokens, window - 1)
 
 
 def config_folder(settings: Settings) -> Path:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from prompt_toolkit.history import History
 
+from minikv.cli.saved.files import private
+
 ENTRIES = 1000
 """Messages that the file keeps."""
 _LARGEST = 16 << 20  # bytes that are read, the newest
@@ -61,7 +63,7 @@ class HistoryFile(History):
         if len(line) > _LONGEST:
             return
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private(self._path.parent)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             handle = os.open(self._path, flags, 0o600)
             try:

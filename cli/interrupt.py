@@ -34,6 +34,10 @@ class Interrupts:
         self._noticed = self._last
         return new
 
+    def anew(self) -> None:
+        """Forget all that was pressed: the next Ctrl-C is a first one."""
+        self._last = self._noticed = float("-inf")
+
     def again(self) -> bool:
         """Note a Ctrl-C now; True if the one before was less than two seconds ago."""
         now = monotonic()

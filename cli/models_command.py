@@ -8,7 +8,7 @@ import difflib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from minikv.cli.config import BUNDLED
 from minikv.cli.confirm import confirmed
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.progress import Loading
-from minikv.cli.tables import grid
+from minikv.cli.tables import cut, grid
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.errors import UsageError
 from minikv.models import packed_files
@@ -37,8 +37,10 @@ class Model:
     packed: int = 0
 
 
-def models(terminal: Terminal, *, as_json: bool = False) -> None:
-    """Print a line per model, the bundled one first."""
+def models(
+    terminal: Terminal, aliases: Mapping[str, str] | None = None, *, as_json: bool = False
+) -> None:
+    """Print a line per model, the bundled one first; the aliases are said below."""
     from minikv.models import BUNDLED as FOLDER
 
     weights = sum(
@@ -59,8 +61,10 @@ def models(terminal: Terminal, *, as_json: bool = False) -> None:
     table = grid(lines, "<>><" if some else "<><").split("\n")
     if terminal.out.isatty():
         width = columns(terminal.out)
-        table = [line if len(line) <= width else f"{line[: width - 1]}…" for line in table]
+        table = [cut(line, width) for line in table]
     terminal.data("\n".join(table))
+    for name, model in (aliases or {}).items():
+        terminal.note(f"alias {clean(name)} = {clean(model)}")
     if not repos:
         terminal.note(f"no models in {_cache()}; minikv models pull NAME fetches one")
 

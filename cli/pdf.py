@@ -1,17 +1,18 @@
-"""The text of a PDF, page by page, by pypdf or else by pdftotext, in a child process.
+"""The text of a PDF, page by page, by pypdf in a child process.
 
-A PDF is a program for a large parser. Neither parser has limits of its own, so a child process with
+A PDF is a program for a large parser, which has no limits of its own. So a child process with
 bounded memory, CPU time and output runs it.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minikv.cli.loaders import Output, TooMuch, TooSlow, run
 from minikv.errors import Interrupted, UsageError
@@ -23,19 +24,43 @@ TIMEOUT = 120.0
 MEMORY = 1 << 30
 """Bytes of address space of the child."""
 
-# How both parsers end a page on their standard output; and a page that pypdf failed on.
-_PAGE, _BROKEN = "\f", "\0"
+# How the child ends a page on its standard output. Behind the mark in a page stands how many of its
+# characters are in fonts that do not say which letters they have; nothing, if the page is broken.
+_PAGE, _MARK = "\f", "\0"
 _REFUSED = 3  # exit code of our child when it says why
+
+NEAR = 1024
+"""Bytes at a file's begin in which readers of PDFs look for the mark, and at its end for the end's.
+"""
+_BEGIN = re.compile(rb"%PDF-\d\.\d\s")
+_NEAR_END = NEAR + len("%PDF-1.7 ")
+_BLANK = b"\xef\xbb\xbf \t\r\n"  # may come before the mark
+
+# Characters that no text has: controls, U+FFFD, and those for private use, but for the bullets that
+# word processors take from a font of signs.
+_BULLET = re.compile("^[ \t]*[\uf000-\uf0ff](?=\\s)", re.MULTILINE)
+_MEANINGLESS = re.compile(
+    "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ue000-\uf8ff\ufffd-\uffff\U000f0000-\U0010ffff]"
+)
+# The encodings of composite fonts that stand for letters by themselves, and that pypdf knows.
+_LETTERS = re.compile(
+    r"/(Uni\w+-(UCS2|UTF16)|90ms-RKSJ|GB-EUC|GBpc-EUC|GBK|GBK2K|ETen-B5|ETenms-B5)(-HW)?-[HV]"
+)
+_NUMBERED = re.compile(r"/\D{0,20}\d{1,6}")
 
 
 @dataclass(frozen=True, slots=True)
 class Pdf:
-    """The text of a PDF. Pages count from 1: `silent` gave no text, `broken` could not be read."""
+    """The text of a PDF. Pages count from 1: `silent` gave no text, `broken` could not be read.
+    `coded` and `odd` map a page to a count of its characters: those in fonts that do not say which
+    letters they have, or else those that mean nothing."""
 
     text: str
     pages: int
     silent: tuple[int, ...]
     broken: tuple[int, ...]
+    coded: Mapping[int, int]
+    odd: Mapping[int, int]
 
     @property
     def facts(self) -> str:
@@ -44,18 +69,45 @@ class Pdf:
 
     @property
     def gaps(self) -> str:
-        """ "page 4 gave no text (a scan?)", or "" where every page gave some."""
+        """ "page 4 gave no text (a scan?)", or "" where every page gave text with a meaning."""
         parts = []
         if self.silent:
             parts.append(f"{_listed(self.silent)} gave no text (a scan?)")
         if self.broken:
             parts.append(f"{_listed(self.broken)} could not be read (damaged?)")
+        for pages, what in (
+            (self.coded, "in fonts that do not say which letters they have"),
+            (self.odd, "without a meaning"),
+        ):
+            if pages:
+                has = "has" if len(pages) == 1 else "have"
+                count = sum(pages.values())
+                said = f"{count:,} character{'' if count == 1 else 's'}"
+                parts.append(f"{_listed(tuple(pages))} {has} {said} {what}")
+        if self.coded or self.odd:
+            parts.append(_way_out())
         return "; ".join(parts)
 
 
+def _way_out() -> str:
+    other = "recognise the text instead (ocrmypdf --force-ocr)"
+    if shutil.which("pdftotext") is None:
+        return f"try pdftotext (in poppler-utils), or {other}"
+    return f'try pdftotext: [loaders] ".pdf" = "pdftotext {{path}} -" in config.toml, or {other}'
+
+
 def is_pdf(data: bytes) -> bool:
-    """Whether data begins with the mark of a PDF; a BOM or white space may come before it."""
-    return data.lstrip(b"\xef\xbb\xbf \t\r\n")[: len(MAGIC)] == MAGIC
+    """Whether data is a PDF. The mark may stand behind something else (as the header of a response)
+    if a PDF's end is there, too; a text about PDFs is a text."""
+    return data.lstrip(_BLANK).startswith(MAGIC) or (
+        _BEGIN.search(data[:_NEAR_END]) is not None and b"%%EOF" in data[-NEAR:]
+    )
+
+
+def _bare(data: bytes) -> bytes:
+    """The PDF without what stands before its mark: its offsets count from there."""
+    found = _BEGIN.search(data[:_NEAR_END])
+    return data[found.start() :] if found else data.lstrip(_BLANK)
 
 
 def read_pdf(
@@ -71,9 +123,12 @@ def read_pdf(
     At most `limit` bytes of text. Raises UsageError: no reader installed, encrypted, damaged,
     without pages or text, too slow, too large; Interrupted once `stopped()` is true.
     """
-    program, arguments = _reader(shown)
+    # -P: nothing is imported from the directory that the user happens to be in.
+    arguments = (sys.executable, "-P", "-m", "minikv.cli.pdf")
     try:
-        output = run(arguments, data, limit=limit, timeout=timeout, memory=MEMORY, stopped=stopped)
+        output = run(
+            arguments, _bare(data), limit=limit, timeout=timeout, memory=MEMORY, stopped=stopped
+        )
     except Interrupted:
         raise Interrupted(f"stopped reading {shown}", "nothing was added") from None
     except TooSlow:
@@ -84,35 +139,20 @@ def read_pdf(
             "no supported model can read that much text",
         ) from None
     except OSError as error:
-        raise UsageError(f"{shown}: {program} cannot be run: {error.strerror}") from None
+        raise UsageError(f"{shown}: pypdf cannot be run: {error.strerror}") from None
     if output.code:
-        raise _failure(output, shown, program, timeout)
+        raise _failure(output, shown, timeout)
     return _judge(output.data.decode("utf-8", "replace"), shown)
 
 
-def _reader(shown: str) -> tuple[str, Sequence[str]]:
-    if sys.executable and importlib.util.find_spec("pypdf") is not None:
-        # -P: nothing is imported from the directory that the user happens to be in.
-        return "pypdf", (sys.executable, "-P", "-m", "minikv.cli.pdf")
-    path = shutil.which("pdftotext")
-    if path is not None:
-        return "pdftotext", (path, "-enc", "UTF-8", "-", "-")
-    raise UsageError(
-        f"{shown} is a PDF, and nothing here reads PDFs",
-        "pip install 'minikv[pdf]', or install pdftotext (in poppler-utils)",
-    )
-
-
-def _failure(output: Output, shown: str, program: str, timeout: float) -> UsageError:
+def _failure(output: Output, shown: str, timeout: float) -> UsageError:
     if output.code == -signal.SIGXCPU:  # the limit on CPU time
         return _too_slow(shown, timeout)
-    if program == "pypdf" and output.code == _REFUSED:
+    if output.code == _REFUSED:
         what, _, hint = output.said.partition(": ")
         return UsageError(f"{shown} {what}", hint)
-    if "assword" in output.said:  # pdftotext's "Incorrect password"
-        return UsageError(f"{shown} is encrypted", "save a copy without a password first")
     said = f": {output.said}" if output.said else ""
-    return UsageError(f"{shown}: {program} cannot read this PDF{said}", "is the file damaged?")
+    return UsageError(f"{shown}: pypdf cannot read this PDF{said}", "is the file damaged?")
 
 
 def _too_slow(shown: str, timeout: float) -> UsageError:
@@ -123,18 +163,29 @@ def _too_slow(shown: str, timeout: float) -> UsageError:
 
 def _judge(text: str, shown: str) -> Pdf:
     """Pages to one text, with an empty line between them."""
-    pages = [page.strip() for page in text.split(_PAGE)[:-1]]  # each page ends with it
+    pages = [page.partition(_MARK) for page in text.split(_PAGE)[:-1]]  # each page ends with it
     if not pages:
         raise UsageError(f"{shown} has no pages", "is the file damaged?")
-    broken = tuple(n for n, page in enumerate(pages, 1) if page == _BROKEN)
-    silent = tuple(n for n, page in enumerate(pages, 1) if not page)
-    whole = "\n\n".join(page for page in pages if page not in ("", _BROKEN))
-    if not whole:
+    texts, silent, broken = [], [], []
+    coded: dict[int, int] = {}
+    odd: dict[int, int] = {}
+    for n, (page, mark, count) in enumerate(pages, 1):
+        if mark and not count:
+            broken.append(n)
+        elif not (plain := page.strip()):
+            silent.append(n)
+        else:
+            texts.append(plain)
+            if mark:
+                coded[n] = int(count)
+            elif holes := len(_MEANINGLESS.findall(_BULLET.sub("", plain))):
+                odd[n] = holes
+    if not texts:
         why = "a scan? recognise its text first, for example with ocrmypdf"
         if broken:
             raise UsageError(f"{shown}: {_listed(broken)} could not be read", "is it damaged?")
         raise UsageError(f"{shown} has {_pages(len(pages))} and no text in them", why)
-    return Pdf(whole, len(pages), silent, broken)
+    return Pdf("\n\n".join(texts), len(pages), tuple(silent), tuple(broken), coded, odd)
 
 
 def _pages(count: int) -> str:
@@ -165,16 +216,19 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
         if reader.is_encrypted and not reader.decrypt(""):
             return "is encrypted: save a copy without a password first"
         for page in reader.pages:
+            coded = _Coded()
             try:
-                text = page.extract_text()
+                text = page.extract_text(visitor_text=coded)
                 if not text.strip() and (contents := page.get_contents()) is not None:
                     contents.get_data()  # a damaged or oversized page passes for an empty one
             except MemoryError:
                 raise
             except Exception:  # a damaged page can raise anything
-                text = _BROKEN
+                text = _MARK
             else:
-                text = text.replace(_PAGE, "\n").replace(_BROKEN, "")
+                text = text.replace(_PAGE, "\ufffd").replace(_MARK, "\ufffd")
+                if coded.count:
+                    text += f"{_MARK}{coded.count}"
             write(text + _PAGE)
     except DependencyError:
         return "is encrypted with AES: pip install cryptography reads it if it needs no password"
@@ -185,6 +239,41 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
     except Exception as error:  # pypdf raises its own errors, and any other on odd files
         return f"cannot be read ({type(error).__name__}): is the file damaged?"
     return ""
+
+
+class _Coded:
+    """Counts the characters of a page in fonts that do not say which letters they have: pypdf then
+    gives the numbers or names of their shapes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._known: dict[int, re.Pattern[str] | None] = {}
+
+    def __call__(self, text: str, _cm: object, _tm: object, font: Any, _size: object) -> None:
+        if font is not None and text.strip():
+            if id(font) not in self._known:
+                self._known[id(font)] = _unsaid(font)
+            if (pattern := self._known[id(font)]) is not None:
+                self.count += len(pattern.findall(text))
+
+
+def _unsaid(font: Any) -> re.Pattern[str] | None:
+    """What stands in a font's text for letters that it does not name; None if it names all."""
+    unicode = font.get("/ToUnicode")
+    if unicode is not None and (
+        not hasattr(unicode, "get_data") or b"beginbf" in unicode.get_data()
+    ):
+        return None
+    encoding = font.get("/Encoding")
+    if font.get("/Subtype") == "/Type0":
+        named = isinstance(encoding, str) and _LETTERS.fullmatch(encoding)
+        return None if named else re.compile(r"\S")
+    differences = encoding.get("/Differences", ()) if isinstance(encoding, Mapping) else ()
+    # pypdf writes a name that stands for no letter, as /g12, into the text.
+    names = sorted(
+        (n for n in differences if isinstance(n, str) and _NUMBERED.fullmatch(n)), key=len
+    )
+    return re.compile("|".join(map(re.escape, reversed(names)))) if names else None
 
 
 def _main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
@@ -14,6 +13,7 @@ from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Row, config_folder, forecast
 from minikv.cli.suggestion import Suggestion, suggest
+from minikv.cli.tables import wrapped
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import read_count
 from minikv.errors import UsageError
@@ -158,14 +158,17 @@ def shown(
         ("cache", _cache(made)),
         ("memory", f"{free} ({one.memory})"),
         ("plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"),
+        *_auto(made),
         *_tier(made),
         *_scoring(made),
     ]
     lines = []
     for name, text in facts:
-        lines += _broken(f"{name:<9}{text}", width, 9)
+        lines += wrapped(f"{name:<9}{text}", max(width, 20), " " * 9)
     for each in made:
-        cells = [(row, _fits(row, each.suffices)) for row in each.rows]
+        # Where --budget auto evicts nothing, every policy is as full.
+        rows = [row for row in each.rows if row.error or row.rows or row.policy == "full"]
+        cells = [(row, _fits(row, each.suffices)) for row in rows or each.rows[:1]]
         lines.append("")
         if several:
             every = " (the whole context)" if whole and each is made[-1] else ""
@@ -176,11 +179,11 @@ def shown(
         "READING: the most at once while the prompt is read. WRITING: the pool while the answer "
         f"is written. NEEDS: with the weights and {_workspace(made)} of work space."
     )
-    lines += textwrap.wrap(foot, max(min(width, 80), 20))
+    lines += wrapped(foot, max(min(width, 80), 20))
     if suggestions:
         lines.append("")
     for hint in suggestions:
-        lines += _broken(_advice(hint, one.model), width, 2)
+        lines += wrapped(_advice(hint, one.model), max(width, 20), "  ")
     return "\n".join(lines)
 
 
@@ -204,15 +207,28 @@ def _cache(made: Sequence[Forecast]) -> str:
     return f"{size(made[0].token_bytes)} a token, {full} without eviction"
 
 
+def _auto(made: Sequence[Forecast]) -> list[tuple[str, str]]:
+    """What --budget auto keeps, in the words that a chat begins with."""
+    from minikv.chat.fitting import fit_words
+
+    found = [
+        (one, next((row for row in one.rows if row.policy != "full" and not row.error), None))
+        for one in made
+        if one.budget == "auto" and one.free is not None and one.suffices
+    ]
+    return [
+        ("auto", f"{one.tokens:,} tokens: {fit_words(row.rows or 0, one.tokens)}")
+        for one, row in found
+        if row is not None and row.fits
+    ]
+
+
 def _tier(made: Sequence[Forecast]) -> list[tuple[str, str]]:
     """What all that was read takes, and what a later question costs with it and without."""
     tiers = [each.tier for each in made if each.tier is not None]
     if not tiers:
         return []
-    ram = ", ".join(
-        f"{size(tier.ram_same)} for {tier.again:,}{' (too much)' if tier.fits is False else ''}"
-        for tier in tiers
-    )
+    ram = ", ".join(f"{size(tier.ram_same)} for {tier.again:,}" for tier in tiers)
     file = ", ".join(size(tier.same) for tier in tiers)
     half = ", ".join(size(tier.ram_int8) for tier in tiers)
     reads = ", ".join(f"{size(tier.same)} of keys and values for {tier.again:,}" for tier in tiers)
@@ -252,22 +268,15 @@ def _workspace(made: Sequence[Forecast]) -> str:
 
 def _advice(hint: Suggestion, model: str) -> str:
     """What to type, or that nothing helps."""
+    from minikv.chat.fitting import fit_words
+
     needs = f"needs {size(hint.needs)} of {size(hint.free)}"
     if not hint.fits:
-        return f"{hint.tokens:,} tokens do not fit: {hint.flags} still {needs}"
+        return f"{hint.tokens:,} tokens do not fit: {hint.flags or '--budget auto'} still {needs}"
     chosen = "" if model == "bundled" else f"-m {shlex.quote(clean(model))} "
-    return f"{hint.tokens:,} tokens fit: minikv chat {chosen}{hint.flags} FILE ({needs})"
-
-
-def _broken(text: str, width: int, indent: int) -> list[str]:
-    """Lines of a text between words; flags and paths stay in one piece."""
-    return textwrap.wrap(
-        text,
-        max(width, 20),
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    flags = f"{hint.flags} " if hint.flags else ""
+    kept = fit_words(hint.rows or 0, hint.tokens)
+    return f"{hint.tokens:,} tokens: minikv chat {chosen}{flags}FILE ({needs}; {kept})"
 
 
 def _table(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
@@ -275,7 +284,7 @@ def _table(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
     lines = [f"{'POLICY':<{wide}}  {'KV READING':>11}  {'KV WRITING':>11}  {'NEEDS':>11}  FITS"]
     for row, fits in rows:
         if row.error:
-            lines += textwrap.wrap(f"{row.label}: {row.error}", width, subsequent_indent="    ")
+            lines += wrapped(f"{row.label}: {row.error}", width, "    ")
             continue
         cells = f"{size(row.reading):>11}  {size(row.writing):>11}  {size(row.needs):>11}  {fits}"
         lines.append(f"{row.label:<{wide}}  {cells}")
@@ -290,7 +299,7 @@ def _stacked(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
             f"{size(row.needs)}, fits: {fits}"
         )
         text = f"{row.label}: {row.error or cells}"
-        lines += textwrap.wrap(text, max(width, 20), subsequent_indent="  ")
+        lines += wrapped(text, max(width, 20), "  ")
     return lines
 
 

@@ -161,7 +161,11 @@ class Loading:
 
     def kernels(self) -> None:
         """The kernels are about to be compiled. The progress of that is not known."""
-        self._terminal.status("compiling kernels, for the first time only")
+        line = "compiling the C kernels, once on this machine: ten seconds to half a minute"
+        if self._terminal.live:
+            self._terminal.status(line)
+        else:
+            self._terminal.note(line)
 
     def cancel(self) -> None:
         self._cancelled = True

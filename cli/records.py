@@ -17,6 +17,7 @@ _NAMES: Mapping[type, str] = {
     str: "text",
     int: "whole number",
     float: "number",
+    bool: "truth",
 }
 
 
@@ -72,7 +73,7 @@ def key(record: Mapping[str, object], name: str, where: str = "") -> object:
 def checked(kind: type[_T], value: object, where: str) -> _T:
     """The value, if it has this type."""
     accepted = (int, float) if kind is float else kind
-    if isinstance(value, bool) or not isinstance(value, accepted):
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
         raise Wrong(f"{where} is no {_NAMES[kind]}")
     return kind(value)  # type: ignore[call-arg]
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.cache.stats import Fidelity
-from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, of_full, ratio, size
-from minikv.cli import refresh
+from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
 from minikv.cli.config_command import text
+from minikv.cli.tables import grid
+from minikv.cli.turn import TOY, is_toy
 from minikv.policies import (
     PARTS,
     POLICIES,
@@ -73,21 +74,23 @@ def stats(report: TurnReport) -> str:
             f"(min {tokens.kept_min:,}, max {tokens.kept_max:,})",
         ),
         (
-            "KV held",
-            f"{of_full(kv.held, kv.full)} ({report.saved}), "
-            f"{size(kv.policy_state)} of it the state of the policy",
+            "memory",
+            f"{report.memory}"
+            + f", {size(kv.policy_state)} of it the state of the policy" * bool(kv.policy_state),
         ),
-        ("allocated", f"{size(kv.allocated)}, the pool"),
+        ("allocated", f"{size(kv.allocated)} for the cache"),
         *tier_rows(report),
         ("peak", f"{size(kv.peak_prefill)} while reading, before eviction"),
         (
             "time",
             f"load {time.load:.1f} s · read {time.prefill:.2f} s{per_second(rate.prefill_tok_s)} · "
-            f"evict {1000 * time.evict:.0f} ms · first token {time.first_token:.2f} s · "
+            + f"evict {1000 * time.evict:.0f} ms · " * bool(tokens.evicted_total)
+            + f"first token {time.first_token:.2f} s · "
             f"write {time.decode:.2f} s{per_second(rate.decode_tok_s)}",
         ),
         ("speed", _beside_full(report)),
-        ("loss", lost),
+        ("answer", report.against_full.words),
+        ("attention lost", lost),
         *fidelity_rows(report),
     ]
     if report.reuse != "once" or report.turn > 1:
@@ -98,7 +101,7 @@ def stats(report: TurnReport) -> str:
         rows.append(("weights", report.weights))
     if memory.peak_bytes is not None:
         where = "GPU" if memory.reserved_bytes is not None else "process"
-        rows.append(("memory", f"{size(memory.peak_bytes)} at the most in this {where}"))
+        rows.append((where, f"{size(memory.peak_bytes)} at the most"))
     return _columns(rows)
 
 
@@ -106,10 +109,7 @@ def tier_rows(report: TurnReport) -> list[tuple[str, str]]:
     """What the tier takes, and what that means for memory; nothing where there is none."""
     if not report.tier:
         return []
-    text = f"{size(report.kv_bytes.tier)} in {PLACES[report.tier]}: all that was read, exactly"
-    if report.tier == "ram" and report.device == "cpu":
-        text += "; so what eviction saves here is time, not memory (--tier none saves it)"
-    return [("tier", text)]
+    return [("tier", f"{size(report.kv_bytes.tier)} in {PLACES[report.tier]}: all that was read")]
 
 
 def fidelity_rows(report: TurnReport) -> list[tuple[str, str]]:
@@ -152,9 +152,10 @@ def header(session: ChatSession, version: str) -> str:
             f"{facts.model}{at} · {facts.dtype} · {size(facts.weight_bytes)} · "
             f"context {session.max_context:,}",
         ),
-        ("policy", policy_line(session)),
-        ("reuse", refresh.line(session)),
+        ("memory", session.fits() or policy_line(session)),
     ]
+    if is_toy(session):
+        rows.insert(2, ("", TOY.removeprefix("bundled: ")))
     waiting = session.pending
     if len(waiting) > _LISTED:
         characters = sum(len(document.text) for document in waiting)
@@ -170,10 +171,13 @@ def header(session: ChatSession, version: str) -> str:
 def policy_line(session: ChatSession) -> str:
     """The eviction settings in force."""
     eviction = session.eviction
-    if not eviction.evicts:
+    if not eviction.may_evict:
         return f"full: nothing {'more ' * _gaps(session)}is evicted"
+    pair = pair_words(eviction.policy, eviction.decode)
+    if eviction.budget.everything:
+        return f"nothing evicted · budget auto, {pair} if not all fits"
     most = f" at most, quality {session.quality:g}" if session.quality else ""
-    return f"{eviction.policy}, then {eviction.decode} · budget {eviction.budget}{most}"
+    return f"{pair} · {budget_words(eviction.budget_record())}{most}"
 
 
 def _gaps(session: ChatSession) -> bool:
@@ -189,9 +193,10 @@ def toolbar(session: ChatSession, width: int) -> str:
     """What the line editor shows below the line. What does not fit is left out, whole."""
     eviction, report = session.eviction, session.report
     used = [f"{len(session.fed):,} of {session.max_context:,} tokens"]
-    held = [f"KV {size(report.kv_bytes.held)}", *used] if report else used
+    held = [f"KV {size(report.kv_bytes.taken)}", *used] if report else used
     whole = policy_line(session).split(" · ")  # with the budget, if there is one
-    choices = [used, held, [eviction.policy, *held], [whole[0], *held], [*whole, *held]]
+    named = [] if eviction.budget.everything else [[eviction.policy, *held]]
+    choices = [used, held, *named, [whole[0], *held], [*whole, *held]]
     lines = [" · ".join(items) for items in choices]
     return next((line for line in reversed(lines) if len(line) <= width), lines[0])
 
@@ -353,6 +358,8 @@ def pair_words(policy: str, decode: object) -> str:
 def budget_words(budget: Mapping[str, object]) -> str:
     """A budget record in words."""
     unit, value = budget.get("unit"), budget.get("value")
+    if unit == "auto":
+        return "budget auto" + (f": {value:,} tokens per head" if value else ": nothing evicted")
     if not isinstance(value, int | float):
         return "no budget"
     if unit == "rows":
@@ -376,8 +383,4 @@ def per_second(value: float | None) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return grid(rows, "<" * len(rows[0]))

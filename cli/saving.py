@@ -16,6 +16,7 @@ from minikv.cli.saved.listing import Entry, listing
 from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.settings_commands import reseeded
+from minikv.cli.tables import cut, grid
 from minikv.cli.turn import note_report, run_turn
 from minikv.errors import UsageError
 
@@ -202,7 +203,8 @@ def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
         for document in (*saved.documents, *saved.pending)
     ]
     for turn in saved.turns[-1:]:
-        lines += [f"› {_cut(' '.join(turn.question.split()))}", _cut(turn.answer.strip())]
+        question = " ".join(turn.question.split())
+        lines += [f"› {cut(question, _LAST)}", cut(turn.answer.strip(), _LAST)]
     return "\n".join(lines)
 
 
@@ -227,20 +229,12 @@ def left(context: Context) -> str:
     return f"  the chat so far is saved as {name}; /load {name} goes back to it"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LAST else f"{text[: _LAST - 1]}…"
-
-
 def table(entries: list[Entry]) -> str:
     """The saved chats, one line each."""
     if not entries:
         return f"no saved chat in {chats_folder()}"
     rows = [(e.name, e.saved, _turns(e.turns), e.model, e.title) for e in entries]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip()
-        for row in rows
-    )
+    return grid(rows, "<<<<<")
 
 
 def _turns(count: int) -> str:
@@ -249,8 +243,7 @@ def _turns(count: int) -> str:
 
 def _line(text: str) -> str:
     """One line of a question, cut."""
-    line = " ".join(text.split())
-    return line if len(line) <= 70 else f"{line[:69]}…"
+    return cut(" ".join(text.split()), 70)
 
 
 def _list(names: list[str]) -> str:

@@ -16,6 +16,7 @@ from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS, typed
 from minikv.cli.config_command import listed, text
 from minikv.cli.context_command import count_tokens
+from minikv.cli.tables import cells, padded
 from minikv.cli.values import spelled
 from minikv.errors import UsageError
 from minikv.policies import POLICIES
@@ -139,6 +140,10 @@ def _fidelity(context: Context, value: str) -> None:
     context.session.fidelity = value == "on"
 
 
+def _check(context: Context, value: str) -> None:
+    context.checks = value == "on"
+
+
 def _encoding(context: Context, value: str) -> None:
     context.errors = value
 
@@ -154,6 +159,7 @@ def _change_system(context: Context, given: str) -> None:
         if given == "@":
             raise UsageError("/system @ names no file")
         given = documents.read_file(given[1:], context.errors).text.strip()
+    checks.unicode("the system prompt", given)
     session.system = given.strip()
     what = "system prompt set" if session.system else "no system prompt from here on"
     if not session.fed:
@@ -174,6 +180,7 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "refresh_every": _tier_use("refresh_every"),
     "quality": _tier_use("quality"),
     "fidelity": _fidelity,
+    "check": _check,
     "encoding_errors": _encoding,
     "quiet": _quiet,
     "system": _change_system,
@@ -217,6 +224,7 @@ def _values(context: Context) -> dict[str, str]:
         "refresh_every": str(session.refresh_every),
         "quality": f"{session.quality:g}",
         "fidelity": "on" if session.fidelity else "off",
+        "check": "on" if context.checks else "off",
         "kv": facts.kv,
         "threads": str(torch.get_num_threads()),
         "system": session.system,
@@ -227,7 +235,7 @@ def _values(context: Context) -> dict[str, str]:
     }
     for name in settings_of(Generation):
         value = getattr(context.generation, name)
-        values[name] = text(value) if isinstance(value, tuple) else f"{value:g}"
+        values[name] = text(value) if isinstance(value, tuple | str) else f"{value:g}"
     return {name: values.get(name, "") for name in SETTINGS}
 
 
@@ -304,7 +312,7 @@ def _show_policy(context: Context) -> None:
     rows = [("now", render.policy_line(context.session))]
     if eviction.evicts:
         counted = context.session.engine.kv.stats().budget_rows
-        if counted is not None:
+        if counted is not None and eviction.budget.unit not in ("rows", "auto"):
             rows.append(("budget", f"{eviction.budget}, which is {counted:,} tokens per head"))
     if eviction.stride:
         rows.append(("stride", f"blocks of {eviction.stride} tokens"))
@@ -329,9 +337,9 @@ _VIEWS: Mapping[str, Callable[[Context], None]] = {
 
 
 def _say_rows(context: Context, rows: list[tuple[str, str]]) -> None:
-    wide = max(len(name) for name, _ in rows)
+    wide = max(cells(name) for name, _ in rows)
     for name, value in rows:
-        context.terminal.say(f"{name:<{wide}}  {value}")
+        context.terminal.say(f"{padded(name, wide)}  {value}")
 
 
 # -- /system --------------------------------------------------------------------------------

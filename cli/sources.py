@@ -6,6 +6,7 @@ is left out of them is counted in a note. A file that was named itself is read o
 
 from __future__ import annotations
 
+import codecs
 import glob
 import os
 import re
@@ -276,6 +277,52 @@ def read_stdin(terminal: Terminal) -> bytes:
         if not ready:
             terminal.say("reading standard input; `< /dev/null` if there is nothing to read")
     return stream.read(documents.MAX_BYTES + 1)
+
+
+class PipedLines:
+    """Each call returns the next line of standard input, without its end, as soon as it is there;
+    the encoding is found as a document's is. Raises EOFError at the end, and UsageError if the
+    first line is no text."""
+
+    def __init__(self) -> None:
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._width = 1  # bytes of the shortest character
+
+    def __call__(self) -> str:
+        stream = sys.stdin.buffer
+        line = ""
+        while not line.endswith("\n"):
+            data = stream.readline(documents.MAX_BYTES)
+            if self._decoder is None:
+                self._decoder = self._opened(data)
+            if not data:
+                line += self._rest(self._decoder)
+                break
+            # In UTF-16 and UTF-32 the byte 0x0a need not be the last one of a line's end.
+            data += stream.read(-len(data) % self._width)
+            line += self._decoder.decode(data)
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
+    def _opened(self, data: bytes) -> codecs.IncrementalDecoder:
+        documents.refuse_formats(data, STDIN)
+        encoding = documents.encoding_of(data)
+        self._width = {"utf-16": 2, "utf-32": 4}.get(encoding, 1)
+        if self._width == 1:
+            documents.refuse_binary(data, STDIN)
+        # Invalid bytes become lone surrogates, which the session refuses by name.
+        errors = "surrogateescape" if self._width == 1 else "surrogatepass"
+        return codecs.getincrementaldecoder(encoding)(errors)
+
+    @staticmethod
+    def _rest(decoder: codecs.IncrementalDecoder) -> str:
+        """What a line that was cut off in a character ends with."""
+        try:
+            return decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            decoder.reset()
+            return "\ud800"
 
 
 def piped_document(terminal: Terminal) -> bytes:

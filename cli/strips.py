@@ -191,7 +191,7 @@ def over_time(reports: Sequence[TurnReport], width: int, signs: str = BLOCKS) ->
     shown = reports[-(width - len("  held ||")) :]
     if len(shown) < 2:
         return ""
-    held = [float(report.kv_bytes.held) for report in shown]
+    held = [float(report.kv_bytes.taken) for report in shown]
     full = [float(report.kv_bytes.full) for report in shown]
     largest = max(*held, *full)
     turns = f"turns {shown[0].turn} to {shown[-1].turn}"

@@ -4,8 +4,6 @@ Model output, documents, file names and library messages are not trusted: an esc
 could set the window's title, fill the clipboard or hide text. rich lets escape sequences through.
 So `clean` removes single characters. It does not look for sequences, because it would miss one that
 is split over two tokens.
-
-Long lines are broken by textwrap: rich cannot indent the lines that follow.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import contextlib
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from minikv.cli.keyboard import Keyboard, unechoed
+from minikv.cli.tables import cells, wrapped
 
 if TYPE_CHECKING:
     from minikv.cli.markdown import Answer
@@ -34,7 +32,13 @@ _DROPPED = (
     *range(0xD800, 0xE000),  # lone surrogates
     *range(0xE0000, 0xE0080),  # tags, invisible
 )
-_FILTER: dict[int, None] = dict.fromkeys(_DROPPED)
+# Signs that no one sees and that change the order or the ends of words: LRM, RLM, ZWSP, BOM and the
+# like. The joiners of scripts and of emoji are none.
+_UNSEEN = (0x61C, 0x180E, 0x200B, 0x200E, 0x200F, *range(0x2060, 0x2070), 0xFEFF)
+_FILTER: dict[int, str | None] = {
+    **{code: f"\\u{code:04x}" for code in _UNSEEN},
+    **dict.fromkeys(_DROPPED),
+}
 _ASCII = str.maketrans(
     {"·": "-", "›": ">", "…": "...", "×": "x", "–": "-", "—": "-", "•": "*", "│": "|", "─": "-"}
     | dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))
@@ -48,7 +52,7 @@ class OutputError(Exception):
 
 
 def clean(text: str) -> str:
-    """`text` without control characters, bidi overrides and other invisible instructions."""
+    """`text` without control characters and bidi overrides. Unseen signs are \\u escapes."""
     return text.translate(_FILTER)
 
 
@@ -175,7 +179,8 @@ class Terminal:
         that takes escape sequences. The terminal does not say whether it complied."""
         if self.plain or not _is_tty(self.err):
             return False
-        data = base64.b64encode(clean(text).encode()).decode()
+        kept = text.translate(dict.fromkeys(_DROPPED))
+        data = base64.b64encode(kept.encode()).decode()
         self._write(self.err, f"\x1b]52;c;{data}\x07")
         return True
 
@@ -261,26 +266,24 @@ def _is_tty(stream: TextIO) -> bool:
         return False
 
 
-def _cut(text: str, cells: int) -> str:
+def _cut(text: str, width: int) -> str:
     """As much of `text` as fits."""
     if text.isascii():
-        return text[:cells]
-    from rich.cells import cell_len, set_cell_size
+        return text[:width]
+    from rich.cells import set_cell_size
 
-    return set_cell_size(text, min(cells, cell_len(text)))
+    return set_cell_size(text, min(width, cells(text)))
 
 
 def _wrapped(line: str, width: int) -> str:
     """`line`, broken between words. If it begins with a name in a narrow column, the following
     lines are indented to the second column."""
-    if len(line) <= width:
+    if cells(line) <= width:
         return line
     name = _NAMED.match(line)
-    column = name.end() if name else width
+    column = cells(name[0]) if name else width
     margin = " " * (column if column <= width // 3 else len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(
-        line, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
-    )
+    return "\n".join(wrapped(line, width, margin))
 
 
 def window(stream: TextIO) -> tuple[int, int]:

@@ -23,6 +23,28 @@ if TYPE_CHECKING:
     from minikv.chat.transcript import Turn
 
 
+TOY = "bundled: a toy that knows only its own made-up world; your documents need -m NAME"
+_SAMPLE = 20_000  # characters of a document that are looked at
+_FOREIGN = 3.2
+"""Characters a token: in texts of that world there are more, at least 4.5, and in others fewer, at
+most 2.2 (English, code, Markdown)."""
+
+
+def is_toy(session: ChatSession) -> bool:
+    """Whether the bundled model answers."""
+    return session.facts.model == "bundled"
+
+
+def _warn_of_toy(session: ChatSession, terminal: Terminal) -> None:
+    """Say so where the bundled model is to read a document that is not of its world."""
+    if not is_toy(session):
+        return
+    for text in (document.text[:_SAMPLE] for document in session.pending):
+        if len(text) < _FOREIGN * len(session.tokenizer.encode(text)):
+            terminal.warn(TOY)
+            return
+
+
 def note_report(report: TurnReport, terminal: Terminal) -> None:
     """The short lines under an answer."""
     for line in report.lines():
@@ -63,6 +85,7 @@ def run_turn(
     show: bool = True,
 ) -> str:
     """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through."""
+    _warn_of_toy(session, terminal)
     live = Live(terminal, "reading")
 
     def progress(done: int, total: int) -> None:
@@ -72,7 +95,7 @@ def run_turn(
             live.label = "scoring what was read"
         live(done, total)
 
-    def ask() -> Generator[str, None, None]:
+    def ask(notice: Callable[[str], None]) -> Generator[str, None, None]:
         return session.ask(
             question,
             generation.max_tokens,
@@ -80,9 +103,10 @@ def run_turn(
             top_k=generation.top_k,
             top_p=generation.top_p,
             min_p=generation.min_p,
+            repeat_penalty=generation.repeat_penalty,
             stop=generation.stop,
             progress=progress,
-            notice=terminal.warn,
+            notice=notice,
         )
 
     return _stream(session, ask, terminal, interrupts, show=show)
@@ -93,15 +117,16 @@ def continue_turn(
 ) -> str:
     """Continue the last answer, as `run_turn` does. Returns the added text."""
 
-    def go_on() -> Generator[str, None, None]:
+    def go_on(notice: Callable[[str], None]) -> Generator[str, None, None]:
         return session.continue_answer(
             generation.max_tokens,
             generation.temperature,
             top_k=generation.top_k,
             top_p=generation.top_p,
             min_p=generation.min_p,
+            repeat_penalty=generation.repeat_penalty,
             stop=generation.stop,
-            notice=terminal.warn,
+            notice=notice,
         )
 
     session.continuable()
@@ -110,7 +135,7 @@ def continue_turn(
 
 def _stream(
     session: ChatSession,
-    write: Callable[[], Generator[str, None, None]],
+    write: Callable[[Callable[[str], None]], Generator[str, None, None]],
     terminal: Terminal,
     interrupts: Interrupts,
     *,
@@ -120,10 +145,19 @@ def _stream(
     """Show what `write` yields as it comes; if the terminal takes records, the record of the turn
     instead. Returns the text. `after`: the part of the answer that was shown before."""
     pieces: list[str] = []
+    late: list[str] = []
     finished = False
     before, show = session.report, show and not terminal.records
     setting = terminal.answering() if show else terminal.silent()
-    answer = write()
+
+    def notice(line: str) -> None:
+        """A warning: at once, but not in the middle of the answer."""
+        if show and (pieces or after):
+            late.append(line)
+        else:
+            terminal.warn(line)
+
+    answer = write(notice)
     with setting, interrupts.stopping(session.skip, session.cancel):
         if show and after:
             terminal.resume_answer(after)
@@ -139,6 +173,8 @@ def _stream(
             # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):
                 terminal.end_answer()
+            for line in late:
+                terminal.warn(line)
             if terminal.records and session.report is not before:
                 terminal.data(json.dumps(record(session.turns[-1])))
     return "".join(pieces)

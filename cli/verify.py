@@ -1,19 +1,27 @@
-"""/verify: write the last answer again, each token from all that was read, and compare the two."""
+"""/verify and --check: write the last answer again, each token from all that was read, and compare
+the two."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import AgainstFull
 from minikv.cli.command import Command, Context
+from minikv.cli.interrupt import Interrupts
 from minikv.cli.layout import clipped, folded
 from minikv.cli.progress import FRAME
 from minikv.cli.strips import Screen
+from minikv.cli.terminal import Terminal
+from minikv.cli.wording import worded
 from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
     from minikv.chat.verify import Verification
 
+NOTHING_EVICTED = AgainstFull(same=True)
 _TOKEN = 24  # most cells of a token that is quoted
 
 
@@ -21,17 +29,55 @@ def _verify(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
     if arguments:
         raise UsageError("/verify takes nothing", "it writes the last answer again")
+    if session.report is not None and session.report.against_full == NOTHING_EVICTED:
+        terminal.say("as without eviction: nothing was evicted")
+        return
+    found = _written_again(session, terminal, context.interrupts)
+    if found.parts or found.complete:
+        terminal.page(shown(session.turns[-1].answer, found, Screen.of(terminal)))
+    if not found.complete:
+        raise Interrupted(
+            f"stopped verifying after {_tokens(len(found.tokens))}", "the chat is as it was"
+        )
+
+
+def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> None:
+    """Compare the last answer with that of a cache without eviction, and say which it is. Stops
+    when a key is typed, or with Ctrl-C."""
+    report = session.report
+    if report is None or report.against_full.same is not None or not report.tokens.generated:
+        return
+    keyboard = terminal.keyboard
+    typed = keyboard.waiting if keyboard is not None else lambda: False
+    try:
+        found = _written_again(session, terminal, interrupts, typed)
+    except (UsageError, Interrupted) as error:
+        terminal.note(f"  {worded(str(error))}")
+        return
+    if found.parts or found.complete:
+        terminal.note(f"  {session.report.against_full.words}" if session.report else "")
+
+
+def _written_again(
+    session: ChatSession,
+    terminal: Terminal,
+    interrupts: Interrupts,
+    typed: Callable[[], bool] = lambda: False,
+) -> Verification:
+    """What `ChatSession.verify` finds. typed: whether to stop."""
     last = 0.0
 
     def show(done: int, total: int) -> None:
         nonlocal last
         if (now := monotonic()) - last >= FRAME:
             last = now
-            terminal.status(f"verifying  {done:,} of {total:,} tokens")
+            terminal.status(f"checking  {done:,} of {total:,} tokens")
+        if typed():
+            session.cancel()
 
     pieces = session.verify(progress=show)
     try:
-        with context.interrupts.stopping(session.cancel):
+        with interrupts.stopping(session.cancel):
             for _ in pieces:
                 pass
     finally:
@@ -39,12 +85,7 @@ def _verify(context: Context, arguments: list[str]) -> None:
         terminal.clear_status()
     found = session.verified
     assert found is not None
-    if found.parts or found.complete:
-        terminal.page(shown(session.turns[-1].answer, found, Screen.of(terminal)))
-    if not found.complete:
-        raise Interrupted(
-            f"stopped verifying after {_tokens(len(found.tokens))}", "the chat is as it was"
-        )
+    return found
 
 
 def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
@@ -81,7 +122,7 @@ COMMANDS = (
     Command(
         ("verify",),
         "",
-        "write the last answer again from all that was read, and show where the two part",
+        "write the last answer again from all that was read, and show where the two differ",
         _verify,
     ),
 )

@@ -9,16 +9,37 @@ from __future__ import annotations
 from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
+from minikv.errors import MinikvError
+
 if TYPE_CHECKING:
+    from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
 
 __version__ = "0.1.0"
+__all__ = ["ChatSession", "MinikvError", "TurnReport", "__version__", "load"]
+
+
+def __getattr__(name: str) -> type:
+    """The classes of a chat, which load torch when they are first asked for."""
+    if name == "ChatSession":
+        from minikv.chat.session import ChatSession
+
+        return ChatSession
+    if name == "TurnReport":
+        from minikv.chat.report import TurnReport
+
+        return TurnReport
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def load(
     model: str | PathLike[str] | None = None,
     policy: str = "adakv",
-    budget: int | str = 512,
+    budget: int | str = "auto",
     decode: str = "auto",
     device: str = "auto",
     dtype: str = "auto",
@@ -44,7 +65,8 @@ def load(
     """Load `model` (a directory or a hub id; None is the bundled model) and return a chat with it.
 
     `budget` is tokens per head, averaged over heads and layers (512), a share of the first prompt
-    ("20%") or memory for all layers ("64MiB"). The other arguments are fields of
+    ("20%") or memory for all layers ("64MiB"); "auto" evicts nothing while everything fits. The
+    other arguments are fields of
     `minikv.settings.Settings`, which describes them and their allowed values. `policy_options` are
     checked against `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with
     `exit_code`.

@@ -51,6 +51,21 @@ def text(what: str, value: object) -> None:
     raise UsageError(f"{what} must be text (str), got {type(value).__name__}", hint)
 
 
+def unicode(what: str, value: object) -> None:
+    """Raise UsageError if `value` is not a str, or has lone surrogates, which no tokenizer accepts
+    and which come from bytes that are not UTF-8."""
+    text(what, value)
+    assert isinstance(value, str)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        code, at = ord(value[error.start]), f"at character {error.start:,}"
+        why = f"a lone surrogate {at}"
+        if 0xDC80 <= code <= 0xDCFF:  # Python's way to hold a byte that it could not decode
+            why = f"byte 0x{code - 0xDC00:02x} {at} is not UTF-8"
+        raise UsageError(f"{what} is not valid Unicode: {why}") from None
+
+
 def truth(name: str, value: object) -> None:
     """Raise UsageError if `value` is not True or False."""
     if not isinstance(value, bool):

@@ -44,6 +44,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     missing, unsupported or damaged.
     """
     eviction = settings.eviction()
+    threads.refuse_fork()
     threads.wait_briefly()
     from minikv.models import refuse_without_torch
 
@@ -53,10 +54,12 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
 
     from minikv.cache.kv_cache import KVCache
     from minikv.chat.facts import Facts
+    from minikv.chat.fitting import USEFUL, Machine, tier_beside
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
     from minikv.engine.engine import Engine
-    from minikv.engine.warmup import compiles, damaged, warm
+    from minikv.engine.sampling import Sampling
+    from minikv.engine.warmup import compiles, remarks, warm
     from minikv.models import free_memory, load
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
@@ -68,7 +71,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     def announce(device: torch.device) -> None:
         """Say that the C kernels will be compiled, if they will."""
         if progress is not None and compiles(device, settings.kernels):
-            if line := damaged(device, settings.kernels):
+            for line in remarks(device, settings.kernels):
                 progress.say(line)
             progress.kernels()
 
@@ -92,7 +95,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         keep_packed=settings.packed_bytes(),
     )
     load_s = perf_counter() - began
-    config, network = loaded.config, loaded.network
+    config, network, own = loaded.config, loaded.network, loaded.config.own
     announce(network.device)
     kv = KVCache(
         shape_of(config),
@@ -107,9 +110,23 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     if kv.ops.name != "torch":
         network.use(kv.ops)
     if kv.ops.name == "triton":
+        if eviction.budget.everything and eviction.may_evict:  # it may have to evict later
+            kv.configure(eviction.under(USEFUL).rules())
+            warm(kv, network)
+            kv.configure(rules)
         warm(kv, network)
         if kv.ops.name != "triton":
             network.use(None)
+    cuda = network.device.type == "cuda"
+    recall = Recall(kv, settings.tier, settings.tier_dtype, free_memory)
+
+    def work(tokens: int) -> int:
+        return workspace(config, tokens, kv.dtype.itemsize, cuda=cuda, packed=settings.packs())
+
+    def beside(tokens: int) -> int:
+        return tier_beside(kv.shape, kv.dtype, tokens, recall.kind, recall.dtype, cuda=cuda)
+
+    machine = Machine(kv.shape, kv.dtype, kv.kv, work, beside)
     return ChatSession(
         Engine(network, kv),
         loaded.tokenizer,
@@ -123,7 +140,12 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         refresh_every=settings.refresh_every,
         quality=settings.quality,
         fidelity=settings.fidelity == "on",
-        recall=Recall(kv, settings.tier, settings.tier_dtype, free_memory),
+        recall=recall,
+        fit=lambda eviction, tokens, answer: machine.rows(
+            eviction, tokens, answer, free_memory(network.device), kv.arena.nbytes
+        ),
+        own=Sampling(own.temperature, own.top_k, own.top_p, own.min_p),
+        not_own=own.why,
         facts=Facts(
             model=loaded.name,
             revision=loaded.revision or "",
@@ -134,7 +156,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             load_s=load_s,
             weight_bytes=loaded.weight_bytes,
             weights=settings.weights,
-            notes=config.notes,
+            notes=(*config.notes, *loaded.tokenizer.notes),
         ),
     )
 
@@ -186,7 +208,7 @@ def check_budget(budget: object) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int | str):
         raise UsageError(
             f"`budget` must be a whole number or a text, got {quoted(budget)}",
-            "give tokens per head (512), a share of the prompt ('20%') or bytes ('64MiB')",
+            "give 'auto', tokens per head (512), a share of the prompt ('20%') or bytes ('64MiB')",
         )
 
 
@@ -214,6 +236,41 @@ def prompt_rows(*, cuda: bool, head_dim: int) -> int | None:
     if cuda:
         return cudnn.prompt_rows(torch.device("cuda"), head_dim)
     return choice.PROMPT_ROWS.get(choice.processor())
+
+
+def workspace(
+    config: ModelConfig,
+    tokens: int,
+    itemsize: int,
+    *,
+    cuda: bool,
+    packed: bool = False,
+    foresees: bool = False,
+) -> int:
+    """About what the network needs at once to read, beside weights and cache: the residual stream
+    and the tables of positions in full, and of one chunk the widest intermediates, twice.
+
+    packed: the weights are; on a GPU a matrix is unpacked for each product of many rows. foresees:
+    the policy needs every token's probability. Their states take the place of the
+    residual stream, and a chunk of logits that of the intermediates."""
+    from minikv.engine.engine import logits_nbytes
+    from minikv.models.llama import chunk_rows
+    from minikv.models.weights import matrices
+
+    asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
+    rows = min(tokens, chunk_rows(cuda, itemsize, asked))
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = 2 * (q + 2 * kv) + 2 * q
+    chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize
+    if cuda and asked is not None and tokens > rows:
+        # Attention to a block, and the float32 sums before and after it is joined to the others.
+        chunk += rows * q * (2 * 4 + itemsize)
+    stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
+    told = logits_nbytes(tokens, config.vocab) if foresees else 0
+    unpacked = 0
+    if packed and cuda:
+        unpacked = itemsize * max(rows * columns for rows, columns in matrices(config).values())
+    return unpacked + stream + max(chunk + 4 * config.vocab, told)
 
 
 def output_of(network: Llama) -> Callable[[int], Tensor]:

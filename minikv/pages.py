@@ -5,6 +5,7 @@ one call)."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -40,6 +41,13 @@ def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
     return _in(*_own(size), shape, dtype)
+
+
+def give_back() -> None:
+    """Return freed memory of the process to the system. glibc keeps freed pieces of up to 32 MiB,
+    such as the buffers that a prompt was read with."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Pages:

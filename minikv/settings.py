@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from minikv import checks
 from minikv.cache.budget import Budget
@@ -26,6 +26,7 @@ from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, prompt_names, step_n
 
 WEIGHTS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
 """Values of --weights, as `models.linear` knows them."""
+MAX_TOKENS = 512  # of an answer, also from Python
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL, CACHE, DOCUMENTS = "Model", "KV cache", "Documents"
 SAMPLING, OUTPUT, ADVANCED = "Sampling", "Output", "Advanced"
@@ -43,8 +44,9 @@ class Setting:
     default: of the flag; Python's may differ. A tuple is a flag that may be given several times.
     panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the
     word for its value there. letters: other spellings of the flag. low and high: limits of a
-    number. commands: those for which a configuration file sets it (empty: every command that has
-    the flag). in_file: if False, a configuration file cannot set it.
+    number. words: texts that may stand in place of a number. commands: those for which a
+    configuration file sets it (empty: every command that has the flag). in_file: if False, a
+    configuration file cannot set it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Setting:
     in_file: bool = True
     common: bool = False
     takes: str = ""
+    words: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
@@ -86,6 +89,7 @@ def setting(
     in_file: bool = True,
     common: bool = False,
     takes: str = "",
+    words: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with a `Setting` as metadata. flag_default: if None, the flag has the
     default of the field, or "" if that is None."""
@@ -103,6 +107,7 @@ def setting(
         in_file,
         common,
         takes,
+        words,
     )
     return field(default=default, metadata={_KEY: made})
 
@@ -187,7 +192,8 @@ class Settings:
     budget: str = setting(
         DEFAULT_BUDGET,
         "tokens per head that stay in memory, averaged over heads and layers (512), a share of the "
-        "prompt (20%), or memory for all layers (64MiB)",
+        "prompt (20%), or memory for all layers (64MiB); auto: all of them while they fit, else as "
+        "many as fit",
         CACHE,
         commands=(*_CHAT, "plan"),
         common=True,
@@ -231,8 +237,9 @@ class Settings:
     tier: str = setting(
         "auto",
         "where the keys and values of all that was read are kept, for --reuse recall: ram; file: "
-        "with the saved chat, which then continues without reading again; none; auto: ram if it "
-        "fits, else a file (kvzip keeps them there only while it reads; none: in ram)",
+        "with the saved chat, which then continues without reading again; none; auto: on a GPU ram "
+        "if it fits, else a file; on a CPU a file, as ram would take what eviction saves (kvzip "
+        "keeps them only while it reads)",
         CACHE,
         commands=_CHAT,
         takes="PLACE",
@@ -272,6 +279,15 @@ class Settings:
         "on",
         "with --tier, measure with each question what eviction loses (/stats shows it); off: saves "
         "a step for each question",
+        CACHE,
+        commands=_CHAT,
+        takes="on|off",
+        choices=("on", "off"),
+    )
+    check: str = setting(
+        "off",
+        "after each answer, until you type, write it again from all that --tier keeps, and say "
+        "whether it is the answer of a cache without eviction",
         CACHE,
         commands=_CHAT,
         takes="on|off",
@@ -321,6 +337,7 @@ class Settings:
             setting.check_choice(getattr(self, name), name)
             if name in ("refresh_every", "quality"):
                 checks.number(name, getattr(self, name), setting.low, setting.high)
+        checks.unicode("the system prompt", self.system)
         self.packed_bytes()
         if self.threads is not None and not 0 <= self.threads <= _MOST_THREADS:
             raise UsageError(
@@ -362,7 +379,7 @@ class Generation:
     """How an answer is written. Raises UsageError for a value out of range."""
 
     max_tokens: int = setting(
-        512,
+        MAX_TOKENS,
         "longest answer, in tokens",
         SAMPLING,
         letters=("-n",),
@@ -370,16 +387,18 @@ class Generation:
         low=1,
         common=True,
     )
-    temperature: float = setting(
+    temperature: float | Literal["auto"] = setting(
         0.0,
         "how random the answer is: 0 always takes the likeliest token, 1 draws as the model "
-        "was trained",
+        "was trained; auto: as the model's generation_config.json says",
         SAMPLING,
         common=True,
         letters=("--temp", "-t"),
         commands=_CHAT,
         low=0,
         high=100,
+        takes="N|auto",
+        words=("auto",),
     )
     top_k: int = setting(
         0,
@@ -405,6 +424,16 @@ class Generation:
         low=0,
         high=1,
     )
+    repeat_penalty: float = setting(
+        1.0,
+        "make the last 64 tokens (of the prompt, too) less likely, so that the answer repeats "
+        "itself less: their logits are divided by this number, or multiplied if they are not above "
+        "0, such as 1.1; 1: off",
+        SAMPLING,
+        commands=_CHAT,
+        low=0.1,
+        high=10,
+    )
     stop: tuple[str, ...] = setting(
         (),
         "the answer ends before this text, which is not shown; \\n and \\t stand for a new line "
@@ -417,7 +446,11 @@ class Generation:
         stop_texts(self.stop)
         for name, one in settings_of(Generation).items():
             value = getattr(self, name)
-            if isinstance(value, tuple) or one.low <= value <= one.high:  # NaN fails too
+            if isinstance(value, tuple) or value in one.words:
+                continue
+            if isinstance(value, str):
+                raise UsageError(f"{one.flag} must be a number or auto, got {quoted(value)}")
+            if one.low <= value <= one.high:  # NaN fails too
                 continue
             if one.high == math.inf:
                 raise UsageError(f"{one.flag} must be at least {one.low}, got {value}")

@@ -37,13 +37,13 @@ class Loaded:
     """Bytes that the weights take on the device."""
 
 
-def free_memory() -> int | None:
-    """Bytes of host memory that can still be allocated; None if not known."""
+def free_memory(device: torch.device | None = None) -> int | None:
+    """Bytes that can still be allocated on the device, by default the host; None if not known."""
     import torch
 
     from minikv.models import weights
 
-    return weights.free_memory(torch.device("cpu"))
+    return weights.free_memory(device or torch.device("cpu"))
 
 
 def refuse_without_torch() -> None:
@@ -103,7 +103,9 @@ def load(
     config = ModelConfig.from_folder(source.folder)
     checkpoint = Checkpoint.open(source.folder)
     # Cheap checks first: a bad tokenizer is found before all weights are read.
-    tokenizer = Tokenizer.from_folder(source.folder, stop_ids=config.stop_ids)
+    tokenizer = Tokenizer.from_folder(
+        source.folder, stop_ids=config.stop_ids, family=config.family, rows=config.vocab
+    )
     template = ChatTemplate.from_folder(source.folder, tokenizer)
     _refuse_unknown_ids(tokenizer, template, config.vocab)
     packed = None

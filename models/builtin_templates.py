@@ -20,11 +20,10 @@ from minikv.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A chat format. source: its Jinja template. markers: its turn markers that are plain text."""
+    """A chat format. source: its Jinja template."""
 
     name: str
     source: str
-    markers: tuple[str, ...] = ()
 
 
 # llama-models, chat_format.py.
@@ -49,7 +48,6 @@ LLAMA_2 = BuiltIn(
     "<s>{{ gap }}[INST] {{ (ns.system ~ m.content) | trim }} [/INST]{% set ns.system = '' %}"
     "{% else %} {{ m.content | trim }} </s>{% endif %}"
     "{% endfor %}",
-    ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"),
 )
 
 # mistral_common, InstructTokenizerV1.
@@ -62,7 +60,6 @@ MISTRAL_V1 = BuiltIn(
     "{{ gap }}[INST] {{ ns.system }}{{ m.content }} [/INST]{% set ns.system = '' %}"
     "{% else %} {{ m.content }}</s>{% endif %}"
     "{% endfor %}",
-    ("[INST]", "[/INST]"),
 )
 
 # mistral_common, InstructTokenizerV2 and V3: the system prompt stands in the last user turn.
@@ -97,9 +94,8 @@ _ZEPHYR = (
     "{% for m in messages %}<|{{ m.role }}|>{{ '\\n' }}{{ m.content }}</s>{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ '\\n' }}{% endif %}"
 )
-_ZEPHYR_MARKERS = ("<|user|>", "<|assistant|>", "<|system|>")
-ZEPHYR = BuiltIn("zephyr", _ZEPHYR, _ZEPHYR_MARKERS)
-TINYLLAMA = BuiltIn("tinyllama", _ZEPHYR, _ZEPHYR_MARKERS)
+ZEPHYR = BuiltIn("zephyr", _ZEPHYR)
+TINYLLAMA = BuiltIn("tinyllama", _ZEPHYR)
 
 PLAIN = BuiltIn(
     "plain",

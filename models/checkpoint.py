@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,21 +17,23 @@ from typing import Any, BinaryIO
 import torch
 
 from minikv.models.config import quantised
-from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel, quote
+from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.hub import (
     INDEX,
     ORIGINAL,
     ORIGINAL_INDEX,
     SINGLE,
+    TENSOR_LIMIT,
     no_weights,
     open_regular,
     parse_json,
+    refuse_missing,
+    refuse_stand_in,
     unreadable,
     weight_map,
 )
 
 HEADER_LIMIT = 16 * 2**20  # bytes
-TENSOR_LIMIT = 100_000
 STAGING = 32 * 2**20
 """How many bytes are read at a time."""
 
@@ -70,7 +72,8 @@ _QUANTISED = (
     (re.compile(r"\.weight_scale(_inv)?$"), "fp8 or int8"),
     (re.compile(r"\.(weight_format|SCB)$"), "bitsandbytes"),
 )
-IGNORED = re.compile(r"(model\.)?layers\.\d+\.(self_attn|attention)\.rotary_emb\.inv_freq")
+_COMPUTED = re.compile(r"(.+\.)?(rotary_emb\.\w+|rope\.freqs|freqs_(cis|cos|sin))")
+"""Tables of the rotary embedding, which the network computes. Some programs store them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,11 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
     first = _read_exactly(file, 8, path)
     length = int.from_bytes(first, "little")
     if length > HEADER_LIMIT:
-        raise CorruptModel(f"{path.name}: claims a header of {length} bytes: not safetensors?")
+        refuse_stand_in(first + _read_exactly(file, min(size - 8, 1024), path), path.name)
+        raise CorruptModel(
+            f"{path.name}: claims a header of {length} bytes: not safetensors?",
+            "download the file again",
+        )
     if not 2 <= length <= size - 8:
         raise CorruptModel(
             f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
@@ -195,7 +202,8 @@ def read_into(
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a model folder, by their Hugging Face names. It keeps no file open."""
+    """All tensors of a model folder, by their Hugging Face names, without those that a network
+    computes. It keeps no file open."""
 
     entries: dict[str, Entry]
     original: bool
@@ -218,7 +226,7 @@ class Checkpoint:
         if INDEX in names:
             entries = _sharded(folder, folder / INDEX)
         elif SINGLE in names:
-            entries = read_header(folder / SINGLE)
+            entries = _together([read_header(folder / SINGLE)])
         else:
             files = [name for name in names if ORIGINAL.fullmatch(name)]
             if not files:
@@ -228,6 +236,8 @@ class Checkpoint:
                 entries = _sharded(folder, folder / ORIGINAL_INDEX)
             else:
                 entries = _together(read_header(folder / name) for name in files)
+        if not entries:
+            raise CorruptModel("the weight files hold no weights")
         _refuse_quantised(entries)
         if original:
             entries = _renamed(entries)
@@ -248,32 +258,35 @@ class Checkpoint:
         return max(sizes, key=lambda dtype: sizes[dtype])
 
 
+_OTHER_BUILD = "the index and the files are not of the same build: download them again"
+
+
 def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
     """The tensors of all shards, which must be exactly those that the index lists."""
-    mapping = weight_map(index)
-    missing = sorted(name for name in set(mapping.values()) if not (folder / name).exists())
-    if missing:
-        raise ModelUnavailable(
-            f"{missing[0]} is missing ({len(missing)} of {len(set(mapping.values()))} shards are)",
-            "complete the download",
-        )
+    mapping = {n: file for n, file in weight_map(index).items() if not _COMPUTED.fullmatch(n)}
+    refuse_missing(index, mapping.values())
     entries = _together(read_header(folder / name) for name in sorted(set(mapping.values())))
     for name, shard in mapping.items():
         entry = entries.get(name)
         if entry is None:
-            raise CorruptModel(f"{index.name}: {quote(name)} is not in {shard}")
+            raise CorruptModel(f"{index.name}: {quote(name)} is not in {shard}", _OTHER_BUILD)
         if entry.path.name != shard:
-            raise CorruptModel(f"{index.name}: {quote(name)} is in {entry.path.name}, not {shard}")
-    stray = next((n for n in entries if n not in mapping and not IGNORED.fullmatch(n)), None)
+            where = f"is in {entry.path.name}, not {shard}"
+            raise CorruptModel(f"{index.name}: {quote(name)} {where}", _OTHER_BUILD)
+    stray = next((n for n in entries if n not in mapping), None)
     if stray is not None:
-        raise CorruptModel(f"{entries[stray].path.name}: {quote(stray)} is not in {index.name}")
+        where = f"{quote(stray)} is not in {index.name}"
+        raise CorruptModel(f"{entries[stray].path.name}: {where}", _OTHER_BUILD)
     return entries
 
 
-def _together(headers: Iterator[dict[str, Entry]]) -> dict[str, Entry]:
+def _together(headers: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
+    """The tensors of all files, without those that a network computes."""
     entries: dict[str, Entry] = {}
     for header in headers:
         for name, entry in header.items():
+            if _COMPUTED.fullmatch(name):
+                continue
             if name in entries:
                 raise CorruptModel(
                     f"{quote(name)} is both in {entries[name].path.name} and {entry.path.name}",

@@ -24,6 +24,19 @@ from minikv.models.rope import RopeConfig
 
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
 MAX_HEADS, MAX_HEAD_DIM, MAX_MLP, MAX_POSITIONS = 1024, 1024, 2**20, 2**26
+MAX_TOP_K = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSampling:
+    """How the model's makers draw its tokens. temperature 0: they take the likeliest. why: why
+    nothing else is known, for the user; "" if they draw."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    why: str = "the model has no generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,8 @@ class ModelConfig:
     mlp_bias: bool = False
     stop_ids: tuple[int, ...] = ()
     """End-of-text ids of config.json and generation_config.json, ascending."""
+    own: OwnSampling = OwnSampling()
+    """What generation_config.json says about sampling."""
     notes: tuple[str, ...] = ()
     """Messages for the user: settings that were ignored or assumed."""
 
@@ -208,6 +223,13 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         max_context = family.max_context
         notes.append(f"config.json has no max_position_embeddings: assuming {max_context}")
     rope = _rope(read, max_context)
+    plain = _plain_attention(read)
+    if plain is not None and plain < max_context:
+        notes.append(
+            f"dual_chunk_attention_config: limited to {plain:,} of {max_context:,} positions; "
+            "beyond them, the model needs an attention that minikv does not have"
+        )
+        max_context = plain
     if rope.kind == "dynamic":
         notes.append(f"dynamic rotary scaling: limited to its original {max_context} positions")
     if read.integer("pretraining_tp", 0, 1024, 1) > 1:
@@ -285,6 +307,18 @@ def _refuse_foreign(read: _Reader) -> None:
     for key in ("num_local_experts", "num_experts", "vision_config", "text_config"):
         if read.given(key):
             raise UnsupportedModel(f"config.json: {key}: not a plain text model")
+
+
+def _plain_attention(read: _Reader) -> int | None:
+    """The positions within which dual chunk attention (arXiv 2402.17463) is plain attention; None
+    if the model has no such attention. Up to the size of a chunk, its distances are the true
+    ones."""
+    key = "dual_chunk_attention_config"
+    if not read.given(key):
+        return None
+    inner = _Reader(read.table(key), f"config.json: {key}")
+    most = inner.integer("chunk_size", 1, MAX_POSITIONS)
+    return min(most, inner.integer("original_max_position_embeddings", 1, MAX_POSITIONS, most))
 
 
 def quantised(method: str) -> UnsupportedModel:
@@ -368,7 +402,7 @@ def _rope(read: _Reader, max_context: int) -> RopeConfig:
     Several forms may be present, but they must agree.
     """
     spellings = {
-        key: dict(read.table(key)) for key in ("rope_parameters", "rope_scaling") if read.given(key)
+        key: read.table(key) for key in ("rope_parameters", "rope_scaling") if read.given(key)
     }
     thetas: dict[str, float] = {}
     if read.given("rope_theta"):
@@ -378,13 +412,14 @@ def _rope(read: _Reader, max_context: int) -> RopeConfig:
         inner = _Reader(table, f"config.json: {key}")
         if inner.given("rope_theta"):
             thetas[key] = inner.number("rope_theta", 1.0, 1e15)
-        table.pop("rope_theta", None)
         scalings[key] = _scaling(inner, read, max_context)
     if len(set(thetas.values())) > 1:
-        stated = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
-        raise CorruptModel(f"config.json: rotary base frequencies disagree: {stated}")
+        raise _disagreeing(thetas, spellings, raw=read.raw)
     if len(set(scalings.values())) > 1:
-        raise CorruptModel("config.json: rope_parameters and rope_scaling disagree")
+        raise CorruptModel(
+            "config.json: rope_parameters and rope_scaling disagree",
+            "transformers takes rope_scaling; if that is right, delete rope_parameters",
+        )
     theta = next(iter(thetas.values()), 10_000.0)
     scaling = next(iter(scalings.values()), RopeConfig())
     if scaling.kind == "yarn" and theta <= 1.0:
@@ -392,10 +427,33 @@ def _rope(read: _Reader, max_context: int) -> RopeConfig:
     return replace(scaling, theta=theta)
 
 
+def _disagreeing(
+    thetas: Mapping[str, float], tables: Mapping[str, Mapping[str, Any]], raw: Mapping[str, Any]
+) -> CorruptModel:
+    """The error for two base frequencies, with the lines to delete."""
+    stated = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
+    taken = next(key for key in ("rope_scaling", "rope_parameters", "rope_theta") if key in thetas)
+    lines = " and ".join(
+        f'"rope_theta": {quote(tables[key]["rope_theta"])} in {key}'
+        if key in tables
+        else f'"rope_theta": {quote(raw[key])} outside of {taken}'
+        for key, value in thetas.items()
+        if value != thetas[taken]
+    )
+    return CorruptModel(
+        f"config.json: rotary base frequencies disagree: {stated}",
+        f"transformers takes that of {taken}; if it is right, delete {lines}",
+    )
+
+
 def _scaling(inner: _Reader, read: _Reader, max_context: int) -> RopeConfig:
-    where, table = inner.where, dict(inner.raw)
-    names = [table.pop(key) for key in ("rope_type", "type") if table.get(key) is not None]
-    for key in ("rope_type", "type"):
+    where = inner.where
+    table = {key: value for key, value in inner.raw.items() if value is not None}
+    names = [table.pop(key) for key in ("rope_type", "type") if key in table]
+    for key in (
+        "rope_theta",
+        "finetuned",
+    ):  # the base is read elsewhere; the other computes nothing
         table.pop(key, None)
     if any(isinstance(value, dict) for value in table.values()):
         raise UnsupportedModel(f"{where}: rotary settings per layer are not supported")
@@ -467,15 +525,34 @@ def _ids(read: _Reader, key: str) -> tuple[int, ...]:
 
 
 def _with_generation(config: ModelConfig, path: Path) -> ModelConfig:
-    """Add the stop ids of generation_config.json. If that file is broken, add a note instead of
-    raising."""
+    """Add the stop ids and the sampling of generation_config.json. If that file is broken, add a
+    note instead of raising."""
     if not path.exists():
         return config
     try:
-        ids: Iterable[int] = _ids(_Reader(read_json(path), path.name), "eos_token_id")
+        read = _Reader(read_json(path), path.name)
+        config = replace(config, own=_own_sampling(read))
+        ids: Iterable[int] = _ids(read, "eos_token_id")
     except ModelError as error:
-        return replace(config, notes=(*config.notes, f"ignored: {error}"))
+        own = replace(config.own, why=str(error))
+        return replace(config, own=own, notes=(*config.notes, f"ignored: {error}"))
     return replace(config, stop_ids=tuple(sorted({*config.stop_ids, *ids})))
+
+
+def _own_sampling(read: _Reader) -> OwnSampling:
+    """A value that is missing or null is that of transformers. If one cannot be used, none is."""
+    try:
+        if not read.flag("do_sample"):
+            return OwnSampling(why=f"{read.where} does not ask for sampling")
+        return OwnSampling(
+            read.number("temperature", 0, 100, 1.0),
+            read.integer("top_k", 0, MAX_TOP_K, 50),
+            read.number("top_p", 0, 1, 1.0),
+            read.number("min_p", 0, 1, 0.0),
+            why="",
+        )
+    except CorruptModel as error:
+        return OwnSampling(why=str(error))
 
 
 _PARAMS_KEYS = frozenset(

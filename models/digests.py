@@ -20,10 +20,10 @@ from minikv.models.errors import CorruptModel
 from minikv.models.hub import (
     INDEX,
     ORIGINAL_INDEX,
+    model_files,
     open_regular,
     read_json,
     unreadable,
-    wanted_files,
     weight_map,
 )
 
@@ -45,16 +45,7 @@ class Digest:
 def names(folder: Path) -> list[str]:
     """The names of the files in `folder` that minikv reads, and of shards that an index lists, even
     if they are missing. Raises ModelError if there is no model."""
-    try:
-        files = [
-            path.relative_to(folder).as_posix()
-            for parent in (folder, folder / "additional_chat_templates")
-            if parent.is_dir()
-            for path in parent.iterdir()
-        ]
-    except OSError as error:
-        raise unreadable(folder, error) from None
-    found = set(wanted_files(files))
+    found = set(model_files(folder))
     for index in found & {INDEX, ORIGINAL_INDEX}:
         with contextlib.suppress(CorruptModel):  # the check of its own checksum will report it
             found |= set(weight_map(folder / index).values())

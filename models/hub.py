@@ -15,7 +15,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -32,9 +32,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ORIGINAL_INDEX = "consolidated.safetensors.index.json"
 ORIGINAL = re.compile(r"consolidated[A-Za-z0-9._-]*\.safetensors")
-SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-"""A file name without a folder. The real path is not checked, because the hub's cache consists of
-links into blobs/."""
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,242}\.safetensors")
+"""A file name without a folder, of at most 255 bytes. The real path is not checked, because the
+hub's cache consists of links into blobs/."""
 
 JSON_LIMITS = {
     "tokenizer.json": 64 << 20,
@@ -46,12 +46,16 @@ JSON_LIMITS = {
 """The largest JSON files that are read, in bytes; 1 MiB for any other. Real files have at most
 about half of it."""
 _JSON_LIMIT = 1 << 20
+TENSOR_LIMIT, _SHARD_LIMIT = 100_000, 4096
+"""The most tensors and files of a model. The largest real ones have a tenth of it."""
 _CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
 """The most lists and objects, commas, and colons of one file. When a file is parsed, a list or an
 item of one takes some tens of bytes, and a pair of an object up to 350. The largest real
 vocabularies have half as many lists and items, and six tenths as many pairs."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CHECKSUM = re.compile(r"[0-9a-fA-F]{1,128}")
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
 _TEXT_FILES = frozenset(
     {
@@ -70,6 +74,7 @@ _TEXT_FILES = frozenset(
 )
 _CONFIGS = ("config.json", "params.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+_SHARD = r"model-\d+-of-\d+\.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
 
@@ -117,6 +122,11 @@ def resolve(
     """
     found = _named(model, revision)
     if isinstance(found, Path):
+        if lacks := unfinished(found):
+            raise ModelUnavailable(
+                f"{lacks} in {quote(os.fspath(model))} is a link to a file that is not there",
+                "complete the download",
+            )
         return Source(os.fspath(model), found, None)
     return _from_hub(found, revision, _offline(offline), progress)
 
@@ -138,7 +148,7 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
             "run once without `offline=True` (and without HF_HUB_OFFLINE); "
             "only config.json is fetched",
         )
-    with _told(found, revision):
+    with _told(found, revision), _checked(found):
         # This request is sent once. The library repeats the next one for half a minute.
         info = hub.HfApi().model_info(found, revision=revision)
         names = {sibling.rfilename for sibling in info.siblings or ()}
@@ -154,7 +164,7 @@ def on_disk(model: str | Path, *, revision: str | None = None) -> Source | None:
     found = _named(model, revision)
     if isinstance(found, Path):
         return Source(os.fspath(model), found, None)
-    folder = _cached(_hub(found, offline=True), found, revision)
+    folder = _snapshot(_hub(found, offline=True), found, revision)
     return None if folder is None else Source(found, folder, folder.name)
 
 
@@ -223,7 +233,7 @@ def _is_pathlike(text: str) -> bool:
 
 def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress | None) -> Source:
     hub = _hub(repo, offline)
-    folder = _cached(hub, repo, revision)
+    folder = _snapshot(hub, repo, revision)
     if folder is not None and not missing_files(folder):
         return Source(repo, folder, folder.name)
     at = _at(revision)
@@ -278,8 +288,14 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     return None
 
 
+def _snapshot(hub: Any, repo: str, revision: str | None) -> Path | None:
+    """`_cached`, if the folder has the name of a commit, which is shown and stored."""
+    folder = _cached(hub, repo, revision)
+    return folder if folder is not None and _COMMIT.fullmatch(folder.name) else None
+
+
 def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | None) -> Path:
-    with _told(repo, revision):
+    with _told(repo, revision), _checked(repo):
         # The hub sends sizes only on request, and only `progress` needs them.
         options = {} if watched is None else {"files_metadata": True}
         info = hub.HfApi().model_info(repo, revision=revision, **options)
@@ -289,6 +305,59 @@ def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | Non
             watched.plan(*_to_fetch(hub, repo, info, wanted), Path(hub.constants.HF_HUB_CACHE))
             bars = {"tqdm_class": watched.bar(hub)}
         return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=wanted, **bars))
+
+
+_DOWNLOADING = threading.Lock()
+
+
+@contextlib.contextmanager
+def _checked(repo: str) -> Iterator[None]:
+    """Within this context, the hub's library makes no path of what the hub sends, unless it is
+    hexadecimal. Raises CorruptModel there, and ModelUnavailable for a library with other functions.
+
+    The library takes the hub's word for the commit and for each file's checksum, and makes names of
+    files and folders of them. It also notes which files do not exist, under a name that cannot be
+    checked here; without a folder, it does not.
+    """
+    from huggingface_hub import file_download, hf_api
+
+    try:
+        metadata, info = file_download._get_metadata_or_catch_error, hf_api.HfApi.repo_info
+    except AttributeError:
+        raise ModelUnavailable(
+            f"{repo}: minikv cannot check what this version of huggingface-hub downloads",
+            "install the version in minikv's constraints.txt, or give a directory",
+        ) from None
+
+    def checked_metadata(**asked: Any) -> Any:
+        answer = metadata(**{**asked, "storage_folder": None})
+        _, checksum, commit, *_ = answer
+        _check_name(repo, "commit", commit, _COMMIT)
+        _check_name(repo, "checksum", checksum, _CHECKSUM)
+        return answer
+
+    def checked_info(*args: Any, **asked: Any) -> Any:
+        answer = info(*args, **asked)
+        _check_name(repo, "commit", answer.sha, _COMMIT)
+        return answer
+
+    with _DOWNLOADING:  # the library is changed for all threads
+        file_download._get_metadata_or_catch_error = checked_metadata
+        hf_api.HfApi.repo_info = checked_info  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            file_download._get_metadata_or_catch_error = metadata
+            hf_api.HfApi.repo_info = info  # type: ignore[method-assign]
+
+
+def _check_name(repo: str, what: str, name: object, wanted: re.Pattern[str]) -> None:
+    """Raise CorruptModel if the hub sent a name of another form. None: it sent none."""
+    if name is not None and not (isinstance(name, str) and wanted.fullmatch(name)):
+        raise CorruptModel(
+            f"{repo}: the hub sent a {what} that is not hexadecimal: {quote(name)}",
+            "nothing was written under that name; check HF_ENDPOINT, and who answers there",
+        )
 
 
 @contextlib.contextmanager
@@ -428,7 +497,7 @@ def _to_fetch(hub: Any, repo: str, info: Any, wanted: list[str]) -> tuple[int, i
             continue
         large = getattr(sibling, "lfs", None)
         blob = getattr(large, "sha256", None) or getattr(sibling, "blob_id", None)
-        if blob and (root / "blobs" / blob).exists():
+        if blob and _CHECKSUM.fullmatch(blob) and (root / "blobs" / blob).exists():
             continue
         files += 1
         size += getattr(sibling, "size", None) or 0
@@ -454,7 +523,7 @@ def wanted_files(names: Iterable[str]) -> list[str]:
     """
     present = {name for name in names if "/" not in name}
     wanted = present & _TEXT_FILES
-    shards = {name for name in present if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)}
+    shards = {name for name in present if re.fullmatch(_SHARD, name)}
     original = {name for name in present if ORIGINAL.fullmatch(name)}
     if INDEX in present:
         # Shards may have unusual names. A missing one is found when the index is read.
@@ -478,11 +547,17 @@ def _no_config() -> ModelUnavailable:
     return ModelUnavailable("the repository has no config.json: it holds no model")
 
 
-def no_weights(names: Iterable[str]) -> ModelError:
+def no_weights(names: Collection[str]) -> ModelError:
     """The error for a folder with these file names: it has weights in an unsupported format, or
     none at all."""
     bad = sorted(name for name in names if name.lower().endswith(_PICKLED))
     weights = [n for n in bad if n.lower() != "training_args.bin"]
+    shards = sorted(name for name in names if re.fullmatch(_SHARD, name))
+    if shards:
+        return ModelUnavailable(
+            f"{_and_more(shards)} hold weights, but {INDEX} is missing",
+            "download it, too: it says which file holds what",
+        )
     if weights:
         name = weights[0]
         if all(map(_is_gguf, weights)):
@@ -497,13 +572,38 @@ def no_weights(names: Iterable[str]) -> ModelError:
     return ModelUnavailable("no weights found: neither model.safetensors nor an index of shards")
 
 
+def model_files(folder: Path) -> list[str]:
+    """The names of the files in `folder` that minikv reads, also of links to files that are not
+    there. Raises ModelError if there is no model."""
+    try:
+        names = [
+            path.relative_to(folder).as_posix()
+            for parent in (folder, folder / "additional_chat_templates")
+            if parent.is_dir()
+            for path in parent.iterdir()
+        ]
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    return wanted_files(names)
+
+
+def unfinished(folder: Path) -> str:
+    """The first link to a file that is not there, among the files that minikv reads; "" if there is
+    none. Such a file is a part of the model, and its download did not end."""
+    with contextlib.suppress(ModelError):
+        return next((n for n in model_files(folder) if not os.path.exists(folder / n)), "")
+    return ""
+
+
 def missing_files(folder: Path) -> str:
     """The first file that `folder` lacks for a complete model; "" if it lacks none. Checks names,
     not contents."""
 
     def has(name: str) -> bool:
-        return (folder / name).exists()
+        return os.path.exists(folder / name)
 
+    if lacks := unfinished(folder):
+        return lacks
     if not (has("config.json") or has("params.json")):
         return "config.json"
     names = (*_TOKENIZERS, "tekken.json")
@@ -526,8 +626,10 @@ def missing_files(folder: Path) -> str:
 def weight_map(path: Path) -> dict[str, str]:
     """Read an index file: the file name of the shard of each tensor, by tensor name. Raises
     CorruptModel."""
-    raw = read_json(path)
-    mapping = raw.get("weight_map")
+    data = read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT))
+    if data.count(b":") > TENSOR_LIMIT + 1000:
+        raise CorruptModel(f"{path.name}: more than {TENSOR_LIMIT:,} tensors are not read")
+    mapping = parse_json(data, path.name).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise CorruptModel(f"{path.name}: weight_map is missing or empty")
     for tensor, shard in mapping.items():
@@ -535,7 +637,68 @@ def weight_map(path: Path) -> dict[str, str]:
             raise CorruptModel(
                 f"{path.name}: {quote(shard)} (for {quote(tensor)}) is not a plain shard name"
             )
+    if len(set(mapping.values())) > _SHARD_LIMIT:
+        raise CorruptModel(f"{path.name}: more than {_SHARD_LIMIT:,} files are not read")
     return mapping
+
+
+def refuse_missing(index: Path, shards: Iterable[str]) -> None:
+    """Raise ModelUnavailable if a file that an index names is not beside it. The message says
+    whether other files are, which it does not name."""
+    named, folder = set(shards), index.parent
+    missing = sorted(name for name in named if not os.path.exists(folder / name))
+    if not missing:
+        return
+    other = sorted(
+        name
+        for name in os.listdir(folder)
+        if name not in named
+        and name.endswith(".safetensors")
+        and not name.startswith("adapter")
+        and (ORIGINAL.fullmatch(name) is not None) == (index.name == ORIGINAL_INDEX)
+        and os.path.exists(folder / name)
+    )
+    if not other:
+        raise ModelUnavailable(
+            f"{missing[0]} is missing ({len(missing)} of {len(named)} shards are)",
+            "complete the download",
+        )
+    raise ModelUnavailable(
+        f"{index.name} does not fit the files here: it names {_and_more(missing)}, which are "
+        f"missing, and not {_and_more(other)}, which are here",
+        f"if {SINGLE} is the whole model, delete the index; if not, complete the download"
+        if other == [SINGLE]
+        else "get the index that belongs to these files, or the files that belong to the index",
+    )
+
+
+def _and_more(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"{quote(names[0])[1:-1]}{more}"
+
+
+_STAND_INS = (
+    (
+        re.compile(rb"version https?://(git-lfs|hawser|git-media)\b|# xet version "),
+        "is a Git LFS pointer, not the file that it stands for",
+        "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
+    ),
+    (
+        re.compile(rb"\s*(<!--.*?-->\s*)*<(!doctype|html|\?xml)\b", re.IGNORECASE | re.DOTALL),
+        "is a web page, not the file that was to be downloaded",
+        "download the file again; `hf download NAME` fetches a whole model",
+    ),
+)
+
+
+def refuse_stand_in(data: bytes, name: str) -> None:
+    """Raise CorruptModel if a file holds what some downloads leave in its place. data: at least its
+    first bytes."""
+    first = data[:1024].removeprefix(b"\xef\xbb\xbf")
+    for pattern, what, hint in _STAND_INS:
+        if pattern.match(first):
+            raise CorruptModel(f"{name} {what}", hint)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -571,9 +734,11 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if size > limit:
             raise CorruptModel(f"{path.name}: {size:,} bytes; at most {limit:,} are read")
         try:
-            return file.read(limit + 1) or b""
+            data = file.read(limit + 1) or b""
         except OSError as error:
             raise unreadable(path, error) from None
+    refuse_stand_in(data, path.name)
+    return data
 
 
 def unreadable(path: Path, error: OSError) -> ModelUnavailable:

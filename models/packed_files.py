@@ -7,6 +7,7 @@ Importing this does not import torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -92,9 +93,13 @@ def remove(files: Collection[PackedFile]) -> int:
 
 
 def make(folder: Path) -> None:
-    """Create a folder and its missing parents, readable only by the user. Raises OSError."""
+    """Create a folder and its missing parents with mode 0700. Raises OSError."""
     for missing in reversed([one for one in (folder, *folder.parents) if not one.is_dir()]):
-        missing.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            missing.mkdir(mode=0o700)
+            missing.chmod(0o700)  # for any umask
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def new_part(path: Path) -> BinaryIO:

@@ -30,6 +30,7 @@ from jinja2.utils import Namespace
 _MEMORY = 384 << 20  # bytes of address space, plus 40 times the size of the request
 _SECONDS = 1.0  # of processor time, plus a second per _BYTES_A_SECOND of the request
 _BYTES_A_SECOND = 16 << 20
+_MESSAGE = 200  # characters of a refusal or an error; a template can make it as long as a document
 _CHARACTERS = 4 << 20  # of the text, plus 8 times the size of the request; all are tokenised later
 _FILTERS = frozenset(
     """
@@ -113,7 +114,12 @@ def _json(
 
 
 def _refuse(message: object = "") -> None:
-    raise _Refusal(str(message))
+    raise _Refusal(_short(message))
+
+
+def _short(message: object) -> str:
+    """The beginning of a message, in one line."""
+    return " ".join(str(message)[: 4 * _MESSAGE].split())[:_MESSAGE]
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -156,12 +162,11 @@ class _Programs:
         except _Refusal as refusal:
             return {"refused": str(refusal)}
         except TemplateSyntaxError as error:
-            return {"syntax": error.message, "line": error.lineno}
+            return {"syntax": _short(error.message), "line": error.lineno}
         except MemoryError:
             return {"stopped": "it took more memory than a template may have"}
         except Exception as error:
-            detail = " ".join(str(error).split())[:200]
-            return {"failed": f"{type(error).__name__}: {detail}"}
+            return {"failed": f"{type(error).__name__}: {_short(error)}"}
         if len(text) > limit:
             return {"stopped": f"it wrote more than {limit:,} characters"}
         return {"text": text}

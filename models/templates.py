@@ -3,27 +3,44 @@
 Before the template runs, everything in a message that spells a control token, or could complete one
 at its edges, is replaced by a placeholder with a random name. The rendered text is then split at
 its control tokens, which are all genuine. The texts between them are restored and encoded as plain
-text. At the end, the control ids must equal those of the same chat with neutral messages.
+text. At the end, the control ids must equal those of the same chat with neutral messages, and both
+chats must hold all of what the user said.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from minikv.models.builtin_templates import PLAIN, BuiltIn, recognise
-from minikv.models.errors import CorruptModel, UnsupportedModel
+from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.hub import read_bytes, read_json
 from minikv.models.rendering import SOURCE_LIMIT, Program, TemplateRefusal
 from minikv.models.tokenizer import Tokenizer, well_formed
-from minikv.models.vocabulary import Place, TokenSearch
+from minikv.models.vocabulary import ADDED_LENGTH, Place, TokenSearch
 
 Role = Literal["system", "user", "assistant"]
+
+_NEUTRAL = 0xF0000
+"""The first of the private-use characters that stand for the messages of a neutral chat: two for
+each. They have no case, and are not white space."""
+_ANSWER = chr(0x10FFFD)  # stands for an answer that is not yet written
+_MARK = re.compile(r"<<?[^<>\s]+>>?|\[[^\[\]\s]+\]")
+_LABEL = re.compile(r"(#+ *[^\n#]{1,40}|(?:^|(?<=\n))[^\n]{1,40}:|[^\s:]+:)\s*$")
+"""What a turn marker looks like if it is plain text: `[INST]`, `<|user|>`, `### Response:` or
+`USER:`, the last two in front of a message."""
+_MARKERS, _NEAR = 64, 80  # how many are looked for, and characters before a message for a label
+_NAMES = 8  # of templates, in a message
+
+_REASONING = re.compile(r"</[^<>\s]+>|\[/[^\[\]\s]+\]")  # its end
+_WHICH = {"user": "a question", "system": "the system prompt", "assistant": "an earlier answer"}
 
 _WHOLE = 512
 """How many messages of a long conversation the template gets: half of them from each end."""
@@ -47,14 +64,14 @@ class ChatTemplate:
         tokenizer: Tokenizer,
         *,
         notes: Iterable[str] = (),
-        markers: Iterable[str] = (),
     ) -> None:
         self.name = name
         self._tokenizer = tokenizer
         self._program = Program(source, name)
-        self._markers = re.compile("|".join(map(re.escape, markers)) or r"(?!)")
         self._shields = _Shields(tokenizer.search)
-        self._folds = self._loses_system()
+        self._parts: frozenset[Role] = frozenset()  # whose contents are lists of parts
+        self._folds = self._answered = False
+        self._markers = TokenSearch(self._learn())
         self._notes = tuple(notes)
         self._folded = False
         self._looks_back = False  # what follows an answer depends on the whole conversation
@@ -65,20 +82,25 @@ class ChatTemplate:
         """The folder's own template, else a built-in one, else plain completion.
 
         Looks in chat_template.jinja, additional_chat_templates/default.jinja,
-        tokenizer_config.json (a string, or a list with a "default") and chat_template.json.
+        tokenizer_config.json (a string, or several with a "default") and chat_template.json.
         Raises CorruptModel (damaged, failing or too costly) or UnsupportedModel.
         """
         folder = Path(path)
-        own = _own_template(folder)
+        own, others = _own_template(folder)
         if own is not None:
             source, name = own
             return cls(source, name, tokenizer)
+        why = "no chat template in the folder"
+        if others:
+            names = ", ".join(quote(name, 40) for name in others[:_NAMES])
+            more = f" and {len(others) - _NAMES} more" if len(others) > _NAMES else ""
+            why = f"the folder's chat templates are {names}{more}, and none is the 'default' one"
         found = recognise(tokenizer, folder)
         if found is None:
-            note = "no chat template and no known vocabulary: plain completion, not a chat"
+            note = f"{why}, and no known vocabulary: plain completion, not a chat"
             return cls.built_in(PLAIN, tokenizer, note)
         note = (
-            f"no chat template in the folder: using the built-in {found.name} format, which its "
+            f"{why}: using the built-in {found.name} format, which its "
             "vocabulary points to; a model without chat training will not follow it"
         )
         return cls.built_in(found, tokenizer, note)
@@ -87,7 +109,7 @@ class ChatTemplate:
     def built_in(cls, format: BuiltIn, tokenizer: Tokenizer, *notes: str) -> ChatTemplate:
         """The template of a built-in format. notes: messages for the user."""
         name = "plain" if format is PLAIN else f"built-in {format.name}"
-        return cls(format.source, name, tokenizer, notes=notes, markers=format.markers)
+        return cls(format.source, name, tokenizer, notes=notes)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -145,29 +167,66 @@ class ChatTemplate:
     def markers(self, text: str) -> int:
         """How often a text spells a turn marker that is plain text for this model, such as Llama
         2's [INST]. The model cannot tell these from real ones."""
-        return sum(1 for _ in self._markers.finditer(text))
+        return sum(1 for _ in self._markers.find(text))
+
+    def lost(self, text: str) -> int:
+        """How many characters of a text this model does not get: see `Tokenizer.lost`."""
+        return self._tokenizer.lost(text)
 
     def _compose(self, messages: Sequence[Message], follow: bool) -> list[int]:
         clean = self._prepared(messages)
         shield = self._shields.new()
         end = shield.mark("") if follow else None
         hidden = [Message(m.role, shield.hide(m.content)) for m in clean]
-        # A template that tests for an empty message must do the same in the neutral chat.
-        neutral = [Message(m.role, "x" if m.content.strip() else m.content) for m in clean]
+        neutral = _neutral(clean)
         if end is not None:
             hidden[-2] = neutral[-2] = replace(clean[-2], content=end)
-        segments = self._segments(hidden, end)
-        expected = self._segments(neutral, end)
+        text, plain = self._written(hidden, end), self._written(neutral, end)
+        self._refuse_loss(hidden, text, neutral, plain, follow)
+        segments, expected = self._tokenizer.split(text), self._tokenizer.split(plain)
         if [id for id, _ in segments] != [id for id, _ in expected]:
             raise UnsupportedModel(f"{self.name} makes control tokens out of a message's text")
         ids: list[int] = []
         place: Place = "inside" if follow else "start"
-        for id, text in segments:
+        for id, part in segments:
             if id is not None:
                 ids.append(id)
                 place = "after"
-            ids += self._tokenizer.encode(shield.restore(text), place)
+            ids += self._tokenizer.encode(shield.restore(part), place)
         return ids
+
+    def _refuse_loss(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        neutral: Sequence[Message],
+        plain: str,
+        follow: bool,
+    ) -> None:
+        """Raise UnsupportedModel if a message is not whole in the text of the template, which may
+        change only its case and its white space, and take the reasoning out of an answer. The
+        neutral chat, whose messages are in no other text, shows that each is there; the real one
+        that nothing of it is missing."""
+        at, near, loose = 0, 0, ""
+        checked = list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]
+        said = Counter(message.content.strip() for message, _ in checked)
+        counted: set[str] = set()
+        for message, sign in checked:
+            content = message.content.strip()
+            # Each usually stands after the one before it, so a long text is searched once.
+            found, there = text.find(content, at), plain.find(sign.content, near)
+            whole = there >= 0 or sign.content.strip() in plain
+            at, near = max(at, found), max(near, there)
+            if whole and content not in counted and (found < 0 or said[content] > 1):
+                counted.add(content)
+                loose = loose or _loose(text)
+                forms = map(_loose, _forms(message.role, content))
+                whole = any(loose.count(form) >= said[content] for form in forms)
+            if not whole:
+                raise UnsupportedModel(
+                    f"{self.name} leaves out {_WHICH[message.role]}, or a part of it",
+                    "what you say would not reach the model whole: it needs another chat template",
+                )
 
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Well-formed messages. If the template takes no system message, it is put before the next
@@ -190,47 +249,129 @@ class ChatTemplate:
                 folded.append(message)
         return folded
 
-    def _segments(
-        self, messages: Sequence[Message], end: str | None
-    ) -> list[tuple[int | None, str]]:
-        text = self._render(messages)
+    def _written(self, messages: Sequence[Message], end: str | None) -> str:
+        """What the template writes, up to the start of the answer; from `end` on if that is
+        given."""
+        if self._answered:
+            answer = Message("assistant", _ANSWER)
+            text, found, _ = self._render([*messages, answer]).rpartition(_ANSWER)
+            text = text.rstrip(" ")  # the answer begins with the space
+            if not found:
+                raise UnsupportedModel(f"{self.name} writes no answer after this conversation")
+        else:
+            text = self._render(messages)
         if end is not None:
             _, found, text = text.rpartition(end)
             if not found:
                 raise UnsupportedModel(
                     f"{self.name} leaves earlier answers out, so a chat with it cannot go on"
                 )
-        return self._tokenizer.split(text)
+        return text
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], prompt: bool = True) -> str:
         try:
-            return self._program.render(self._variables(messages))
+            return self._program.render(self._variables(messages, prompt))
         except TemplateRefusal as refusal:
-            raise UnsupportedModel(
-                f"{self.name} refuses this conversation: {str(refusal)[:200]}"
-            ) from refusal
+            raise UnsupportedModel(f"{self.name} refuses this conversation: {refusal}") from refusal
 
-    def _variables(self, messages: Sequence[Message]) -> dict[str, Any]:
+    def _variables(self, messages: Sequence[Message], prompt: bool = True) -> dict[str, Any]:
         return {
             **self._tokenizer.named,
             "gap": " " if self._tokenizer.prefix == "first" else "",
             "start": self._tokenizer.start,
-            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "messages": [{"role": m.role, "content": self._content(m)} for m in messages],
             "tools": None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": prompt,
         }
 
-    def _loses_system(self) -> bool:
-        """Whether the template refuses or silently drops a system message. Raises CorruptModel if
-        it writes nothing for a question."""
-        user, system = Message("user", "x"), Message("system", "minikv-probe")
-        if not self._render([user]).strip():
-            raise CorruptModel(f"{self.name} writes nothing for a question")
-        try:
-            return system.content not in self._program.render(self._variables([system, user]))
-        except TemplateRefusal:
-            return True
+    def _content(self, message: Message) -> str | list[dict[str, str]]:
+        if message.role in self._parts:
+            return [{"type": "text", "text": message.content}]
+        return message.content
+
+    def _learn(self) -> list[str]:
+        """Find out how the template takes messages: whose contents are lists of parts, whether it
+        drops system messages, and whether what stands before an answer is only written with one.
+        Returns the turn markers that it writes as plain text.
+
+        Raises CorruptModel or UnsupportedModel if it fails or refuses for a question alone.
+        """
+        system, user, answer = _neutral(
+            [Message(role, "x") for role in ("system", "user", "assistant")]
+        )
+        asked = self._probe([user], "user", needed=True)
+        if asked is None:  # the first question is refused
+            asked = self._render([user])
+            if not asked.strip():
+                raise CorruptModel(f"{self.name} writes nothing for a question")
+        briefed = self._probe([system, user], "system")
+        self._folds = briefed is None
+        closed = self._probe([user, answer], "assistant")
+        if closed is not None and self._render([user], prompt=False) == asked:
+            # Nothing in the template asks for an answer. In front of one it may write more.
+            end = asked.rpartition(user.content)[2].rstrip()
+            before = closed.rpartition(answer.content)[0].rpartition(user.content)[2].rstrip()
+            self._answered = before.startswith(end) and before != end
+        return self._plain_markers(text for text in (briefed, asked, closed) if text)
+
+    def _probe(self, messages: Sequence[Message], role: Role, needed: bool = False) -> str | None:
+        """The text of a neutral chat. The contents of `role` become lists of parts if the template
+        takes them only so; None if it takes neither. needed: then raise the first error."""
+        given, errors = self._parts, []
+        for parts in (given, given | {role}):
+            self._parts = parts
+            try:
+                text = self._render(messages)
+            except (CorruptModel, UnsupportedModel) as error:
+                errors.append(error)
+                continue
+            if all(message.content in text for message in messages):
+                return text
+        self._parts = given
+        if needed and errors:
+            raise errors[0]
+        return None
+
+    def _plain_markers(self, texts: Iterable[str]) -> list[str]:
+        """The turn markers in the texts of neutral chats that are not control tokens."""
+        found: dict[str, None] = {}
+        for text in texts:
+            for _, segment in self._tokenizer.split(text):
+                parts = re.split(f"[{chr(_NEUTRAL)}-{chr(_NEUTRAL + 9)}]+", segment)
+                if len(parts) == 1:
+                    continue  # between two control tokens, where no message is
+                for part in parts:
+                    found.update(dict.fromkeys(_MARK.findall(part)))
+                for part in parts[:-1]:
+                    if (label := _LABEL.search(_MARK.sub("", part[-_NEAR:]))) is not None:
+                        found[label[1].strip()] = None
+        return [marker for marker in found if len(marker) <= ADDED_LENGTH][:_MARKERS]
+
+
+def _neutral(messages: Sequence[Message]) -> list[Message]:
+    """The messages with two characters of their own instead of their contents. A template that
+    tests for an empty message must find the same ones."""
+    made = []
+    for n, message in enumerate(messages):
+        first = _NEUTRAL + 2 * n % 0x10000
+        text = chr(first) + chr(first + 1)
+        made.append(replace(message, content=text) if message.content.strip() else message)
+    return made
+
+
+def _forms(role: Role, content: str) -> Iterator[str]:
+    """What of a message must be in the text: all of it, perhaps as JSON; of an answer, at least
+    what follows its reasoning."""
+    yield content
+    yield json.dumps(content, ensure_ascii=False)[1:-1]
+    if role == "assistant":
+        yield _REASONING.split(content)[-1]
+
+
+def _loose(text: str) -> str:
+    """A text without what templates may change of a message: its case and its white space."""
+    return "".join(text.split()).casefold()
 
 
 class _Shields:
@@ -333,13 +474,18 @@ def _shortened(messages: Sequence[Message]) -> Sequence[Message]:
     return [*messages[: _WHOLE // 2], *messages[_WHOLE // 2 + left_out :]]
 
 
-def _own_template(folder: Path) -> tuple[str, str] | None:
-    """(source, file name) of the folder's own template; None if it has none. Raises
-    CorruptModel."""
+def _own_template(folder: Path) -> tuple[tuple[str, str] | None, list[str]]:
+    """(source, file name) of the folder's own template, None if it has none, and the names of its
+    templates for other uses. Raises CorruptModel."""
+    others = sorted(
+        file.stem
+        for file in (folder / "additional_chat_templates").glob("*.jinja")
+        if file.stem != "default"
+    )
     for name in ("chat_template.jinja", "additional_chat_templates/default.jinja"):
         if (file := folder / name).exists():
             try:
-                return read_bytes(file, SOURCE_LIMIT).decode("utf-8-sig"), name
+                return (read_bytes(file, SOURCE_LIMIT).decode("utf-8-sig"), name), others
             except UnicodeDecodeError as error:
                 raise CorruptModel(f"{name} is not UTF-8 text") from error
     for name in ("tokenizer_config.json", "chat_template.json"):
@@ -347,16 +493,21 @@ def _own_template(folder: Path) -> tuple[str, str] | None:
             continue
         found = read_json(file).get("chat_template")
         if isinstance(found, list):
-            named = {
+            found = {
                 entry["name"]: entry["template"]
                 for entry in found
                 if isinstance(entry, dict)
                 and {"name", "template"} <= entry.keys()
                 and isinstance(entry["name"], str)
             }
-            found = named.get("default")
+        if isinstance(found, dict):
+            others += (name for name in found if name != "default")
+            found = found.get("default")
         if isinstance(found, str):
-            return found, name
+            if len(found) > SOURCE_LIMIT:
+                found = ""  # the error holds this frame
+                raise CorruptModel(f"{name}: chat_template is larger than {SOURCE_LIMIT >> 10} KiB")
+            return (found, name), others
         if found is not None:
             raise CorruptModel(f"{name}: chat_template is neither text nor a list of templates")
-    return None
+    return None, others

@@ -8,12 +8,14 @@ bytes that it cannot decode, are replaced by U+FFFD.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
+from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel, quote
 from minikv.models.hub import read_json
+from minikv.models.split_patterns import foreign
 from minikv.models.stream import TextStream
 from minikv.models.tokenizer_json import JsonVocabulary
 from minikv.models.tokenizer_sp import PieceVocabulary
@@ -25,6 +27,8 @@ from minikv.models.vocabulary import (
     Vocabulary,
     check_added,
     is_marker,
+    lost,
+    text_of,
 )
 
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
@@ -43,7 +47,7 @@ class Tokenizer:
     a text. stop_ids: ids that end an answer, from all sources. bos: the id of the BOS token, or
     None. named: the special strings that a chat template may use (`bos_token`, `eos_token`, ...).
     prefix: see `vocabulary.Prefix`. start: the string with which a text without chat format begins:
-    BOS or "".
+    BOS or "". notes: messages for the user.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Tokenizer:
         *,
         named: Mapping[str, str] | None = None,
         extra: Mapping[str, int] | None = None,
+        special: Iterable[str] = (),
         edges: Mapping[str, Edges] | None = None,
         stop_ids: Iterable[int] = (),
         starts_with_bos: bool = True,
@@ -70,11 +75,23 @@ class Tokenizer:
         self._edges = dict(edges or {})
         self._forbidden = frozenset(control.values()) - {vocabulary.unknown}
         self.search = TokenSearch(control)
+        self._pieces = [*vocabulary.pieces, *([b""] * (self.vocab - vocabulary.size))]
+        for text, id in (extra or {}).items():
+            self._pieces[id] = text.encode("utf-8", "replace")
+        for text in control.keys() & special:
+            self._pieces[control[text]] = b""
+        self._loses = lost(vocabulary)
+        self.notes: tuple[str, ...] = ()
+        if self._loses:
+            what = ", ".join(self._loses)
+            self.notes = (f"the tokenizer drops or changes these characters of a text: {what}",)
 
     @classmethod
-    def from_folder(cls, path: Path | str, stop_ids: Iterable[int] = ()) -> Tokenizer:
+    def from_folder(
+        cls, path: Path | str, stop_ids: Iterable[int] = (), family: str = "", rows: int = 0
+    ) -> Tokenizer:
         """Read `tokenizer.json`, or without it `tokenizer.model`. stop_ids: those of the model's
-        configuration.
+        configuration. family and rows: its model_type, and the rows of its embedding.
 
         Raises ModelUnavailable (no tokenizer), UnsupportedModel (tiktoken or tekken format) and
         CorruptModel (a damaged file, named).
@@ -96,14 +113,16 @@ class Tokenizer:
             if (text := _content(entry))
         ]
         stated = "bos_token" in config or "bos_token" in special
-        extra = _declared(folder, config)
+        extra, flagged = _declared(folder, config)
         # Those that are in the vocabulary become added tokens, too.
         check_added({*named.values(), *also, *extra}, "the tokenizer")
         edges: Mapping[str, Edges] = {}
+        note = None
         vocabulary: Vocabulary
         if (file := folder / "tokenizer.json").exists():
             vocabulary = found = JsonVocabulary.from_file(file, [*named.values(), *also, *extra])
             edges = found.edges
+            note = foreign(family, rows, found.cuts)
         elif (model := _sentencepiece_file(folder)) is not None:
             # transformers writes "legacy": false when a text after a control token gets no space.
             prefix: Prefix = "first" if config.get("legacy") is False else "every"
@@ -119,25 +138,37 @@ class Tokenizer:
         else:
             raise ModelUnavailable(f"no tokenizer.json or tokenizer.model in {folder}")
         extra = {text: id for text, id in extra.items() if vocabulary.find(text) is None}
+        ordinary = set(extra.values()) - set(vocabulary.control.values())
+        for text, id in extra.items():
+            if id in ordinary and id < vocabulary.size and vocabulary.pieces[id]:
+                raise CorruptModel(
+                    f"the added token {quote(text, 40)} has the id {id:,}, which is that of "
+                    f"{quote(vocabulary.pieces[id].decode('utf-8', 'replace'), 40)}"
+                )
         if not stated:
             for key, usual in _USUAL.items():
                 text = next((u for u in usual if u in vocabulary.control or u in extra), None)
                 if key not in named and text is not None:
                     named[key] = text
-        return cls(
+        made = cls(
             vocabulary,
             named=named,
             extra=extra,
+            special=[*named.values(), *also, *flagged],
             edges=edges,
             stop_ids=stop_ids,
             starts_with_bos=config.get("add_bos_token") is not False,
         )
+        if note is not None:
+            made.notes += (note,)
+        return made
 
     @property
     def largest(self) -> int:
         """The largest id that `encode` can return."""
         pieces = self._vocabulary.pieces
-        return next((id for id in range(len(pieces) - 1, -1, -1) if pieces[id]), 0)
+        ids = (id for id in range(len(pieces) - 1, -1, -1) if id not in self._forbidden)
+        return next((id for id in ids if pieces[id]), 0)
 
     def encode(self, text: str, place: Place = "start") -> list[int]:
         """The ids of plain text. No BOS is added, and no control id is ever returned.
@@ -164,15 +195,21 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids. Control tokens and ids outside of the vocabulary have no text."""
-        pieces = self._vocabulary.pieces
-        data = b"".join(pieces[id] for id in ids if 0 <= id < len(pieces))
-        text = data.decode("utf-8", "replace")
-        return text.removeprefix(" ") if self._vocabulary.drop_space else text
+        """The text of ids. Control tokens that a file calls special have none, nor have ids outside
+        of the vocabulary."""
+        return text_of(ids, self._pieces, self._vocabulary.drop_space)
 
     def stream(self) -> TextStream:
         """A decoder for ids that arrive one by one. Its pieces together are `decode` of all ids."""
-        return TextStream(self._vocabulary.pieces, self._vocabulary.drop_space)
+        return TextStream(self._pieces, self._vocabulary.drop_space)
+
+    def lost(self, text: str) -> int:
+        """How many characters of a text the ids do not hold: the vocabulary cannot spell them, or
+        the tokenizer replaces them by others."""
+        if not self._loses:
+            return 0
+        text = well_formed(text)
+        return (Counter(text) - Counter(self.decode(self.encode(text)))).total()
 
     def lookalikes(self, text: str) -> int:
         """How often a text spells a control token."""
@@ -232,25 +269,28 @@ def _entries(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else []
 
 
-def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, int]:
-    """Control tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary.
-    Raises CorruptModel for an impossible id."""
+def _declared(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
+    """Control tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary, and
+    those of them that are called special. Raises CorruptModel for an impossible id."""
     found: dict[str, Any] = {}
+    flagged = []
     if (file := folder / "added_tokens.json").exists():
         found.update((text, id) for text, id in read_json(file).items() if is_marker(text))
     decoder = config.get("added_tokens_decoder")
     for id, entry in decoder.items() if isinstance(decoder, dict) else ():
         text = _content(entry)
-        flagged = isinstance(entry, dict) and entry.get("special") is True
-        if text and (flagged or is_marker(text)):
+        special = isinstance(entry, dict) and entry.get("special") is True
+        if text and (special or is_marker(text)):
             found[text] = id
+            if special:
+                flagged.append(text)
     ids = {}
     for text, id in found.items():
         number = int(id) if re.fullmatch(r"\d{1,9}", str(id), re.ASCII) else LARGEST_ID
         if number >= LARGEST_ID:
             raise CorruptModel(f"the added token {text[:40]!r} has the id {str(id)[:40]!r}")
         ids[text] = number
-    return ids
+    return ids, flagged
 
 
 def _sentencepiece_file(folder: Path) -> Path | None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from minikv.models.errors import CorruptModel, UnsupportedModel
+from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.hub import read_json
-from minikv.models.stream import byte_level_bytes, word_piece_bytes
+from minikv.models.split_patterns import PATTERNS
+from minikv.models.stream import byte_level_alphabet, byte_level_bytes, word_piece_bytes
 from minikv.models.vocabulary import (
     LARGEST_ID,
     Place,
@@ -23,6 +25,7 @@ from minikv.models.vocabulary import (
     check_added,
     is_marker,
     library_errors,
+    lost,
     silent,
 )
 
@@ -37,7 +40,7 @@ _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": 
 
 
 class JsonVocabulary:
-    """The content of a `tokenizer.json`. named: strings that the folder's other files call
+    """The content of a `tokenizer.json`. named: strings that the folder's other files add, or call
     special."""
 
     def __init__(
@@ -48,14 +51,18 @@ class JsonVocabulary:
             check_added([str(t["content"]) for t in data.get("added_tokens") or []], name)
             _check_growth(data, name)
             _check_merges(data["model"], name)
+            quiet = {str(t["content"]) for t in data.get("added_tokens") or [] if t.get("special")}
             data = _prepared(data, frozenset(named))
             added = {str(token["content"]): token for token in data["added_tokens"]}
             largest = max((int(token["id"]) for token in added.values()), default=-1)
         if largest >= LARGEST_ID:
             id_text = str(largest) if largest < 10**18 else "19 digits or more"
             raise CorruptModel(f"{name} has a token id of {id_text}")
+        with library_errors(name, "unexpected structure"):
+            data = _placed(data, name)
+            self._may_panic = any(map(_may_panic, _parts(data)))
         self._backends: dict[Place, tokenizers.Tokenizer] = {}
-        with silent(), library_errors(name, "not a usable tokenizer"):
+        with library_errors(name, "not a usable tokenizer"), silent():
             start = _backend(data)
             for text in _PROBES:
                 start.encode_batch_fast([text], add_special_tokens=False)
@@ -63,18 +70,22 @@ class JsonVocabulary:
             ids = start.get_vocab(with_added_tokens=True)
         if not ids or max(ids.values()) >= LARGEST_ID or min(ids.values()) < 0:
             raise CorruptModel(f"{name} has no usable vocabulary")
+        for token in data["added_tokens"]:
+            text, id = str(token["content"]), int(token["id"])
+            if text and ids.get(text) != id:
+                raise _misplaced(name, text, id, f"the vocabulary gives it {ids.get(text)}")
         self._ids = ids
         self.size = max(ids.values()) + 1
-        with library_errors(name, "unexpected structure"):
+        with library_errors(name, "unexpected structure"), silent():
             parts = list(_parts(data))
             self.prefix = _prefix(parts)
             self._backends["after"] = self._variant(data, first_only=True)
             self._backends["inside"] = self._variant(data, first_only=False)
             special = [text for text, token in added.items() if token["special"] and text in ids]
             self.control = {text: ids[text] for text in special if not self._is_word(text)}
-            unknown = data["model"].get("unk_token")
-            self.unknown: int | None = ids.get(unknown) if isinstance(unknown, str) else None
-            self.pieces, self.drop_space = self._table(data, frozenset(added))
+            self.unknown = _unknown(data["model"], ids)
+            self._quiet = frozenset(self.control[text] for text in quiet & self.control.keys())
+            self._choose_table(data, frozenset(added))
         self.edges = {
             text: (bool(token["lstrip"]), bool(token["rstrip"]), bool(token["single_word"]))
             for text, token in added.items()
@@ -88,7 +99,8 @@ class JsonVocabulary:
 
     def encode(self, text: str, place: Place) -> list[int]:
         """The ids of a text, in which no control token is recognised. Raises CorruptModel."""
-        with library_errors(self._name, "the text cannot be encoded"):
+        held = silent() if self._may_panic else contextlib.nullcontext()
+        with library_errors(self._name, "the text cannot be encoded"), held:
             # The fast form computes no offsets, which would take 100 bytes per token.
             found = self._backends[place].encode_batch_fast([text], add_special_tokens=False)
             ids: list[int] = found[0].ids
@@ -97,6 +109,13 @@ class JsonVocabulary:
     def find(self, piece: str) -> int | None:
         """The id of a vocabulary entry; None if there is no such entry."""
         return self._ids.get(piece)
+
+    def cuts(self, text: str) -> list[tuple[int, int]]:
+        """Where the pre-tokenizer cuts a text: (first character, the one after the last) of each
+        part."""
+        cutter = self._backends["start"].pre_tokenizer
+        with library_errors(self._name, "the text cannot be cut"), silent():
+            return [] if cutter is None else [span for _, span in cutter.pre_tokenize_str(text)]
 
     def _is_word(self, text: str) -> bool:
         # The padding token is often an ordinary word, like "!", which texts may use.
@@ -118,7 +137,9 @@ class JsonVocabulary:
             return self._backends["start"]
         return _backend({**data, **bare})
 
-    def _table(self, data: dict[str, Any], added: frozenset[str]) -> tuple[list[bytes], bool]:
+    def _choose_table(self, data: dict[str, Any], added: frozenset[str]) -> None:
+        """Set `pieces` and `drop_space` as the decoder says. If that does not write what was read,
+        and the way in which the pieces are spelled writes more of it, as that says."""
         decoders = list(_components(data.get("decoder")))
         kinds = {part["type"] for part in decoders}
         unsupported = kinds - {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
@@ -128,29 +149,42 @@ class JsonVocabulary:
             )
         if not kinds:
             kinds = {part["type"] for part in _components(data.get("pre_tokenizer"))}
-        drop = any(part["type"] == "Metaspace" and _scheme(part) != "never" for part in decoders)
-        drop |= any(
+        self.drop_space = any(
+            part["type"] == "Metaspace" and _scheme(part) != "never" for part in decoders
+        )
+        self.drop_space |= any(
             part["type"] == "Strip" and part.get("content") == " " and part.get("start", 0) >= 1
             for part in decoders
         )
-        space = next(
-            (str(part["replacement"]) for part in decoders if part["type"] == "Metaspace"), "▁"
-        )
+        space = next(filter(None, map(_space, decoders)), "▁")
         fallback = bool(data["model"].get("byte_fallback")) or "ByteFallback" in kinds
+
+        def spelled(piece: str) -> bytes:
+            if "ByteLevel" in kinds:
+                return byte_level_bytes(piece)
+            if kinds & {"Metaspace", "Replace"}:
+                return word_piece_bytes(piece, fallback, space)
+            return piece.encode("utf-8", "replace")
+
+        self.pieces = self._table(spelled, added)
+        missing, letters = lost(self), byte_level_alphabet().keys()
+        if not missing:
+            return
+        declared = self.pieces, self.drop_space
+        if any(set(piece) - letters for piece in self._ids.keys() - added):
+            self.pieces = self._table(lambda piece: word_piece_bytes(piece, fallback), added)
+            self.drop_space = self.prefix != "never"
+        else:
+            self.pieces, self.drop_space = self._table(byte_level_bytes, added), False
+        if len(lost(self)) >= len(missing):
+            self.pieces, self.drop_space = declared
+
+    def _table(self, spelled: Callable[[str], bytes], added: frozenset[str]) -> list[bytes]:
         pieces = [b""] * self.size
-        silent = set(self.control.values())
         for piece, id in self._ids.items():
-            if id in silent:
-                continue
-            if piece in added:
-                pieces[id] = piece.encode("utf-8", "replace")
-            elif "ByteLevel" in kinds:
-                pieces[id] = byte_level_bytes(piece)
-            elif kinds & {"Metaspace", "Replace"}:
-                pieces[id] = word_piece_bytes(piece, fallback, space)
-            else:
-                pieces[id] = piece.encode("utf-8", "replace")
-        return pieces, drop
+            if id not in self._quiet:
+                pieces[id] = piece.encode("utf-8", "replace") if piece in added else spelled(piece)
+        return pieces
 
 
 def _backend(data: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -181,6 +215,46 @@ def _prepared(data: dict[str, Any], named: frozenset[str]) -> dict[str, Any]:
         ]
     added.sort(key=lambda token: int(token["id"]))
     return {**data, "model": model, "added_tokens": added, "truncation": None, "padding": None}
+
+
+def _placed(data: dict[str, Any], name: str) -> dict[str, Any]:
+    """The file's content with its added tokens in the vocabulary, if the library would give them
+    other ids than the file: it numbers those that the vocabulary lacks from its size on."""
+    vocab = data["model"].get("vocab")
+    if not isinstance(vocab, dict):
+        return data
+    new = {str(token["content"]): int(token["id"]) for token in data["added_tokens"]}
+    new = {text: id for text, id in new.items() if text and text not in vocab}
+    size = len(vocab)
+    if (
+        list(new.values()) == list(range(size, size + len(new)))
+        and max(vocab.values(), default=0) < size
+    ):
+        return data
+    owners = {id: piece for piece, id in vocab.items()}
+    for text, id in new.items():
+        if owners.setdefault(id, text) != text:
+            raise _misplaced(name, text, id, f"which is that of {quote(owners[id], 40)}")
+    return {**data, "model": {**data["model"], "vocab": {**vocab, **new}}}
+
+
+def _misplaced(name: str, text: str, id: int, why: str) -> CorruptModel:
+    return CorruptModel(f"{name}: the added token {quote(text, 40)} has the id {id:,}, and {why}")
+
+
+def _unknown(model: dict[str, Any], ids: dict[str, int]) -> int | None:
+    """The id of what the vocabulary cannot spell: Unigram names it by its place, the others by its
+    string."""
+    found = model.get("unk_id") if model.get("type") == "Unigram" else model.get("unk_token")
+    return found if isinstance(found, int) else ids.get(found) if isinstance(found, str) else None
+
+
+def _may_panic(part: dict[str, Any]) -> bool:
+    """Whether a normalizer or a pre-tokenizer may panic for some text: a regular expression that is
+    not a published one may take too many attempts, and a character map may point anywhere."""
+    pattern = part.get("pattern")
+    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
+    return part["type"] == "Precompiled" or expression not in (None, *PATTERNS)
 
 
 def _components(part: Any) -> Iterator[dict[str, Any]]:
@@ -257,6 +331,14 @@ def _parts(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _scheme(metaspace: dict[str, Any]) -> str:
     default = "always" if metaspace.get("add_prefix_space", True) else "never"
     return str(metaspace.get("prepend_scheme") or default)
+
+
+def _space(decoder: dict[str, Any]) -> str:
+    """What a decoder replaces by a space; "" if it does not."""
+    if decoder["type"] == "Replace" and decoder.get("content") == " ":
+        pattern = decoder["pattern"]
+        return str(pattern.get("String", "")) if isinstance(pattern, dict) else str(pattern)
+    return str(decoder["replacement"]) if decoder["type"] == "Metaspace" else ""
 
 
 def _prefix(parts: list[dict[str, Any]]) -> Prefix:

@@ -3,7 +3,8 @@
 Control pieces never come from a text. User-defined pieces can. So those that look like control
 tokens (`<|im_start|>`, but also the `[REFERENCE_DOC_n]` of Mistral v3) are changed to control
 pieces in the bytes of the file, before sentencepiece parses it. A text that spells one then becomes
-ordinary pieces. This is the only difference from the vendor's ids.
+ordinary pieces. This is the only difference from the vendor's ids. If the model writes one, it has
+its text, as with the vendor.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PieceVocabulary:
                 "use the Hugging Face layout of this model, which has a tokenizer.json",
             )
         with library_errors(name, "not a sentencepiece model"):
-            self._data = _shield_markers(data)
+            self._data, shown = _shield_markers(data)
             self._model = sentencepiece.SentencePieceProcessor(model_proto=self._data)
             model = self._model
             self.size = int(model.vocab_size())
@@ -56,6 +57,8 @@ class PieceVocabulary:
                 model.is_control(id) or model.is_unknown(id) or model.is_unused(id)
                 for id in range(self.size)
             ]
+            for id in shown:
+                silent[id] = False
             self.control = {
                 piece: id
                 for id, piece in enumerate(names)
@@ -87,7 +90,8 @@ class PieceVocabulary:
 
     def find(self, piece: str) -> int | None:
         """The id of a piece; None if the vocabulary has no such piece."""
-        id = int(self._model.piece_to_id(piece))
+        known = piece.encode("utf-8", "replace").decode()  # the library takes no lone surrogate
+        id = int(self._model.piece_to_id(known))
         return id if self._model.id_to_piece(id) == piece else None
 
     @cached_property
@@ -105,13 +109,16 @@ def _is_tiktoken(data: bytes) -> bool:
     return bool(token) and rank.strip().isdigit() and all(32 < byte < 127 for byte in token)
 
 
-def _shield_markers(data: bytes) -> bytes:
+def _shield_markers(data: bytes) -> tuple[bytes, list[int]]:
     """The file's bytes, in which user-defined pieces that look like control tokens are changed to
-    control pieces."""
+    control pieces, and the ids of these."""
     patched = bytearray(data)
+    changed = []
+    id = -1
     for field, start, end in _fields(data, 0, len(data)):
         if field != 1:  # pieces
             continue
+        id += 1
         piece, type_at = "", -1
         for inner, at, stop in _fields(data, start, end):
             if inner == 1:
@@ -120,7 +127,8 @@ def _shield_markers(data: bytes) -> bytes:
                 type_at = at
         if type_at >= 0 and data[type_at] == _USER_DEFINED and is_marker(piece):
             patched[type_at] = _CONTROL
-    return bytes(patched)
+            changed.append(id)
+    return bytes(patched), changed
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -34,7 +34,7 @@ ADDED_STATES = 1 << 20
 tokenizers library builds up to three tables with a state for each. A state takes about a
 microsecond and 75 bytes. Numbered tokens share their beginnings: 100,000 have 111,000."""
 _FILTERED = 4  # how many of the first characters of a token a regular expression looks for
-_STDERR = threading.Lock()
+_STDERR = threading.RLock()
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
@@ -49,7 +49,8 @@ class Vocabulary(Protocol):
     """The id for characters that the vocabulary cannot spell; None if there is none. A text may
     have it."""
     pieces: list[bytes]
-    """The bytes of the text of every id; b"" for control tokens."""
+    """The bytes of the text of every id; b"" for control tokens that the file calls special. A
+    control token that only looks like one (`<think>`) has text."""
     prefix: Prefix
     drop_space: bool
     """Whether decoding drops one space at the very beginning."""
@@ -98,6 +99,37 @@ def _states(texts: Iterable[str]) -> int:
         count += len(text) - next(differing, len(before))  # or `before` is all at the beginning
         before = text
     return count
+
+
+PROBES = {
+    "spaces": "two words",
+    "spaces in a row": "a  b",
+    "line ends": "a\nb",
+    "tabs": "a\tb",
+    "accents": "\u00e9",
+    "Chinese": "\u4e2d\u6587",
+    "emoji": "\U0001f600",
+    "rare characters": "\U0002a6d6",
+}
+"""Texts that a vocabulary should read and write unchanged. A vocabulary that spells bytes does; one
+that does not lacks the last."""
+
+
+def lost(vocabulary: Vocabulary) -> list[str]:
+    """Which of `PROBES` the vocabulary drops or changes."""
+    return [
+        what
+        for what, text in PROBES.items()
+        if text_of(vocabulary.encode(text, "start"), vocabulary.pieces, vocabulary.drop_space)
+        != text
+    ]
+
+
+def text_of(ids: Iterable[int], pieces: Sequence[bytes], drop_space: bool) -> str:
+    """The text of ids. Ids outside of `pieces` have none."""
+    data = b"".join(pieces[id] for id in ids if 0 <= id < len(pieces))
+    text = data.decode("utf-8", "replace")
+    return text.removeprefix(" ") if drop_space else text
 
 
 class TokenSearch:
@@ -172,21 +204,34 @@ def _after(text: str) -> str | None:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Within this context, standard error of the process goes to the null device, because the Rust
-    library prints a backtrace there before Python can catch its panic. Use it only while a file is
-    loaded. One thread at a time may be inside: a second one would save the redirected output as the
-    original, and restore that."""
+    """Within this context, what the process writes to standard error is held back. If an exception
+    ends the context, it is dropped, because the Rust library prints a panic there before Python can
+    catch it. Otherwise it is written at the end; what is beyond the 64 KiB of a pipe is lost.
+
+    One thread at a time may be inside: a second one would save the pipe as the original."""
     with _STDERR, contextlib.ExitStack() as undo:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
-        with contextlib.suppress(OSError):  # there may be no standard error
+        try:
             kept = os.dup(2)
-            undo.callback(os.close, kept)
-            undo.callback(os.dup2, kept, 2)
-            null = os.open(os.devnull, os.O_WRONLY)
-            undo.callback(os.close, null)
-            os.dup2(null, 2)
+        except OSError:  # there is no standard error
+            yield
+            return
+        undo.callback(os.close, kept)
+        held, end = os.pipe()
+        undo.callback(os.close, held)
+        undo.callback(os.dup2, kept, 2)
+        os.dup2(end, 2)
+        os.close(end)
+        for file in (held, 2):
+            os.set_blocking(file, False)
         yield
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os.dup2(kept, 2)
+        with contextlib.suppress(OSError):  # it is empty, and a child process has the other end
+            while text := os.read(held, 1 << 16):
+                os.write(2, text)
 
 
 @contextmanager
@@ -204,5 +249,6 @@ def library_errors(name: str, what: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             detail = quote(" ".join(str(error).split()), 200)[1:-1]  # it may quote the file
+            error.args = (detail,)  # it is held as long as the error that it causes
             raise CorruptModel(f"{name}: {what}: {detail}") from error
         raise

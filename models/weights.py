@@ -18,7 +18,6 @@ from torch import Tensor
 
 from minikv.models.checkpoint import (
     DTYPES,
-    IGNORED,
     STAGING,
     Checkpoint,
     Entry,
@@ -99,7 +98,7 @@ def load_network(
     allocated.
     """
     assert sys.byteorder == "little", "safetensors are little-endian"
-    entries = {n: e for n, e in checkpoint.entries.items() if not IGNORED.fullmatch(n)}
+    entries = dict(checkpoint.entries)
     dtype = dtype or checkpoint.dtype
     device = torch.device(device)
     check_form(form, device, dtype)

@@ -1,5 +1,5 @@
 """docs/architecture.md names files, classes and methods that exist. The commands of the README and
-of the guide are ones, links between the pages lead to headings, and the README's figures of a plan
+of the guide are ones, links between the pages lead to headings, and the guide's figures of a plan
 are what `minikv plan` says."""
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_the_commands_of_the_pages_are_ones(words: list[str]) -> None:
 def test_the_readme_has_the_commands_of_a_first_day() -> None:
     first = {words[0] for words in commands(README)}
     assert {"ask", "chat", "plan", "policies", "eval", "bench"} <= first
-    assert "https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct" in README
+    assert "https://huggingface.co/meta-llama/Meta-Llama-3-8B-Instruct" in README
     assert "`.venv/bin/hf auth login`" in README
     scripts = metadata.entry_points(group="console_scripts")
     assert "hf" in scripts.names
@@ -129,7 +129,7 @@ def test_links_lead_to_files_and_headings(page: str, folder: Path) -> None:
 
 def test_the_chat_of_the_readme_answers_its_questions() -> None:
     line = next(words for words in commands(README) if words[0] == "chat")
-    assert line[1:] == ["models/bundled/sample.txt"]
+    assert line[1:] == ["models/bundled/sample.txt", "--budget", "256"]
     known = {
         entry["question"]: entry["answer"]
         for entry in json.loads((ROOT / "models/bundled/questions.json").read_text())
@@ -138,14 +138,16 @@ def test_the_chat_of_the_readme_answers_its_questions() -> None:
     questions = re.findall(r'"([^"]+)"', " ".join(told.split()))
     assert len(questions) == 3
     assert set(questions) <= set(known)
-    done = CliRunner().invoke(app, ["chat", str(ROOT / line[1])], input="\n".join(questions))
+    done = CliRunner().invoke(
+        app, ["chat", str(ROOT / line[1]), *line[2:]], input="\n".join(questions)
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == [known[question] for question in questions]
 
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`minikv plan` of the README's model, whose configuration is in the hub's cache."""
+    """`minikv plan` of the guide's model, whose configuration is in the hub's cache."""
     folder = tmp_path / "hub/models--meta-llama--Llama-3.1-8B-Instruct"
     (folder / "snapshots/0123").mkdir(parents=True)
     (folder / "refs").mkdir()
@@ -164,18 +166,18 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def planned() -> list[str]:
-    """The flags of the README's plan."""
-    return next(words for words in commands(README) if words[0] == "plan")[1:]
+    """The flags of the guide's plan."""
+    return next(words for words in commands(GUIDE) if words[0] == "plan")[1:]
 
 
-def test_the_plan_of_the_readme_is_what_plan_says(plan: Any) -> None:
-    shown = re.search(r"^```sh\n[^\n]*minikv plan .*?^```\n\n```\n(.*?)^```", README, re.M | re.S)
+def test_the_plan_of_the_guide_is_what_plan_says(plan: Any) -> None:
+    shown = re.search(r"^```sh\n[^\n]*minikv plan .*?^```\n\n```\n(.*?)^```", GUIDE, re.M | re.S)
     assert shown is not None
     assert plan(*planned()) == shown[1]
 
 
-def test_the_table_of_the_readme_is_what_plan_says(plan: Any) -> None:
-    rows = re.findall(r"^\| `(\w+)`[^|]*\| (GPU|CPU) \|(.*)\|$", README, re.MULTILINE)
+def test_the_table_of_the_guide_is_what_plan_says(plan: Any) -> None:
+    rows = re.findall(r"^\| `(\w+)`[^|]*\| (GPU|CPU) \|(.*)\|$", GUIDE, re.MULTILINE)
     assert [row[:2] for row in rows] == [
         ("auto", "GPU"),
         ("auto", "CPU"),
@@ -195,7 +197,7 @@ def test_the_table_of_the_readme_is_what_plan_says(plan: Any) -> None:
 
 def test_a_suggestion_is_a_command_that_parses(plan: Any) -> None:
     text = " ".join(plan(*planned()).split())
-    line = re.search(r"tokens fit: minikv (chat .*) FILE \(needs", text)
+    line = re.search(r"tokens: minikv (chat .*) FILE \(needs", text)
     assert line is not None
     test_the_commands_of_the_pages_are_ones(shlex.split(line[1]))
 

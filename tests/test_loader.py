@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,7 +35,7 @@ from minikv.loader import (
 from minikv.models import linear
 from minikv.models.errors import ModelError
 from minikv.models.linear import TORCH
-from minikv.settings import Settings
+from minikv.settings import Generation, Settings
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +143,22 @@ def test_gpus_with_fast_attention_in_long_blocks_read_more_rows_at_once(
     assert prompt_rows(cuda=True, head_dim=128) is None
 
 
+def test_auto_is_the_sampling_of_the_models_files(folder: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(folder, tmp_path / "own")
+    how = {"temperature": 0.6, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
+    for asked, why, want in (
+        (True, [], how),
+        (False, ["generation_config.json does not"], {"temperature": 0.0}),
+    ):
+        (own / "generation_config.json").write_text(json.dumps({"do_sample": asked, **how}))
+        told: list[str] = []
+        with build(Settings(model=str(own), policy="full")) as chat:
+            list(chat.ask("Who?", 2, "auto", notice=told.append))
+        assert [line[:31] for line in told] == why
+        assert chat.report is not None
+        assert chat.report.sampling.items() >= want.items()
+
+
 def test_defaults_are_those_of_the_device(folder: Path) -> None:
     chat = build(Settings(model=str(folder)))
     assert chat.engine.kv.ops.name in ("native", "torch")
@@ -149,7 +168,9 @@ def test_defaults_are_those_of_the_device(folder: Path) -> None:
 
 
 def test_a_stride_reads_prompts_in_blocks(folder: Path) -> None:
-    chat = build(Settings(model=str(folder), policy="roco", stride=16, kernels="torch"))
+    chat = build(
+        Settings(model=str(folder), policy="roco", budget="64", stride=16, kernels="torch")
+    )
     assert chat.engine.kv.rules.stride == 16
     assert chat.engine.kv.rules.prompt is None
 
@@ -167,17 +188,14 @@ def test_a_compilation_is_announced_after_the_weights(
     assert heard.told == ["weights", "kernels"][: 1 + first]
 
 
-def test_damaged_kernels_are_said_to_be_compiled_again(
+def test_what_there_is_to_say_about_the_kernels_comes_before_they_are_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warmup.build, "compiles", lambda: True)
-    monkeypatch.setattr(warmup.build, "unusable", lambda: Path("/x.so"))
+    monkeypatch.setattr(warmup.build, "remarks", lambda: ["one", "two"])
     heard = Progress()
     build(Settings(model=str(folder)), heard)
-    said = (
-        "/x.so cannot be used (it is damaged, or not yours alone): the kernels are compiled again"
-    )
-    assert heard.told == ["weights", said, "kernels"]
+    assert heard.told == ["weights", "one", "two", "kernels"]
 
 
 @pytest.mark.parametrize("heard", [Progress(), None])
@@ -228,14 +246,16 @@ def test_the_kernels_of_a_gpu_are_warmed_up_and_left_where_that_fails(
     ours, warmed = Named(), []
 
     def warm(kv: Any, network: Any) -> None:
-        warmed.append(network.ops)
+        warmed.append((network.ops, kv.rules.evicts))
         if fails:
             kv.use(Kernels())
 
     monkeypatch.setattr(kv_cache, "choose", lambda *given: (ours, None))
     monkeypatch.setattr(warmup, "warm", warm)
     chat = build(Settings(model=str(folder)))
-    assert warmed == [ours]  # the network has them when it is warmed up
+    # The network has them when it is warmed up, for a prompt that evicts and for one that does not.
+    assert warmed == [(ours, True), (ours, False)]
+    assert not chat.engine.kv.rules.evicts
     assert chat.engine.network.ops is (None if fails else ours)
     assert chat.facts.kernels == ("torch" if fails else "triton")
 
@@ -361,3 +381,23 @@ def test_threads_learn_how_to_wait_before_anything_is_loaded(
     with pytest.raises(ModelError):
         build(Settings(model=str(tmp_path / "nowhere")))
     assert calls[:2] == ["wait", "torch"]
+
+
+def test_what_is_public_is_shown_and_nothing_else() -> None:
+    assert set(dir(minikv)) == {"ChatSession", "MinikvError", "TurnReport", "__version__", "load"}
+    assert set(dir(minikv)) == set(minikv.__all__)
+    with minikv.load() as chat:
+        assert isinstance(chat, minikv.ChatSession)
+        list(chat.ask("Who?", 2))
+        assert isinstance(chat.report, minikv.TurnReport)
+        names = dir(chat)
+        assert all(hasattr(chat, name) and not name.startswith("_") for name in names)
+        assert {"ask", "ask_async", "attach", "report", "undo", "close"} <= set(names)
+        assert not {"engine", "guard", "recall", "tokenizer", "template", "facts"} & set(names)
+        with pytest.raises(minikv.MinikvError):
+            chat.ask("")
+
+
+def test_an_answer_is_as_long_from_python_as_on_the_command_line() -> None:
+    for method in (minikv.ChatSession.ask, minikv.ChatSession.continue_answer):
+        assert signature(method).parameters["max_tokens"].default == Generation().max_tokens

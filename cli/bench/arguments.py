@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.cli.bench import device
 from minikv.cli.values import read_count, read_list, read_pairs
 from minikv.errors import UsageError
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import WEIGHTS, Settings
 
 SHORTEST = 64
@@ -74,7 +74,7 @@ class Arguments:
     ] = "auto"
     policy: _Listed = DEFAULT_PROMPT
     decode: _Listed = "auto"
-    budget: _Listed = DEFAULT_BUDGET
+    budget: _Listed = "512"
     stride: Annotated[
         int,
         _option(
@@ -146,7 +146,9 @@ class Arguments:
                 for budget in read_list(self.budget, "--budget"):
                     if (policy, decode) in (("full", "auto"), ("full", "none")):
                         continue
-                    made = EvictionConfig.read(policy, decode, budget, given, stride=self.stride)
+                    made = EvictionConfig.read(
+                        policy, decode, stated(budget), given, stride=self.stride
+                    )
                     if made not in found:
                         found.append(made)
         return tuple(found)

@@ -16,7 +16,8 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 @app.command(
     help='minikv ask "Who runs the mill?" report.txt --budget 256 --stats\n\n'
     "Ask one question. Without FILEs, piped text is the document; with FILEs, stdin is read only "
-    "for `-`. As the QUESTION, `-` reads the whole message from stdin, verbatim.",
+    "for `-`. As the QUESTION, `-` reads the whole message from stdin, as it is but for the line "
+    "end that `echo` adds.",
 )
 @command
 def ask(

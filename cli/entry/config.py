@@ -50,7 +50,9 @@ def show_config(
 
 @app.command(
     "set",
-    help="minikv config set budget 20%\n\nSet a key in your own file; every other line stays.",
+    short_help="Set a key, or an alias, in your own file.",
+    help="minikv config set budget 20%\n\nSet a key in your own file; every other line stays. "
+    "aliases.NAME is a short name for --model: minikv config set aliases.llama3 owner/name",
 )
 @command
 def set_config(
@@ -66,3 +68,21 @@ def set_config(
     from minikv.cli import config_command
 
     config_command.change(key, value, call.terminal)
+
+
+@app.command(
+    "unset",
+    short_help="Remove a key from your own file.",
+    help="minikv config unset aliases.llama3\n\nRemove a key from your own file; every other line "
+    "stays.",
+)
+@command
+def unset_config(
+    call: Call,
+    key: Annotated[
+        str, typer.Argument(help="a key of the file", autocompletion=completion.keys_set)
+    ],
+) -> None:
+    from minikv.cli import config_command
+
+    config_command.unset(key, call.terminal)

@@ -14,7 +14,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     add_completion=False,
     help="minikv models pull HuggingFaceTB/SmolLM2-135M-Instruct\n\n"
-    "The bundled model and those in the Hugging Face cache, with their sizes.",
+    "The bundled model and those in the Hugging Face cache, with their sizes. Then the aliases, "
+    "which `minikv config set aliases.NAME MODEL` sets.",
 )
 
 
@@ -25,7 +26,7 @@ def models(call: Call, as_json: Json = False) -> None:
         return
     from minikv.cli import models_command
 
-    models_command.models(call.terminal, as_json=as_json)
+    models_command.models(call.terminal, call.config.aliases, as_json=as_json)
 
 
 @app.command(help="Download what minikv reads of a model, and print its folder.")

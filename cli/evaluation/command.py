@@ -24,7 +24,7 @@ from minikv.cli.values import read_list
 from minikv.errors import ContextError, UsageError
 from minikv.loader import build
 from minikv.models.bundled.exam import Codec
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT
+from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
 
 _LONGEST = 10_000_000  # tokens of a made document
@@ -99,7 +99,7 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     plain = replace(
         settings,
         policy=DEFAULT_PROMPT,
-        budget=DEFAULT_BUDGET,
+        budget="512",
         decode="auto",
         stride=0,
         options={},

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any
 
-from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.chat.session import ChatSession
 from minikv.cli.evaluation import cells
 from minikv.cli.evaluation.cells import Cell
@@ -42,13 +42,16 @@ def choices(
     wanted = [EvictionConfig.read("full", "none")]
     for policy in policies:
         for decode in decodes:
-            if policy == "full" and not EvictionConfig.read(policy, decode).evicts:
+            if policy == "full" and not EvictionConfig.read(policy, decode).may_evict:
                 continue  # the first row
             plain = EvictionConfig.read(policy, decode, "512", {}, seed, stride)
             takes = {*plain.policy_options, *plain.decode_options}
             known |= takes
             mine = {name: value for name, value in given.items() if name in takes}
-            wanted += [EvictionConfig.read(policy, decode, b, mine, seed, stride) for b in budgets]
+            wanted += [
+                EvictionConfig.read(policy, decode, stated(budget), mine, seed, stride)
+                for budget in budgets
+            ]
     for name in given:
         if name not in known:
             raise UsageError(

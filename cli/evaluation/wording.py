@@ -49,6 +49,9 @@ class _Completion:
     def markers(self, text: str) -> int:
         return 0
 
+    def lost(self, text: str) -> int:
+        return 0
+
 
 class _Begun:
     """A `Template` that adds the beginning of the answer to its prompts."""
@@ -57,6 +60,7 @@ class _Begun:
         self._template, self._begins = template, begins
         self.notes = template.notes
         self.lookalikes, self.markers = template.lookalikes, template.markers
+        self.lost = template.lost
 
     def opening(self, messages: Sequence[Any]) -> list[int]:
         return self._template.opening(messages) + self._begins

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minikv.chat.report import NOTHING_EVICTED, STOPS, UNKNOWN, TurnReport, of_full, size
+from minikv.chat.report import STOPS, UNKNOWN, TurnReport, size
 from minikv.cli.render import budget_words, fidelity_rows, per_second, policy_words
 
 
@@ -20,14 +20,15 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
             f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,} "
             f"(min {tokens.kept_min:,}, max {tokens.kept_max:,})",
         ),
-        ("KV held", f"{of_full(kv.held, kv.full)} ({report.saved})"),
+        ("Memory", report.memory),
         ("of it, kept by the policy", size(kv.policy_state)),
-        ("KV allocated", f"{size(kv.allocated)}, the pool"),
+        ("Allocated for the cache", size(kv.allocated)),
         ("KV at the most", f"{size(kv.peak_prefill)}, while reading"),
         ("Reading", f"{time.prefill:.2f} s{per_second(rate.prefill_tok_s)}"),
         ("Evicting", f"{1000 * time.evict:,.0f} ms"),
         ("First token after", f"{time.first_token:.2f} s"),
         ("Writing", f"{time.decode:.2f} s{per_second(rate.decode_tok_s)}"),
+        ("Answer", report.against_full.words),
         ("Attention lost", _lost(report)),
         *((name.capitalize(), words) for name, words in fidelity_rows(report)),
     ]
@@ -39,11 +40,6 @@ def rows(report: TurnReport) -> Sequence[tuple[str, str]]:
         where = "GPU" if report.device_mem.reserved_bytes is not None else "process"
         table.append((f"Memory of the {where}", f"{size(report.device_mem.peak_bytes)} at most"))
     return table
-
-
-def warnings(report: TurnReport) -> list[str]:
-    """The warnings of a turn. That a short document fits the budget is none to a reader."""
-    return [line for line in report.warnings if not line.endswith(NOTHING_EVICTED)]
 
 
 def _lost(report: TurnReport) -> str:

@@ -7,10 +7,10 @@ import hashlib
 import json
 from importlib import resources
 
-from minikv.chat.report import UNKNOWN, of_full, percent_saved, size
+from minikv.chat.report import percent_saved, size
 from minikv.cli.export.answers import formatted
 from minikv.cli.export.facts import ChatFacts, Turn
-from minikv.cli.export.figures import rows, warnings
+from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
 from minikv.cli.render import budget_words
 from minikv.cli.wording import worded
@@ -87,27 +87,17 @@ def _cards(facts: ChatFacts) -> list[tuple[str, str, str]]:
     report = facts.last
     if report is None:
         return []
-    tokens, kv, loss = report.tokens, report.kv_bytes, report.loss.est_mass_lost_mean
-    held = of_full(kv.held, kv.full)
+    tokens, kv = report.tokens, report.kv_bytes
     cards = [
         (
             "KV cache saved",
             percent_saved(kv.saved) if kv.saved > 0 else "–",
-            f"{held} held" if kv.saved > 0 else f"{report.saved}, {held} held",
+            report.memory,
         ),
         (
             "Tokens kept per head",
             f"{tokens.kept_mean:,.0f}",
             f"of {tokens.seen_total:,}, min {tokens.kept_min:,}, max {tokens.kept_max:,}",
-        ),
-        (
-            "Attention lost",
-            "–" if loss is None else f"~{100 * loss:.1f}%",
-            "an estimate from the last window"
-            if loss is not None
-            else "not known: tokens were evicted before"
-            if report.loss.method == UNKNOWN
-            else "not estimated",
         ),
         ("First token", f"{report.time_s.first_token:.2f} s", "after the last question"),
     ]
@@ -139,7 +129,7 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> dict[str, object]:
             for i in turn.documents
         ],
         "lines": [visible(worded(line)) for line in report.lines()] if report else [],
-        "warnings": [visible(line) for line in warnings(report)] if report else [],
+        "warnings": [visible(line) for line in report.warnings] if report else [],
         "rows": [(name, visible(value)) for name, value in rows(report)] if report else [],
     }
 

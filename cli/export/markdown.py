@@ -6,7 +6,7 @@ import re
 
 from minikv.chat.report import size
 from minikv.cli.export.facts import ChatFacts, Turn
-from minikv.cli.export.figures import rows, warnings
+from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
 
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
@@ -47,7 +47,7 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> str:
     if turn.report is None:
         parts.append("No figures were recorded for this turn.")
         return "\n\n".join(parts)
-    parts += [f"Warning: {_cell(line)}" for line in warnings(turn.report)]
+    parts += [f"Warning: {_cell(line)}" for line in turn.report.warnings]
     table = ["| figure | value |", "|---|---|"]
     table += [f"| {name} | {_cell(value)} |" for name, value in rows(turn.report)]
     return "\n\n".join([*parts, "\n".join(table)])

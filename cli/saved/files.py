@@ -15,6 +15,7 @@ from typing import Any
 from minikv.chat.shown import clipped
 from minikv.cli.paths import chats_folder
 from minikv.errors import UsageError
+from minikv.models.packed_files import make
 
 TRANSCRIPT = "chat.jsonl"
 REREAD = "--reread takes the conversation up without it: the next question reads it again"
@@ -80,11 +81,11 @@ def write(folder: Path, name: str, data: bytes) -> None:
 
 
 def write_part(folder: Path, kind: str, ending: str, data: bytes) -> dict[str, object]:
-    """Write a file whose name has its checksum, unless it is there. Returns what `read_part`
-    checks. Raises OSError."""
+    """Write a file whose name has its checksum, unless it is there and undamaged. Returns what
+    `read_part` checks. Raises OSError."""
     mark = hashlib.sha256(data).hexdigest()
     name = f"{kind}-{mark[:16]}.{ending}"
-    if not _is_there(folder / name, len(data)):
+    if not _is_there(folder / name, mark):
         write(folder, name, data)
     return {"file": name, "bytes": len(data), "sha256": mark}
 
@@ -105,12 +106,12 @@ def read_part(folder: Path, record: Mapping[str, Any], limit: int) -> bytes:
     return data
 
 
-def _is_there(path: Path, length: int) -> bool:
+def _is_there(path: Path, mark: str) -> bool:
     try:
-        facts = os.lstat(path)
+        with opened(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == mark
     except OSError:
         return False
-    return stat.S_ISREG(facts.st_mode) and facts.st_size == length
 
 
 @contextlib.contextmanager
@@ -144,6 +145,7 @@ def new_folder(name: str) -> str:
         candidate = name if i == 1 else f"{name}-{i}"
         try:
             os.mkdir(root / candidate, 0o700)
+            os.chmod(root / candidate, 0o700)  # for any umask
         except FileExistsError:
             continue
         return candidate
@@ -151,10 +153,8 @@ def new_folder(name: str) -> str:
 
 
 def private(folder: Path) -> Path:
-    """Make a directory for the user alone, if it is not there. Raises OSError."""
-    for part in (folder.parent, folder):
-        part.parent.mkdir(parents=True, exist_ok=True)
-        part.mkdir(mode=0o700, exist_ok=True)
+    """Make a directory and its missing parents for the user alone. Raises OSError."""
+    make(folder)
     return folder
 
 
@@ -176,7 +176,28 @@ def lock(name: str) -> int | None:
     except OSError:
         os.close(handle)
         return None
+    if not holds(name, handle):  # its file was exchanged in this moment
+        os.close(handle)
+        return lock(name)
     return handle
+
+
+def holds(name: str, handle: int) -> bool:
+    """Whether this handle still locks the chat: nobody removed or exchanged the file."""
+    try:
+        there = os.lstat(chats_folder() / name / "lock")
+    except OSError:
+        return False
+    return os.path.samestat(there, os.fstat(handle))
+
+
+def written(name: str) -> tuple[int, ...] | None:
+    """What changes whenever the chat is saved, by whomever; None if it never was."""
+    try:
+        facts = os.lstat(chats_folder() / name / TRANSCRIPT)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ FORMAT = 1
 POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
 """The fields of an identity that a loaded chat brings along, so that they need not agree."""
 
+_UNITS = ("rows", "share", "bytes", "auto")
 _LARGE = 16 << 20  # bytes of a file above which only samples of it are hashed
 _WEIGHTS = ("config.json", "generation_config.json", "params.json")
 _TOKENIZER = (
@@ -64,7 +65,8 @@ def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
     value, unit = str(identity["budget"]).split()
     # Without this bound "1e9999999" would be computed to its last digit.
     written = re.fullmatch(r"\d{1,40}(/\d{1,40})?", value, re.ASCII)
-    if unit not in ("rows", "share", "bytes") or written is None or Fraction(value) <= 0:
+    least = 0 if unit == "auto" else Fraction(1, 10**18)
+    if unit not in _UNITS or written is None or Fraction(value) < least:
         raise ValueError(f"{identity['budget']!r:.40} is no budget")
     return EvictionConfig(
         str(identity["policy"]),

@@ -25,8 +25,10 @@ from minikv.cli.saved.files import (
     all_or_nothing,
     check_name,
     damage,
+    holds,
     lock,
     new_folder,
+    written,
 )
 from minikv.cli.saved.identity import (
     POLICY,
@@ -61,6 +63,7 @@ class Keeper:
         self.name: str | None = None
         self._terminal = terminal
         self._lock: int | None = None
+        self._written: tuple[int, ...] | None = None  # see `written`, by this keeper
         self._conversation = 0
         self._last: tuple[object, ...] = ()
         self._model: tuple[str, dict[str, object]] | None = None
@@ -192,7 +195,7 @@ class Keeper:
             self.close()
             self._lock = handle
         self.name, self._conversation = name, session.conversation
-        self._last = self._state(session)
+        self._last, self._written = self._state(session), written(name)
         return saved
 
     def _snapshot(
@@ -307,6 +310,7 @@ class Keeper:
         """Save. Returns whether that made a new saved chat. whole: also save a tier that is in
         memory. forked: fail if the tier cannot be saved."""
         before = self.name
+        self._hold()
         made = self._name(name)
         try:
             self._put(session, whole, forked)
@@ -339,7 +343,25 @@ class Keeper:
         with all_or_nothing(folder):
             cache, why = write_cache(session, folder, facts)
             write_chat(session, folder, texts, facts, cache, why, self._lines)
+        self._written = written(self.name)
         self._last = self._state(session)
+
+    def _hold(self) -> None:
+        """If the file of the lock was removed or exchanged, lock the chat again. Raises UsageError
+        if another minikv has the chat now, or has saved it meanwhile."""
+        if self.name is None or self._lock is None or holds(self.name, self._lock):
+            return
+        handle = lock(self.name)
+        if handle is None:
+            return
+        if written(self.name) not in (None, self._written):
+            os.close(handle)
+            raise UsageError(
+                f"another minikv has saved chat {self.name}, whose lock was removed",
+                "/fork NAME saves this one beside it",
+            )
+        os.close(self._lock)
+        self._lock = handle
 
     def _settle(self, session: ChatSession, folder: Path, whole: bool, forked: bool) -> None:
         """Put the tier among the chat's files. If that fails, the chat is saved without it."""

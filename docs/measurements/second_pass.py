@@ -22,11 +22,10 @@ import torch
 
 import minikv
 from minikv.cache.kv_cache import KVCache
-from minikv.chat import repeating
+from minikv.chat import fitting, repeating
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
-from minikv.cli import forecast
 from minikv.cli.evaluation.tasks import facts
 from minikv.engine.engine import Engine
 from minikv.loader import output_of, shape_of
@@ -90,9 +89,10 @@ def main() -> None:
                 tries = [read(network, choice, chat, ids, tier) for _ in range(args.repeats)]
                 seconds, peak = min(tries)
                 first = first or seconds
-                kv = forecast.begun(choice, network.config, torch.float32, len(ids), 1)
+                shape = shape_of(network.config)
+                kv = fitting.begun(choice.rules(), shape, torch.float32, torch.float32, len(ids), 1)
                 twice = kv.scored_twice
-                planned = forecast.peak(kv, choice, len(ids))
+                planned = fitting.peak(kv, len(ids))
                 if tier == "file" and twice is not None:
                     planned = twice.planned_in_file
                 row = {

@@ -1,18 +1,22 @@
 """Compile the C sources of this folder with the machine's own compiler, once.
 
-The library is kept in the user's cache directory. Its name is a hash of the sources, the compiler
-and the processor. A hash of its content is appended to it, because loading a truncated library can
-kill the process. Without a compiler, `library` says so, and torch computes. This module does not
-import torch.
+The library is kept in the user's cache directory, or else in a temporary directory of the user's
+own. Its name is a hash of the sources, the compiler and the processor. A hash of its content is
+appended to it, because loading a truncated library can kill the process. What is loaded is a copy
+of the bytes that were checked, so that nobody can exchange the file between check and use. Without
+a compiler, or a place to keep the library, `library` says so, and torch computes. This module does
+not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -35,6 +39,7 @@ FLAG_SETS = (
 used. Clang's threads are not: its OpenMP library and torch's do not work in one process."""
 TIMEOUT = 120.0  # seconds for the compiler
 _ANSWER = 5.0  # seconds for an empty file; a compiler that takes longer hangs
+_ROOM = 32 << 20  # bytes that must be free; the objects and the library take less than 4 MiB
 EXPIRES = 30 * 86400.0  # seconds; when a library is made, older ones than this are removed
 OFF = "MINIKV_NATIVE"
 """Environment variable: if it is 0, no library is compiled or loaded."""
@@ -49,25 +54,27 @@ def library() -> tuple[ctypes.CDLL | None, str]:
     if compiler is None:
         return None, "there is no C compiler (cc, gcc or clang)"
     try:
-        folder = store()
-        path = None if folder is None else folder / f"{key(compiler)}.so"
-        if path is not None and _usable(path):
-            with contextlib.suppress(OSError):  # a library that cannot be loaded is compiled again
-                return ctypes.CDLL(str(path)), ""
-        if folder is not None and not os.access(folder, os.W_OK):
-            folder = path = None
+        name = f"{key(compiler)}.so"
+        for place in _folders():
+            data = _checked(place / name)
+            if data is not None:
+                with contextlib.suppress(OSError):  # one that cannot be loaded is compiled again
+                    return _loaded(data), ""
+        folder, why = store()
+        if folder is None:
+            return None, why
         with tempfile.TemporaryDirectory(dir=folder) as made:
             found = Path(made, "native.so")
             why = _compile(compiler, found)
             if why:
                 return None, why
-            if path is not None:
-                with found.open("ab") as file:
-                    file.write(_digest(found.read_bytes()))
-                found.chmod(0o700)  # for any umask: see `_ours`
-                os.replace(found, path)
-                _forget(path)
-            return ctypes.CDLL(str(path or found)), ""
+            data = found.read_bytes()
+            with found.open("ab") as file:
+                file.write(_digest(data))
+            found.chmod(0o700)  # for any umask: see `_owned`
+            os.replace(found, folder / name)
+        _forget(folder)
+        return _loaded(data), ""
     except OSError as error:
         return None, f"the compiled kernels cannot be kept or loaded: {error.strerror or error}"
 
@@ -77,26 +84,29 @@ def compiles() -> bool:
     compiler = find()
     if switched_off() or compiler is None or library.cache_info().currsize:
         return False
-    try:
-        folder = store()
-        return folder is None or not _usable(folder / f"{key(compiler)}.so")
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        name = f"{key(compiler)}.so"
+        kept = any(_checked(folder / name) is not None for folder in _folders())
+        return not kept and store()[0] is not None
+    return False
 
 
-def unusable() -> Path | None:
-    """The library that was kept, if there is one, and it cannot be used and will be replaced."""
+def remarks() -> list[str]:
+    """What a user should know before the library is compiled, a line each."""
     compiler = find()
+    found: list[str] = []
     if switched_off() or compiler is None or library.cache_info().currsize:
-        return None
-    try:
-        folder = store()
-        path = None if folder is None else folder / f"{key(compiler)}.so"
-        if path is None or not os.path.lexists(path) or path.is_dir() or _usable(path):
-            return None
-        return path
-    except OSError:
-        return None
+        return found
+    with contextlib.suppress(OSError):
+        for place in _folders():
+            path = place / f"{key(compiler)}.so"
+            if os.path.lexists(path) and not path.is_dir() and _checked(path) is None:
+                why = "it is damaged, or not yours alone"
+                found.append(f"{path} cannot be used ({why}): the kernels are compiled again")
+        folder, why = store()
+        if folder is not None and why:
+            found.append(f"{why}: the compiled kernels are kept in {folder}")
+    return found
 
 
 def switched_off() -> bool:
@@ -113,23 +123,70 @@ def find() -> str | None:
     return None
 
 
-def store() -> Path | None:
-    """The folder of libraries, minikv/kernels under $XDG_CACHE_HOME or ~/.cache; made if necessary.
+def store() -> tuple[Path | None, str]:
+    """The folder for a new library, made if necessary, and why it is not in the user's cache
+    directory; or None, and why there is none."""
+    reasons = [] if _cache() else ["there is no home directory"]
+    for folder in _folders():
+        why = _unfit(folder)
+        if not why:
+            return folder, "; ".join(reasons)
+        reasons.append(why)
+    return None, "; ".join(reasons)
 
-    None if it cannot be made, or if other users may write to it: they could put code there.
-    """
+
+def _folders() -> list[Path]:
+    """Where a library may be: minikv/kernels under $XDG_CACHE_HOME or ~/.cache, and a temporary
+    directory of the user's own, which the next start finds again."""
+    found = [_cache()]
+    with contextlib.suppress(OSError):
+        found.append(Path(tempfile.gettempdir()).absolute() / f"minikv-kernels-{os.getuid()}")
+    return [folder for folder in found if folder is not None]
+
+
+def _cache() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not base and os.environ.get("HOME") == "":
         return None  # Path.home() would be the root directory
     try:
         root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-        folder = root / "minikv" / "kernels"
-        root.mkdir(parents=True, exist_ok=True)
-        for made in (folder.parent, folder):
-            made.mkdir(mode=0o700, exist_ok=True)
-        return folder if _ours(folder.parent) and _ours(folder) else None
-    except (OSError, RuntimeError):
+    except RuntimeError:
         return None
+    return root / "minikv" / "kernels"
+
+
+def _unfit(folder: Path) -> str:
+    """Make the folder if it is not there. Returns why no library can be kept in it, or ""."""
+    try:
+        for missing in reversed([p for p in (folder, *folder.parents) if not os.path.lexists(p)]):
+            with contextlib.suppress(FileExistsError):
+                missing.mkdir(mode=0o700)
+                missing.chmod(0o700)  # for any umask
+        why = _open_to_others(folder)
+        if not why and not os.access(folder, os.W_OK | os.X_OK):
+            why = f"{folder} cannot be written to"
+        usage = shutil.disk_usage(folder)
+        if not why and usage.total and usage.free < _ROOM:
+            why = f"less than {_ROOM >> 20} MiB are free in {folder}"
+    except OSError as error:
+        return f"{folder} cannot be made ({error.strerror})"
+    return why
+
+
+def _open_to_others(folder: Path) -> str:
+    """Why another user could put a library into the folder, or exchange the folder; or ""."""
+    about = folder.lstat()
+    if not (stat.S_ISDIR(about.st_mode) and _owned(about)):
+        return f"{folder} is not yours alone"
+    real = Path(os.path.realpath(folder))
+    for above in {*folder.parents, *real.parents}:
+        about = above.stat()
+        sticky = about.st_mode & stat.S_ISVTX  # only owners rename what is in it
+        if about.st_uid not in (0, os.getuid(), _UNMAPPED) or (
+            about.st_mode & _OTHERS and not sticky
+        ):
+            return f"other users may change {above}"
+    return ""
 
 
 def sources() -> list[Path]:
@@ -176,27 +233,41 @@ def _compile(compiler: str, target: Path) -> str:
             found = [_run([compiler, *FLAGS, *flags, "-shared", *made, "-o", str(target), "-lm"])]
         if not any(found):
             return ""
-        said = said or next(filter(None, found))
-        if any(why.startswith(_ENDED) for why in found):
+        ended = next((why for why in found if why.startswith(_ENDED)), "")
+        said = ended or said or next(filter(None, found))
+        if ended:
             break  # other flags would not help, or would make a slower library
     return f"{Path(compiler).name} failed: {said}"
 
 
 _ENDED = "it ended with "
+# Errors that no flags cure.
+_HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE)
 
 
 def _run(command: list[str]) -> str:
     """Run the compiler. Returns the first line of its errors, or ""."""
+    # Its temporary files are made where the target is, and its errors are the system's own words.
+    folder = os.path.dirname(command[command.index("-o") + 1])
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT,
+            env={**os.environ, "TMPDIR": folder, "LC_ALL": "C"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{_ENDED}{type(error).__name__}"
     if done.returncode < 0:
         return f"{_ENDED}signal {-done.returncode}"
-    said = done.stderr.decode("utf-8", "replace").strip().partition("\n")[0][:200]
-    return (said or f"status {done.returncode}") if done.returncode else ""
+    if not done.returncode:
+        return ""
+    said = done.stderr.decode("utf-8", "replace").strip()
+    for number in _HOPELESS:
+        if (why := os.strerror(number)) in said:
+            return f"{_ENDED}the error: {why}"
+    return said.partition("\n")[0][:200] or f"status {done.returncode}"
 
 
 def _is_clang(compiler: str) -> bool | None:
@@ -215,35 +286,61 @@ def _is_clang(compiler: str) -> bool | None:
     return b"__clang__" in said.stdout
 
 
-def _forget(kept: Path) -> None:
-    """Remove libraries older than `EXPIRES` from the folder of the one that was just compiled."""
+def _forget(folder: Path) -> None:
+    """Remove libraries older than `EXPIRES` from the folder."""
     with contextlib.suppress(OSError):
-        for path in kept.parent.glob("*.so"):
-            if path.stat().st_mtime < time.time() - EXPIRES:
+        for path in folder.glob("*.so"):
+            if _NAME.fullmatch(path.name) and path.stat().st_mtime < time.time() - EXPIRES:
                 path.unlink()
 
 
-def _usable(path: Path) -> bool:
-    """Whether the file is this user's and complete: it ends with the hash of its content."""
-    if not (_ours(path) and path.is_file() and path.stat().st_size <= _LARGEST):
-        return False  # to open a named pipe would wait for ever
-    data = path.read_bytes()
-    return data[-_DIGEST:] == _digest(data[:-_DIGEST])
-
-
+_NAME = re.compile(r"[0-9a-f]{24}\.so")
 _DIGEST = 32
 _LARGEST = 64 << 20  # bytes; a library has less than one MiB
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_UNMAPPED = 65534  # the owner that a container shows for users whom it does not know, as root
+
+
+def _checked(path: Path) -> bytes | None:
+    """The library in the file, if the file is this user's and complete: it ends with the hash of
+    its content. None if not."""
+    try:
+        if _open_to_others(path.parent):
+            return None
+        # No link; to open a named pipe would wait for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(handle, "rb") as file:
+            about = os.fstat(handle)
+            regular = stat.S_ISREG(about.st_mode) and about.st_size <= _LARGEST
+            if not (regular and _owned(about)):
+                return None
+            data = file.read(_LARGEST + 1)
+    except OSError:
+        return None
+    return data[:-_DIGEST] if data[-_DIGEST:] == _digest(data[:-_DIGEST]) else None
+
+
+def _loaded(data: bytes) -> ctypes.CDLL:
+    """Load a library from memory, or from a copy that only this process knows. Raises OSError."""
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("minikv-kernels")
+        try:
+            with open(handle, "wb", closefd=False) as file:
+                file.write(data)
+            # It stays open: the system's loader would take the next file of this number for it.
+            return ctypes.CDLL(f"/proc/self/fd/{handle}")
+        except OSError:  # a system that runs nothing from memory, or has no /proc
+            os.close(handle)
+    with tempfile.TemporaryDirectory() as made:
+        path = Path(made, "native.so")
+        path.write_bytes(data)
+        return ctypes.CDLL(str(path))
 
 
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _ours(path: Path) -> bool:
-    """Whether the path exists, belongs to this user, and only this user may write to it."""
-    try:
-        about = path.stat()
-    except OSError:
-        return False
-    owner = not hasattr(os, "getuid") or about.st_uid == os.getuid()
-    return owner and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+def _owned(about: os.stat_result) -> bool:
+    """Whether what this is about belongs to this user, and only this user may write to it."""
+    return about.st_uid == os.getuid() and not about.st_mode & _OTHERS

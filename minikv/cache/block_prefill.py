@@ -95,7 +95,9 @@ class BlockPrefill:
         staged = target.stored(self._ops, columns["k"], columns["v"])
         extra = {name: columns[name] for name in self.step.columns}
         room = Room(floor=self.cap, spare=self.plan.spare)
-        keep = pos >= 0
+        keep, window = pos >= 0, self.shape.windows[layer]
+        if window is not None:  # drop what the next token no longer sees, as the full cache does
+            keep &= pos > self.plan.position + self.plan.tokens - window
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, unordered=0)
 
     def _begin(self, layer: int) -> None:

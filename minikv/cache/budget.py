@@ -24,9 +24,10 @@ _UNITS = {
 @dataclass(frozen=True, slots=True)
 class Budget:
     """`value` in `unit`: "rows" (the mean per KV head and layer), "share" (of all tokens read when
-    the first prompt under this budget ends) or "bytes" (of all layers and heads together).
+    the first prompt under this budget ends), "bytes" (of all layers and heads together) or "auto".
 
-    Rows are counted right after eviction, sinks and observation window included.
+    Rows are counted right after eviction, sinks and observation window included. Under "auto" each
+    prompt decides (see `minikv.chat.fitting`): `value` is 0 while everything stays, then rows.
     """
 
     unit: str
@@ -34,8 +35,10 @@ class Budget:
 
     @staticmethod
     def parse(text: str | int) -> Budget:
-        """Parse "512", "20%" or "64MiB". Raises UsageError for anything else."""
+        """Parse "512", "20%", "64MiB" or "auto". Raises UsageError for anything else."""
         raw = str(text).strip()
+        if raw.lower() == "auto":
+            return AUTO
         found = re.fullmatch(r"(\d{1,30}(?:\.\d{1,18})?)\s*(%|[A-Za-z]*)", raw)
         if found:
             number, unit = Fraction(found[1]), found[2].lower()
@@ -47,7 +50,8 @@ class Budget:
                 return Budget("bytes", number * _UNITS[unit])
         raise UsageError(
             f"cannot read the budget {quoted(raw)}",
-            "give a number of tokens per head (512), a share of the prompt (20%) or bytes (64MiB)",
+            "give a number of tokens per head (512), a share of the prompt (20%), bytes (64MiB) or "
+            "auto",
         )
 
     def rows(self, prompt: int, row_bytes: int, heads: int) -> int:
@@ -55,13 +59,20 @@ class Budget:
 
         row_bytes: bytes of one row of one KV head, policy columns included. heads: L x H.
         """
-        if self.unit == "rows":
+        if self.unit in ("rows", "auto"):
             return int(self.value)
         if self.unit == "share":
             return max(1, round(self.value * prompt))
         return max(1, int(self.value / (row_bytes * heads)))
 
+    @property
+    def everything(self) -> bool:
+        """Whether "auto" has found nothing that must go."""
+        return self.unit == "auto" and not self.value
+
     def __str__(self) -> str:
+        if self.unit == "auto":
+            return "auto"
         if self.unit == "rows":
             return str(self.value)
         if self.unit == "share":
@@ -70,3 +81,6 @@ class Budget:
             if self.value >= _UNITS[unit]:
                 return f"{float(self.value / _UNITS[unit]):g}{unit[0].upper()}iB"
         return f"{float(self.value):g}B"
+
+
+AUTO = Budget("auto", Fraction(0))

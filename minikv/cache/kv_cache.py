@@ -11,6 +11,7 @@ never changed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ class KVCache:
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
         self._full = 0  # see `full_at`
-        self._marked = False  # `go_back` may need the arena as it is
+        self._mark: Mark | None = None  # `go_back` may need the arena as it is
         self.keeps_addresses = self.device.type == "cuda"
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
@@ -157,8 +158,8 @@ class KVCache:
         self._restart(arena)
 
     def _restart(self, empty: Arena) -> None:
+        self.position = 0  # first: whoever is interrupted here sees that the cache is empty
         self._arena = empty
-        self.position = 0
         self._turns: list[tuple[int, int]] = []
         self._pinned = 0
         if self.rules.takes_share:
@@ -491,7 +492,7 @@ class KVCache:
         self._reading = None
         old = self._arena
         # A CUDA graph holds addresses: if no mark needs the old rows, overwrite them in place.
-        if not (self.keeps_addresses and not self._marked and old.take(reading.target)):
+        if not (self.keeps_addresses and self._mark is None and old.take(reading.target)):
             self._arena = reading.target
         self._last, self._evict_s, self._turns = outcome, evict_s, turns
         self._exact = reading.exact if isinstance(reading, Prefill) else []
@@ -591,6 +592,15 @@ class KVCache:
         if self.decode.is_open:
             self.decode.close()
 
+    def put_right(self) -> int:
+        """Undo what an interrupt left of a prompt, and finish what it left of a step, if there is
+        memory for that. Between turns only. Returns the position."""
+        if self.reading:
+            self.rollback()
+        with contextlib.suppress(MemoryError, RuntimeError):
+            self.settle()
+        return self.position
+
     def _end_step(self) -> None:
         """Finish what an interrupt left of a step: its end, or noting the position here."""
         if self.decode.half_ended:
@@ -628,8 +638,7 @@ class KVCache:
         turns only."""
         self.settle()
         assert self._reading is None
-        self._marked = True
-        return Mark(
+        self._mark = Mark(
             self._arena,
             self.position,
             tuple(self._turns),
@@ -641,10 +650,18 @@ class KVCache:
             self._last,
             0 if self.tier is None else self.tier.length,
         )
+        return self._mark
+
+    def go_back_to_mark(self) -> bool:
+        """`go_back` to the last mark, if it was not forgotten. Returns whether there was one."""
+        mark = self._mark
+        if mark is not None:
+            self.go_back(mark)
+        return mark is not None
 
     def forget_mark(self) -> None:
         """`go_back` will not be called for the last mark: prompts may overwrite the arena."""
-        self._marked = False
+        self._mark = None
 
     def go_back(self, mark: Mark) -> None:
         """Return to the state of `mark`. Only prompts may have come after it, because decode steps
@@ -652,7 +669,7 @@ class KVCache:
 
         Allocates nothing and cannot fail.
         """
-        self._reading, self._marked = None, False
+        self._reading = None
         if self.tier is not None:
             self.tier.drop()
             self.tier.truncate(mark.tier)  # prompts after the mark may have been committed
@@ -660,6 +677,7 @@ class KVCache:
         self._arena, self.position, self._turns = mark.arena, mark.position, list(mark.turns)
         self._pinned, self._rows, self._open = mark.pinned, mark.rows, mark.open
         self._peak, self._evict_s, self._last = mark.peak, mark.evict_s, mark.outcome
+        self._mark = None
 
     # -- snapshots ----------------------------------------------------------------------------
 

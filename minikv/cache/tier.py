@@ -160,6 +160,6 @@ class Tier:
 
     def clear(self) -> None:
         """Forget the conversation and free its memory."""
+        self.length = 0  # first: after an interrupt no row counts
         self._close()
         self._rows.clear()
-        self.length = 0

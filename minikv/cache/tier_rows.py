@@ -73,7 +73,7 @@ class Rows(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, or of the file, that are allocated for the rows."""
+        """Bytes of memory, or of the file, that the rows take."""
         ...
 
     @property
@@ -147,6 +147,7 @@ class RamRows:
         if pinned:  # pragma: no cover - CUDA only
             self._pinned = Pinned(torch.cuda.cudart())  # type: ignore[no-untyped-call]
         self._layers = [self._blank(0) for _ in range(layers)]
+        self._used = 0  # rows that were reserved: memory after them was never touched
 
     def _blank(self, rows: int) -> dict[str, Tensor]:
         make = empty if self._pinned is None else self._pinned.empty
@@ -170,13 +171,14 @@ class RamRows:
 
     def reserve(self, rows: int, have: int = 0) -> None:
         """See `Rows`. Grows layer by layer, so that at most one layer exists twice at a time."""
-        if rows <= self._room:
-            return
-        for i, old in enumerate(self._layers):
-            new = self._blank(self.room(rows, self._most))
-            for name, column in old.items():
-                new[name][:, : column.shape[1]] = column
-            self._replace(i, new)
+        if rows > self._room:
+            for i, old in enumerate(self._layers):
+                new = self._blank(self.room(rows, self._most))
+                for name, column in old.items():
+                    new[name][:, :have] = column[:, :have]
+                self._replace(i, new)
+            self._used = have
+        self._used = max(self._used, rows)
 
     @staticmethod
     def room(rows: int, most: int) -> int:
@@ -210,11 +212,15 @@ class RamRows:
         """See `Rows`."""
         for i in range(len(self._layers)):
             self._replace(i, self._blank(0))
+        self._used = 0
 
     @property
     def nbytes(self) -> int:
-        """See `Rows`."""
-        return sum(column.nbytes for layer in self._layers for column in layer.values())
+        """See `Rows`. Pinned memory is held whole, other memory once it was touched."""
+        held = sum(column.nbytes for layer in self._layers for column in layer.values())
+        if self._pinned is None and self._room:
+            held = held // self._room * self._used
+        return held
 
     @property
     def working(self) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 
-from minikv.chat.protocols import TextStream
+from minikv.chat.protocols import TextStream, Tokenizer
 from minikv.chat.stop import StopTexts
 from minikv.engine.sampling import Sampling
 
@@ -45,15 +46,16 @@ class Anew:
 class Answer:
     """Takes tokens and returns pieces of text.
 
-    text: the text returned so far. generated: tokens so far. steps, decode_s: decode steps, and
-    their seconds. passes, passes_s: how often the conversation was recalled instead of a step, and
-    the seconds of that. first_s: seconds until the first token; None before it. reason: why the
-    answer ended; "" before it ends.
+    text: the text returned so far. ids: its tokens so far; generated: how many. steps, decode_s:
+    decode steps, and their seconds. passes, passes_s: how often the conversation was recalled
+    instead of a step, and the seconds of that. first_s: seconds until the first token; None before
+    it. reason: why the answer ended; "" before it ends.
     """
 
     def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
         self.text = ""
-        self.generated = self.steps = self.passes = 0
+        self.ids: list[int] = []
+        self.steps = self.passes = 0
         self.decode_s = self.passes_s = 0.0
         self.first_s: float | None = None
         self.reason = ""
@@ -72,7 +74,7 @@ class Answer:
         text = ""
         for id in ids:
             text += stream.push(id)
-            made.generated += 1
+            made.ids.append(id)
         made._length = made._before = len(text)
         made._stop = StopTexts.after(stop, text)
         made.text = text[: len(text) - len(made._stop.held)]
@@ -80,6 +82,11 @@ class Answer:
         # held back, and U+FFFD for an incomplete character.
         made._shown = shown[len(made.text) :]
         return made
+
+    @property
+    def generated(self) -> int:
+        """How many tokens it has."""
+        return len(self.ids)
 
     @property
     def rate(self) -> float | None:
@@ -99,23 +106,32 @@ class Answer:
     def push(self, token: int) -> str:
         """Add a token. Returns the text that is now certain to belong to the answer."""
         piece = self._stream.push(token)
-        self.generated += 1
+        self.ids.append(token)
         self._before = self._length
         self._length += len(piece)
         return self._give(self._stop.push(piece) if piece else "")
 
-    def finish(self) -> str:
-        """No more tokens come: return the text that was held back. After a stop text that is ""."""
+    def finish(self, *, more: bool = False) -> str:
+        """No more tokens come now: return the text that was held back. After a stop text that is
+        "". more: the answer may be continued, so an incomplete character is still held back."""
         if self.stopped:
             return ""
-        rest = self._stream.flush()
+        rest = "" if more else self._stream.flush()
         text = self._stop.push(rest) if rest else ""
         return self._give(text + ("" if self.stopped else self._stop.flush()))
 
-    def close(self) -> None:
-        """The answer ended without `finish`: add the text to `text` that was held back as the
-        possible beginning of a stop text. Does nothing after `finish`."""
-        self.text += self._stop.flush()
+    def ended(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Answer:
+        """This answer as it stays in the conversation, with the text that was held back as the
+        possible beginning of a stop text, and the reason why it ended. ids: its tokens in the log;
+        an interrupt may have come between the two."""
+        made = copy(self)
+        made.text += self._stop.held
+        made.reason = self.reason or ("stop" if self.stopped else "error")
+        if self.generated - self.overshot != len(ids):
+            again = Answer.resumed(tokenizer.stream(), self._stop.texts, ids, "")
+            made.text, made.ids = again.text + again._stop.held, again.ids
+            made.reason = self.reason or "error"
+        return made
 
     def _give(self, text: str) -> str:
         self.text += text

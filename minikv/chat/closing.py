@@ -1,5 +1,5 @@
 """Closing a turn: its figures and its record. Nothing here may fail, because the turn already
-counts."""
+counts. Nothing is changed, so that it can be done again after an interrupt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.facts import Facts, device_memory
 from minikv.chat.prompt_plan import PromptPlan, Read
 from minikv.chat.recall import Recall
-from minikv.chat.report import UNKNOWN, KvBytes, Loss, Rates, Seconds, Tokens, TurnReport
+from minikv.chat.report import (
+    UNKNOWN,
+    AgainstFull,
+    KvBytes,
+    Loss,
+    Rates,
+    Seconds,
+    Tokens,
+    TurnReport,
+)
 
 
 def measured(kv: KVCache, known: CacheStats) -> CacheStats:
@@ -68,9 +77,10 @@ def turn_report(
             full=stats.full_bytes,
             held=stats.held_bytes,
             allocated=stats.allocated_bytes,
-            peak_prefill=max(read.peak, stats.peak_bytes),
+            peak_prefill=max(read.peak, stats.peak_bytes) + recall.here,
             policy_state=stats.state_bytes,
             tier=recall.nbytes,
+            tier_here=recall.here,
         ),
         time_s=Seconds(
             load=facts.load_s,
@@ -90,7 +100,7 @@ def turn_report(
         ),
         loss=_loss(read),
         shaped_by_turn=shaped_by,
-        stop_reason=answer.reason or "error",
+        stop_reason=answer.reason,
         seed=seed,
         sampling=settings.record(),
         device_mem=device_memory(facts.device),
@@ -99,7 +109,15 @@ def turn_report(
         tier=recall.place,
         refreshes=answer.passes,
         fidelity=read.fidelity,
+        against_full=against_full(stats, recall),
     )
+
+
+def against_full(stats: CacheStats, recall: Recall) -> AgainstFull:
+    """What is known of an answer without writing it again: if no row is missing at its end, none
+    was missing before. Rows of an int8 tier are not those that were read."""
+    rounded = recall.tokens > 0 and recall.dtype == "int8"
+    return AgainstFull(None if stats.gaps or rounded else True)
 
 
 def _loss(read: Read) -> Loss:

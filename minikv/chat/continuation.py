@@ -9,7 +9,7 @@ from dataclasses import replace
 from minikv.cache.stats import CacheStats
 from minikv.chat.answer import Answer
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.report import DeviceMemory, TurnReport
+from minikv.chat.report import AgainstFull, DeviceMemory, TurnReport
 from minikv.chat.token_log import TokenLog
 from minikv.errors import UsageError
 
@@ -31,7 +31,7 @@ def refuse_continuation(
     """
     if report is None:
         raise UsageError("there is no answer to go on with", "ask something first")
-    full = len(log.fed) >= max_context
+    full = log.seen >= max_context
     why = _ENDS["context"] if full else _ENDS.get(report.stop_reason, "")
     if why:
         raise UsageError(f"there is nothing to go on with: {why}", _ANEW)
@@ -57,6 +57,7 @@ def continued(
     seed: int,
     sampling: Mapping[str, object],
     memory: DeviceMemory,
+    against_full: AgainstFull,
     warnings: Iterable[str],
 ) -> TurnReport:
     """The record of the whole answer. before: its record so far. stats: the cache's present
@@ -84,6 +85,7 @@ def continued(
             peak_prefill=max(kv.peak_prefill, stats.peak_bytes),
             policy_state=stats.state_bytes,
         ),
+        against_full=against_full,
         time_s=replace(
             time,
             decode=decode_s,
@@ -92,7 +94,7 @@ def continued(
         ),
         refreshes=before.refreshes + answer.passes,
         rate=replace(rate, decode_tok_s=steps / decode_s if steps and decode_s else None),
-        stop_reason=answer.reason or "error",
+        stop_reason=answer.reason,
         seed=seed,
         sampling=sampling,
         device_mem=memory,

@@ -4,7 +4,8 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from minikv.cache.budget import Budget
@@ -88,9 +89,14 @@ class EvictionConfig:
         )
 
     @property
-    def evicts(self) -> bool:
-        """Whether anything is ever evicted."""
+    def may_evict(self) -> bool:
+        """Whether there is a policy at all."""
         return self.policy != "full" or self.decode != "none"
+
+    @property
+    def evicts(self) -> bool:
+        """Whether there is a policy, and a budget that says what may stay."""
+        return self.may_evict and not self.budget.everything
 
     @property
     def pair(self) -> str:
@@ -101,7 +107,7 @@ class EvictionConfig:
     def least_rows(self) -> int:
         """The smallest budget in rows per head with which these policies work, without pinned rows.
         Raises UsageError for options that contradict each other."""
-        return self.rules().least()
+        return replace(self, budget=Budget("rows", Fraction(_MOST))).rules().least()
 
     def rules(self) -> Rules:
         """The rules for a cache. Imports torch. Raises UsageError for options that contradict each
@@ -110,12 +116,22 @@ class EvictionConfig:
 
         prompt = None if self.stride else prompt_policy(self.policy, self.policy_options)
         step = step_policy(self.decode, self.decode_options)
-        return Rules(prompt, step, self.budget if self.evicts else None, self.stride)
+        if not self.evicts:
+            return Rules()
+        budget = self.budget if self.budget.unit != "auto" else Budget("rows", self.budget.value)
+        return Rules(prompt, step, budget, self.stride)
+
+    def under(self, rows: int) -> EvictionConfig:
+        """With `budget="auto"` decided: so many rows per head, 0 for all there are."""
+        return replace(self, budget=Budget("auto", Fraction(rows)))
 
     def budget_record(self) -> dict[str, object]:
-        """The budget for the turn record: unit and value, both None if nothing is evicted."""
-        if not self.evicts:
+        """The budget for the turn record: unit and value, both None without a policy. The value of
+        "auto" is the rows per head that it stands for; None: all there are."""
+        if not self.may_evict:
             return {"unit": None, "value": None}
+        if self.budget.everything:
+            return {"unit": "auto", "value": None}
         value = float(self.budget.value)
         return {"unit": self.budget.unit, "value": int(value) if value.is_integer() else value}
 
@@ -153,6 +169,16 @@ def read_budget(text: str | int) -> Budget:
     if budget.value > _MOST:
         raise UsageError(
             f"budget {text} is more than any memory holds", '`policy="full"` never evicts'
+        )
+    return budget
+
+
+def stated(budget: str) -> str:
+    """`budget`, if a measurement can be made under it. Raises UsageError."""
+    if budget == "auto":
+        raise UsageError(
+            '`budget="auto"` evicts nothing while everything fits: there is nothing to measure',
+            "give budgets, such as 128,256",
         )
     return budget
 

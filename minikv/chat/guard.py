@@ -4,6 +4,10 @@ waits.
 An answer holds the chat from its first piece until its iterator ends, is closed or is
 garbage-collected. An iterator that was not started holds nothing. Other calls during that time,
 from the same thread or another one, raise UsageError, and the answer goes on.
+
+An interrupt (Ctrl-C in a script) may come between any two instructions. So nothing is locked and
+unlocked: what holds the chat is in a list, and is over by one assignment. An answer whose iterator
+has ended holds nothing, whether or not it could say so.
 """
 
 from __future__ import annotations
@@ -11,26 +15,70 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterator
+import weakref
+from collections.abc import Callable, Generator
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from minikv.chat.shown import clipped
+from minikv.engine.threads import forked, refuse_fork
 from minikv.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Guard:
-    """Records what holds a chat now. question: the question of the answer that is being written; ""
-    if there is none."""
+class _Hold:
+    """What holds a chat: an answer with these pieces, or a change (None). thread: the one that
+    computes in it now. iterator: of the answer."""
 
-    def __init__(self) -> None:
+    __slots__ = ("iterator", "over", "pieces", "thread")
+
+    def __init__(self, pieces: Generator[str, None, None] | None = None) -> None:
+        self.pieces = pieces
+        self.iterator: weakref.ref[Generator[str, None, None]] | None = None
+        self.thread = threading.get_ident() if pieces is None else None
+        self.over = False
+
+    def next(self) -> str | None:
+        """Compute the next piece; None if there is none."""
+        assert self.pieces is not None
+        refuse_fork()
+        self.thread = threading.get_ident()
+        try:
+            return next(self.pieces, None)
+        finally:
+            self.thread = None
+
+    def admits(self, *, inside: bool) -> bool:
+        """Whether a change may be made here, as part of this change or, if `inside`, of this
+        answer."""
+        return self.thread == threading.get_ident() and (inside or self.pieces is None)
+
+    @property
+    def left(self) -> bool:
+        """Whether an interrupt ended it before it was over."""
+        if self.iterator is None:  # a thread can ask only where its change has ended
+            return self.thread == threading.get_ident()
+        iterator = self.iterator()
+        return iterator is None or getgeneratorstate(iterator) == GEN_CLOSED
+
+    @property
+    def computing(self) -> bool:
+        """Whether a piece of the answer is being computed."""
+        return self.pieces is not None and getgeneratorstate(self.pieces) == GEN_RUNNING
+
+
+class Guard:
+    """Records what holds a chat now. settle(): a method of the chat that finishes what an interrupt
+    left unfinished; called before and after everything that holds the chat. question: the question
+    of the answer that is being written."""
+
+    def __init__(self, settle: Callable[[], None] | None = None) -> None:
         self.question = ""
-        self._lock = threading.Lock()
-        self._ending = threading.RLock()  # garbage collection may end an answer inside of `_end`
-        self._pieces: Generator[str, None, None] | None = None  # of the open answer
-        self._thread: int | None = None  # the thread that computes, or changes the chat
+        # Weak: the chat has this guard, and its memory must go as soon as nobody has the chat.
+        self._method = None if settle is None else weakref.WeakMethod(settle)
+        self._holds: list[_Hold] = []  # the first that is not over holds the chat
         self._free: Callable[[], None] | None = None  # set when the chat is closed
 
     @property
@@ -40,41 +88,48 @@ class Guard:
 
     def answer(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
         """Yield `pieces`, and hold the chat meanwhile. Raises UsageError if it is already held."""
-        self._take()
-        self._pieces = pieces
-        try:
-            while self._pieces is pieces:  # until `finish` ends it
-                with self._here():
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                yield piece
-        finally:
-            self._end(pieces)
+        hold = _Hold(pieces)
+        iterator = self._during(hold)
+        hold.iterator = weakref.ref(iterator)
+        return iterator
 
-    @contextlib.contextmanager
-    def change(self, *, inside: bool = False) -> Iterator[None]:
-        """Hold the chat around a change. Changes may be nested. inside: also allowed as part of an
-        answer, in its thread. Raises UsageError if something else holds the chat."""
-        if self._thread == threading.get_ident() and (inside or self._pieces is None):
-            yield
-            return
-        self._take()
+    def _during(self, hold: _Hold) -> Generator[str, None, None]:
         try:
-            with self._here():
-                yield
+            try:
+                self._take(hold)
+                # Until the pieces end, or `finish` ends them.
+                while not hold.over and (piece := hold.next()) is not None:
+                    yield piece
+            finally:
+                self._end(hold)
         finally:
-            self._release()
+            self._end(hold)  # an interrupt may have stopped the first
+
+    def change(self, work: Callable[[], R], *, inside: bool = False) -> R:
+        """Hold the chat around `work()`, and return what it returns. Changes may be nested. inside:
+        also allowed as part of an answer, in its thread. Raises UsageError if something else holds
+        the chat."""
+        first = self._first()
+        if first is not None and first.admits(inside=inside):
+            return work()
+        hold = _Hold()
+        try:
+            try:
+                self._take(hold)
+                return work()
+            finally:
+                self._end(hold)
+        finally:
+            self._end(hold)
 
     def finish(self) -> None:
         """End the open answer, if there is one, as closing its iterator does. Raises UsageError
         while another thread computes its next piece."""
-        pieces = self._pieces
-        if pieces is not None:
-            try:
-                self._end(pieces)
-            except ValueError:  # its next piece is being computed
-                raise self._refusal() from None
+        first = self._first()
+        if first is not None and first.pieces is not None:
+            if first.computing:
+                raise self._refusal(first)
+            self._end(first)
 
     def close(self, free: Callable[[], None]) -> None:
         """Refuse everything from now on. `free` is called at once, or, if another thread is
@@ -84,42 +139,56 @@ class Guard:
             self.finish()
         self._freed()
 
-    def _end(self, pieces: Generator[str, None, None]) -> None:
-        with self._ending:
-            if self._pieces is not pieces:
-                return
-            with self._here():
-                pieces.close()
-            self._pieces, self.question = None, ""
-        self._release()
+    def _settle(self) -> None:
+        settle = None if self._method is None else self._method()
+        if settle is not None:
+            settle()
 
-    def _take(self) -> None:
+    def _first(self) -> _Hold | None:
+        return next((hold for hold in tuple(self._holds) if not hold.over), None)
+
+    def _take(self, hold: _Hold) -> None:
+        refuse_fork()
         if self.closed:
             raise closed()
-        if not self._lock.acquire(blocking=False):
-            raise self._refusal()
+        self._holds.append(hold)  # of two threads, one is first
+        while (first := self._first()) is not hold:
+            if first is None or not first.left or first.computing:
+                hold.over = True
+                raise self._refusal(first)
+            self._end(first)
+        self._holds = [hold]  # another thread that came meanwhile is refused
+        self.question = ""
+        self._settle()
 
-    def _release(self) -> None:
-        self._lock.release()
+    def _end(self, hold: _Hold) -> None:
+        if hold.over or forked():
+            return
+        try:
+            if self._first() is hold:
+                try:
+                    if hold.pieces is not None:
+                        hold.thread = threading.get_ident()
+                        hold.pieces.close()
+                finally:
+                    self._settle()
+        finally:
+            hold.over = True
         self._freed()
 
     def _freed(self) -> None:
-        if self._free is not None and self._lock.acquire(blocking=False):
-            try:
-                self._free()
-            finally:
-                self._lock.release()
-
-    @contextlib.contextmanager
-    def _here(self) -> Iterator[None]:
-        self._thread = threading.get_ident()
+        if self._free is None:
+            return
+        hold = _Hold()
+        self._holds.append(hold)
         try:
-            yield
+            if self._first() is hold:
+                self._free()
         finally:
-            self._thread = None
+            hold.over = True
 
-    def _refusal(self) -> UsageError:
-        if self._pieces is None:
+    def _refusal(self, first: _Hold | None) -> UsageError:
+        if first is None or first.pieces is None:
             return UsageError(
                 "another thread is using this chat", "load a chat of its own for each thread"
             )
@@ -163,7 +232,6 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
 
     @functools.wraps(method)
     def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> R:
-        with self.guard.change():
-            return method(self, *given, **named)
+        return self.guard.change(lambda: method(self, *given, **named))
 
     return guarded

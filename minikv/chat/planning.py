@@ -58,25 +58,34 @@ class Planner:
     composer: Composer
     max_context: int
 
-    def plan(self, messages: Sequence[Message]) -> tuple[PromptPlan, Decision | None]:
-        """What to read so that the cache has seen `messages`, which include the next question, up
-        to where the answer begins; and what `auto` chose, if it had a choice.
+    def coming(self, messages: Sequence[Message]) -> list[int]:
+        """The ids that the cache has not seen of `messages`, which include the next question, up to
+        where the answer begins."""
+        if not self.past.log.fed:
+            return self.composer.opening(messages)
+        return self.past.log.owed + self.composer.following(messages)
+
+    def plan(
+        self, messages: Sequence[Message], coming: list[int] | None = None
+    ) -> tuple[PromptPlan, Decision | None]:
+        """What to read so that the cache has seen `messages`; and what `auto` chose, if it had a
+        choice. coming: the result of `coming`, if it is known.
 
         Raises UsageError if `reuse` is "recall" and that is not possible, and what `Composer`
         raises.
         """
         pinned = len(start(self.composer.template, self.wanted.pinned)) if self.wanted.pinned else 0
         recalls = self.recalls()
+        coming = self.coming(messages) if coming is None else coming
         if not self.past.log.fed:
-            return self._from_the_beginning(messages, pinned, recalls), None
-        return self._behind_what_is_there(messages, pinned, recalls)
+            return self._from_the_beginning(messages, coming, pinned, recalls), None
+        return self._behind_what_is_there(messages, coming, pinned, recalls)
 
     def _from_the_beginning(
-        self, messages: Sequence[Message], pinned: int, recalls: bool
+        self, messages: Sequence[Message], ids: list[int], pinned: int, recalls: bool
     ) -> PromptPlan:
         """The plan if the cache has seen nothing: read everything that is not in the tier."""
         log, again = self.past.log, bool(self.past.turns)
-        ids = self.composer.opening(messages)
         if recalls and self.recall.ready(len(ids)):
             if log.known:
                 ids = log.known + self.composer.following(messages)
@@ -92,11 +101,11 @@ class Planner:
         return PromptPlan(mode, parts, True, pinned, asks=True)
 
     def _behind_what_is_there(
-        self, messages: Sequence[Message], pinned: int, recalls: bool
+        self, messages: Sequence[Message], coming: list[int], pinned: int, recalls: bool
     ) -> tuple[PromptPlan, Decision | None]:
         """The plan if the cache has seen the conversation up to the next question."""
         log, wanted = self.past.log, self.wanted
-        new, decision = self.only_new(messages), None
+        new, decision = self._new(coming), None
         whole = log.fed + new.ids
         if recalls and self.recall.ready(len(whole)):
             given = self.recall.given(whole)
@@ -122,7 +131,9 @@ class Planner:
 
     def only_new(self, messages: Sequence[Message]) -> PromptPlan:
         """The plan that reads only the new tokens, after those that the cache has seen."""
-        ids = self.past.log.owed + self.composer.following(messages)
+        return self._new(self.past.log.owed + self.composer.following(messages))
+
+    def _new(self, ids: list[int]) -> PromptPlan:
         return PromptPlan("once", (ids,), False, asks=not self.past.pending)
 
     def _last_turn(self, ids: Sequence[int]) -> int:
@@ -221,6 +232,8 @@ class Planner:
             return
         tokens = min(tokens, self.max_context) if refresh_every else 0
         evicts = self.wanted.eviction.evicts  # not what an earlier policy left in the tier
+        if self.wanted.eviction.budget.everything:
+            return
         if recalled and evicts and self.recall.ready(tokens):
             return
         why = self.recall.why or "none fits"

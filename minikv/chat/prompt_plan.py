@@ -12,6 +12,7 @@ from time import perf_counter
 
 from torch import Tensor
 
+from minikv import pages
 from minikv.cache.stats import Fidelity
 from minikv.chat.fidelity import Measuring, recall
 from minikv.engine.engine import Engine
@@ -98,7 +99,7 @@ def read(
 
     Between chunks, `progress(done, total)` is called, in tokens; tokens that a policy reads twice
     count twice. Then Interrupted is raised if `stopped()`. After any error, the cache is as it was
-    before.
+    before. Otherwise the caller calls `KVCache.forget_mark` once it has noted what was read.
     """
     began = perf_counter()
     kv, done, evict_s, peak, blind = engine.kv, 0, 0.0, 0, False
@@ -150,7 +151,7 @@ def read(
     except BaseException:
         kv.go_back(mark)
         raise
-    kv.forget_mark()
+    pages.give_back()
     lost = figures.lost_mean, figures.lost_max, figures.lost_layer
     seconds = perf_counter() - began - fidelity_s
     return Read(seconds, logits, evict_s, peak, blind, lost, gaps, fidelity, fidelity_s)

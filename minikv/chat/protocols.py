@@ -31,7 +31,8 @@ class Template(Protocol):
     `opening` renders a whole conversation that ends with a user message. `following` renders what
     comes after the text of the last assistant message, beginning with its end-of-turn marker. Both
     end where the answer begins. `notes`: lines for the user. `lookalikes` and `markers` count
-    strings that look like control tokens or turn markers.
+    strings that look like control tokens or turn markers, and `lost` the characters that the
+    tokenizer drops or changes.
     """
 
     @property
@@ -41,3 +42,4 @@ class Template(Protocol):
     def following(self, messages: Sequence[Any]) -> list[int]: ...
     def lookalikes(self, text: str) -> int: ...
     def markers(self, text: str) -> int: ...
+    def lost(self, text: str) -> int: ...

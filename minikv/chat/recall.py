@@ -35,8 +35,26 @@ class Place:
 
 
 def somewhere() -> Place:
-    """A new file in the directory for temporary files."""
-    return Place(Path(tempfile.gettempdir()) / f"minikv-{os.getpid()}-{secrets.token_hex(4)}.kv")
+    """A new file in the directory for temporary files, or in /var/tmp if that directory is in
+    memory."""
+    folder = Path(tempfile.gettempdir())
+    if _in_memory(folder) and os.access("/var/tmp", os.W_OK):
+        folder = Path("/var/tmp")
+    return Place(folder / f"minikv-{os.getpid()}-{secrets.token_hex(4)}.kv")
+
+
+def _in_memory(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+    """Whether the files of this directory take memory, not disk."""
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:  # not Linux
+        return False
+    real = folder.resolve()
+    kinds = {Path(line[1]): line[2] for line in lines if len(line) > 2}
+    return kinds.get(next((one for one in (real, *real.parents) if one in kinds), real)) in (
+        "tmpfs",
+        "ramfs",
+    )
 
 
 class Recall:
@@ -85,6 +103,12 @@ class Recall:
         return 0 if self.tier is None else self.tier.nbytes
 
     @property
+    def here(self) -> int:
+        """Bytes of the tier in the cache's own memory: those of a tier in RAM, on a CPU."""
+        in_ram = self.tier is not None and self.tier.kind == "ram"
+        return self.nbytes if in_ram and self._kv.device.type == "cpu" else 0
+
+    @property
     def place(self) -> str:
         """Where the tier is: "ram" or "file"; "" if it holds nothing."""
         return self.tier.kind if self.tier is not None and self._ids else ""
@@ -119,22 +143,26 @@ class Recall:
         if self.why:
             return False
         if self.file is None:
-            ram = "" if self.kind == "file" else self._no_ram(tokens)
-            if self.kind == "ram" and ram:
-                raise UsageError(
-                    f'`tier="ram"` does not fit: {ram}',
-                    '`tier_dtype="int8"` takes about half, `tier="none"` reads again instead',
-                )
-            if self.kind == "file" or ram:
-                disk = self._no_file(tokens, ram)
-                self.why = f"{ram}; {disk}" if disk and ram else disk
-            elif self.tier is None:
-                self._take(None)
-                room = RamRows.room(tokens, self._kv.shape.max_context)
-                self._tell(f"tier: RAM, {size(self._bytes(room))}, room for {room:,} tokens")
+            reasons: list[str] = []
+            for place in self._places:
+                said = "; ".join(reasons)
+                no = self._no_file(tokens, said) if place == "file" else self._no_ram(tokens, said)
+                if not no:
+                    break
+                reasons.append(no)
+            else:
+                self.why = "; ".join(reasons)
         if self.why:
             self._tell(f'no tier: {self.why}; `tier_dtype="int8"` takes about half')
         return not self.why
+
+    @property
+    def _places(self) -> tuple[str, ...]:
+        """Where the tier may be, the best place first. On a CPU a tier in RAM would take what
+        eviction frees."""
+        if self.kind != "auto":
+            return (self.kind,)
+        return ("file", "ram") if self._kv.device.type == "cpu" else ("ram", "file")
 
     def _bytes(self, tokens: int) -> int:
         return row_nbytes(self._kv.shape, self._kv.dtype, self._coded) * tokens
@@ -144,14 +172,26 @@ class Recall:
         """Free bytes of host memory; None if not known."""
         return self._free()
 
-    def _no_ram(self, tokens: int) -> str:
-        """Why host memory has no room for a tier of `tokens` tokens; "" if it has."""
-        have = self.nbytes
+    def _no_ram(self, tokens: int, because: str) -> str:
+        """Have a tier in host memory with room for `tokens` tokens. Returns "", or why there is no
+        room. because: why it cannot be in a file, for the message. Raises UsageError if there is no
+        room and `kind` is "ram"."""
+        have, free = self.nbytes, self._free()
         need = self._bytes(RamRows.room(tokens, self._kv.shape.max_context))
-        free = self._free()
-        if free is None or need - have <= free - free // 8:
-            return ""
-        return f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
+        if free is not None and need - have > free - free // 8:
+            no = f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
+            if self.kind == "ram":
+                raise UsageError(
+                    f'`tier="ram"` does not fit: {no}',
+                    '`tier_dtype="int8"` takes about half, `tier="none"` reads again instead',
+                )
+            return no
+        if self.tier is None:
+            self._take(None)
+            over = f", as {because}" if because else ""
+            saves = "; this saves time, not memory" if self._kv.device.type == "cpu" else ""
+            self._tell(f"tier: RAM, {size(self._bytes(tokens))}{over}{saves}")
+        return ""
 
     def _no_file(self, tokens: int, because: str) -> str:
         """Move the tier to a file with room for `tokens` tokens. Returns "", or why that failed.
@@ -331,6 +371,15 @@ class Recall:
             self.file.close()
         self._kv.tier = None
         self._ids = []
+
+    def settle(self) -> None:
+        """Make the tier and its tokens agree: an interrupt may have come between them."""
+        self.scored()
+        if self.tier is None:
+            self._ids = []
+        elif self.tier.length != len(self._ids):
+            del self._ids[self.tier.length :]
+            self.tier.truncate(len(self._ids))
 
     def clear(self) -> None:
         """Forget the conversation and free its memory. The file of a saved chat stays."""

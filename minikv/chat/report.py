@@ -1,7 +1,7 @@
 """The turn record: what one turn cost. Every figure on the screen comes from it.
 
-`saved` is 1 - held / full, where held includes the policies' columns. It is rounded down, and never
-below 0. A figure that was not measured is None, never 0.
+`saved` is 1 - (held + tier_here) / full: a tier in the cache's own memory counts. It is rounded
+down, and never below 0. A figure that was not measured is None, never 0.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ UNKNOWN = "unknown"
 """`Loss.method` if rows had already left before the prompt that was measured."""
 PLACES = {"ram": "RAM", "file": "a file"}
 """Where a tier is, in words."""
-NOTHING_EVICTED = "nothing was evicted"
-"""The end of the warning about a budget that is larger than the prompt."""
 STOPS = {
     "eos": "end of turn",
     "stop": "a stop text",
@@ -28,6 +26,8 @@ STOPS = {
     "error": "an error",
 }
 """`stop_reason` in words."""
+FEW = 8
+"""An answer of fewer tokens says nothing about the speed of writing."""
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
@@ -52,14 +52,20 @@ class KvBytes:
     full: int  # what the same tokens take in a cache without eviction
     held: int  # rows held, with the policies' columns
     allocated: int  # memory allocated for the cache
-    peak_prefill: int  # the most that existed at once while the prompt was read
+    peak_prefill: int  # the most that existed at once while the prompt was read, tier_here included
     policy_state: int  # the part of `held` that is the policies' columns
-    tier: int = 0  # the tier, in addition to all of these
+    tier: int = 0  # the tier, in addition to held and allocated
+    tier_here: int = 0  # the part of `tier` that is in the cache's own memory
+
+    @property
+    def taken(self) -> int:
+        """What cache and tier hold of the memory that a cache without eviction would be in."""
+        return self.held + self.tier_here
 
     @property
     def saved(self) -> float:
         """See `share_saved`."""
-        return share_saved(self.held, self.full)
+        return share_saved(self.taken, self.full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,31 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
+class AgainstFull:
+    """What is known of the answer that a cache without eviction would give here.
+
+    same: whether it is this answer; None: not known. checked: it was written to compare; otherwise
+    `same` holds because nothing was evicted. tokens: how many first tokens are the same, if the
+    answers differ.
+    """
+
+    same: bool | None = None
+    checked: bool = False
+    tokens: int | None = None
+
+    @property
+    def words(self) -> str:
+        """ "as without eviction", "not checked", "differs from the full cache after 22 tokens"."""
+        if self.same is None:
+            return "not checked"
+        if self.same:
+            return "as without eviction" + (" (checked)" if self.checked else "")
+        count = self.tokens or 0
+        after = f"after {count:,} token{'' if count == 1 else 's'}"
+        return f"differs from the full cache {after if count else 'from the first token on'}"
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """On CUDA, what torch's allocator says. On a CPU, the peak resident memory of the process."""
 
@@ -123,6 +154,7 @@ class TurnReport:
     weights: "plain", or the value of --weights.
     refreshes: how often the rows were chosen anew while the answer was written.
     fidelity: None if nothing was recalled or measured.
+    against_full: whether it is the answer of a cache without eviction.
     """
 
     turn: int
@@ -149,6 +181,7 @@ class TurnReport:
     tier: str = ""
     refreshes: int = 0
     fidelity: Fidelity | None = None
+    against_full: AgainstFull = AgainstFull()
 
     def __repr__(self) -> str:
         return shown.line("report", [f"turn {self.turn}", *self._about()])
@@ -159,11 +192,11 @@ class TurnReport:
         return shown.table("minikv report", rows)
 
     def _about(self) -> list[str]:
-        tokens, kv = self.tokens, self.kv_bytes
+        tokens = self.tokens
         return [
             f"{tokens.prompt_new:,} tokens read",
             f"{tokens.generated:,} written in {self.time_s.total:.1f} s",
-            f"KV {of_full(kv.held, kv.full)} ({self.saved})",
+            self.memory,
             f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head",
         ]
 
@@ -175,10 +208,20 @@ class TurnReport:
 
     @property
     def saved(self) -> str:
-        """What the cache saves, e.g. "96.1% saved"."""
+        """What is saved, e.g. "96.1% saved"."""
         if self.kv_bytes.saved > 0:
             return f"{percent_saved(self.kv_bytes.saved)} saved"
-        return "nothing to save" if self.budget.get("unit") is None else "nothing to save yet"
+        return "nothing saved" if self.tokens.evicted_total else "nothing evicted"
+
+    @property
+    def memory(self) -> str:
+        """What the cache takes, with a tier in the same memory: "KV 1.5 of 41.0 MiB (96.2% saved)".
+        A tier in the memory of the host beside a GPU is a figure of its own."""
+        kv = self.kv_bytes
+        what = "KV and tier" if kv.tier_here else "KV"
+        taken = of_full(kv.taken, kv.full) if kv.taken < kv.full else size(kv.taken)
+        beside = kv.tier - kv.tier_here if self.tier == "ram" else 0
+        return f"{what} {taken} ({self.saved})" + (f" + {size(beside)} in RAM" if beside else "")
 
     @property
     def misses(self) -> int:
@@ -189,31 +232,23 @@ class TurnReport:
 
     def lines(self) -> tuple[str, ...]:
         """The short lines below an answer: speed, then memory, then what the answer may lack."""
-        tokens, kv = self.tokens, self.kv_bytes
-        speed = [f"{tokens.generated:,} tok"]
-        if self.rate.decode_tok_s is not None:
+        tokens = self.tokens
+        speed = [f"{tokens.generated:,} token{'' if tokens.generated == 1 else 's'}"]
+        if self.rate.decode_tok_s is not None and tokens.generated >= FEW:
             speed.append(f"{self.rate.decode_tok_s:.1f} tok/s")
         speed.append(f"first token {self.time_s.first_token:.2f} s")
         if self.stop_reason != "eos":
             speed.append(f"stopped by {STOPS[self.stop_reason]}")
-        memory = [
-            f"KV {of_full(kv.held, kv.full)} ({self.saved})",
-            f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tok/head",
-        ]
-        if self.loss.est_mass_lost_mean is not None:
-            memory.append(f"lost ~{100 * self.loss.est_mass_lost_mean:.1f}%")
-        elif self.loss.method == UNKNOWN:
-            memory.append("loss not known")
+        memory = [self.memory]
+        if tokens.evicted_total:
+            memory.append(f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head")
         if self.fidelity is not None and self.fidelity.budget is not None:
             memory.append(f"budget {self.fidelity.budget:,}")
-        if self.tier:
-            memory.append(f"tier {size(kv.tier)} in {PLACES[self.tier]}")
         if self.reuse == "refresh":
             memory.append("read again")
-        elif self.reuse == "recall":
-            memory.append("recalled")
         elif self.shaped_by_turn == 0:
             memory.append("evicted before any question")
+        memory.append(self.against_full.words)
         lines = [" · ".join(speed), " · ".join(memory)]
         if self.misses:
             lines.append(

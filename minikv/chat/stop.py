@@ -7,18 +7,22 @@ the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from minikv import checks
 from minikv.errors import UsageError
 
 
-def stop_texts(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The given stop texts, each once. A single text need not be in a sequence. Raises UsageError
-    for one that is empty or not a str."""
-    texts = (given,) if isinstance(given, str) else tuple(given)
+def stop_texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The given stop texts, each once; None: none. A single text need not be in a sequence. Raises
+    UsageError for one that is empty or not a str."""
+    if isinstance(given, str | None):
+        given = () if given is None else (given,)
+    if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
+        raise UsageError(f"`stop` must be a text (str) or several, got {checks.quoted(given)}")
+    texts = tuple(given)
     for text in texts:
-        if not isinstance(text, str):
-            raise UsageError(f"a stop text is a text, got {text!r:.40}")
+        checks.text("each text of `stop`", text)
         if not text:
             raise UsageError("a stop text is empty", "every answer would end before it begins")
     return tuple(dict.fromkeys(texts))
@@ -33,7 +37,7 @@ class StopTexts:
     """
 
     def __init__(self, texts: Sequence[str], held: str = "") -> None:
-        self._texts = texts
+        self.texts = texts
         self.held = held
         self.found = False
 
@@ -46,11 +50,11 @@ class StopTexts:
         """Add a piece. Returns the text that is now certain to belong to the answer."""
         assert not self.found, "the answer has ended"
         text = self.held + piece
-        ends = [(at + len(stop), at) for stop in self._texts if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), at) for stop in self.texts if (at := text.find(stop)) >= 0]
         if ends:
             self.found, self.held = True, ""
             return text[: min(ends)[1]]
-        self.held = _beginning(self._texts, text)
+        self.held = _beginning(self.texts, text)
         return text[: len(text) - len(self.held)]
 
     def flush(self) -> str:

@@ -12,13 +12,31 @@ from collections.abc import Iterable
 
 
 class TokenLog:
-    """fed: ids of the tokens that the cache has seen. pending: the pending token; None if there is
-    none. known: see `ChatSession`."""
+    """ids: the tokens of the conversation, as far as they are known. seen: how many of them the
+    cache has seen. Each change is one assignment or one call, so that no interrupt comes into it.
+    """
 
-    def __init__(
-        self, fed: Iterable[int] = (), pending: int | None = None, known: Iterable[int] = ()
-    ) -> None:
-        self.fed, self.pending, self.known = list(fed), pending, list(known)
+    def __init__(self, ids: Iterable[int] = (), seen: int = 0) -> None:
+        self.ids, self.seen = list(ids), seen
+
+    @property
+    def fed(self) -> list[int]:
+        """The tokens that the cache has seen."""
+        return self.ids[: self.seen]
+
+    @property
+    def pending(self) -> int | None:
+        """The pending token; None if there is none."""
+        return self.ids[self.seen] if 0 < self.seen < len(self.ids) else None
+
+    @pending.setter
+    def pending(self, token: int | None) -> None:
+        self.ids[self.seen :] = [] if token is None else [token]
+
+    @property
+    def known(self) -> list[int]:
+        """See `ChatSession`."""
+        return [] if self.seen else self.ids
 
     @property
     def owed(self) -> list[int]:
@@ -28,21 +46,18 @@ class TokenLog:
     @property
     def tokens(self) -> list[int]:
         """The tokens that the cache has seen, and the pending token."""
-        return [*self.fed, *self.owed]
+        return self.ids if self.seen else []
 
-    def read(self, ids: Iterable[int], *, anew: bool) -> None:
-        """Note that a prompt was read: after the tokens that the cache had seen, or, with `anew`,
-        instead of them."""
-        if anew:
-            self.fed = []
-        self.fed += ids
-        self.known, self.pending = [], None
+    def read(self, ids: Iterable[int], *, anew: bool) -> TokenLog:
+        """The log after a prompt was read: after the tokens that the cache had seen, or, with
+        `anew`, instead of them."""
+        whole = [*(() if anew else self.fed), *ids]
+        return TokenLog(whole, len(whole))
 
     def step(self, position: int) -> bool:
         """If the cache's position says that the pending token was fed, note it. Returns whether it
         was."""
-        if self.pending is None or position <= len(self.fed):
-            return False
-        self.fed.append(self.pending)
-        self.pending = None
-        return True
+        fed = self.pending is not None and position == self.seen + 1
+        if fed:
+            self.seen = position
+        return fed

@@ -47,9 +47,11 @@ class UndoHistory:
             if self.before[n].nbytes and (old or total > self.nbytes):
                 del self.before[n]
 
-    def forget_from(self, finished: int) -> None:
-        """Drop the snapshots from when `finished` or more turns were finished."""
-        self.before = {n: each for n, each in self.before.items() if n < finished}
+    def until(self, finished: int) -> UndoHistory:
+        """The history without the snapshots from when `finished` or more turns were finished."""
+        made = self.emptied()
+        made.before = {n: each for n, each in self.before.items() if n < finished}
+        return made
 
 
 def refuse_undo(turns: int, count: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,7 @@ from minikv.chat.protocols import Tokenizer
 from minikv.chat.recall import Recall
 from minikv.chat.report import TurnReport
 from minikv.engine.engine import Engine
-from minikv.engine.sampling import Sampling, pick
+from minikv.engine.sampling import WINDOW, Sampling, pick
 from minikv.errors import UsageError
 
 
@@ -62,13 +62,15 @@ def rewritten(
     if tier is None or recall.has(ids[:read]) < read:
         raise UsageError(f"this answer cannot be verified: {_why(recall, report)}", _HINT)
     how: Any = report.sampling
-    sampling = Sampling(*(how[name] for name in ("temperature", "top_k", "top_p", "min_p")))
+    # A chat that was saved by an earlier version has no penalty in its record.
+    sampling = Sampling(**{one.name: how[one.name] for one in fields(Sampling) if one.name in how})
     # An answer that did not end by itself is compared up to its length.
     itself = report.stop_reason in ("eos", "stop")
     most = max(int(how["max_tokens"]), 1) if itself else report.tokens.generated
     most = min(most, engine.kv.shape.max_context - read + 1)
     first = list(ids[read:])
-    answer, second, ended = Answer(tokenizer.stream(), how["stop"]), [], False
+    answer, ended = Answer(tokenizer.stream(), how["stop"]), False
+    second: list[int] = []
     ops = engine.kv.ops
     steps = TierSteps(tier, read - 1, ops)
     token = ids[read - 1]
@@ -77,7 +79,10 @@ def rewritten(
             logits = engine.network.forward(
                 torch.tensor([token], dtype=torch.int64, device=engine.kv.device), steps
             )
-            token = pick(logits, tokenizer.vocab, sampling, report.seed, steps.position, ops)
+            recent = [*ids[:read][-WINDOW:], *second] if sampling.penalizes else []
+            token = pick(
+                logits, tokenizer.vocab, sampling, report.seed, steps.position, ops, recent
+            )
             if progress is not None:
                 progress(answer.generated + 1, report.tokens.generated)
             if token in tokenizer.stop_ids:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from minikv import checks
-from minikv.cache.stats import CacheStats, Fidelity
-from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.cache.stats import Fidelity
 from minikv.chat.planning import Planner
 from minikv.chat.prompt_plan import PromptPlan
 from minikv.chat.protocols import Template
-from minikv.chat.report import NOTHING_EVICTED
 from minikv.chat.reuse import Decision
 from minikv.chat.transcript import Document
-from minikv.errors import UsageError
-from minikv.policies import DEFAULT_BUDGET
 
 
 class Warnings:
@@ -71,19 +66,8 @@ def before(template: Template, question: str, planner: Planner, plan: PromptPlan
         yield 'there is no document to evict beforehand: `reuse="blind"` changes nothing here'
 
 
-def after(
-    eviction: EvictionConfig, stats: CacheStats, lost: Fidelity | None, *, documents: bool
-) -> Iterator[str]:
-    """Warnings after the prompt was read. stats: of the cache then. lost: what eviction lost, if
-    measured. documents: whether the prompt had documents."""
-    rows = stats.budget_rows
-    # No warning for the default budget: a short document is expected to fit it.
-    chosen = eviction.evicts and eviction.budget != read_budget(DEFAULT_BUDGET)
-    if documents and chosen and rows is not None and rows >= stats.seen:
-        yield (
-            f'`budget="{eviction.budget}"` ({rows:,} tokens per head) is not below this '
-            f"prompt ({stats.seen:,} tokens): {NOTHING_EVICTED}"
-        )
+def after(lost: Fidelity | None) -> Iterator[str]:
+    """Warnings after the prompt was read. lost: what eviction lost, if measured."""
     if lost is not None and lost.bound is not None and not lost.bounded:
         much = "not known" if lost.kl_first_token is None else f"{lost.kl_first_token:.2g} nats"
         yield (
@@ -93,7 +77,8 @@ def after(
 
 
 def marker_lines(template: Template, documents: Iterable[Document], question: str) -> Iterator[str]:
-    """Warnings about strings that look like control tokens or turn markers of the model."""
+    """Warnings about strings that look like control tokens or turn markers of the model, and about
+    characters that its tokenizer loses."""
     texts = [(document.name or "the document", document.text) for document in documents]
     for name, text in [*texts, ("the question", question)]:
         count = template.lookalikes(text)
@@ -109,17 +94,7 @@ def marker_lines(template: Template, documents: Iterable[Document], question: st
                 f"{strings} in {name} may pass for turn markers, which are plain text for this "
                 "model: it cannot tell them from real ones"
             )
-
-
-def check_text(text: str, what: str) -> None:
-    """Raise UsageError if `text` is not a str, or has lone surrogates, which no tokenizer accepts
-    and which come from bytes that are not UTF-8. what: the name of the text, for the message."""
-    checks.text(what, text)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code, at = ord(text[error.start]), f"at character {error.start:,}"
-        why = f"a lone surrogate {at}"
-        if 0xDC80 <= code <= 0xDCFF:  # Python's way to hold a byte that it could not decode
-            why = f"byte 0x{code - 0xDC00:02x} {at} is not UTF-8"
-        raise UsageError(f"{what} is not valid Unicode: {why}") from None
+        count = template.lost(text)
+        if count:
+            characters = "1 character" if count == 1 else f"{count:,} characters"
+            yield f"the model's tokenizer drops or changes {characters} of {name}"

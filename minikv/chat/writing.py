@@ -14,7 +14,7 @@ from minikv.chat.protocols import Tokenizer
 from minikv.chat.recall import Recall
 from minikv.chat.token_log import TokenLog
 from minikv.engine.engine import Engine
-from minikv.engine.sampling import pick
+from minikv.engine.sampling import WINDOW, pick
 from minikv.errors import Interrupted
 
 
@@ -64,11 +64,10 @@ class Writer:
                 answer.reason = "eos"
                 break
             piece = answer.push(token)
-            log.pending = token  # set last: if `push` raises, the token is not in the transcript
+            if not answer.overshot:  # else it is not fed, as a stop token
+                log.pending = token  # last: if `push` raises, the token is not in the transcript
             if answer.stopped:
                 answer.reason = "stop"
-                if answer.overshot:  # like a stop token, it is not fed
-                    log.pending = None
             if piece:
                 yield piece
             if answer.stopped:
@@ -76,10 +75,11 @@ class Writer:
             if answer.generated == self.settings.max_tokens:
                 answer.reason = "length"
                 break
-            if len(log.fed) == self.max_context:
+            if log.seen == self.max_context:
                 answer.reason = "context"
                 break
-        rest = answer.finish()
+        continuable = answer.reason in ("length", "user") and log.seen < self.max_context
+        rest = answer.finish(more=continuable)
         if rest:
             yield rest
 
@@ -106,7 +106,14 @@ class Writer:
         token was counted."""
         began, engine, vocab = perf_counter(), self.engine, self.tokenizer.vocab
         try:
-            token = engine.next(pending, vocab, self.settings.sampling, self.seed, ahead=ahead)
+            token = engine.next(
+                pending,
+                vocab,
+                self.settings.sampling,
+                self.seed,
+                ahead=ahead,
+                recent=self._recent(),
+            )
         finally:
             self.log.step(engine.kv.position)
         answer.steps += 1
@@ -137,6 +144,20 @@ class Writer:
                 engine.notices.append(line)
 
     def _pick(self, logits: Tensor) -> int:
-        settings, position = self.settings, len(self.log.fed)
+        settings, position = self.settings, self.log.seen
         ops = self.engine.kv.ops
-        return pick(logits, self.tokenizer.vocab, settings.sampling, self.seed, position, ops)
+        return pick(
+            logits,
+            self.tokenizer.vocab,
+            settings.sampling,
+            self.seed,
+            position,
+            ops,
+            self._recent(),
+        )
+
+    def _recent(self) -> list[int]:
+        """The last tokens of the conversation, if their logits are penalized."""
+        if not self.settings.sampling.penalizes:
+            return []
+        return [*self.log.fed[-WINDOW:], *self.log.owed]

@@ -9,7 +9,7 @@ holds exactly the tokens that the caller fed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import ref
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
-from minikv.engine.sampling import Sampling, draw
+from minikv.engine.sampling import WINDOW, Sampling, draw, penalized
 from minikv.errors import NumericsError
 
 _WARM = 2  # how many steps run uncaptured before one is captured
@@ -142,6 +142,8 @@ class DecodeLoop:
             self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
             # The next token; whether all logits are finite; and the steps for `Schedule.note_left`.
             self._found = torch.zeros(3, dtype=torch.int64, device=kv.device)
+            # The last tokens before the next one, the newest last, for the repeat penalty.
+            self._recent = torch.zeros(WINDOW, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
             self._first_draw = torch.zeros((), dtype=torch.int64, device=kv.device)
         self._running = False  # steps may be running on the device
@@ -156,8 +158,18 @@ class DecodeLoop:
         self._warmed = {False: 0, True: 0}
         self._replays: dict[bool, Callable[[], None]] = {}
 
-    def feed(self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool) -> int:
-        """Feed one token and return the next, whose id is below `vocab`.
+    def feed(
+        self,
+        token: int,
+        vocab: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        ahead: bool,
+        recent: Sequence[int] = (),
+    ) -> int:
+        """Feed one token and return the next, whose id is below `vocab`. recent: see `pick`; the
+        last of them is `token`.
 
         With `ahead`, the next step is launched, too, as if the returned token were fed next. Raises
         NumericsError if a logit is NaN or infinite, and what the network or the device raises.
@@ -173,6 +185,10 @@ class DecodeLoop:
                     kv.decode.drop()
                 self._prepare(*how)
                 self._token.fill_(token)
+                if sampling.penalizes:
+                    # Where there are fewer, the first one counts several times, which is the same.
+                    shown = [*[(recent or [token])[0]] * WINDOW, *recent][-WINDOW:]
+                    self._recent.copy_(torch.tensor(shown, dtype=torch.int64))
                 wait = self._launch()
             if ahead and self._at < min(kv.full_at, kv.shape.max_context):
                 try:
@@ -277,20 +293,24 @@ class DecodeLoop:
         if decode.schedule.drifts:
             self._found[2].copy_(decode.left)
         written = self._token, self._found[:2], decode.accepted
+        if sampling.penalizes:
+            logits = penalized(logits, self._recent, sampling.repeat_penalty)
         if sampling.temperature == 0.0:
             decode.ops.greedy(logits, *written)
-            return
-        decode.ops.sample(
-            logits,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.min_p,
-            self._draws,
-            self._first_draw,
-            decode.position,
-            *written,
-        )
+        else:
+            decode.ops.sample(
+                logits,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p,
+                self._draws,
+                self._first_draw,
+                decode.position,
+                *written,
+            )
+        if sampling.penalizes:
+            self._recent.copy_(torch.cat((self._recent[1:], self._token)))
 
     def _draw(self, sampling: Sampling, seed: int) -> None:
         """Send random numbers to the device, unless that of the next draw is already there."""

@@ -228,9 +228,17 @@ class Engine:
         return found
 
     def next(
-        self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
+        self,
+        token: int,
+        vocab: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        ahead: bool = True,
+        recent: Sequence[int] = (),
     ) -> int:
-        """`step` and `sampling.pick`: feed a token of an answer and return the next.
+        """`step` and `sampling.pick`: feed a token of an answer and return the next. recent: see
+        `pick`; the last of them is `token`.
 
         On CUDA, unless `ahead` is False, the next step is already launched when this returns. It
         counts only if the returned token is fed next. Raises as `step`. After an error,
@@ -240,7 +248,7 @@ class Engine:
         if self._loop is not None:
             position = self.kv.position
             try:
-                return self._loop.feed(token, vocab, sampling, seed, ahead=ahead)
+                return self._loop.feed(token, vocab, sampling, seed, ahead=ahead, recent=recent)
             except NumericsError:
                 raise
             except Exception as error:
@@ -251,7 +259,9 @@ class Engine:
                 why = str(error).strip().partition("\n")[0] or type(error).__name__
                 self.notices.append(f"steps are not captured in a CUDA graph and slower: {why}")
         kv, at = self.kv, self.kv.position + 1
-        return self._step(token, lambda logits: pick(logits, vocab, sampling, seed, at, kv.ops))
+        return self._step(
+            token, lambda logits: pick(logits, vocab, sampling, seed, at, kv.ops, recent)
+        )
 
     def _refuse_full(self) -> None:
         most = self.kv.shape.max_context

@@ -7,6 +7,7 @@ is stopped, and the same question gets the same answer when it is asked again.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,37 +17,57 @@ from minikv import checks
 from minikv.errors import NumericsError
 from minikv.kernels.dispatch import Kernels
 
+WINDOW = 64
+"""Tokens of the conversation at which `repeat_penalty` looks, as in llama.cpp."""
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0 is greedy and ignores the other three.
+    """How the next token is chosen. Temperature 0 is greedy and ignores the filters.
 
-    Order: temperature, top_k, top_p, min_p. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off.
+    Order: repeat_penalty, temperature, top_k, top_p, min_p. `top_k` 0, `top_p` 1 and `min_p` 0
+    switch a filter off, `repeat_penalty` 1 the penalty: see `penalized`.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repeat_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         checks.number("temperature", self.temperature, 0.0, 100.0)
         checks.whole("top_k", self.top_k, 0, 1 << 31)
         checks.number("top_p", self.top_p, 0.0, 1.0)
         checks.number("min_p", self.min_p, 0.0, 1.0)
+        checks.number("repeat_penalty", self.repeat_penalty, 0.1, 10.0)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the last tokens change the logits."""
+        return self.repeat_penalty != 1.0
 
 
 def pick(
-    logits: Tensor, vocab: int, sampling: Sampling, seed: int, position: int, ops: Kernels
+    logits: Tensor,
+    vocab: int,
+    sampling: Sampling,
+    seed: int,
+    position: int,
+    ops: Kernels,
+    recent: Sequence[int] = (),
 ) -> int:
     """One token id from logits [V]. Logits from `vocab` on are padding and are never chosen.
 
-    position: of the new token in the conversation. ops: the kernels, which filter and draw. Raises
+    position: of the new token in the conversation. ops: the kernels, which filter and draw. recent:
+    the tokens before it, of the prompt, too; the last `WINDOW` of them are penalized. Raises
     NumericsError if one of the first `vocab` logits is NaN or infinite.
     """
     logits = logits[:vocab].float()
+    if sampling.penalizes and recent:
+        ids = torch.tensor(recent[-WINDOW:], dtype=torch.int64, device=logits.device)
+        logits = penalized(logits, ids, sampling.repeat_penalty)
     if not finite(logits):
         raise NumericsError(
             f"the network produced NaN or infinite logits at position {position:,}",
@@ -57,6 +78,18 @@ def pick(
     point = torch.tensor(draw(seed, position), dtype=torch.float64)
     s = sampling
     return int(ops.drawn(logits.cpu(), s.temperature, s.top_k, s.top_p, s.min_p, point))
+
+
+def penalized(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
+    """The logits [V] with those of `ids` divided by the penalty, or, if they are not above 0,
+    multiplied by it. An id that occurs several times counts once (Keskar et al. 2019, with the rule
+    for negative logits that llama.cpp and transformers have). Does not wait for the device; ids
+    from V on, which are markers that are never chosen, change nothing."""
+    ids = ids.clamp(max=len(logits))  # all those that are too large have a place of their own
+    wide = torch.cat((logits, logits.new_zeros(1)))
+    found = wide.gather(0, ids)
+    by = torch.full_like(found, penalty)  # CUDA divides by a number as it multiplies by 1 / number
+    return wide.scatter(0, ids, torch.where(found > 0, found / by, found * by))[:-1]
 
 
 def finite(logits: Tensor) -> bool:

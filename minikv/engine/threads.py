@@ -1,9 +1,13 @@
-"""CPU threads: how many the process uses, and how they wait for each other."""
+"""CPU threads: how many the process uses, how they wait for each other, and that a fork has
+none."""
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
+
+from minikv.errors import UsageError
 
 SPINS = "GOMP_SPINCOUNT"
 _SPINS = "2000"  # some tens of microseconds, longer than most gaps between two parallel loops
@@ -44,3 +48,27 @@ def use(threads: int) -> None:
         torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(allowed())
+
+
+@cache
+def _computes() -> int:
+    """The process whose threads compute: the one that loads the first model. A fork inherits the
+    answer."""
+    return os.getpid()
+
+
+def forked() -> bool:
+    """Whether this is a fork of a process that had loaded a model. OpenMP's threads do not exist in
+    it, and its first parallel loop would wait for them for ever."""
+    return _computes() != os.getpid()
+
+
+def refuse_fork() -> None:
+    """Raise UsageError in such a fork."""
+    if forked():
+        raise UsageError(
+            "this process is a fork of one that had loaded a model, and the threads that compute "
+            "do not exist in a fork",
+            "load the model only after the fork, or start processes with "
+            'multiprocessing.get_context("spawn")',
+        )

@@ -40,11 +40,9 @@ def compiles(device: torch.device, kernels: str) -> bool:
     return device.type == "cpu" and kernels == "auto" and build.compiles()
 
 
-def damaged(device: torch.device, kernels: str) -> str:
-    """A line if the C kernels are there and cannot be used, so that they are compiled again."""
-    path = build.unusable() if device.type == "cpu" and kernels == "auto" else None
-    why = "it is damaged, or not yours alone"
-    return "" if path is None else f"{path} cannot be used ({why}): the kernels are compiled again"
+def remarks(device: torch.device, kernels: str) -> list[str]:
+    """Lines about why the C kernels are compiled again, or kept in another place than usual."""
+    return build.remarks() if device.type == "cpu" and kernels == "auto" else []
 
 
 def warm(kv: KVCache, network: Network) -> None:

@@ -29,8 +29,8 @@ POLICIES: dict[str, PolicyInfo] = {info.name: info for info in (*PROMPT_METHODS,
 """Every method by name."""
 
 DEFAULT_PROMPT = "adakv"
-DEFAULT_STEP = "roco"
-DEFAULT_BUDGET = "512"
+DEFAULT_STEP = "h2o"
+DEFAULT_BUDGET = "auto"
 
 
 def prompt_names() -> list[str]:

@@ -457,3 +457,24 @@ def test_the_peak_in_blocks_is_both_caches_and_one_layer() -> None:
         layer = 3 * (64 + 16) * (2 * 8 * 4 + 8 + 4 * states)
         assert stats.peak_bytes == before + run.kv.arena.nbytes + layer
         before = run.kv.arena.nbytes
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("stride", [8, 64])
+def test_no_head_holds_more_than_without_eviction(name: str, stride: int) -> None:
+    """After prompts shorter and longer than the stride, the budget and a layer's window, and after
+    steps: also in the layer with a window, of which the full cache keeps what the next token
+    sees."""
+    net = network(windows=(None, 24, None))
+    for budget, lengths in product([80, 150], [(5, 9), (31, 3), (40, 40), (130, 1)]):
+        some, full = strided(net, name, budget, stride), engine(net, "full", "none", budget)
+        for number, length in enumerate(lengths):
+            tokens = ids(length, number)
+            for run in (some, full):
+                run.prompt(tokens)
+            for _ in range(3):
+                found, most = some.kv.stats(), full.kv.stats()
+                assert bool((some.kv.arena.held <= full.kv.arena.held).all()), lengths
+                assert found.held_bytes - found.state_bytes <= most.held_bytes == found.full_bytes
+                for run in (some, full):
+                    run.step(3)

@@ -754,7 +754,7 @@ def test_a_mark_holds_the_tiers_rows_too() -> None:
     assert (run.kv.position, run.kv.tier.length) == (60, held)
     run.kv.mark()
     run.kv.forget_mark()
-    assert not run.kv._marked
+    assert run.kv._mark is None
 
 
 def _interrupted(*given: object, **more: object) -> None:

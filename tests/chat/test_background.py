@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import sys
 import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
+from inspect import signature
+from typing import Any
 
 import pytest
 from small_chat import chat
@@ -123,6 +131,83 @@ def test_cancelling_at_once_does_not_read_the_prompt() -> None:
     if not session.turns:
         assert session.pending == before
     assert list(session.ask("And then?", 2))
+
+
+async def ask(session: ChatSession, **given: Any) -> None:
+    async for _ in session.ask_async("Who runs it?", 4000, **given):
+        pass
+
+
+async def cancelled(session: ChatSession, times: int, moment: float, **given: Any) -> None:
+    task = asyncio.create_task(ask(session, **given))
+    await asyncio.sleep(moment)
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0.001)
+    with contextlib.suppress(asyncio.CancelledError, RuntimeError):
+        await task
+
+
+async def closing(session: ChatSession) -> None:
+    pieces = session.ask_async("Who runs it?", 4000)
+    await anext(pieces)
+    task = asyncio.create_task(pieces.aclose())  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def left(session: ChatSession) -> None:
+    """The loop ends, and cancels the task."""
+    task = asyncio.create_task(ask(session))
+    await asyncio.sleep(0.1)
+    assert not task.done()
+
+
+def no_more(done: int, total: int) -> None:
+    time.sleep(0.1)
+    raise RuntimeError("no more")
+
+
+def slow(done: int, total: int) -> None:
+    time.sleep(0.03)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(partial(cancelled, times=1, moment=moment) for moment in (0, 0.02, 0.1, 0.2)),
+        *(partial(cancelled, times=4, moment=moment) for moment in (0, 0.1, 0.2)),
+        partial(cancelled, times=3, moment=0.02, progress=slow),
+        partial(cancelled, times=1, moment=0.05, progress=no_more),
+        closing,
+        left,
+    ],
+)
+def test_a_cancelled_task_leaves_a_free_chat_and_no_traceback(
+    end: Callable[[ChatSession], Coroutine[Any, Any, None]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    session = chat()
+    session.attach(STORY * 4, "story.txt")
+    asyncio.run(end(session))
+    assert list(session.ask("And then?", 2)), "the chat is free"
+    ended = [turn.report.stop_reason for turn in session.turns]
+    assert ended in (["length"], ["user", "length"])
+    gc.collect()
+    assert told == []
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_it_says_what_it_returns() -> None:
+    """To those who ask at run time; mypy sees the same."""
+    given, want = signature(ChatSession.ask_async), signature(ChatSession.ask)
+    assert given.parameters == want.parameters
+    assert given.return_annotation == AsyncGenerator[str, None]
 
 
 def test_errors_pass_through() -> None:

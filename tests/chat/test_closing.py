@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -45,3 +48,50 @@ def test_a_turn_has_its_two_points_of_the_curve_without_memory_to_count_them(
         list(chat.ask("two", 3))
     assert len(chat.curve) == 4
     assert [seen for seen, *_ in chat.curve] == sorted(seen for seen, *_ in chat.curve)
+
+
+_CHAT = """
+import json, sys
+from pathlib import Path
+import minikv
+from minikv.models import BUNDLED
+from minikv.pages import give_back
+
+def resident():
+    give_back()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.endswith(" kB")}
+    return 1024 * (sizes["RssAnon"] + sizes["RssShmem"])
+
+policy, tier = sys.argv[1:]
+chat = minikv.load(policy=policy, budget=256, tier=tier, threads=1)
+text = (BUNDLED / "sample.txt").read_text()
+list(chat.ask("Who?", 4))
+chat.reset()
+before = resident()
+chat.attach((text * 2)[:36_600])
+list(chat.ask("Who leads Project Misty Clover?", 8))
+print(json.dumps([resident() - before, chat.report.to_dict()]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_the_memory_of_the_process_is_that_of_the_report() -> None:
+    """8,000 tokens under each --tier and without eviction, beside a chat that holds almost nothing:
+    the process holds more by what the report says, within 5 % of a full cache."""
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    for policy, tier in (("full", "none"), ("adakv", "none"), ("adakv", "file"), ("adakv", "ram")):
+        run = subprocess.run(
+            [sys.executable, "-c", _CHAT, policy, tier], capture_output=True, text=True, check=True
+        )
+        resident, record = json.loads(run.stdout)
+        assert 7_900 < record["tokens"]["seen_total"] < 8_192
+        found[f"{policy} {tier}"] = resident, record["kv_bytes"]
+    base, said = found.pop("adakv none")
+    for name, (resident, kv) in found.items():
+        taken = kv["allocated"] + kv["tier_here"] - said["allocated"]
+        assert resident - base == pytest.approx(taken, abs=0.05 * kv["full"]), name
+    assert found["adakv file"][1]["tier"] > 0 == found["adakv file"][1]["tier_here"]
+    ram, full = found["adakv ram"][1], found["full none"][1]
+    assert ram["tier_here"] == ram["tier"] > 0.98 * full["full"]
+    assert ram["peak_prefill"] > ram["tier"], "what existed while reading counts the tier"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_chat
 import tiny
 from test_session import check, make
 
@@ -87,6 +88,24 @@ def test_tokens_cache_and_record_are_those_of_a_longer_answer(
     assert len(parts.curve) == len(one.curve)
     assert kept(parts) == kept(one)
     assert "".join(parts.ask("why?", 9)) == "".join(one.ask("why?", 9))
+
+
+def test_the_pieces_read_on_within_a_character() -> None:
+    """A character of which the limit cut some bytes off is shown once, when it is complete."""
+
+    def ask(tokens: int) -> tuple[ChatSession, str]:
+        session = small_chat.chat(seed=3)
+        return session, "".join(session.ask("x", tokens, 1.0))
+
+    whole, cut = ask(40), 0
+    for first in range(1, 40):
+        session, said = ask(first)
+        ids = bytes(session._log.tokens[-first:])
+        cut += said != ids.decode("utf-8", "replace")
+        said += "".join(session.continue_answer(40 - first, 1.0))
+        assert said == whole[1], first
+        assert session.messages == whole[0].messages
+    assert cut
 
 
 def test_the_record_adds_up_what_the_parts_took() -> None:

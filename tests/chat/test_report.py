@@ -10,7 +10,7 @@ import pytest
 
 from minikv.chat.report import (
     STOPS,
-    UNKNOWN,
+    AgainstFull,
     DeviceMemory,
     KvBytes,
     Loss,
@@ -23,6 +23,8 @@ from minikv.chat.report import (
     size,
 )
 from minikv.cli import render
+from minikv.cli.export.figures import rows
+from minikv.cli.records import report_of
 
 MIB = 1 << 20
 
@@ -68,7 +70,9 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
                 "kept_max",
             ]
         ),
-        "kv_bytes": sorted(["full", "held", "allocated", "peak_prefill", "policy_state", "tier"]),
+        "kv_bytes": sorted(
+            ["full", "held", "allocated", "peak_prefill", "policy_state", "tier", "tier_here"]
+        ),
         "time_s": sorted(
             [
                 "load",
@@ -88,6 +92,7 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
         ),
         "sampling": ["temperature"],
         "device_mem": sorted(["peak_bytes", "reserved_bytes"]),
+        "against_full": ["checked", "same", "tokens"],
     }
     assert {key for key, value in record.items() if not isinstance(value, dict)} == {
         "turn",
@@ -111,28 +116,47 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
 
 def test_the_two_lines() -> None:
     assert report().lines() == (
-        "214 tok · 41.7 tok/s · first token 0.82 s",
-        "KV 90.8 of 913.1 MiB (90.0% saved) · kept 726 of 7,305 tok/head · lost ~3.1%",
+        "214 tokens · 41.7 tok/s · first token 0.82 s",
+        "KV 90.8 of 913.1 MiB (90.0% saved) · kept 726 of 7,305 tokens per head · not checked",
     )
-    second = report(turn=2, stop_reason="length", loss=Loss(None, None, None, None))
+    second = report(turn=2, stop_reason="length")
     speed, memory, misses = second.lines()
     assert speed.endswith("stopped by max_tokens")
-    assert memory.endswith("tok/head")
+    assert memory.endswith("per head · not checked")
     assert misses == "may miss what question 1 did not need; `chat.refresh()` reads all again"
     again = report(turn=2, shaped_by_turn=2, reuse="refresh")
     assert len(again.lines()) == 2
-    assert again.lines()[1].endswith("lost ~3.1% · read again")
+    assert again.lines()[1].endswith("per head · read again · not checked")
     blind = report(shaped_by_turn=0, reuse="blind")
-    assert blind.lines()[1].endswith("lost ~3.1% · evicted before any question")
+    assert blind.lines()[1].endswith("per head · evicted before any question · not checked")
 
 
-def test_a_loss_that_earlier_evictions_hide_is_not_given_as_a_number() -> None:
-    later = report(turn=3, loss=Loss(None, None, None, UNKNOWN))
-    assert later.lines()[1].endswith("tok/head · loss not known")
+def test_a_rate_that_was_not_measured_or_says_nothing_is_not_shown() -> None:
+    plain = "214 tokens · first token 0.82 s"
+    assert report(rate=Rates(None, None, None)).lines()[0] == plain
+    few = report(tokens=replace(report().tokens, generated=1))
+    assert few.lines()[0] == "1 token · first token 0.82 s"
 
 
-def test_a_rate_that_was_not_measured_is_not_shown() -> None:
-    assert report(rate=Rates(None, None, None)).lines()[0] == "214 tok · first token 0.82 s"
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        (AgainstFull(), "not checked"),
+        (AgainstFull(True), "as without eviction"),
+        (AgainstFull(True, True), "as without eviction (checked)"),
+        (AgainstFull(False, True, 22), "differs from the full cache after 22 tokens"),
+        (AgainstFull(False, True, 1), "differs from the full cache after 1 token"),
+        (AgainstFull(False, True, 0), "differs from the full cache from the first token on"),
+    ],
+)
+def test_one_word_about_the_answer_stands_under_it_and_in_the_record(
+    known: AgainstFull, words: str
+) -> None:
+    made = report(against_full=known)
+    assert made.lines()[1].endswith(f" · {words}")
+    assert f"answer          {words}" in render.stats(made)
+    assert report_of(json.loads(json.dumps(made.to_dict()))) == made
+    assert "lost" not in " ".join(made.lines())
 
 
 @pytest.mark.parametrize(
@@ -153,27 +177,45 @@ def test_saved_is_rounded_against_us(held: int, full: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "state", "words"),
+    ("device", "kv", "tier", "words"),
     [
-        (900, 0, "10.0% saved"),
-        (900, 100, "10.0% saved"),  # what the policy stores is a part of what is held
-        (999_999, 0, "nothing to save yet"),
-        (1000, 0, "nothing to save yet"),
-        (1032, 32, "nothing to save yet"),
-        (1010, 32, "nothing to save yet"),  # less was freed than the policy stores
+        # full, held, allocated, peak, state, tier, tier_here; bytes of a cache of 1,000 KiB
+        ("cpu", (1000, 900, 900, 0, 0), "", "KV 900.0 of 1,000.0 KiB (10.0% saved)"),
+        ("cpu", (1000, 900, 900, 0, 100), "", "KV 900.0 of 1,000.0 KiB (10.0% saved)"),
+        ("cpu", (1000, 1000, 1000, 0, 0), "", "KV 1,000.0 KiB (nothing saved)"),
+        ("cpu", (914, 956, 956, 0, 50), "", "KV 956.0 KiB (nothing saved)"),
+        ("cpu", (1000, 100, 100, 0, 0, 990, 0), "file", "KV 100.0 of 1,000.0 KiB (90.0% saved)"),
+        ("cpu", (1000, 100, 100, 0, 0, 990, 990), "ram", "KV and tier 1.1 MiB (nothing saved)"),
+        (
+            "cpu",
+            (1000, 100, 100, 0, 0, 500, 500),
+            "ram",
+            "KV and tier 600.0 of 1,000.0 KiB (40.0% saved)",
+        ),
+        (
+            "cuda:0",
+            (1000, 100, 100, 0, 0, 990, 0),
+            "ram",
+            "KV 100.0 of 1,000.0 KiB (90.0% saved) + 990.0 KiB in RAM",
+        ),
     ],
 )
-def test_nothing_saved_is_said_in_words(held: int, state: int, words: str) -> None:
-    kv = KvBytes(1000, held, held, held, state)
-    assert report(kv_bytes=kv).saved == words
-    assert f" ({words}) · kept" in report(kv_bytes=kv).lines()[1]
+def test_what_is_saved_is_counted_where_it_is(
+    device: str, kv: tuple[int, ...], tier: str, words: str
+) -> None:
+    made = report(device=device, kv_bytes=KvBytes(*(1024 * n for n in kv)), tier=tier)
+    assert made.memory == words
+    assert made.lines()[1].startswith(f"{words} · kept")
+    assert f"memory          {words}" in render.stats(made)
+    assert words in dict(rows(made))["Memory"]
+    assert words in repr(made)
 
 
-def test_a_full_cache_has_nothing_to_save() -> None:
-    """Not even later: nothing is evicted under this policy. What an earlier one evicted counts."""
-    full = report(budget={"unit": None, "value": None}, kv_bytes=KvBytes(1000, 1000, 1, 1, 0))
-    assert full.saved == "nothing to save"
-    assert replace(full, kv_bytes=KvBytes(1000, 700, 1, 1, 0)).saved == "30.0% saved"
+def test_a_cache_that_has_everything_says_that_nothing_was_evicted() -> None:
+    tokens = replace(report().tokens, evicted_total=0)
+    whole = report(tokens=tokens, kv_bytes=KvBytes(MIB, MIB, MIB, 1, 0))
+    assert whole.lines()[1] == "KV 1.0 MiB (nothing evicted) · not checked"
+    assert "evict " not in render.stats(whole)
 
 
 def test_sizes() -> None:

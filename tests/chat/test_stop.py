@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -52,6 +54,18 @@ def test_nothing_that_may_become_a_stop_text_is_given_out() -> None:
 def test_an_empty_stop_text_is_refused(given: str | list[str]) -> None:
     with pytest.raises(UsageError, match="empty"):
         stop_texts(given)
+
+
+@pytest.mark.parametrize("given", [5, 0, True, b"x", [b"x"], [None], object(), 1.5])
+def test_what_is_no_text_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="`stop`"):
+        make().ask("tell me", stop=given)
+    with pytest.raises(UsageError, match="`stop`"):
+        make().continue_answer(stop=given)
+
+
+def test_none_is_no_stop_text() -> None:
+    assert list(make().ask("tell me", stop=None)) == list(make().ask("tell me"))
 
 
 def test_one_text_may_stand_alone() -> None:

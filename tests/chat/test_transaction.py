@@ -241,12 +241,12 @@ def _apply(chat: Chat, step: Step, what: object) -> None:
         else:
             stopped_before_writing(session, question, temperature)
         if dropped:  # one that was drawn and lost does not belong to the answer
-            session.pending_token = None
+            session._log.pending = None
             last = session.turns[-1]
             text = last.answer[:-1]
             tokens_of = replace(last.report.tokens, generated=last.report.tokens.generated - 1)
-            session.report = replace(last.report, tokens=tokens_of)
-            session.turns[-1] = replace(last, answer=text, report=session.report)
+            report = replace(last.report, tokens=tokens_of)
+            session.turns[-1] = replace(last, answer=text, report=report)
             session.messages[-1] = replace(session.messages[-1], content=text)
     else:
         assert what == "not begun"

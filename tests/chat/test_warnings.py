@@ -59,3 +59,14 @@ def test_strings_that_pass_for_control_or_for_turn_markers_are_told_apart() -> N
     assert first.startswith("1 string in a.txt looks like a control token")
     assert first.endswith("read as plain text")
     assert second.startswith("1 string in the question may pass for turn markers")
+
+
+def test_characters_that_the_tokenizer_loses_are_counted() -> None:
+    chat = make()
+    chat.attach("one \u2620 two \u2620", name="a.txt")
+    notes: list[str] = []
+    list(chat.ask("what is \u2620?", max_tokens=2, notice=notes.append))
+    assert [n for n in notes if "tokenizer" in n] == [
+        "the model's tokenizer drops or changes 2 characters of a.txt",
+        "the model's tokenizer drops or changes 1 character of the question",
+    ]

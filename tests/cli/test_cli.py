@@ -15,9 +15,11 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import small_chat
 from fakes import ByteTokenizer, ChatML, FakeEngine
 from forked import Forked, Piped, run
 from pairwise import some_by_day
@@ -31,12 +33,17 @@ from minikv.chat.facts import Facts
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.cli import documents
+from minikv.cli.chat import converse
+from minikv.cli.command import Context
 from minikv.cli.failures import explain
+from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.sources import PipedLines
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
 from minikv.models.errors import CorruptModel, ModelUnavailable
-from minikv.settings import Settings
+from minikv.settings import Generation, Settings
 
 HERE = Path(__file__).parents[1]
 KEYS = {
@@ -198,13 +205,58 @@ def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -
     assert (quiet.exit_code, quiet.stderr) == (0, "")
 
 
-def test_a_dash_as_question_is_the_whole_message_verbatim(world: World, document: str) -> None:
-    message = "  A text,\n\nand a question?\n"
-    world.run("ask", "-", input=message)
-    assert world.session is not None
-    assert world.session.messages[0].content == message
-    world.run("ask", "-", document, input="q")
-    assert world.session.messages[0].content.endswith("Ada.\n\nq")
+@pytest.mark.parametrize(
+    ("piped", "asked"),
+    [
+        ("  A text,\n\nand a question?", "  A text,\n\nand a question?"),
+        ("Who?\n", "Who?"),
+        ("Who?\r\n", "Who?"),
+        ("Who?\n\n", "Who?\n"),
+        ("Who?\r\n\r\n", "Who?\r\n"),
+        ("\nWho? ", "\nWho? "),
+    ],
+)
+def test_a_dash_as_question_is_the_whole_message_but_for_one_line_end(
+    world: World, document: str, piped: str, asked: str
+) -> None:
+    """The tokens are those of the argument."""
+    fed = []
+    for question, text in (("-", piped), (asked, None)):
+        world.engine = FakeEngine()
+        assert world.run("ask", question, document, input=text).exit_code == 0
+        assert world.session is not None
+        assert world.session.messages[0].content.endswith(f"Ada.\n\n{asked}")
+        fed.append(world.session.fed)
+    assert fed[0] == fed[1]
+    assert world.run("ask", "-", input="\n").exit_code == 2
+
+
+def test_an_answer_that_repeats_itself_is_told_of_below_it(world: World, document: str) -> None:
+    world.engine.script = [*(b"no, " * 40)]
+    world.engine.length = 150
+    for arguments in (["ask", "Who?", document], ["chat", document, "--no-save"]):
+        result = world.run(*arguments, input="Who?\n")
+        assert result.exit_code == 0
+        text = ("no, " * 40)[:150]
+        line = "! the answer repeats itself; --repeat-penalty 1.1 or --temperature 0.7 may help\n"
+        assert text in result.stdout
+        assert result.output.index(line) > result.output.index(text) + len(text)
+        assert result.stderr.count(line) == 1
+    quiet = world.run("ask", "Who?", document, "-q")
+    assert (quiet.stdout, quiet.stderr) == (f"{text}\n", "")
+    record = json.loads(world.run("ask", "Who?", document, "--json", "-q").stdout)
+    assert [one[:25] for one in record["warnings"]] == ["the answer repeats itself"]
+    assert record["sampling"]["repeat_penalty"] == 1.0
+
+
+def test_the_order_of_question_and_file_is_found_out_and_said(world: World, document: str) -> None:
+    first = world.run("ask", "Who runs it?", document)
+    other = world.run("ask", document, "Who runs it?")
+    assert other.stdout == first.stdout
+    assert f"read as minikv ask 'Who runs it?' {document}\n" in other.stderr
+    alone = world.run("ask", document)
+    assert (alone.exit_code, alone.stdout) == (2, "")
+    assert "there is no question: it is a file\n" in alone.stderr
 
 
 def test_nothing_to_ask_about_is_a_usage_error(world: World, document: str) -> None:
@@ -298,6 +350,8 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         "0.9",
         "--top-k",
         "5",
+        "--repeat-penalty",
+        "1.2",
         "--min-p",
         "0.1",
         "--json",
@@ -332,6 +386,7 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         "top_k": 5,
         "top_p": 0.9,
         "min_p": 0.1,
+        "repeat_penalty": 1.2,
         "max_tokens": 512,
         "stop": [],
     }
@@ -562,6 +617,56 @@ def test_piped_questions_are_turns(world: World, document: str) -> None:
     assert result.stderr.count("first token") == 2
 
 
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
+)
+def test_piped_questions_are_decoded_as_documents_are(
+    world: World, document: str, encoding: str
+) -> None:
+    """As PowerShell and Notepad write them; U+0A3E and U+0D0A have a line end's byte in them."""
+    mark = "\ufeff" if encoding.endswith("e") else ""
+    text = f"{mark}/tokens\r\nਾഊ first?\r\n\nsecond?"
+    result = world.run("chat", document, input=text.encode(encoding))
+    assert result.exit_code == 0, result.stderr
+    assert world.session is not None
+    assert [turn.question for turn in world.session.turns] == ["ਾഊ first?", "second?"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message", "turns"),
+    [
+        (b"\xff\xfea\0\n\0\0\xd8?\0\n\0b\0", "a lone surrogate at character 0", 2),
+        (b"\xff\xfea\0\n\0b\0c", "a lone surrogate at character 1", 1),
+        (b"%PDF-1.7\n", "standard input is a PDF", 0),
+        (b"a\0b\0\n\0", "standard input looks binary, not text", 0),
+        (b"\x7fELF\n", "standard input is a program", 0),
+    ],
+)
+def test_piped_questions_that_are_no_text_are_refused(
+    world: World, document: str, data: bytes, message: str, turns: int
+) -> None:
+    result = world.run("chat", document, input=data)
+    assert message in result.stderr
+    assert result.exit_code == 2
+    assert world.session is not None
+    assert world.session.turn == turns
+
+
+def test_a_piped_question_is_there_before_the_next_one_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in UTF-16, where a line's end has two bytes."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)  # to read on would end the line
+    with open(read, "rb") as stream, open(write, "wb", buffering=0) as pipe:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
+        lines = PipedLines()
+        for question in ("\ufeffone", "two"):
+            pipe.write(f"{question}\r\n".encode("utf-16-le"))
+            assert lines() == question.strip("\ufeff")
+            assert stream.peek(1) == b""
+
+
 def test_chat_without_terminal_and_document_is_a_usage_error(world: World) -> None:
     result = world.run("chat", input="a text\nof two lines\n")
     assert result.exit_code == 2
@@ -767,6 +872,30 @@ def test_invalid_bytes_in_a_piped_question_are_refused_and_the_chat_goes_on(
     assert "not valid Unicode: byte 0xe9 at character 3 is not UTF-8" in result.stderr
     assert len(result.stdout.splitlines()) == 1
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("where", ["flag", "variable", "file", "command"])
+def test_a_system_prompt_that_is_not_utf_8_is_refused(
+    world: World, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    wrong, flags, typed = "caf\udce9", [], b"fine?\n"
+    if where == "flag":
+        flags = ["--system", wrong]
+    elif where == "variable":
+        monkeypatch.setenv("MINIKV_SYSTEM", wrong)
+    elif where == "file":
+        (tmp_path / "system.txt").write_bytes(os.fsencode(wrong))
+        flags = ["--system", f"@{tmp_path / 'system.txt'}"]
+    else:
+        typed = b"/system caf\xe9\n" + typed
+    result = world.run("chat", document, *flags, input=typed)
+    assert result.exit_code == 2
+    assert "0xe9" in result.stderr
+    if where == "command":
+        assert world.session is not None
+        assert (world.session.turn, world.session.system) == (1, "")
+    else:
+        assert world.session is None
 
 
 # -- policies, version, help ----------------------------------------------------------------
@@ -1093,6 +1222,39 @@ def test_two_interrupts_within_two_seconds_leave(talk: Terminals) -> None:
     talk.type("\x03")
     assert talk.code() == 130
     assert "Traceback" not in talk.seen
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_sent_question_begins_the_count_anew(
+    monkeypatch: pytest.MonkeyPatch, typed: bool
+) -> None:
+    """Of lines from a pipe none is sent by the user, who presses twice to leave all of them."""
+    monkeypatch.setattr("minikv.cli.interrupt.TWICE", 1e9)
+    session, terminal, interrupts = small_chat.chat(), Terminal(), Interrupts()
+    keeper = Keeper(terminal, active=False)
+    context = Context(session, terminal, "strict", Generation(4), interrupts, keeper)
+    prompt = session.engine.prompt
+
+    def pressing(*given: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return prompt(*given)
+
+    monkeypatch.setattr(session.engine, "prompt", pressing)
+    at_the_prompt = [KeyboardInterrupt, "/docs", KeyboardInterrupt]
+    coming = iter(["Who?", "Why?", "/docs", *at_the_prompt, EOFError])
+
+    def read_line() -> str:
+        line = next(coming)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    if typed:
+        assert converse(context, read_line, typed=True) == 0
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            converse(context, read_line, typed=False)
+    assert len(list(coming)) == (0 if typed else 5)
 
 
 def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> None:

@@ -63,7 +63,7 @@ def test_chats_settings_and_their_values(tab: Offers) -> None:
     assert tab("/set quiet ") == ["on", "off"]
     assert tab("/set policy snap") == ["snapkv"]
     assert tab("/set decode ") == ["auto", *step_names()]
-    assert tab("/set reuse once ") == tab("/set model ") == tab("/set temperature ") == []
+    assert tab("/set reuse once ") == tab("/set model ") == tab("/set top_p ") == []
 
 
 def test_policies_their_parts_and_options(tab: Offers) -> None:

@@ -24,7 +24,7 @@ from exports import HEADS, HOSTILE, LAYERS, chat, large
 
 import minikv
 from minikv.cache.stats import Fidelity
-from minikv.chat.report import NOTHING_EVICTED, DeviceMemory, KvBytes, Loss, percent_saved
+from minikv.chat.report import DeviceMemory, KvBytes, Loss, percent_saved
 from minikv.chat.session import ChatSession
 from minikv.cli.command import Context
 from minikv.cli.export import command, figures, html, markdown
@@ -352,7 +352,7 @@ def test_a_chat_that_is_not_read_again_yet_still_has_its_conversation() -> None:
     """As one that was loaded without its cache: turns, but no tokens."""
     session = spoken()
     session.engine.reset()
-    session.fed = []
+    session.refresh(wanted=False)
     facts = gather(session)
     assert parse(as_json(facts)) == facts
     assert facts.sections == ()
@@ -685,19 +685,3 @@ def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> Non
     tags = Elements(page).tags
     assert not [one for one in tags if one[0] in ("img", "a") and "skip" not in one[1].values()]
     assert not [name for _, names in tags for name in names if name in ("style", "onload")]
-
-
-def test_a_short_document_is_no_warning_in_a_file(facts: ChatFacts) -> None:
-    session = chat()
-    session.attach("a short one")
-    list(session.ask("who?", max_tokens=3))
-    report = session.turns[0].report
-    line = "--budget 600 (600 tokens per head) is not below this prompt (9 tokens): " + (
-        NOTHING_EVICTED
-    )
-    turn = replace(session.turns[0], report=replace(report, warnings=(line, "another")))
-    session.turns[0] = turn
-    made = gather(session)
-    for text in (html.render(made), markdown.render(made)):
-        assert NOTHING_EVICTED not in text
-        assert "another" in text

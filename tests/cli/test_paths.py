@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from minikv.cli import paths
+from minikv.cli import config_command, paths
+from minikv.cli.history import HistoryFile
+from minikv.cli.saved import tier
+from minikv.cli.saved.files import new_folder, private
+from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
 FILES = {
@@ -57,6 +62,37 @@ def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
     with pytest.raises(UsageError, match="a user who does not exist: '~no-such-user/x'"):
         paths.chats_folder()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda: config_command.init(Terminal()),
+        lambda: config_command.change("seed", ["3"], Terminal()),
+        lambda: HistoryFile(paths.history_file()).store_string("Who?"),
+        lambda: new_folder("chat"),
+        lambda: private(paths.digests_folder()),
+        lambda: tier.place({}, saved=False),
+    ],
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_folders_are_the_users_alone_for_any_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], own: bool
+) -> None:
+    """Also those above: who may write to one of them may exchange what is in it."""
+    home = tmp_path / "above" / "home"
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("CONFIG", "DATA", "STATE", "CACHE"):
+        monkeypatch.delenv(f"XDG_{name}_HOME", raising=False)
+    monkeypatch.setenv(paths.HOME, str(home / "minikv") if own else "")
+    before = os.umask(0)
+    try:
+        act()
+    finally:
+        os.umask(before)
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(made) > 2
+    assert {path: stat.S_IMODE(path.stat().st_mode) for path in made} == dict.fromkeys(made, 0o700)
 
 
 def program(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import sys
@@ -41,10 +40,15 @@ def stream(data: bytes, entries: bytes = b"") -> bytes:
     return b"<< /Length %d %s >>\nstream\n%s\nendstream" % (len(data), entries, data)
 
 
-def document(*pages: str, drawn: Sequence[bytes] = ()) -> bytes:
-    """One line of text per page; `drawn` replaces the first pages' whole content objects."""
+HELVETICA = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
+
+
+def document(
+    *pages: str, drawn: Sequence[bytes] = (), font: bytes = HELVETICA, more: Sequence[bytes] = ()
+) -> bytes:
+    """One line of text per page; `drawn` replaces the first pages' whole content objects. `more`
+    are objects for the font, numbered on from the last page's."""
     kids = b" ".join(b"%d 0 R" % (4 + 2 * n) for n in range(len(pages)))
-    font = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
     objects = [CATALOG, b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, len(pages)), font]
     for n, text in enumerate(pages):
         shown = b"BT /F1 12 Tf 72 720 Td (%s) Tj ET" % text.encode("cp1252") if text else b""
@@ -53,7 +57,31 @@ def document(*pages: str, drawn: Sequence[bytes] = ()) -> bytes:
             b"/Resources << /Font << /F1 3 0 R >> >> >>" % (5 + 2 * n),
             drawn[n] if n < len(drawn) else stream(shown),
         ]
-    return assembled(*objects)
+    return assembled(*objects, *more)
+
+
+def table(letters: dict[str, str], *, wide: bool) -> bytes:
+    """A ToUnicode table: each character stands for a text."""
+    rows = (
+        b"<%0*X> <%s>\n" % (4 if wide else 2, ord(a), text.encode("utf-16-be").hex().encode())
+        for a, text in letters.items()
+    )
+    return stream(b"1 beginbfchar\n%sendbfchar" % b"".join(rows) if letters else b"")
+
+
+def composite(encoding: bytes) -> bytes:
+    """A font of two bytes per character."""
+    return (
+        b"<< /Type /Font /Subtype /Type0 /BaseFont /ABCDEF+Arial /Encoding %s /DescendantFonts "
+        b"[<< /Type /Font /Subtype /CIDFontType2 /BaseFont /ABCDEF+Arial /DW 500 /CIDSystemInfo "
+        b"<< /Registry (Adobe) /Ordering (Identity) /Supplement 0 >> >>] >>" % encoding
+    )
+
+
+def hexadecimal(text: str, *, shift: int = 0) -> bytes:
+    """A page's content: `text` in two bytes per character, whose numbers are shifted."""
+    codes = b"".join(b"%04X" % (ord(c) - shift) for c in text)
+    return stream(b"BT /F1 12 Tf 72 720 Td <%s> Tj ET" % codes)
 
 
 def encrypted(user: str) -> bytes:
@@ -122,9 +150,82 @@ def test_pages_are_listed_as_long_as_they_are_few() -> None:
 
 
 def test_marks_of_our_own_in_a_text_are_only_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda self: "a\fb\0c\ud83d\ude00\udc00")
-    assert pages_of(document("x")) == ["a\nbc\ud83d\ude00\udc00"]
+    text = "a\fb\0c\ud83d\ude00\udc00"
+    monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda self, **more: text)
+    assert pages_of(document("x")) == ["a\ufffdb\ufffdc\ud83d\ude00\udc00"]
     assert pdf._utf8("\ud83d\ude00 \udc00") == "😀 \ufffd".encode()
+
+
+IDENTITY = composite(b"/Identity-H")
+SHIFTED = hexadecimal("The end.", shift=29)
+SHAPES = (
+    b"<< /Type /Font /Subtype /Type3 /FontBBox [0 0 9 9] /FontMatrix [1 0 0 1 0 0] /CharProcs << >>"
+    b"/FirstChar 97 /LastChar 99 /Widths [9 9 9] /Encoding << /Differences [97 %s] >> >>"
+)
+CODED = "in fonts that do not say which letters they have"
+ODD = "without a meaning"
+
+
+@pytest.mark.parametrize(
+    ("page", "font", "letters", "text", "counted"),
+    [
+        # The table gives no character for "#", or one that no text has.
+        ("of#ce", HELVETICA, {"#": "\0"}, "of\ufffdce", f"1 character {ODD}"),
+        ("of#ce", HELVETICA, {"#": "\f"}, "of\ufffdce", f"1 character {ODD}"),
+        ("of#ce #", HELVETICA, {"#": "\ue000"}, "of\ue000ce \ue000", f"2 characters {ODD}"),
+        ("a#", HELVETICA, {"#": "\U000f0001"}, "a\U000f0001", f"1 character {ODD}"),
+        ("a#", HELVETICA, {"#": "\x02"}, "a\x02", f"1 character {ODD}"),
+        ("of#ce", HELVETICA, {"#": "\uf0b7"}, "of\uf0b7ce", f"1 character {ODD}"),
+        # A bullet of the font Symbol, as word processors write it.
+        ("# one", HELVETICA, {"#": "\uf0b7"}, "\uf0b7 one", ""),
+        ("of#ce", HELVETICA, {"#": "ffi"}, "offfice", ""),
+        # Numbers or names of shapes stand for letters.
+        (SHIFTED, IDENTITY, None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
+        (SHIFTED, IDENTITY, {}, "7KH\x03HQG\x11", f"8 characters {CODED}"),
+        (SHIFTED, composite(b"/Identity-V"), None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
+        (SHIFTED, composite(b"/KSC-EUC-H"), None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
+        (SHIFTED, composite(b"<< >>"), None, "\ufffd7\ufffdK", f"16 characters {CODED}"),
+        ("abc", SHAPES % b"/g1 /g12 /A", None, "/g1/g12A", f"2 characters {CODED}"),
+        # These say which letters they have.
+        (
+            SHIFTED,
+            IDENTITY,
+            {"7": "T", "K": "h", "H": "e", "\3": " ", "Q": "n", "G": "d", "\x11": "."},
+            "The",
+            "",
+        ),
+        (hexadecimal("The end."), composite(b"/UniJIS-UTF16-H"), None, "The end.", ""),
+        (hexadecimal("Käse"), composite(b"/UniGB-UCS2-V"), None, "Käse", ""),
+        ("abc", SHAPES % b"/X /Y /Z", None, "XYZ", ""),
+        ("24/7 /g1", HELVETICA, None, "24/7 /g1", ""),
+    ],
+)
+def test_characters_that_mean_nothing_are_counted_in_one_note_a_page(
+    page: str | bytes, font: bytes, letters: dict[str, str] | None, text: str, counted: str
+) -> None:
+    if letters is not None:
+        font = font.removesuffix(b">>") + b"/ToUnicode 8 0 R >>"
+    wide = isinstance(page, bytes)
+    data = document(
+        "" if isinstance(page, bytes) else page,
+        "",
+        drawn=[page] if isinstance(page, bytes) else [],
+        font=font,
+        more=[table(letters, wide=wide)] if letters is not None else [],
+    )
+    found = pdf._judge("".join(f"{page}\f" for page in pages_of(data)), "x.pdf")
+    assert found.text.startswith(text)
+    assert found.silent == (2,)
+    assert found.gaps.count("page 1") == bool(counted)
+    assert counted in found.gaps
+    assert ("pdftotext" in found.gaps and "ocrmypdf" in found.gaps) == bool(counted)
+
+
+def test_several_pages_without_a_meaning_are_one_note() -> None:
+    made = pdf._judge("a\ue000\f\ue000\ue000 b\0003\f", "x.pdf")
+    assert made.gaps.startswith(f"page 2 has 3 characters {CODED}; page 1 has 1 character {ODD}; ")
+    made = pdf._judge("a\ue000\f\ue000\ue000 b\f", "x.pdf")
+    assert made.gaps.startswith(f"pages 1 and 2 have 3 characters {ODD}; ")
 
 
 @pytest.mark.parametrize(
@@ -134,11 +235,32 @@ def test_marks_of_our_own_in_a_text_are_only_text(monkeypatch: pytest.MonkeyPatc
         (b"\n%PDF-1.7", True),
         (b"\xef\xbb\xbf%PDF-", True),
         (b"a %PDF- file", False),
+        (b"%%EOF", False),
         (b"", False),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + document("a"), True),
+        (bytes(128) + document("a") + b"\r\n--boundary--\r\n", True),
+        (b"x" * 1024 + document("a"), True),
+        (b"x" * 1025 + document("a"), False),
+        (b"The file of one page:\n" + document("a") + b"That is all. " * 80, False),
+        (b'MARK, END = b"%PDF-", b"%%EOF"\n', False),
     ],
 )
 def test_what_a_pdf_is(data: bytes, yes: bool) -> None:
+    """Readers of PDFs allow 1,024 bytes in front of the mark."""
     assert is_pdf(data) is yes
+
+
+def test_what_stands_before_the_mark_is_no_part_of_a_pdf(tmp_path: Path) -> None:
+    broken = stream(zlib.compress(b"BT /F1 12 Tf (A picture) Tj ET"), b"/Filter /FlateDecode")
+    path = tmp_path / "response.bin"
+    path.write_bytes(b"HTTP/1.1 200 OK\r\n\r\n" + document("", "Text", drawn=[broken]))
+    found = read_file(str(path))
+    assert (found.text, found.note, found.facts) == (
+        "A picture\n\nText",
+        "",
+        "2 pages, 15 characters",
+    )
+    assert not documents.is_binary(path.read_bytes()[:600])
 
 
 # -- what is refused ------------------------------------------------------------------------
@@ -198,6 +320,24 @@ def test_the_child_says_why_and_the_chat_tells_it() -> None:
     assert error.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            r"printf 'first\nMemoryError \033[31mat\n' >&2; exit 1",
+            "x.pdf: pypdf cannot read this PDF: MemoryError [31mat",
+        ),
+        ("kill -XCPU $$", "x.pdf took more than 120 s to read"),
+        ("kill -SEGV $$", "x.pdf: pypdf cannot read this PDF"),
+    ],
+)
+def test_a_reader_that_dies_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(program(tmp_path, "python", script)))
+    assert str(refused(lambda: read_pdf(document("x"), "x.pdf", limit=LIMIT))) == message
+
+
 def test_time_is_bounded() -> None:
     began = time.monotonic()
     error = refused(lambda: read_pdf(document("x"), "slow.pdf", limit=LIMIT, timeout=0.0))
@@ -224,7 +364,7 @@ def test_ctrl_c_stops_the_reading() -> None:
         read_pdf(document("x"), "x.pdf", limit=LIMIT, stopped=lambda: True)
 
 
-# -- which program --------------------------------------------------------------------------
+# -- loaders --------------------------------------------------------------------------------
 
 
 def program(folder: Path, name: str, script: str) -> Path:
@@ -232,56 +372,6 @@ def program(folder: Path, name: str, script: str) -> Path:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
-
-
-@pytest.fixture
-def without_pypdf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No pypdf; returns a folder that is the whole PATH but for the system's own."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "pypdf" else find(name, *a)
-    )
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
-
-
-def test_pdftotext_where_there_is_no_pypdf(without_pypdf: Path) -> None:
-    program(
-        without_pypdf,
-        "pdftotext",
-        r"""[ "$*" = "-enc UTF-8 - -" ] && /bin/cat >/dev/null && printf 'one\n\f\ftwo\n\f' """,
-    )
-    found = read_pdf(document("x") + b"%" * 300_000, "x.pdf", limit=LIMIT)
-    assert (found.text, found.pages, found.silent) == ("one\n\ntwo", 3, (2,))
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("echo 'Command Line Error: Incorrect password' >&2; exit 1", "x.pdf is encrypted"),
-        (
-            r"printf 'first\nSyntax \033[31mError: no xref\n' >&2; exit 1",
-            "x.pdf: pdftotext cannot read this PDF: Syntax [31mError: no xref",
-        ),
-        ("kill -XCPU $$", "x.pdf took more than 120 s to read"),
-        ("kill -SEGV $$", "x.pdf: pdftotext cannot read this PDF"),
-    ],
-)
-def test_what_pdftotext_says(without_pypdf: Path, script: str, message: str) -> None:
-    program(without_pypdf, "pdftotext", script)
-    assert str(refused(lambda: read_pdf(document("x"), "x.pdf", limit=LIMIT))) == message
-
-
-def test_without_a_reader_it_says_what_to_install(without_pypdf: Path) -> None:
-    error = refused(lambda: read_pdf(document("x"), "x.pdf", limit=LIMIT))
-    assert "nothing here reads PDFs" in str(error)
-    assert "minikv[pdf]" in error.hint
-    assert "pdftotext" in error.hint
-
-
-# -- loaders --------------------------------------------------------------------------------
 
 
 def test_the_longest_extension_wins_in_any_case() -> None:

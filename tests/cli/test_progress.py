@@ -325,6 +325,16 @@ def test_ctrl_c_stops_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )
 
 
+@pytest.mark.parametrize("tty", [True, False])
+def test_compiling_is_said_with_its_time_on_a_terminal_and_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tty: bool
+) -> None:
+    screen = Screen(tty=tty)
+    Loading(terminal(monkeypatch, screen)).kernels()
+    line = "compiling the C kernels, once on this machine: ten seconds to half a minute"
+    assert screen.frames == [line if tty else f"{line}\n"]
+
+
 def test_the_bundled_model_reports_its_weights() -> None:
     told: list[tuple[int, int]] = []
     watcher = SimpleNamespace(
@@ -359,7 +369,7 @@ class Hub:
         assert files_metadata
         return SimpleNamespace(
             siblings=[
-                SimpleNamespace(rfilename=name, size=size, blob_id=f"id-{name}", lfs=None)
+                SimpleNamespace(rfilename=name, size=size, blob_id=name.encode().hex(), lfs=None)
                 for name, size in self.sizes.items()
             ]
         )
@@ -386,7 +396,7 @@ def test_a_download_is_announced_and_counted_once(
 ) -> None:
     hub = Hub(monkeypatch, tmp_path, SIZES)
     # What is in the cache already is not fetched again. The snapshot does not tell: blobs do.
-    (hub.cache / "models--owner--some-model/blobs/id-config.json").touch()
+    (hub.cache / "models--owner--some-model/blobs" / b"config.json".hex()).touch()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 212 << 30))
     capsys.readouterr()  # making the files wrote to it
     screen, clock = Screen(), Clock()

@@ -116,6 +116,7 @@ def test_variables_have_the_type_of_their_flag(
 
 
 def test_files_have_the_types_of_toml(home: Path) -> None:
+    assert read(home, 'temperature = "auto"').values["temperature"].value == "auto"
     made = read(home, "temperature = 1\nbudget = 512\nquiet = true\nmax_tokens = 9")
     values = {name: value.value for name, value in made.values.items()}
     assert values == {"temperature": 1.0, "budget": "512", "quiet": True, "max_tokens": 9}
@@ -135,7 +136,7 @@ def test_files_have_the_types_of_toml(home: Path) -> None:
         ("colour = 1", "unknown key 'colour'", "minikv config init"),
         ("top_k = 0.5", "./minikv.toml: top_k must be a whole number, got 0.5", ""),
         ("top_k = true", "top_k must be a whole number, got True", ""),
-        ("temperature = '1'", "temperature must be a number", ""),
+        ("temperature = '1'", "temperature must be a number or auto, got '1'", ""),
         ("budget = 1.5", "budget must be a text in quotes", ""),
         ("quiet = 1", "quiet must be true or false", ""),
         ("model = ['a']", "model must be a text", ""),
@@ -563,6 +564,8 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
     ("key", "value", "shown"),
     [
         ("temperature", "0.7", "0.7"),
+        ("temperature", "auto", "auto"),
+        ("repeat_penalty", "1.1", "1.1"),
         ("temp", "0.25", "0.25"),
         ("top_p", "0.9", "0.9"),
         ("top-k", "40", "40"),
@@ -644,7 +647,7 @@ def test_python_is_refused_what_a_tier_cannot_be_used_for(name: str, value: Any)
     ("arguments", "message"),
     [
         (("temperature", "-1"), "--temperature must be between"),
-        (("temperature", "hot"), "temperature must be a number, got 'hot'"),
+        (("temperature", "hot"), "temperature must be a number or auto, got 'hot'"),
         (("temperature", "nan"), "--temperature must be between"),
         (("top_k", "1.5"), "top_k must be a whole number"),
         (("max_tokens", "0"), "--max-tokens must be at least 1"),

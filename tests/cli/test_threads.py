@@ -115,3 +115,72 @@ def test_the_program_says_it_before_anything_imports_torch() -> None:
         [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
     )
     assert int(done.stdout.split()[-1]) < 10_000
+
+
+FORKED = """
+import itertools, multiprocessing, os, signal, sys
+import minikv
+
+def anew():
+    return minikv.load(budget=64)
+
+def answer():
+    print(*anew().ask("Who leads Project Misty Clover?", max_tokens=4), sep="", flush=True)
+
+def twice():
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(answer)
+
+if __name__ == "__main__":
+    chat = anew()
+    # Long enough for parallel loops.
+    chat.attach("A tobacco works. " * 200)
+    opened = chat.ask("Who leads Project Misty Clover?", max_tokens=4)
+    first = next(opened)
+    cases = {
+        "ask": lambda: list(chat.ask("Who?")),
+        "the open answer": lambda: list(opened),
+        "attach": lambda: chat.attach("b"),
+        "load": anew,
+        "pool": twice,
+        "close": chat.close,
+    }
+    for name, act in cases.items():
+        sys.stdout.flush()
+        if child := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(name, code, sep="|", flush=True)
+            continue
+        signal.alarm(30)
+        try:
+            act()
+        except minikv.errors.UsageError as error:
+            os._exit(7 if "fork" in str(error) and "spawn" in error.hint else 8)
+        os._exit(0)
+    print(first, *opened, sep="", flush=True)
+    spawned = multiprocessing.get_context("spawn").Process(target=answer)
+    spawned.start()
+    spawned.join()
+    print(spawned.exitcode)
+"""
+
+
+def test_a_fork_after_load_is_refused_and_harms_nobody(tmp_path: Path) -> None:
+    """The threads that compute do not exist in a fork. The parent's chat goes on, and a process
+    that is started anew is not refused."""
+    (tmp_path / "forked.py").write_text(FORKED)
+    run = subprocess.run(
+        [sys.executable, tmp_path / "forked.py"],
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert run.stderr == ""
+    *outcomes, answer, spawned, code = run.stdout.splitlines()
+    refused = ["ask", "the open answer", "attach", "load", "pool"]
+    assert outcomes == [*(f"{name}|7" for name in refused), "close|0"]
+    assert answer.strip()
+    assert spawned.strip()
+    assert code == "0"

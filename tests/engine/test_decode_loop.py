@@ -21,7 +21,7 @@ from minikv.cache.rules import Rules
 from minikv.engine import decode_loop
 from minikv.engine.decode_loop import CudaGraphs, Eager, captured
 from minikv.engine.engine import Engine
-from minikv.engine.sampling import Sampling
+from minikv.engine.sampling import WINDOW, Sampling
 from minikv.errors import ContextError, NumericsError
 from minikv.models.llama import Llama
 
@@ -75,6 +75,8 @@ def faulty(step: str = "hashevict", prompt: int = 30) -> tuple[Pair, Faulty]:
         Sampling(0.8),
         Sampling(1.5, top_k=5),
         Sampling(1.0, top_p=0.7, min_p=0.02),
+        Sampling(repeat_penalty=1.6),
+        Sampling(0.8, top_k=9, repeat_penalty=1.3),
     ],
 )
 def test_draws_are_those_of_pick(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +91,9 @@ def test_draws_are_those_of_pick(sampling: Sampling, monkeypatch: pytest.MonkeyP
     run.seed += 1
     run.write(3)
     assert tape.recorded == 1  # the settling in between and another seed change no address
+    run.write(3, forced=5)  # each of these drops the step ahead, whose token was penalized already
+    run.write(WINDOW, ahead=False)
+    run.agree()
 
 
 @pytest.mark.parametrize("fails", ["", "body", "end"])

@@ -81,6 +81,9 @@ class Template:
     def markers(self, text: str) -> int:
         return 0
 
+    def lost(self, text: str) -> int:
+        return 0
+
 
 def make(net: Any, policy: str, step: str) -> ChatSession:
     run = engine(net, policy, step, 48)

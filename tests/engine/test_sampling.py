@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small import VOCAB, ids, network
 from stepping import engine
 from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from minikv.engine.sampling import Sampling, pick
+from minikv.engine.sampling import WINDOW, Sampling, penalized, pick
 from minikv.errors import NumericsError
 from minikv.kernels.dispatch import Kernels, choose
 
@@ -71,6 +74,28 @@ def test_non_finite_logits_are_never_sampled(bad: float, ops: Kernels) -> None:
     logits = torch.zeros(4)
     logits[3] = bad  # in the padding: not looked at
     assert pick(logits, 3, Sampling(), 0, 0, ops) == 0
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
+def test_the_penalty_is_that_of_transformers_over_the_last_tokens(
+    penalty: float, ops: Kernels
+) -> None:
+    made = torch.Generator().manual_seed(4)
+    plain = 3 * torch.randn(60, generator=made)
+    plain[:3] = torch.tensor([0.0, -0.0, 1.0])
+    plain[55] = plain.max() + 0.01
+    before = [55, *torch.randint(45, (200,), generator=made).tolist()]  # 55 is out of the window
+    for recent in (before, before[:5], [0, 1, 2, 2]):
+        window = torch.tensor([recent[-WINDOW:]])
+        want = RepetitionPenaltyLogitsProcessor(penalty)(window, plain[None].clone())[0]
+        got = penalized(plain, window[0], penalty)
+        assert torch.equal(got, want)
+        for sampling in (Sampling(repeat_penalty=penalty), Sampling(0.8, 9, 0.9, 0.01, penalty)):
+            bare = replace(sampling, repeat_penalty=1.0)
+            assert pick(plain, 60, sampling, 1, 7, ops, recent) == pick(want, 60, bare, 1, 7, ops)
+            # The last tokens may be markers that are never chosen.
+            assert pick(plain, 50, sampling, 1, 7, ops, [*recent, 50, 59, 99]) < 50
+    assert plain[55] == penalized(plain, torch.tensor(before[-WINDOW:]), penalty)[55]
 
 
 def test_the_kernels_draw_the_same() -> None:

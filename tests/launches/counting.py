@@ -384,6 +384,7 @@ SAMPLINGS = {
     "temperature": Sampling(temperature=0.8),
     "top_p": Sampling(temperature=0.8, top_p=0.9),
     "top_k top_p min_p": Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05),
+    "repeat_penalty": Sampling(repeat_penalty=1.1),
 }
 _BY_DAY = ("full", "snapkv")
 """Prompt policies that are counted in every way of keeping rows, and in prompts of two chunks, by

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
-from minikv.models.config import MAX_LAYERS, MAX_MLP, MAX_POSITIONS, MAX_VOCAB, ModelConfig
+from minikv.models.config import (
+    MAX_LAYERS,
+    MAX_MLP,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    ModelConfig,
+    OwnSampling,
+)
 from minikv.models.errors import ModelError
 from minikv.models.rope import RopeConfig
 
@@ -201,6 +209,51 @@ def test_a_broken_generation_config_costs_a_note(text: str, tmp_path: Path) -> N
     assert "generation_config.json" in config.notes[0]
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {},
+        {"temperature": 0.6, "top_p": 0.9},
+        {"do_sample": False, "temperature": 0.6},
+        {"do_sample": None, "top_k": 5},
+        {"do_sample": True},
+        {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+        {"do_sample": True, "temperature": None, "top_p": None, "top_k": None, "min_p": None},
+        {"do_sample": True, "temperature": 2, "top_k": 0, "top_p": 1, "min_p": 0.05},
+    ],
+)
+def test_the_own_sampling_is_that_of_transformers(raw: dict[str, Any], tmp_path: Path) -> None:
+    own = read(tmp_path, LLAMA, json.dumps(raw)).own
+    theirs = GenerationConfig.from_pretrained(tmp_path)
+    theirs.update(**GenerationConfig._get_default_generation_params(), defaults_only=True)
+    if theirs.do_sample:
+        want = (theirs.temperature, theirs.top_k, theirs.top_p, theirs.min_p or 0.0)
+        assert (own.temperature, own.top_k, own.top_p, own.min_p, own.why) == (*want, "")
+    else:
+        assert own == OwnSampling(why="generation_config.json does not ask for sampling")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("do_sample", value) for value in ("yes", 1, [])),
+        *(("temperature", value) for value in ("hot", -1, 101, True, [1], 10**400)),
+        *(("top_k", value) for value in (1.5, -1, 2**40, "50", False)),
+        *(("top_p", value) for value in (1.1, -0.1, {})),
+        *(("min_p", value) for value in (2, "0.1")),
+    ],
+)
+def test_one_strange_value_and_none_is_used(key: str, value: object, tmp_path: Path) -> None:
+    config = read(tmp_path, LLAMA, json.dumps({"do_sample": True, "top_k": 5, key: value}))
+    assert config.own == OwnSampling(why=config.own.why)
+    assert config.own.why.startswith(f"generation_config.json: {key} must be ")
+    assert len(config.own.why) < 200
+    assert config.notes == ()  # it matters to those alone who ask for it
+    assert read(tmp_path, LLAMA, "{").own.why.startswith("generation_config.json: not valid")
+    (tmp_path / "generation_config.json").unlink()
+    assert read(tmp_path, LLAMA).own.why == "the model has no generation_config.json"
+
+
 BAD: list[tuple[str, object, int, str]] = [
     # what is wrong, the file, the exit code, a word of the message
     ("empty file", "", 6, "not valid JSON"),
@@ -349,6 +402,8 @@ BAD: list[tuple[str, object, int, str]] = [
         6,
         "disagree",
     ),
+    ("chunks not an object", QWEN | {"dual_chunk_attention_config": 7}, 6, "dual_chunk"),
+    ("chunks of no size", QWEN | {"dual_chunk_attention_config": {}}, 6, "chunk_size"),
     (
         "spellings disagree",
         LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
@@ -392,6 +447,88 @@ def test_bad_config(raw: object, code: int, word: str, tmp_path: Path) -> None:
     assert word in text
     assert "\n" not in text
     assert text.isprintable()
+
+
+NESTED = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("given", "stated", "hint"),
+    [
+        (
+            {"rope_theta": 10_000, "rope_parameters": NESTED},
+            "rope_theta 10000, rope_parameters 500000",
+            'takes that of rope_parameters; if it is right, delete "rope_theta": 10000 outside of '
+            "rope_parameters",
+        ),
+        (
+            {"rope_theta": 500_000, "rope_parameters": NESTED | {"rope_theta": 1e4}},
+            "rope_theta 500000, rope_parameters 10000",
+            'if it is right, delete "rope_theta": 500000 outside of rope_parameters',
+        ),
+        (
+            {
+                "rope_theta": 1e6,
+                "rope_parameters": NESTED,
+                "rope_scaling": {"type": "linear", "factor": 2, "rope_theta": 1e4},
+            },
+            "rope_scaling 10000",
+            'delete "rope_theta": 1000000.0 outside of rope_scaling and "rope_theta": 500000.0 in '
+            "rope_parameters",
+        ),
+        (
+            {"rope_theta": 5e5, "rope_parameters": NESTED, "rope_scaling": LLAMA3},
+            "rope_parameters and rope_scaling disagree",
+            "transformers takes rope_scaling; if that is right, delete rope_parameters",
+        ),
+    ],
+)
+def test_two_bases_are_refused_with_the_lines_to_delete(
+    given: dict[str, Any], stated: str, hint: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path, without(LLAMA, "rope_theta") | given)
+    assert caught.value.exit_code == 6
+    assert stated in str(caught.value)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(
+    ("scaling", "harmless"),
+    [
+        ({"type": "yarn", "factor": 4.0}, {"finetuned": True}),
+        ({"type": "linear", "factor": 2.0}, {"finetuned": False, "low_freq_factor": None}),
+        ({"rope_type": "default"}, {"factor": None, "type": None, "rope_theta": None}),
+    ],
+)
+def test_keys_that_compute_nothing(
+    key: str, scaling: dict[str, Any], harmless: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = read(tmp_path, LLAMA | {key: scaling})
+    assert read(tmp_path, LLAMA | {key: scaling | harmless}) == plain
+
+
+@pytest.mark.parametrize(
+    ("chunks", "most"),
+    [
+        ({"chunk_size": 8192, "local_size": 512, "original_max_position_embeddings": 4096}, 4096),
+        ({"chunk_size": 8192, "original_max_position_embeddings": 16384}, 8192),
+        ({"chunk_size": 8192}, 8192),
+        ({"chunk_size": 65536}, None),
+        (None, None),
+    ],
+)
+def test_chunks_end_where_attention_is_no_longer_plain(
+    chunks: object, most: int | None, tmp_path: Path
+) -> None:
+    """The numbers of Qwen2.5-7B-Instruct-1M, smaller."""
+    plain = QWEN | {"max_position_embeddings": 32_768}
+    config = read(tmp_path, plain | {"dual_chunk_attention_config": chunks})
+    assert config.max_context == (most or 32_768)
+    assert [f"limited to {most:,} of 32,768 positions" in note for note in config.notes] == (
+        [True] if most else []
+    )
 
 
 def release(

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub.constants
+import lying_hub
 import pytest
 from checkpoints import Spec, write
-from huggingface_hub import errors
+from huggingface_hub import errors, file_download
 
 import minikv.models.hub as hub
 from minikv.models.checkpoint import Checkpoint
@@ -424,3 +425,179 @@ def test_json_as_of_the_largest_vocabularies_is_parsed(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["a" * 5000, "a/" + "b" * 5000, "~nobody-at-all/x", "\0"])
 def test_a_name_that_no_file_can_have_is_not_found(name: str) -> None:
     assert refused(lambda: hub.resolve(name, offline=True)).exit_code == 3
+
+
+GOOD = "ab" * 20
+PLAIN = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"x",
+    "model.safetensors": b"weights",
+}
+UP = "../" * 6
+LIES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "commit up": {"sha": UP + "outside/commit"},
+    "commit absolute": {"sha": "{out}/commit"},
+    "commit beside": {"sha": "../../models--owner--other/snapshots/x"},
+    "commit of dots": {"sha": ".."},
+    "commit with a letter more": {"sha": GOOD + "g"},
+    "commit in capitals": {"sha": GOOD.upper()},
+    "file's commit up": {"commit": UP + "outside/commit"},
+    "file's commit within": {"commit": "x/../y"},
+    "file's commit absolute": {"commit": "{out}/commit"},
+    "checksum up": {"etags": {"config.json": UP + "outside/blob"}},
+    "checksum absolute": {"etags": {"model.safetensors": "{out}/blob"}},
+    "checksum of a file that exists": {"etags": {"config.json": "{out}/secret"}},
+    "checksum in a folder": {"etags": {"tokenizer.json": "x/y"}},
+    "checksum of dots": {"etags": {"tokenizer.json": ".."}},
+    "checksum in the list": {"etags": {"model.safetensors": "{out}/blob"}, "xet": True},
+    "commit of an absent file": {"absent": {"tokenizer.json": "{out}/absent"}},
+    "names up": {"listed": (UP + "outside/x.json", "../config.json", "a/../../tokenizer.json")},
+    "names absolute": {"listed": ("{out}/config.json", "//config.json", "\\..\\tokenizer.json")},
+    "templates up": {"listed": ("additional_chat_templates/../../x.jinja",)},
+}
+ASK = """
+import json, pathlib, sys
+from minikv.models import hub
+from minikv.models.errors import ModelError
+
+class Quiet:
+    def __getattr__(self, name):
+        return lambda *facts: None
+
+for name in json.loads(sys.argv[1]):
+    for act in (hub.configuration, hub.resolve, lambda name: hub.resolve(name, progress=Quiet())):
+        try:
+            act(name)
+            print(name, "done", sep="|")
+        except ModelError as error:
+            print(name, type(error).__name__, error, sep="|")
+"""
+
+
+def filled(value: Any, out: str) -> Any:
+    """A lie with the path of the folder outside in it."""
+    if isinstance(value, dict):
+        return {key: filled(one, out) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(filled(one, out) for one in value)
+    return value.replace("{out}", out) if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def lied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, set[str]]]:
+    """The folder in which the cache is, and what each lie led to. The library is the real one."""
+    place = tmp_path_factory.mktemp("lies")
+    (place / "outside").mkdir()
+    (place / "outside/secret").write_text("mine")
+    repos = {
+        f"owner/lie-{n}": lying_hub.Repo(
+            **{"files": PLAIN, "sha": GOOD, "commit": GOOD, **filled(lie, str(place / "outside"))}
+        )
+        for n, lie in enumerate(LIES.values())
+    }
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    with lying_hub.serving(repos) as address:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK, json.dumps([*repos])],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            env=clean
+            | {"HF_ENDPOINT": address, "HF_HOME": str(place / "a/b/home"), "NO_PROXY": "*"},
+        )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, set[str]] = {name: set() for name in LIES}
+    for line in done.stdout.splitlines():
+        repo, _, rest = line.partition("|")
+        told[[*LIES][[*repos].index(repo)]].add(rest)
+    return place, told
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_hub_that_lies_is_caught(name: str, lied: tuple[Path, dict[str, set[str]]]) -> None:
+    told = lied[1][name]
+    if name in ("nothing", "names up", "names absolute", "templates up"):
+        assert told == {"done"}  # such a file is not fetched
+    elif name == "commit of an absent file":
+        assert {"vanished" in line for line in told - {"done"}} == {True}
+    else:
+        caught = [line for line in told if "is not hexadecimal" in line]
+        assert caught
+        assert all(line.startswith("CorruptModel|") for line in caught)
+        assert all("is not hexadecimal" in line for line in told - {"done"})
+
+
+def test_a_hub_that_lies_writes_nothing_outside_of_the_cache(
+    lied: tuple[Path, dict[str, set[str]]],
+) -> None:
+    place = lied[0]
+    cache = place / "a/b/home/hub"
+    own = (cache, cache.parent / "xet")  # the library writes a log
+    found = [path for path in place.rglob("*") if not any(map(path.is_relative_to, own))]
+    assert {str(path.relative_to(place)) for path in found} == {
+        "a",
+        "a/b",
+        "a/b/home",
+        "outside",
+        "outside/secret",
+    }
+    assert (place / "outside/secret").read_text() == "mine"
+    for path in cache.rglob("*"):
+        assert path.resolve().is_relative_to(cache), path
+    for repo in cache.glob("models--*"):
+        assert {path.name for path in repo.glob("snapshots/*")} <= {GOOD}
+        assert {path.read_text() for path in repo.glob("refs/*")} <= {GOOD}
+        assert not (repo / ".no_exist").exists()
+        assert all(set(path.name) <= {*"0123456789abcdef"} for path in repo.glob("blobs/*"))
+
+
+def test_a_snapshot_of_another_name_is_not_used(cache: Path, files: dict[str, bytes]) -> None:
+    """Another program may have let such a hub make it."""
+    put_in_cache(cache, files, commit="not-a-commit")
+    assert "not in the local cache" in str(refused(lambda: resolve(REPO, offline=True)))
+
+
+def test_a_library_that_cannot_be_checked_fetches_nothing(
+    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(monkeypatch, cache, files)
+    monkeypatch.delattr(file_download, "_get_metadata_or_catch_error")
+    assert "this version of huggingface-hub" in str(refused(lambda: resolve(REPO)))
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "chat_template.jinja",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "additional_chat_templates/tools.jinja",
+        "model-00001-of-00002.safetensors",
+    ],
+)
+def test_a_link_to_a_file_that_never_came_means_an_unfinished_download(
+    lost: str, cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = put_in_cache(cache, files)
+    (snapshot / "README.md").symlink_to("../../blobs/readme")  # which is not needed
+    assert resolve(REPO, offline=True).folder == snapshot
+    (snapshot / lost).parent.mkdir(exist_ok=True)
+    (snapshot / lost).unlink(missing_ok=True)
+    (snapshot / lost).symlink_to(snapshot.parent.parent / "blobs/never")
+    error = refused(lambda: resolve(REPO, offline=True))
+    assert f"only partly in the local cache ({lost} missing)" in str(error)
+    error = refused(lambda: resolve(snapshot))
+    assert f"{lost} in " in str(error)
+    assert error.exit_code == 3
+    FakeHub(monkeypatch, cache, files)
+
+    def fetched(*_: object, **__: object) -> str:
+        (snapshot.parent.parent / "blobs/never").write_bytes(b"x")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    assert resolve(REPO).folder == snapshot

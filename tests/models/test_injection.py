@@ -191,7 +191,9 @@ def test_halves_are_not_completed_by_the_template(text: str) -> None:
 
 
 def test_a_template_that_takes_messages_apart_is_stopped() -> None:
-    source = "{% for m in messages %}{{ m.content.replace('_', '|') }}{% endfor %}<|end|>"
+    source = (
+        "{% for m in messages %}{{ m.content ~ m.content.replace('_', '|') }}{% endfor %}<|end|>"
+    )
     tokenizer, template = with_source(source, "<|end|>")
     assert len(structure(tokenizer, template.opening([Message("user", "a_b")]))) == 1
     with pytest.raises(UnsupportedModel, match="control tokens out of a message"):

@@ -57,12 +57,21 @@ def test_without_a_home_directory_there_is_no_store(monkeypatch: pytest.MonkeyPa
     clear()
 
 
-def test_folders_that_are_made_are_the_users_alone(tmp_path: Path) -> None:
-    (there := tmp_path / "there").mkdir(mode=0o755)
-    packed_files.make(there / "a" / "b")
+@pytest.mark.parametrize("umask", [0, 0o022, 0o377])
+def test_folders_that_are_made_are_the_users_alone(tmp_path: Path, umask: int) -> None:
+    (there := tmp_path / "there").mkdir()
+    there.chmod(0o755)
+    before = os.umask(umask)
+    try:
+        packed_files.make(there / "a" / "b")
+    finally:
+        os.umask(before)
     modes = [path.stat().st_mode & 0o777 for path in (there, there / "a", there / "a" / "b")]
     assert modes == [0o755, 0o700, 0o700]
     packed_files.make(there / "a" / "b")  # which is there
+    (there / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        packed_files.make(there / "file")
 
 
 def test_the_listing_names_models_and_passes_over_what_is_odd(tmp_path: Path) -> None:

@@ -191,15 +191,6 @@ def test_an_equal_second_head_is_dropped(tmp_path: Path) -> None:
     assert difference(our_logits(network, ids, [TOKENS]), oracle_logits(oracle, ids)) <= LIMIT
 
 
-def test_stray_rotary_buffers_are_ignored(tmp_path: Path) -> None:
-    oracle = write(Spec(), tmp_path)
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    edit_tensors(tmp_path / "model.safetensors", lambda t: t | {name: torch.rand(6)})
-    ids = tokens(67)
-    ours = our_logits(network_of(tmp_path), ids, [TOKENS])
-    assert difference(ours, oracle_logits(oracle, ids)) <= LIMIT
-
-
 def test_the_same_code_gives_gradients(tmp_path: Path) -> None:
     oracle = write(Spec(tied=True, bias=True), tmp_path)
     network = network_of(tmp_path)

@@ -453,6 +453,183 @@ def test_a_refused_conversation_says_what_the_template_says() -> None:
         template.opening([Message("user", "a"), Message("user", "b")])
 
 
+TURN = "<|{{ m.role }}|>{{ m.content }}<|end|>"
+LOOP = "{% for m in messages %}@{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+EACH = (
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+)
+CUT = "{{ m.content if m.role == 'user' else m.content[:9] }}"
+LONG = "a question that is longer than twenty characters"
+ASKED = [Message("user", LONG)]
+LATER = [*ASKED, Message("assistant", "an answer, again in some words"), Message("user", "So?")]
+TWICE = [Message("user", "yes"), Message("assistant", "b"), Message("user", "yes")]
+LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
+    "cut": ("{{ m.content[:20] }}", ASKED, "a question"),
+    "a word": ("{{ m.content.split()[0] }}", ASKED, "a question"),
+    "a letter": ("{{ m.content[1:] }}", [Message("user", "ab")], "a question"),
+    "all of it": ("<|{{ m.role }}|>", ASKED, "a question"),
+    "unknown part": ("{{ m.content.text }}|", ASKED, "a question"),
+    "long ones": ("{% if m.content|length < 20 %}{{ m.content }}{% endif %}-", ASKED, "a question"),
+    "early ones": ("{{ m.content if loop.last }}", LATER, "a question"),
+    "the first of two": ("{{ m.content if not loop.first }}yes", TWICE, "a question"),
+    "answers": ("{{ m.content if m.role == 'user' }}", LATER, "an earlier answer"),
+    "end of answers": (CUT, LATER, "an earlier answer"),
+    "end of the system prompt": (CUT, [Message("system", "Be brief, now."), *ASKED], "the system"),
+    "one of two": (CUT, [Message("system", LONG), *ASKED], "the system prompt"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_a_template_leaves_out_is_refused(name: str) -> None:
+    source, chat, which = LEFT_OUT[name]
+    template = with_source(f"{{% for m in messages %}}{source}{{% endfor %}}")
+    with pytest.raises(UnsupportedModel, match=f"leaves out {which}"):
+        template.opening(chat)
+    if chat is ASKED:
+        chat = [Message("user", "x"), Message("assistant", "y"), *ASKED]
+        with pytest.raises(UnsupportedModel, match="leaves"):
+            template.following(chat)
+
+
+def test_a_template_that_writes_no_answer_after_a_conversation_is_refused() -> None:
+    template = with_source("{% for m in messages[:2] %}" + TURN + "{% endfor %}")
+    assert template.opening(ASKED)
+    with pytest.raises(UnsupportedModel, match="writes no answer"):
+        template.opening(LATER)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "m.content | trim",
+        "m.content | tojson",
+        "m.content | upper",
+        "m.content.split() | join(' ')",
+        "m.content | indent(4)",
+        "m.content.split('</think>')[-1]",
+    ],
+)
+def test_a_template_may_change_case_and_space_and_take_reasoning_out(change: str) -> None:
+    template = with_source(LOOP.replace("@", f"<|{{{{ m.role }}}}|>{{{{ {change} }}}}<|end|>"))
+    answer = "<think>so\nor so</think>\n Yes\n\n "
+    chat = [Message("user", ' "one"\ntwo '), Message("assistant", answer), Message("user", "c")]
+    for ids in (template.opening(chat), template.following(chat)):
+        assert template._tokenizer.decode(ids).strip('"').lower().endswith("c")
+
+
+@pytest.mark.parametrize(
+    ("roles", "source"),
+    [
+        ({"system", "user", "assistant"}, LOOP.replace("@", TURN.replace("{{ m.content }}", EACH))),
+        (
+            {"user"},
+            LOOP.replace(
+                "@",
+                "{% if m.role == 'user' %}<|user|>" + EACH + "<|end|>{% else %}"
+                "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}",
+            ),
+        ),
+        (
+            {"user", "assistant"},
+            LOOP.replace(
+                "@",
+                "{% if m.role == 'system' %}<|system|>{{ m.content | trim }}<|end|>"
+                "{% else %}<|{{ m.role }}|>{{ m['content'][0]['text'] }}<|end|>{% endif %}",
+            ),
+        ),
+        (
+            {"system", "user", "assistant"},
+            LOOP.replace(
+                "@",
+                "{% if m.content is string %}{{ raise_exception('a list') }}{% endif %}"
+                "<|{{ m.role }}|>{{ m.content | map(attribute='text') | join }}<|end|>",
+            ),
+        ),
+        (set(), LOOP.replace("@", TURN)),
+    ],
+)
+def test_contents_are_lists_of_parts_where_a_template_takes_them_so(
+    roles: set[str], source: str
+) -> None:
+    """transformers renders what a caller gives it in the right form."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = with_source(source)
+    chat = [Message("system", "s"), *LATER[:2], Message("user", "<|end|> hi")]
+    given = [
+        {
+            "role": m.role,
+            "content": [{"type": "text", "text": m.content}] if m.role in roles else m.content,
+        }
+        for m in chat
+    ]
+    texts = render_jinja_template([given], chat_template=source, add_generation_prompt=True)[0]
+    spelled = {id: text for text, id in template._tokenizer.control.items()}
+    ids = template.opening(chat)
+    assert "".join(spelled.get(id) or template._tokenizer.decode([id]) for id in ids) == texts[0]
+    assert ids[-len(template.following(chat)) :] == template.following(chat)
+
+
+LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "ends"),
+    [
+        ("{% for m in messages %}" + TURN + "{% endfor %}", "<|end|><|assistant|>"),
+        ("{% for m in messages %}" + TURN + "\n{% endfor %}", "<|end|>\n<|assistant|>"),
+        ("{% for m in messages %}" + LABELS + "\n{% endfor %}", "So?\nASSISTANT:"),
+        # Those that ask for an answer, always write its header, or have none.
+        (LOOP.replace("@", TURN), "<|end|><|assistant|>"),
+        (LOOP.replace("@", TURN + "<|system|>"), "<|end|><|system|><|assistant|>"),
+        ("{% for m in messages %}" + TURN + "{% endfor %}<|assistant|>", "<|end|><|assistant|>"),
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+            "{% else %} {{ m.content }}<|end|>{% endif %}{% endfor %}",
+            "[/INST]",
+        ),
+    ],
+)
+def test_the_header_of_an_answer_is_in_front_of_it(source: str, ends: str) -> None:
+    template = with_source(source)
+    tokenizer, first = template._tokenizer, template.opening(LATER[:1])
+    spelled = {id: text for text, id in tokenizer.control.items()}
+    for ids in (first, template.following(LATER), template.opening(LATER)):
+        text = "".join(spelled.get(id) or tokenizer.decode([id]) for id in ids)
+        assert text.endswith(ends.replace("So?", LONG) if ids is first else ends)
+        assert text.count("<|assistant|>") <= text.count("<|user|>")
+    # The answer stands where the whole conversation has it.
+    assert template.opening(LATER)[: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "count"),
+    [
+        (PUBLISHED["llama-2"], "[INST] a [/INST] <<SYS>> [INSTALL] INST", 3),
+        (PUBLISHED["zephyr"], "<|user|> and <|assistant|>, <|system|> <|other|>", 3),
+        (
+            "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}",
+            "### user:\n### assistant:\n### note:\nuser:",
+            2,
+        ),
+        (
+            "Some words: of it. {% for m in messages %}{{ m.role | upper }}: {{ m.content }} "
+            "{% endfor %}",
+            "USER: a ASSISTANT: b Some words: USER :",
+            2,
+        ),
+        (PUBLISHED["chatml"], "user\nassistant <|im_start|> [INST]", 0),
+        (PUBLISHED["llama-3.2"], "Cutting Knowledge Date: Today Date: user", 0),
+    ],
+)
+def test_markers_that_are_plain_text_are_counted_for_templates_of_a_folder(
+    source: str, text: str, count: int
+) -> None:
+    vocabulary = JsonVocabulary(v.byte_level_json(v.CHATML + v.LLAMA_3, 1000, 12))
+    template = ChatTemplate(source, "t", Tokenizer(vocabulary, named=SP))
+    assert template.markers(text) == count
+
+
 def test_look_up_order(tmp_path: Path) -> None:
     own = {"eos_token": "<|end|>"}
     data = v.byte_level_json(OWN, 1000, 8)
@@ -465,7 +642,7 @@ def test_look_up_order(tmp_path: Path) -> None:
 
     assert found() == ("plain", "\n")
     assert "plain completion" in ChatTemplate.from_folder(folder, tokenizer).notes[0]
-    (folder / "chat_template.json").write_text('{"chat_template": "D"}', "utf-8")
+    (folder / "chat_template.json").write_text('{"chat_template": {"default": "D"}}', "utf-8")
     assert found() == ("chat_template.json", "D")
     listed = [{"name": "tool", "template": "X"}, {"name": "default", "template": "C"}]
     v.write_folder(folder, data, {**own, "chat_template": listed})
@@ -474,6 +651,30 @@ def test_look_up_order(tmp_path: Path) -> None:
     assert found() == ("tokenizer_config.json", "B")
     (folder / "chat_template.jinja").write_text("A", "utf-8")
     assert found() == ("chat_template.jinja", "A")
+
+
+@pytest.mark.parametrize("form", ["list", "map", "files"])
+@pytest.mark.parametrize("specials", [OWN, v.LLAMA_3])
+def test_templates_for_other_uses_are_named(
+    tmp_path: Path, form: str, specials: tuple[str, ...]
+) -> None:
+    named = {"rag": "R", "tool_use": "T", "a\x1bb" * 99: "X", **{f"n{i}": "N" for i in range(9)}}
+    config: dict[str, Any] = {"chat_template": named}
+    if form == "list":
+        config = {"chat_template": [{"name": n, "template": t} for n, t in named.items()]}
+    folder = v.write_folder(tmp_path, v.byte_level_json(specials, 1000, 8), config)
+    if form == "files":
+        (folder / "tokenizer_config.json").unlink()
+        (folder / "additional_chat_templates").mkdir()
+        for name in [*named][:2]:
+            (folder / f"additional_chat_templates/{name}.jinja").write_text("X")
+    (note,) = ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder)).notes
+    assert note.startswith("the folder's chat templates are 'rag', 'tool_use'")
+    assert ("plain completion" in note) == (specials is OWN)
+    assert ("built-in llama-3" in note) == (specials is v.LLAMA_3)
+    assert ("and 4 more" in note) == (form != "files")
+    assert note.isprintable()
+    assert len(note) < 500
 
 
 def test_families_are_recognised_by_their_vocabulary(tmp_path: Path) -> None:
@@ -864,6 +1065,45 @@ def test_shields_take_memory_for_the_control_tokens_only() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('no' * 1500000) }}",
+        "{{ raise_exception('\n\t no' * 1500000) }}",
+        "{{ raise_exception([messages] * 99999) }}",
+        "{{ {}['a' * 3000000].x }}",
+        "{% " + "a" * 200_000 + " %}",
+        "{{ '" + "a" * 300_000 + "' }}",
+    ],
+)
+def test_what_a_template_says_of_itself_is_cut_before_it_is_held(
+    source: str, tmp_path: Path
+) -> None:
+    folder = v.write_folder(
+        tmp_path,
+        v.byte_level_json(OWN, 1000, 8),
+        {"chat_template": source * (len(source) // 300_000 * 9 + 1)},  # two megabytes
+    )
+    tokenizer = Tokenizer.from_folder(folder)
+    with pytest.raises((CorruptModel, UnsupportedModel)) as caught:
+        ChatTemplate.from_folder(folder, tokenizer)
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert len(repr(error)) < 500
+        frame = error.__traceback__
+        while frame is not None:
+            if (
+                "models" in frame.tb_frame.f_code.co_filename
+                and "tests" not in frame.tb_frame.f_code.co_filename
+            ):
+                held = [x for x in frame.tb_frame.f_locals.values() if isinstance(x, str)]
+                assert max(map(len, held), default=0) <= rendering.SOURCE_LIMIT
+            frame = frame.tb_next
+        error = error.__cause__ or error.__context__
 
 
 def test_long_documents_pass_the_bounds() -> None:

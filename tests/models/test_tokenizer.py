@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 
 import loaded
 import pytest
+import tokenizers
 import vocabularies as v
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pairwise import some_by_day
 
 from minikv.models import vocabulary
+from minikv.models.builtin_templates import PLAIN
 from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, UnsupportedModel
+from minikv.models.templates import ChatTemplate
 from minikv.models.tokenizer import Tokenizer, well_formed
 from minikv.models.vocabulary import TokenSearch, _states, check_added
 
@@ -249,16 +253,267 @@ def test_named_tokens_become_control_tokens(tmp_path: Path) -> None:
     assert set(tokenizer.encode("EOT: END!")).isdisjoint(tokenizer.control.values())
 
 
+THINKING = ("<|open|>", "<think>", "</think>", "[x]", "<|eos|>")
+
+
+def thinking(shown: tuple[str, ...] = ("<think>", "</think>", "[x]")) -> dict[str, Any]:
+    data = v.byte_level_json(THINKING, 1000, 8)
+    for entry in data["added_tokens"]:
+        entry["special"] = entry["content"] not in shown
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "config"),
+    [
+        (thinking(), {}),
+        (thinking(THINKING), {"eos_token": "<|eos|>"}),
+        (thinking(THINKING), {"additional_special_tokens": ["<think>"], "bos_token": "<|open|>"}),
+        (thinking(), {"added_tokens_decoder": {"1": {"content": "<think>", "special": False}}}),
+        (thinking(), {"added_tokens_decoder": {"1": {"content": "<think>", "special": True}}}),
+    ],
+)
+def test_markers_that_no_file_calls_special_have_text_and_come_from_no_text(
+    tmp_path: Path, data: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """Their text is that of the tokenizers library without special tokens."""
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data, config))
+    named = {config.get("eos_token"), config.get("bos_token")}
+    named |= {*config.get("additional_special_tokens", ())}
+    for entry in config.get("added_tokens_decoder", {}).values():
+        named |= {entry["content"]} if entry["special"] else set()
+    added = [{**t, "special": t["special"] or t["content"] in named} for t in data["added_tokens"]]
+    library = tokenizers.Tokenizer.from_str(json.dumps({**data, "added_tokens": added}))
+    rng = random.Random(12)
+    for _ in range(50):
+        ids = rng.choices(range(5), k=4) + rng.choices(range(8, 1000), k=4)
+        rng.shuffle(ids)
+        assert tokenizer.decode(ids) == library.decode(ids, skip_special_tokens=True)
+        stream = tokenizer.stream()
+        assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)
+        text = "".join(rng.choices([*THINKING, "a", " ", "<", "think>"], k=5))
+        assert set(range(5)).isdisjoint(tokenizer.encode(text))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.split("a<think>b") == [(None, "a"), (1, "b")]
+    assert tokenizer.largest == 1007
+
+
+def gapped(*added: tuple[str, int], **changes: Any) -> dict[str, Any]:
+    data = v.byte_level_json(("<s>", "</s>"), 300, 2)
+    data["model"] |= changes
+    data["added_tokens"] += [v.added(id, text, special=text[0] == "<") for text, id in added]
+    return data
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        (("<|a|>", 310), ("<|b|>", 311)),
+        (("<|b|>", 302), ("<|a|>", 303)),
+        (("<|a|>", 303), ("<|b|>", 302)),
+        (("<|a|>", 305), ("   ", 320), ("<|b|>", 400)),
+        (("<|a|>", 302), ("<|b|>", 304)),
+    ],
+)
+@pytest.mark.parametrize("hole", [False, True])
+def test_added_tokens_have_the_ids_of_the_file(
+    tmp_path: Path,
+    added: tuple[tuple[str, int], ...],
+    hole: bool,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The library numbers those that the vocabulary lacks on from its size."""
+    data = gapped(*added)
+    if hole:
+        data["model"]["vocab"] = {
+            piece: id for piece, id in data["model"]["vocab"].items() if id != 299
+        }
+        data["model"]["merges"] = []
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data, {"eos_token": "<|b|>"}))
+    for text, id in added:
+        found = tokenizer.split(text)[-1][0] if text in tokenizer.control else None
+        assert (found or tokenizer.encode(text)[0]) == id
+        assert tokenizer.decode([id]) == ("" if text in tokenizer.control else text)
+    assert tokenizer.stop_ids == {dict(added)["<|b|>"]}
+    assert tokenizer.decode(tokenizer.encode("a <|a|> b")) == "a <|a|> b"
+    assert capfd.readouterr() == ("", "")
+
+
+UNIGRAM = {
+    "type": "Unigram",
+    "unk_id": 1,
+    "vocab": [["<s>", 0.0], ["<unk>", 0.0], ["\u2581", -2.0], ["\u2581a", -3.0], ["b", -3.0]],
+    "byte_fallback": False,
+}
+
+
+def unigram(**changes: Any) -> dict[str, Any]:
+    space = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
+    data = {**v.legacy_json("v1"), "normalizer": None, "pre_tokenizer": space, "decoder": space}
+    return {**data, "model": UNIGRAM, "added_tokens": [v.added(0, "<s>"), v.added(1, "<unk>")]} | (
+        changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (gapped(("<|a|>", 40)), "has the id 40, and which is that of"),
+        (gapped(("<|a|>", 310), ("<|b|>", 310)), "has the id 310, and which is that of '<|a|>'"),
+        (
+            gapped(("<s>", 310)),
+            "the added token '<s>' has the id 310, and the vocabulary gives it 0",
+        ),
+        (gapped(("<|a|>", 302), ("<|a|>", 303)), "'<|a|>' has the id 30"),
+        (
+            unigram(added_tokens=[v.added(9, "<|a|>")]),
+            "'<|a|>' has the id 9, and the vocabulary gives it 5",
+        ),
+    ],
+)
+def test_added_tokens_that_cannot_have_their_ids_are_refused_with_both(
+    tmp_path: Path, data: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CorruptModel, match=re.escape(message)):
+        Tokenizer.from_folder(v.write_folder(tmp_path, data))
+
+
+def test_a_declared_token_with_the_id_of_a_word_is_refused(tmp_path: Path) -> None:
+    folder = v.write_folder(tmp_path, "v1")
+    (folder / "added_tokens.json").write_text('{"<|a|>": 22557}', "utf-8")
+    with pytest.raises(CorruptModel, match="the id 22,557, which is that of ' Hello'"):
+        Tokenizer.from_folder(folder)
+
+
+def test_the_unknown_token_of_a_unigram_vocabulary(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, unigram()))
+    library = tokenizers.Tokenizer.from_str(json.dumps(unigram()))
+    for text in ("a b", "a \u4e2d b", "\u4e2d\u6587", "a<unk>b"):
+        library.encode_special_tokens = True
+        assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids
+    assert 1 in tokenizer.encode("\u4e2d")
+    assert tokenizer.lost("a \u4e2d\u6587 b") == 2
+
+
+WORDS = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+PIECES = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ],
+}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+LOSSY = "the tokenizer drops or changes these characters of a text: "
+
+
+def other_space() -> dict[str, Any]:
+    """A vocabulary that spells a space as "_"."""
+    data = json.loads(json.dumps(v.legacy_json("v1")).replace("\\u2581", "_"))
+    data["decoder"] = json.loads(json.dumps(PIECES).replace("\\u2581", "_"))
+    return data  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("data", "lost"),
+    [
+        (v.byte_level_json(v.LLAMA_3, 1000), ""),
+        ({**v.byte_level_json(v.LLAMA_3, 1000), "decoder": PIECES}, ""),
+        ({**v.byte_level_json(v.LLAMA_3, 1000), "decoder": WORDS}, ""),
+        ({**v.byte_level_json(v.LLAMA_3, 1000), "decoder": {"type": "Fuse"}}, ""),
+        ({**v.legacy_json("v1"), "decoder": BYTES}, ""),
+        ({**v.legacy_json("v1"), "decoder": {"type": "Fuse"}}, ""),
+        (v.first_json("v3"), ""),
+        (other_space(), ""),
+        (
+            {**v.byte_level_json(v.LLAMA_3, 1000), "pre_tokenizer": WORDS, "decoder": WORDS},
+            "spaces, spaces in a row, line ends, tabs, Chinese, emoji, rare characters",
+        ),
+        (unigram(), "spaces, line ends, tabs, accents, Chinese, emoji, rare characters"),
+    ],
+)
+def test_what_is_encoded_is_decoded_or_said_to_be_lost(
+    tmp_path: Path, data: dict[str, Any], lost: str
+) -> None:
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    assert tokenizer.notes == ((LOSSY + lost,) if lost else ())
+    text = "two  words\n\u00e9\t\u4e2d \U0001f600"
+    if lost:
+        template = ChatTemplate.built_in(PLAIN, tokenizer)
+        assert template.lost(text) == tokenizer.lost(text) > 5
+        assert tokenizer.lost("ab") == 0
+    else:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.lost(text) == 0
+
+
+def test_a_real_piece_of_another_alphabet_stays_what_it_is() -> None:
+    """U+0109 is a letter for sentencepiece, and a tab for byte-level vocabularies."""
+    tokenizer = loaded.tokenizer(v.legacy_json, "v1")
+    assert "\u0109" in tokenizer.decode(tokenizer.encode("a\u0109b"))
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    data = v.byte_level_json(v.LLAMA_3, 1000)
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    return data
+
+
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPELLED = LLAMA.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sStTmMdD]|'[rRvV][eE]|'[lL]{2})")
+QWEN = LLAMA.replace("{1,3}", "")
+VENDORS = v._tekken(v.TEKKEN)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "rows", "pattern", "theirs"),
+    [
+        ("mistral", 131_072, VENDORS, None),
+        ("mistral", 131_072, LLAMA, "tekken"),
+        ("ministral", 131_074, QWEN, "tekken"),
+        ("llama", 128_256, LLAMA, None),
+        ("llama", 128_264, SPELLED, None),
+        ("llama", 128_256, QWEN, "Llama 3"),
+        ("llama", 128_256, VENDORS, "Llama 3"),
+        ("llama", 128_256, None, "Llama 3"),
+        ("qwen2", 152_064, QWEN, None),
+        ("qwen2", 151_936, LLAMA, "Qwen 2"),
+        # Nothing is known of these.
+        ("llama", 49_152, VENDORS, None),
+        ("llama", 131_072, LLAMA, None),
+        ("mistral", 32_768, LLAMA, None),
+    ],
+)
+def test_a_split_pattern_of_another_family_is_said(
+    tmp_path: Path, family: str, rows: int, pattern: str | None, theirs: str | None
+) -> None:
+    data = split_by(pattern) if pattern else {**split_by(""), "pre_tokenizer": None}
+    if pattern is None:
+        data["decoder"] = BYTES
+        data["normalizer"] = {"type": "ByteLevel"}
+    folder = v.write_folder(tmp_path, data)
+    notes = Tokenizer.from_folder(folder, family=family, rows=rows).notes
+    said = f"the tokenizer does not cut texts as {theirs} vocabularies do"
+    assert [note.partition(":")[0] for note in notes] == ([said] if theirs else [])
+
+
 def test_control_tokens_added_beside_a_sentencepiece_file(tmp_path: Path) -> None:
     folder = v.write_folder(tmp_path, "v1", {"eos_token": "<|im_end|>"})
-    added = {"<|im_start|>": 32001, "<|im_end|>": 32000}
+    added = {"<|im_start|>": 32001, "<|im_end|>": 32000, "<|\ud800|>": 32002}
     (folder / "added_tokens.json").write_text(json.dumps(added), "utf-8")
     tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.vocab == 32002
+    assert tokenizer.vocab == 32003
+    assert tokenizer.decode([32002]) == "<|?|>"
     assert tokenizer.stop_ids == {32000}
     assert tokenizer.split("<|im_start|>user") == [(None, ""), (32001, "user")]
     assert max(tokenizer.encode("<|im_start|>user<|im_end|>")) < 32000
-    assert tokenizer.decode([32001, 22557, 32000]) == "Hello"
+    # Only the second is called special, so only it has no text.
+    assert tokenizer.decode([32001, 22557, 32000]) == "<|im_start|> Hello"
 
 
 def test_split_takes_the_white_space_that_a_token_takes(tmp_path: Path) -> None:
@@ -347,7 +602,8 @@ def test_ids_outside_the_vocabulary_have_no_text(make: Any) -> None:
     ids = tokenizer.encode("Hello world")
     beyond = [-1, -tokenizer.vocab, tokenizer.vocab, tokenizer.vocab + 99, 1 << 40]
     assert tokenizer.decode(beyond) == ""
-    assert tokenizer.decode([*beyond, *ids, *beyond, *tokenizer.control.values()]) == "Hello world"
+    special = [id for text, id in tokenizer.control.items() if "REFERENCE" not in text]
+    assert tokenizer.decode([*beyond, *ids, *beyond, *special]) == "Hello world"
 
 
 def test_lone_surrogates_are_replaced() -> None:
@@ -382,7 +638,7 @@ def _grows(times: int) -> dict[str, Any]:
 
 
 def _tokens(*texts: str) -> list[dict[str, Any]]:
-    return [{"id": 1000 + i, "content": text, "special": True} for i, text in enumerate(texts)]
+    return [{"id": 1064 + i, "content": text, "special": True} for i, text in enumerate(texts)]
 
 
 def _charsmap(*texts: str) -> str:
@@ -567,6 +823,58 @@ def test_a_panic_of_the_library_writes_nothing(
     with contextlib.suppress(CorruptModel):
         Tokenizer.from_folder(v.write_folder(tmp_path, data))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+def test_a_panic_for_some_text_writes_nothing(
+    tmp_path: Path, part: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only a long text takes the expression more attempts than it may make."""
+    slow = {"Regex": "(?:(?:q|q)+)+b"}
+    data = v.byte_level_json(v.LLAMA_3, 1000)
+    if part == "normalizer":
+        data[part] = {"type": "Replace", "pattern": slow, "content": "x"}
+    else:
+        data[part]["pretokenizers"][0]["pattern"] = slow
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    assert tokenizer.decode(tokenizer.encode("a question")) == "a question"
+    with pytest.raises(CorruptModel, match="retry-limit") as caught:
+        tokenizer.encode("q" * 3000)
+    assert "\n" not in str(caught.value)
+    print("still there", file=sys.stderr)
+    assert capfd.readouterr() == ("", "still there\n")
+
+
+def test_what_others_write_meanwhile_is_written_afterwards(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with vocabulary.silent():
+        os.write(2, b"one\n")
+        with vocabulary.silent():
+            os.write(2, b"two\n")
+        with contextlib.suppress(ValueError), vocabulary.silent():
+            os.write(2, b"a panic\n")
+            raise ValueError
+        assert os.write(2, b"x" * (1 << 20)) < 1 << 20  # a full pipe stops nobody
+    assert capfd.readouterr().err.startswith("one\ntwo\nxxx")
+    kept = os.dup(2)
+    os.close(2)
+    try:
+        with vocabulary.silent():
+            pass
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def test_what_the_library_says_is_cut_before_it_is_held() -> None:
+    with (
+        pytest.raises(CorruptModel) as caught,
+        vocabulary.library_errors("t", "damaged"),
+    ):
+        raise ValueError("x" * 1_000_000)
+    assert len(str(caught.value)) < 300
+    assert len(repr(caught.value.__cause__)) < 300
 
 
 @pytest.mark.parametrize("id", ["9" * 5000, "-1", "1e3", "²"])

@@ -272,6 +272,7 @@ def test_weight_map_takes_bare_file_names_only(shard: str, tmp_path: Path) -> No
     assert refused(lambda: Checkpoint.open(tmp_path)).exit_code == 6
 
 
+INDEX = "model.safetensors.index.json"
 INDEXES = [
     ("", 6),
     ("[]", 6),
@@ -281,10 +282,16 @@ INDEXES = [
     ('{"weight_map": {"a": 3}}', 6),
     ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', 6),
     ('{"weight_map": {"a": "absent.safetensors"}}', 3),
+    # A file system has names of at most 255 bytes.
+    ('{"weight_map": {"243": "' + "x" * 243 + '.safetensors"}}', 3),
+    ('{"weight_map": {"244": "' + "x" * 244 + '.safetensors"}}', 6),
+    ('{"weight_map": {"15 MiB": "' + "x" * (15 << 20) + '.safetensors"}}', 6),
+    (json.dumps({"weight_map": {f"{n}": f"{n}.safetensors" for n in range(4097)}}), 6),
+    (json.dumps({"weight_map": {f"a{n}": "x.safetensors" for n in range(101_001)}}), 6),
 ]
 
 
-@pytest.mark.parametrize(("text", "code"), INDEXES)
+@pytest.mark.parametrize(("text", "code"), INDEXES, ids=range(len(INDEXES)))
 def test_bad_index(text: str, code: int, tmp_path: Path) -> None:
     write(Spec(layout="sharded"), tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(text)
@@ -308,6 +315,132 @@ def test_the_index_and_the_shards_must_agree(tmp_path: Path) -> None:
     error = refused(lambda: Checkpoint.open(tmp_path))
     assert error.exit_code == 3
     assert other in str(error)
+
+
+ONES, OTHERS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)], "model-00001-of-00003"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words", "hint"),
+    [
+        (ONES, ONES[:1], f"{ONES[1]} is missing (1 of 2 shards are)", "complete the download"),
+        (
+            ONES,
+            [f"{OTHERS}.safetensors", ONES[1]],
+            f"{INDEX} does not fit the files here: it names {ONES[0]}, which are missing, and not "
+            f"{OTHERS}.safetensors, which are here",
+            "the index that belongs to these files",
+        ),
+        (
+            ONES,
+            ["part-a.safetensors", "part-b.safetensors"],
+            f"it names {ONES[0]} and 1 more, which are missing, and not part-a.safetensors and 1 "
+            "more, which are here",
+            "the index that belongs to these files",
+        ),
+        (
+            ONES,
+            ["model.safetensors"],
+            "and not model.safetensors, which are here",
+            "if model.safetensors is the whole model, delete the index",
+        ),
+        # An adapter, or the original layout beside shards, is not what the index should name.
+        (ONES, ["adapter_model.safetensors"], "2 of 2 shards are", "complete the download"),
+        (ONES, ["consolidated.safetensors"], "2 of 2 shards are", "complete the download"),
+        (
+            [],
+            ONES,
+            f"{ONES[0]} and 1 more hold weights, but {INDEX} is missing",
+            "download it, too",
+        ),
+    ],
+)
+def test_an_index_that_does_not_fit_the_files(
+    before: list[str], after: list[str], words: str, hint: str, tmp_path: Path
+) -> None:
+    write(Spec(), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights")
+    if before:
+        mapping = dict(zip(("a", "b"), before, strict=True))
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": mapping}))
+    for name in after:
+        (tmp_path / name).write_bytes((tmp_path / "weights").read_bytes())
+    error = refused(lambda: Checkpoint.open(tmp_path))
+    assert error.exit_code == 3
+    assert words in str(error)
+    assert hint in error.hint
+    if "delete the index" in hint:  # the advice can be followed
+        (tmp_path / INDEX).unlink()
+        network_of(tmp_path)
+
+
+COMPUTED = {
+    "hf": [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.0.self_attn.rotary_emb.cos_cached",
+        "layers.1.attention.rotary_emb.sin_cached",
+        "model.rotary_emb.original_inv_freq",
+        "rotary_emb.inv_freq",
+    ],
+    "original": ["rope.freqs", "layers.0.attention.inner_attention.rope.freqs", "freqs_cis"],
+}
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded", "original"])
+def test_what_the_network_computes_is_not_read(layout: str, tmp_path: Path) -> None:
+    """Whatever its type, wherever it is, and also if only the index still names it."""
+    write(Spec(layout=layout), tmp_path)
+    before = network_of(tmp_path)
+    names = COMPUTED.get(layout, COMPUTED["hf"])
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64]
+    tables = {name: torch.ones(6, dtype=kind) for name, kind in zip(names, kinds, strict=False)}
+    for path in tmp_path.glob("*.safetensors"):  # in each of the shards
+        edit_tensors(path, lambda tensors: tensors | tables)
+    if layout == "sharded":
+        set_map(tmp_path, names[0], ONES[0])
+        set_map(tmp_path, "model.layers.7.self_attn.rotary_emb.inv_freq", ONES[1])
+    after = network_of(tmp_path)
+    pairs = zip(before.parameters(), after.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.parametrize("name", ["model.rotary_embed.weight", "xrope.freqs", "my_freqs_cis"])
+def test_what_only_looks_like_it_is_refused(name: str, tmp_path: Path) -> None:
+    write(Spec(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    edit_tensors(path, lambda tensors: tensors | {name: torch.ones(6)})
+    assert "unexpected tensor" in str(refused(lambda: network_of(tmp_path)))
+    edit_tensors(path, lambda _: {"rope.freqs": torch.ones(6)})
+    assert "no weights" in str(refused(lambda: network_of(tmp_path)))
+
+
+STAND_INS = [
+    (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d4d\nsize 269060552\n",
+        "a Git LFS pointer",
+    ),
+    (
+        b"version https://hawser.github.com/spec/v1\noid sha256:4d4d\nsize 2690\n",
+        "a Git LFS pointer",
+    ),
+    (b"<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>", "a web page"),
+    (b"\xef\xbb\xbf\r\n <!-- saved -->\n<HTML lang=en><body></body></HTML>", "a web page"),
+    (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), STAND_INS)
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json", "tokenizer.json"])
+def test_what_a_download_left_in_place_of_a_file(
+    name: str, data: bytes, words: str, tmp_path: Path
+) -> None:
+    write(Spec(), tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / name).write_bytes(data)
+    error = refused(lambda: models.load(tmp_path))
+    assert error.exit_code == 6
+    assert f"{name} is {words}" in str(error)
+    assert "hf download" in error.hint
 
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:

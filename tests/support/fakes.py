@@ -96,6 +96,9 @@ class ChatML:
     def markers(self, text: str) -> int:
         return text.count("[USER]")
 
+    def lost(self, text: str) -> int:
+        return text.count("\u2620")
+
 
 @dataclass
 class FakeKv:
@@ -164,6 +167,12 @@ class FakeKv:
         )
 
     def forget_mark(self) -> None: ...
+
+    def go_back_to_mark(self) -> bool:
+        return False
+
+    def put_right(self) -> int:
+        return self.position
 
     def go_back(self, mark: SimpleNamespace) -> None:
         self.position = mark.position
@@ -265,10 +274,17 @@ class FakeEngine:
         return logits
 
     def next(
-        self, token: int, vocab: int, sampling: Sampling, seed: int, *, ahead: bool = True
+        self,
+        token: int,
+        vocab: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        ahead: bool = True,
+        recent: Sequence[int] = (),
     ) -> int:
         logits = self.step(token)
-        return pick(logits, vocab, sampling, seed, self.kv.position, self.kv.ops)
+        return pick(logits, vocab, sampling, seed, self.kv.position, self.kv.ops, recent)
 
     def reset(self) -> None:
         self.fed = []

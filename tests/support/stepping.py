@@ -61,12 +61,15 @@ class Pair:
     seed: int = 3
     token: int = 0
     drawn: list[int] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
 
     def prompt(self, tokens: list[int], room: int = 256) -> None:
         here = self.here.kv
         one, two = (e.prompt(tokens, room=room) for e in (self.here, self.there))
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
-        self.token = pick(one, VOCAB, self.sampling, self.seed, here.position, here.ops)
+        self.read += tokens
+        how = VOCAB, self.sampling, self.seed, here.position, here.ops
+        self.token = pick(one, *how, self.read)
 
     def write(self, steps: int, *, ahead: bool = True, forced: int | None = None) -> None:
         """So many tokens of an answer; `forced` seeds tokens that nobody drew."""
@@ -74,8 +77,9 @@ class Pair:
         for i in range(steps):
             token = self.token if others is None else others[i]
             how = (token, VOCAB, self.sampling, self.seed)
-            found = self.here.next(*how)
-            assert self.there.next(*how, ahead=ahead) == found
+            self.read.append(token)
+            found = self.here.next(*how, recent=self.read)
+            assert self.there.next(*how, ahead=ahead, recent=self.read) == found
             self.token = found
             self.drawn.append(found)
         assert self.there.notices == []

@@ -208,6 +208,77 @@ def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
     assert len(fresh.turns) == 2
 
 
+def other_byte(path: Path) -> None:
+    """Another byte in the middle, and the same length."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def by_a_link(path: Path) -> None:
+    moved = path.rename(path.with_name("elsewhere"))
+    path.symlink_to(moved)
+
+
+@pytest.mark.parametrize(
+    "damage", [other_byte, by_a_link, Path.unlink, lambda p: p.write_bytes(b"")]
+)
+def test_a_document_damaged_while_the_chat_is_open_is_written_again(
+    home: Path, damage: Callable[[Path], object]
+) -> None:
+    session = talked()
+    one = saved(session)
+    for path in sorted((home / "one").glob("document-*")):
+        damage(path)
+    say(session, "And now?")
+    one.save(session)
+    before = state(session)
+    other_process(one)
+    fresh = chat()
+    take_up(fresh)
+    assert state(fresh) == before
+
+
+def exchanged(path: Path) -> None:
+    path.unlink()
+    path.touch(0o600)
+
+
+@pytest.mark.parametrize("change", [Path.unlink, exchanged])
+def test_a_lock_that_was_removed_or_exchanged_is_noticed(
+    home: Path, change: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is taken again where nobody has the chat. Another process that took it up, or that saved
+    it, keeps what it has."""
+    session = talked()
+    one = saved(session)
+    change(home / "one" / "lock")
+    say(session, "And now?")
+    one.save(session)
+    with pytest.raises(UsageError, match="is open in another minikv"):
+        take_up(chat())  # it is locked again
+
+    change(home / "one" / "lock")
+    other, fresh = keeper(), chat()
+    other.load(fresh, "one")
+    say(session, "Here?")
+    with pytest.raises(UsageError, match="is open in another minikv"):
+        one.save(session)
+    say(fresh, "There?")
+    other.save(fresh)
+    other_process(other)
+    for name in (None, "two"):
+        with pytest.raises(UsageError, match="another minikv has saved chat one"):
+            one.save(session, name)
+    one.keep(session)
+    assert "this chat is not saved: another minikv has saved" in capsys.readouterr().err
+    assert [turn.question for turn in read("one").turns][-1] == "There?"
+
+    one.fork(session, "two")
+    assert [turn.question for turn in read("two").turns][-1] == "Here?"
+    assert [turn.question for turn in read("one").turns][-1] == "There?"
+
+
 # -- refused ------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import platform
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import product
 from pathlib import Path
@@ -26,19 +27,41 @@ needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache directory, nothing loaded, and one small source that compiles at once."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    """The folder of libraries in a cache directory that is not made yet, nothing loaded, and one
+    small source that compiles at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")
     build.FOLDER.mkdir()
+    (tmp_path / "tmp").mkdir(mode=0o700)
     (build.FOLDER / "tiny.c").write_text("int tiny(void) { return 7; }\n")
     monkeypatch.delenv(build.OFF, raising=False)
     build.library.cache_clear()
-    yield tmp_path / "minikv" / "kernels"  # type: ignore[misc]
+    yield tmp_path / "home" / "cache" / "minikv" / "kernels"  # type: ignore[misc]
     build.library.cache_clear()
 
 
+def answer() -> int:
+    """What the function in the library returns, at a start of its own."""
+    build.library.cache_clear()
+    found, why = build.library()
+    assert found is not None, why
+    return int(found.tiny())
+
+
+def plant(path: Path, number: int = 8) -> None:
+    """A whole library that was made from another source."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    source = path.with_suffix(".c")
+    source.write_text(f"int tiny(void) {{ return {number}; }}\n")
+    subprocess.run([str(build.find()), "-shared", "-fPIC", source, "-o", path], check=True)
+    source.unlink()
+    path.write_bytes(path.read_bytes() + build._digest(path.read_bytes()))
+    path.chmod(0o700)
+
+
 @needs_compiler
-@pytest.mark.parametrize("umask", [0o022, 0o002])
+@pytest.mark.parametrize("umask", [0, 0o002, 0o077, 0o177])
 def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
     before = os.umask(umask)
     try:
@@ -48,7 +71,8 @@ def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch, umask:
         os.umask(before)
     made = list(kept.iterdir())
     assert [path.suffix for path in made] == [".so"]
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    for folder in (kept, *kept.parents[:3]):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not build.compiles()
     build.library.cache_clear()
     assert not build.compiles()
@@ -58,16 +82,168 @@ def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch, umask:
 
 
 @needs_compiler
-@pytest.mark.parametrize("which", ["folder", "parent"])
-def test_what_others_may_write_to_is_not_run(kept: Path, which: str) -> None:
-    """A library in a directory that others write to could be theirs: it is compiled anew."""
-    kept.mkdir(parents=True)
-    open_ = kept if which == "folder" else kept.parent
-    open_.chmod(0o777)
-    assert build.store() is None
-    found, why = build.library()
-    assert found is not None, why
-    assert list(kept.iterdir()) == []
+@pytest.mark.parametrize(
+    ("which", "mode"),
+    [("file", 0o722), ("kernels", 0o777), ("minikv", 0o770), ("cache", 0o777), ("home", 0o720)],
+)
+def test_what_others_may_change_is_not_run(kept: Path, which: str, mode: int) -> None:
+    """A library in a folder that others may write to, or may exchange, could be theirs."""
+    compiler = build.find()
+    assert compiler is not None
+    path = kept / f"{build.key(compiler)}.so"
+    plant(path)
+    assert answer() == 8
+    places = {folder.name: folder for folder in (kept, *kept.parents)}
+    (path if which == "file" else places[which]).chmod(mode)
+    build.library.cache_clear()
+    remark = build.remarks()[0]
+    assert remark.startswith(f"{path} cannot be used")
+    assert answer() == 7
+    assert (build.store()[0] == kept) == (which == "file")
+    assert not build.compiles()
+
+
+@needs_compiler
+def test_a_folder_of_the_system_that_all_may_write_to_is_no_danger(kept: Path) -> None:
+    """In /tmp nobody renames what belongs to others."""
+    kept.parents[2].mkdir(mode=0o700)
+    kept.parents[2].chmod(0o1777)
+    assert answer() == 7
+    assert len(list(kept.iterdir())) == 1
+
+
+@needs_compiler
+def test_a_link_leads_nowhere_that_others_may_change(kept: Path, tmp_path: Path) -> None:
+    there = tmp_path / "open" / "cache"
+    plant(there / "minikv" / "kernels" / f"{build.key(str(build.find()))}.so")
+    kept.parents[2].mkdir()
+    kept.parents[1].symlink_to(there)
+    assert answer() == 8
+    there.parent.chmod(0o777)
+    assert answer() == 7
+
+
+@needs_compiler
+def test_a_library_that_is_exchanged_after_the_check_is_not_loaded(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kept / f"{build.key(str(build.find()))}.so"
+    other, digest = tmp_path / "other.so", build._digest
+    plant(path, 8)
+    plant(other, 9)
+
+    def exchanged(data: bytes) -> bytes:
+        if other.exists():
+            os.replace(other, path)
+        return digest(data)
+
+    monkeypatch.setattr(build, "_digest", exchanged)
+    assert answer() == 8
+    assert not other.exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("why", ["no memory files", "nothing runs from memory"])
+def test_without_files_in_memory_a_private_copy_is_loaded(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    load = ctypes.CDLL
+
+    def from_disk(path: str) -> ctypes.CDLL:
+        if path.startswith("/proc"):
+            raise OSError(1, "not permitted")
+        assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
+        return load(path)
+
+    if why == "no memory files":
+        monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(build.ctypes, "CDLL", from_disk)
+    assert answer() == 7
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
+NO_ROOM = SimpleNamespace(total=1 << 40, free=1 << 20)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("no home", "there is no home directory"),
+        ("a file", "cannot be made (Not a directory)"),
+        ("others", "other users may change"),
+        ("full", "less than 32 MiB are free in"),
+        ("read-only", "cannot be written to"),
+    ],
+)
+def test_without_a_cache_directory_a_private_temporary_one_is_found_again(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, said: str
+) -> None:
+    """It is said once, and compiled once."""
+    home = kept.parents[2]
+    if why == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", "")
+    elif why == "a file":
+        home.write_text("")
+    elif why == "others":
+        home.mkdir()
+        home.chmod(0o777)
+    elif why == "full":
+        usage = build.shutil.disk_usage
+        monkeypatch.setattr(
+            build.shutil, "disk_usage", lambda path: NO_ROOM if path == kept else usage(path)
+        )
+    else:
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: path != kept and access(path, mode))
+    assert build.compiles()
+    (remark,) = build.remarks()
+    place = tmp_path / "tmp" / f"minikv-kernels-{os.getuid()}"
+    assert said in remark
+    assert remark.endswith(f": the compiled kernels are kept in {place}")
+    assert answer() == 7
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    build.library.cache_clear()
+    assert not build.compiles()
+    assert answer() == 7
+
+
+@needs_compiler
+@pytest.mark.parametrize("why", ["link", "mode", "owner", "full", "none"])
+def test_without_any_place_nothing_is_compiled(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The name of the temporary folder is known, so that others can make it first."""
+    place = tmp_path / "tmp" / f"minikv-kernels-{os.getuid()}"
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    old = other / f"{'0' * 24}.so"
+    old.write_bytes(b"")
+    os.utime(old, (1e9, 1e9))
+    kept.parents[2].write_text("")
+    if why == "link":
+        place.symlink_to(other)
+    elif why == "mode":
+        place.mkdir()
+        place.chmod(0o777)
+    elif why == "owner":
+        place.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "getuid", lambda: int(place.name.rpartition("-")[2]) + 1)
+        place.rename(place.with_name(f"minikv-kernels-{os.getuid()}"))
+    elif why == "full":
+        monkeypatch.setattr(build.shutil, "disk_usage", lambda path: NO_ROOM)
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(kept.parents[2]))
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled"))
+    assert not build.compiles()
+    assert build.remarks() == []
+    found, said = build.library()
+    assert found is None
+    assert "cannot be made (Not a directory); " in said
+    assert "\n" not in said
+    assert old.exists()
 
 
 @needs_compiler
@@ -77,12 +253,13 @@ def test_a_damaged_library_is_made_anew(kept: Path) -> None:
     kept.mkdir(parents=True)
     path = kept / f"{build.key(compiler)}.so"
     path.write_bytes(b"")
-    old = kept / "old.so"
-    old.write_bytes(b"")
-    os.utime(old, (1e9, 1e9))
+    old, foreign = kept / f"{'0' * 24}.so", kept / "foreign.so"
+    for one in (old, foreign):
+        one.write_bytes(b"")
+        os.utime(one, (1e9, 1e9))
     assert build.library()[0] is not None
     assert path.stat().st_size > 0
-    assert not old.exists()
+    assert (old.exists(), foreign.exists()) == (False, True)
 
 
 @needs_compiler
@@ -93,8 +270,7 @@ def test_what_is_no_library_is_not_read(
     """To open a named pipe would wait for ever."""
     compiler = build.find()
     assert compiler is not None
-    assert build.unusable() is None
-    kept.mkdir(parents=True, exist_ok=True)
+    assert build.remarks() == []
     path = kept / f"{build.key(compiler)}.so"
     if kind == "pipe":
         os.mkfifo(path, 0o600)
@@ -102,11 +278,12 @@ def test_what_is_no_library_is_not_read(
         monkeypatch.setattr(build, "_LARGEST", 1)
         path.write_bytes(b"xx")
     path.chmod(0o600)
-    assert not build._usable(path)
-    assert build.unusable() == path
+    assert build._checked(path) is None
+    (remark,) = build.remarks()
+    assert remark.startswith(f"{path} cannot be used")
     assert build.library()[0] is not None
     assert path.is_file()
-    assert build.unusable() is None
+    assert build.remarks() == []
 
 
 @needs_compiler
@@ -117,7 +294,7 @@ def test_a_library_that_was_cut_off_or_altered_is_made_anew(kept: Path) -> None:
     assert build.library()[0] is not None
     path = kept / f"{build.key(compiler)}.so"
     whole = path.read_bytes()
-    assert build._usable(path)
+    assert build._checked(path) is not None
     for data in (whole[: len(whole) // 2], whole[:-1], whole[:5000] + b"?" + whole[5001:]):
         path.unlink()  # not written over: it is loaded here
         path.write_bytes(data)
@@ -130,7 +307,7 @@ def test_a_library_that_was_cut_off_or_altered_is_made_anew(kept: Path) -> None:
         )
         done = forked.run(code=code)
         assert (done.out, done.err, done.code) == ("7\n", "", 0)
-        assert build._usable(path)
+        assert build._checked(path) is not None
 
 
 @needs_compiler
@@ -179,12 +356,15 @@ def test_no_compiler_is_one_line_and_the_twins(kept: Path, monkeypatch: pytest.M
         ("", 1, len(build.FLAG_SETS)),
         ("native.c:1: error: nothing works\nmore", 1, len(build.FLAG_SETS)),
         ("", -9, 1),
+        ("x.s: Assembler messages:\nFatal error: can't write: No space left on device", 1, 1),
+        ("ld: final link failed: Disk quota exceeded", 1, 1),
     ],
 )
 def test_a_compiler_that_fails_is_one_line(
     kept: Path, monkeypatch: pytest.MonkeyPatch, said: str, status: int, ways: int
 ) -> None:
-    """One that is killed is not asked for something worse, which would be kept."""
+    """One that is killed is not asked for something worse, which would be kept, and no flags make
+    room on a disk."""
     tried = []
 
     def run(command: list[str], **more: object) -> SimpleNamespace:
@@ -199,6 +379,7 @@ def test_a_compiler_that_fails_is_one_line(
     assert found is None
     assert "env failed" in why
     assert "\n" not in why
+    assert "space" not in said or "No space left on device" in why
     assert len(tried) == ways * len(build.sources())
     assert not [path for path in kept.iterdir() if path.suffix == ".so"]
 
@@ -300,10 +481,7 @@ def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes the root directory for it."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "")
-    made: list[Path] = []
-    monkeypatch.setattr(Path, "mkdir", lambda path, *how, **more: made.append(path))
-    assert build.store() is None
-    assert made == []
+    assert build._cache() is None
 
 
 @needs_compiler

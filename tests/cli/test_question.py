@@ -1,0 +1,104 @@
+"""Which words of `minikv ask` are the question: what is plain is understood, the rest is refused
+with a line to type that is understood itself."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from minikv.cli.question import sorted_out
+from minikv.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("report.txt", "notes.md", "my report.txt", "todo", "docs/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "'What is it?' report.txt",
+        "'What is it?'",
+        "What",
+        "What report.txt",
+        "'report.txt is what?' notes.md - docs '*.md'",
+        "- report.txt",
+        "- -",
+        "'What is it?' reprot.txt",  # reading it says that it is not there
+        "'What is it?' reprot.txt notes.md",
+        "Who notes",
+        "'' report.txt",
+        "'a\0b' report.txt",
+        "'Does **this** match [anything]?' report.txt",
+    ],
+)
+def test_the_first_word_is_the_question(line: str) -> None:
+    question, *files = shlex.split(line)
+    assert sorted_out(question, files) == (question, files, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "question", "files"),
+    [
+        ("report.txt 'What is it?'", "What is it?", ["report.txt"]),
+        ("report.txt Why", "Why", ["report.txt"]),
+        ("report.txt Why?", "Why?", ["report.txt"]),
+        ("'my report.txt' 'What is new in v1.2'", "What is new in v1.2", ["my report.txt"]),
+        ("report.txt notes.md 'What is it?'", "What is it?", ["report.txt", "notes.md"]),
+        ("report.txt 'What is it?' notes.md -", "What is it?", ["report.txt", "notes.md", "-"]),
+        ("docs 'What is it?'", "What is it?", ["docs"]),
+        ("'docs/*.txt' 'What is it?'", "What is it?", ["docs/*.txt"]),
+        ("report.txt what is it", "what is it", ["report.txt"]),
+        ("todo notes.md what is it?", "what is it?", ["todo", "notes.md"]),
+        ("What is this about report.txt", "What is this about", ["report.txt"]),
+        ("What is this docs/ notes.md -", "What is this", ["docs/", "notes.md", "-"]),
+        ("What is this '*.md'", "What is this", ["*.md"]),
+    ],
+)
+def test_what_is_plain_is_understood_and_said(line: str, question: str, files: list[str]) -> None:
+    first, *others = shlex.split(line)
+    found = sorted_out(first, others)
+    assert found[:2] == (question, files)
+    assert found[2] == f"read as minikv ask {shlex.join([question, *files])}"
+    assert sorted_out(question, files) == (question, files, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "typed"),
+    [
+        ("report.txt", "there is no question", "QUESTION report.txt"),
+        ("report.txt notes.md", "there is no question", "QUESTION report.txt notes.md"),
+        ("report.txt -", "there is no question", "QUESTION report.txt -"),
+        ("todo report.txt", "there is no question", "QUESTION todo report.txt"),
+        ("report.txt nots.md", "no file 'nots.md'", "QUESTION FILE"),
+        ("report.txt nots.md 'Who is it'", "no file 'nots.md'", "'Who is it' FILE"),
+        ("report.txt who knows", "not plain", "'who knows' report.txt"),
+        ("report.txt 'Who is it' 'And why'", "not plain", "'Who is it And why' report.txt"),
+        ("report.txt what is notes.md then", "not plain", "'what is then' report.txt notes.md"),
+        ("What is this about", "no file 'is'", "'What is this about'"),
+        ("What is this about reprot.txt", "no file 'is'", "'What is this about' reprot.txt"),
+        ("What is this about docs", "no file 'is'", "'What is this about' docs"),
+        ("What is in docs about report.txt", "no file 'is'", "'What is in docs about' report.txt"),
+        ("Who runs docs in report.txt", "no file 'runs'", "'Who runs docs in' report.txt"),
+        ("Who runs reprot.txt notes.md", "no file 'runs'", "'Who runs' reprot.txt notes.md"),
+        ("Summarise briefly report.txt", "no file 'briefly'", "'Summarise briefly' report.txt"),
+        ("reprot.txt 'What is it?'", "no file 'reprot.txt'", "'What is it?' FILE"),
+        ("What is a 'b c' report.txt", "no file 'is'", "'What is a b c' report.txt"),
+    ],
+)
+def test_what_is_not_plain_is_refused_with_the_line_to_type(
+    line: str, message: str, typed: str
+) -> None:
+    first, *others = shlex.split(line)
+    with pytest.raises(UsageError, match=message) as caught:
+        sorted_out(first, others)
+    assert f"minikv ask {typed}" in caught.value.hint
+    words = shlex.split(typed)
+    if not {"FILE", "QUESTION"} & {*words}:
+        assert sorted_out(words[0], words[1:]) == (words[0], words[1:], "")
