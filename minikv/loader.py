@@ -254,8 +254,8 @@ def workspace(
     the policy needs every token's probability. Their states take the place of the
     residual stream, and a chunk of logits that of the intermediates."""
     from minikv.engine.engine import logits_nbytes
+    from minikv.models import largest_matrix
     from minikv.models.llama import chunk_rows
-    from minikv.models.weights import matrices
 
     asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
     rows = min(tokens, chunk_rows(cuda, itemsize, asked))
@@ -267,9 +267,7 @@ def workspace(
         chunk += rows * q * (2 * 4 + itemsize)
     stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
     told = logits_nbytes(tokens, config.vocab) if foresees else 0
-    unpacked = 0
-    if packed and cuda:
-        unpacked = itemsize * max(rows * columns for rows, columns in matrices(config).values())
+    unpacked = itemsize * largest_matrix(config) if packed and cuda else 0
     return unpacked + stream + max(chunk + 4 * config.vocab, told)
 
 
