@@ -71,12 +71,15 @@ def test_the_record_and_the_lines_name_the_tier() -> None:
     for question in ("Who?", "Why?"):
         say(session, question)
     report = session.reports[1]
-    assert said == [f"tier: RAM, {size(report.kv_bytes.tier)}, room for 1,024 tokens"]
+    first = session.reports[0]
+    whole = first.kv_bytes.tier * first.tokens.prompt_new // first.tokens.seen_total
+    assert said == [f"tier: RAM, {size(whole)}; this saves time, not memory"]
     assert (report.tier, report.kv_bytes.tier) == ("ram", session.recall.nbytes)
     assert report.kv_bytes.tier > 0
-    assert report.lines()[1].endswith("recalled")
-    assert f"tier {size(report.kv_bytes.tier)} in RAM" in report.lines()[1]
-    assert "what eviction saves here is time, not memory" in render.stats(report)
+    assert report.kv_bytes.tier_here == report.kv_bytes.tier
+    taken = size(report.kv_bytes.held + report.kv_bytes.tier)
+    assert report.lines()[1].startswith(f"KV and tier {taken} (nothing saved) · kept ")
+    assert f"{size(report.kv_bytes.tier)} in RAM: all that was read" in render.stats(report)
     assert "chosen for this question from all that was read" in render.stats(report)
     assert report.to_dict()["tier"] == "ram"
     plain = chat(reuse="auto")
@@ -193,8 +196,8 @@ def test_where_no_tier_fits_the_reason_is_said_and_everything_is_read_again(
         list(session.ask(question, 4, notice=notes.append))
     assert modes(session) == ["once", "refresh", "refresh"]
     assert len(notes) == 1
-    assert "there is no tier (what was read takes " in notes[0]
-    assert "1,000 B are free; tier.kv: No such file or directory" in notes[0]
+    assert "there is no tier (tier.kv: No such file or directory; what was read takes" in notes[0]
+    assert "1,000 B are free" in notes[0]
 
 
 def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:
