@@ -71,9 +71,9 @@ def test_the_record_and_the_lines_name_the_tier() -> None:
     for question in ("Who?", "Why?"):
         say(session, question)
     report = session.reports[1]
-    first = session.reports[0]
-    whole = first.kv_bytes.tier * first.tokens.prompt_new // first.tokens.seen_total
-    assert said == [f"tier: RAM, {size(whole)}; this saves time, not memory"]
+    first = session.reports[0].tokens.prompt_new
+    row = session.recall.nbytes // session.recall.tokens
+    assert said == [f"tier: RAM, {size(row * first)}; this saves time, not memory"]
     assert (report.tier, report.kv_bytes.tier) == ("ram", session.recall.nbytes)
     assert report.kv_bytes.tier > 0
     assert report.kv_bytes.tier_here == report.kv_bytes.tier
