@@ -111,18 +111,20 @@ def program(model: Path, folder: Path) -> Program:
     return Program(model, folder)
 
 
-def test_a_full_disk_costs_a_warning_and_leaves_no_orphan(program: Program) -> None:
-    """A real limit on the size of files, under which a chat's cache can no longer be written: the
-    chat goes on, and its folder has what it had after the last save that succeeded."""
+@pytest.mark.parametrize("tier", ["none", "file"])
+def test_a_full_disk_costs_a_warning_and_leaves_no_orphan(program: Program, tier: str) -> None:
+    """A real limit on the size of files, under which a chat's largest file, its cache or its tier,
+    can no longer be written: the chat goes on, and its folder has what it had after the last save
+    that succeeded."""
     home = program.folder / "home"
     env = {**ONE_THREAD, "MINIKV_HOME": str(home)}
-    flags = ("chat", "story.txt", *program.flags("--budget", "64"))
+    flags = ("chat", "story.txt", *program.flags("--budget", "64", "--tier", tier))
     small = run(*flags, env=env, folder=program.folder, stdin="Who?\n")
     assert (small.code, small.err.count("not saved")) == (0, 0)
     (saved,) = (home / "chats").iterdir()
     # One cache, whose name is new with each save: safetensors orders its metadata at random.
     before = sorted(path.name.partition("-")[0] for path in saved.iterdir())
-    assert before == ["cache", "chat.jsonl", "document", "lock"]
+    assert before == ["cache", "chat.jsonl", "document", "lock", *["tier.kv"] * (tier == "file")]
     most = max(path.stat().st_size for path in saved.iterdir())
     more = run(
         *("chat", "--resume", saved.name, *program.flags()),
@@ -732,7 +734,7 @@ def screens(program: Program) -> Callable[..., str]:
         talk = program.terminal(columns=columns, **env)
         try:
             talk.type("Why?\r")
-            talk.until("not checked")
+            talk.until("not" if columns < 60 else "not checked")
             talk.ready()
             for line, last in (("/stats", "at the most"), ("/kept", "mill"), ("/help", "new line")):
                 talk.type(f"{line}\r")
@@ -803,7 +805,7 @@ def test_10_a_locale_without_unicode(program: Program, env: dict[str, str]) -> N
     assert done.returncode == 0, done.stderr
     assert b"Error" not in done.stderr
     said = done.stderr.decode()
-    assert said.count("memory ") == 3
+    assert said.count("memory ") == 2
     if len(env) != 2:
         assert said.isascii()
         assert "na\\xefve \\u4e16" in said

@@ -400,15 +400,16 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
     assert rows.pop("Tokens written").endswith("stopped by end of turn")
     assert rows.pop("Tokens kept per head")
     assert rows == {
-        "Policy": "adakv, then roco, budget 64 tokens per head",
-        "KV held": "0.2 of 1.0 MiB (75.0% saved)",
+        "Policy": "adakv, then h2o, budget 64 tokens per head",
+        "Memory": "KV 0.2 of 1.0 MiB (75.0% saved)",
         "of it, kept by the policy": "1.0 KiB",
-        "KV allocated": "512.0 KiB, the pool",
+        "Allocated for the cache": "512.0 KiB",
         "KV at the most": "3.0 MiB, while reading",
         "Reading": "1.50 s (1,234.6 tok/s)",
         "Evicting": "31 ms",
         "First token after": "1.62 s",
         "Writing": "0.25 s",
+        "Answer": "not checked",
         "Attention lost": "~3.1%, worst layer 3: 50.0% (an estimate from the last window)",
         "Evicted for": "question 2",
         "Memory of the process": "5.0 MiB at most",

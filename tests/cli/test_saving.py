@@ -155,7 +155,7 @@ def test_retry_asks_the_last_question_again(talk: Talk) -> None:
     assert out == second
     lines = err.splitlines()
     assert lines[0] == "asking again: two"
-    assert lines[1].startswith("  12 tok · ")
+    assert lines[1].startswith("  12 tokens · ")
     assert lines[2].startswith("  KV ")
     assert [turn.question for turn in talk.session.turns] == ["one", "two"]
 
