@@ -1003,7 +1003,7 @@ def test_keys_pressed_while_something_runs_are_not_echoed(
     terminal.prompt = "\x1b[?25h"
     try:
         terminal.until("Ctrl-D leaves.")
-        for line, end in (("/docs", "read with your next question"), ("q", "tok/head")):
+        for line, end in (("/docs", "read with your next question"), ("q", "not checked")):
             terminal.ready()
             terminal.type(f"{line}\r")
             terminal.until(end)
@@ -1039,11 +1039,11 @@ def test_ctrl_c_stops_the_answer_only_and_ctrl_d_leaves(talk: Terminals) -> None
     talk.until(ANSWER)
     talk.type("\x03")
     talk.until("stopped by user")
-    talk.until("tok/head")
+    talk.until("not checked")
     talk.ready()
     talk.type("second?\r")
-    talk.until("40 tok")
-    talk.until("tok/head")
+    talk.until("40 tokens · ")
+    talk.until("not checked")
     talk.ready()
     talk.type("\x04")
     assert talk.code() == 0
@@ -1077,8 +1077,8 @@ def test_ctrl_c_while_reading_adds_nothing(talk: Terminals) -> None:
     assert re.search(r"stopped reading at [\d,]+ of [\d,]+ tokens", text)
     talk.ready()
     talk.type("short?\r")
-    talk.until("40 tok")
-    talk.until("tok/head")
+    talk.until("40 tokens · ")
+    talk.until("not checked")
     talk.ready()
     talk.type("/exit\r")
     assert talk.code() == 0
@@ -1100,7 +1100,7 @@ def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> No
     talk.type("first?\r")
     talk.until(ANSWER)
     talk.type("/docs\rsecond?\r")
-    for found in ("tok/head", "report.txt", "second?", "tok/head"):
+    for found in ("not checked", "report.txt", "second?", "not checked"):
         talk.until(found)
     talk.ready()
     talk.type("third?\rfourth?\r")
@@ -1111,7 +1111,7 @@ def test_what_was_typed_ahead_is_sent_and_ctrl_c_drops_it(talk: Terminals) -> No
     time.sleep(0.2)
     talk.type("\x03")
     talk.until("stopped by ")
-    talk.until("tok/head")
+    talk.until("not checked")
     talk.ready()
     with pytest.raises(AssertionError, match="no 'tok/s"):
         talk.until("tok/s", 1.5)

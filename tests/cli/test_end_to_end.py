@@ -135,13 +135,12 @@ def test_an_answer_from_a_small_part_of_the_document_says_so(folder: Path, story
 
 
 def test_a_budget_above_the_prompt_is_the_full_cache(folder: Path, story: str) -> None:
-    full = ask(folder, "q", story, "--policy", "full")
-    wide = ask(folder, "q", story, "--budget", "2000")
-    assert full.stdout == wide.stdout
-    assert "(nothing evicted) · as without eviction" in wide.stderr
-    assert "(nothing evicted) · as without eviction" in full.stderr
-    auto = ask(folder, "q", story)
-    assert (auto.stdout, auto.stderr.count("nothing evicted")) == (full.stdout, 1)
+    full = ask(folder, "q", story, "--policy", "full", "--stats")
+    for flags in (("--budget", "2000"), ()):
+        wide = ask(folder, "q", story, "--stats", *flags)
+        assert wide.stdout == full.stdout
+        assert "(nothing evicted)" in wide.stderr
+        assert "answer          as without eviction" in wide.stderr
     again = ask(folder, "q", story, "--policy", "full")
     assert again.stdout == full.stdout
 
@@ -374,7 +373,7 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(tmp_path: Path, story: str) -> None:
         terminal.until("Ctrl-D leaves.")
         terminal.ready()
         terminal.type("first?\r")
-        terminal.until("tier: RAM, ")
+        terminal.until("tier: a file, ")
         terminal.until("tokens\r\n")
         terminal.more(20)  # the answer has begun
         terminal.type("\x03")
