@@ -193,11 +193,13 @@ def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[Evictio
             budget = read_budget(value)
         else:
             raise UsageError(f"/compare takes policies and budget=N, got {argument!r}", _USAGE)
-    if own.evicts and all(name == "full" for name in names):
+    if budget.unit == "auto" and budget.value:  # what it stands for in this chat
+        budget = replace(budget, unit="rows")
+    if own.may_evict and all(name == "full" for name in names):
         names = [own.policy]
     choices: list[EvictionConfig] = []
     for name in names:
-        same = own.evicts and name == own.policy
+        same = own.may_evict and name == own.policy
         eviction = replace(
             own if same else EvictionConfig.read(name, seed=session.seed), budget=budget
         )

@@ -42,7 +42,7 @@ def choices(
     wanted = [EvictionConfig.read("full", "none")]
     for policy in policies:
         for decode in decodes:
-            if policy == "full" and not EvictionConfig.read(policy, decode).evicts:
+            if policy == "full" and not EvictionConfig.read(policy, decode).may_evict:
                 continue  # the first row
             plain = EvictionConfig.read(policy, decode, "512", {}, seed, stride)
             takes = {*plain.policy_options, *plain.decode_options}

@@ -203,8 +203,17 @@ def test_policies_of_a_comparison() -> None:
     session.eviction = EvictionConfig.read("tova", budget=64, stride=8)
     assert labels() == ["tova stride 8 64", "full"]
     assert compare.read_choices(session, [])[0] == session.eviction
-    session.eviction = EvictionConfig.read("full")
-    assert labels("snapkv") == ["snapkv auto", "full"]
+    session.eviction = EvictionConfig.read("adakv")  # under --budget auto
+    assert labels("budget=96") == ["adakv 96", "full"]
+    assert labels("snapkv", "budget=96") == ["snapkv 96", "full"]
+    for arguments in ((), ("snapkv",)):
+        with pytest.raises(UsageError, match="this chat evicts nothing"):
+            labels(*arguments)
+    session.eviction = session.eviction.under(64)
+    assert labels() == ["adakv 64", "full"]
+    assert labels("snapkv") == ["snapkv 64", "full"]
+    session.eviction = EvictionConfig.read("full", budget=512)
+    assert labels("snapkv") == ["snapkv 512", "full"]
 
 
 @pytest.mark.parametrize(
