@@ -409,7 +409,7 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
         "Evicting": "31 ms",
         "First token after": "1.62 s",
         "Writing": "0.25 s",
-        "Answer": "not checked",
+        "Answer": "as without eviction",
         "Attention lost": "~3.1%, worst layer 3: 50.0% (an estimate from the last window)",
         "Evicted for": "question 2",
         "Memory of the process": "5.0 MiB at most",
@@ -421,7 +421,7 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
     bare = replace(report, loss=Loss(None, None, None, None), device_mem=DeviceMemory(None, None))
     rows = dict(figures.rows(bare))
     assert rows["Attention lost"] == "not estimated"
-    assert not any(name.startswith("Memory") for name in rows)
+    assert not any(name.startswith("Memory of") for name in rows)
 
 
 def test_an_answer_cannot_leave_its_quotation() -> None:
