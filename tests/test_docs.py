@@ -195,7 +195,7 @@ def test_the_table_of_the_readme_is_what_plan_says(plan: Any) -> None:
 
 def test_a_suggestion_is_a_command_that_parses(plan: Any) -> None:
     text = " ".join(plan(*planned()).split())
-    line = re.search(r"tokens fit: minikv (chat .*) FILE \(needs", text)
+    line = re.search(r"tokens: minikv (chat .*) FILE \(needs", text)
     assert line is not None
     test_the_commands_of_the_pages_are_ones(shlex.split(line[1]))
 
