@@ -149,7 +149,9 @@ def test_defaults_are_those_of_the_device(folder: Path) -> None:
 
 
 def test_a_stride_reads_prompts_in_blocks(folder: Path) -> None:
-    chat = build(Settings(model=str(folder), policy="roco", stride=16, kernels="torch"))
+    chat = build(
+        Settings(model=str(folder), policy="roco", stride=16, budget="64", kernels="torch")
+    )
     assert chat.engine.kv.rules.stride == 16
     assert chat.engine.kv.rules.prompt is None
 
@@ -225,7 +227,7 @@ def test_the_kernels_of_a_gpu_are_warmed_up_and_left_where_that_fails(
     class Named(Kernels):
         name = "triton"
 
-    ours, warmed = Named(), []
+    warmed: list[Any] = []
 
     def warm(kv: Any, network: Any) -> None:
         warmed.append(network.ops)
@@ -234,10 +236,15 @@ def test_the_kernels_of_a_gpu_are_warmed_up_and_left_where_that_fails(
 
     monkeypatch.setattr(kv_cache, "choose", lambda *given: (ours, None))
     monkeypatch.setattr(warmup, "warm", warm)
-    chat = build(Settings(model=str(folder)))
-    assert warmed == [ours]  # the network has them when it is warmed up
-    assert chat.engine.network.ops is (None if fails else ours)
-    assert chat.facts.kernels == ("torch" if fails else "triton")
+    for budget, times in (("64", 1), ("auto", 2)):  # auto: with all tokens, and with fewer
+        warmed.clear()
+        ours = Named()
+        chat = build(Settings(model=str(folder), budget=budget))
+        # The network has them when it is warmed up.
+        assert warmed == [ours] * (1 if fails else times)
+        assert chat.engine.network.ops is (None if fails else ours)
+        assert chat.facts.kernels == ("torch" if fails else "triton")
+        assert chat.engine.kv.rules.evicts == (budget == "64")
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, []), (0, [0]), (2, [2])])

@@ -286,7 +286,7 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"decode"},
             EvictionConfig.read("adakv", "tova", budget=48),
-            "decode tova here, roco there",
+            "decode tova here, h2o there",
         ),
         ({"budget"}, EvictionConfig.read("adakv", budget=64), "budget 64 rows here, 48 rows there"),
         ({"options"}, EvictionConfig.read(budget=48, options={"window": 16}), "policy_options"),
@@ -453,7 +453,7 @@ def test_edited_transcripts_are_refused_although_the_checksum_fits(
     assert state(fresh) == before
 
 
-@pytest.mark.parametrize("part", ["column.k", "column.pos", "fed", "column.weighed"])
+@pytest.mark.parametrize("part", ["column.k", "column.pos", "fed", "column.sum"])
 def test_a_cache_that_does_not_fit_the_transcript_is_refused(home: Path, part: str) -> None:
     """With checksums that fit, as an edit by a program would leave it."""
     import hashlib
