@@ -400,7 +400,7 @@ def test_a_cache_with_other_figures_per_token_is_no_damage(
     """A version whose policy stored something else saved it."""
     with monkeypatch.context() as then:
         then.setattr(RoCo, "total", "sum")
-        other_process(saved(talked(), "old"))
+        other_process(saved(talked(decode="roco"), "old"))
     fresh = chat()
     with pytest.raises(UsageError, match="another version of minikv: adakv with roco") as refused:
         take_up(fresh, "old")
@@ -701,18 +701,20 @@ print("".join(session.ask(sys.argv[1], 12)), *session.fed, sep="|")
 """
 
 
-def test_a_new_process_gives_the_same_next_answer() -> None:
-    session = minikv.load(budget=64)
+@pytest.mark.parametrize("tier", ["none", "file"])
+def test_a_new_process_gives_the_same_next_answer(tier: str) -> None:
+    session = minikv.load(budget=64, tier=tier)
     session.attach("The mayor of Velmora is Tarin Oskvin. " * 20, "mayor.txt")
     list(session.ask("Who is the mayor of Velmora?", 12))
     one = keeper()
     one.keep(session)
-    other_process(one)
     question = "And of which town?"
+    answer = "".join(session.ask(question, 12))
+    session.recall.leave()
+    other_process(one)
     found = subprocess.run(
         [sys.executable, "-c", _GO_ON, question], capture_output=True, text=True, timeout=300
     )
-    answer = "".join(session.ask(question, 12))
     assert found.stderr == ""
     assert found.stdout == "|".join([answer, *map(str, session.fed)]) + "\n"
 

@@ -112,9 +112,9 @@ def test_the_next_question_is_a_recall(home: Path, kind: str, dtype: str) -> Non
     assert held_of(again) == twin[2]
 
 
-def talked_on(kind: str, dtype: str) -> tuple[Any, Any, Any]:
+def talked_on(kind: str, dtype: str, **given: Any) -> tuple[Any, Any, Any]:
     """What the chat answers that was never closed."""
-    session = chat(reuse="auto")
+    session = chat(reuse="auto", **given)
     session.recall = Recall(session.engine.kv, kind, dtype)
     session.attach(MILL, "mill.txt")
     say(session, "Who?")
@@ -197,10 +197,10 @@ def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
 def test_a_cache_of_another_version_is_not_missed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    twin = talked_on("file", "same")
+    twin = talked_on("file", "same", decode="roco")
     with monkeypatch.context() as then:
         then.setattr(RoCo, "total", "sum")
-        talked()
+        talked(decode="roco")
         end()
     _, again = resumed("one")
     assert "another version of minikv" in capsys.readouterr().err
@@ -439,6 +439,34 @@ def test_a_directory_that_cannot_be_written(
     assert len(said) == 1
     assert said[0].startswith("no tier: ")
     assert "; what was read takes 256.0 KiB of RAM, and 1,000 B are free" in said[0]
+
+
+def test_memory_that_is_short_makes_the_tier_a_file(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, or when it has become too much for it: with a GPU, where RAM comes first."""
+    monkeypatch.setattr(Recall, "_places", ("ram", "file"))
+    keeper, session = start("auto")
+    free, said = [1000], []
+    session.recall = Recall(session.engine.kv, "auto", "same", lambda: free[0])
+    session.recall.say = said.append
+    keeper.attend(session)
+    session.attach(MILL)
+    say(session, "Who?")
+    assert said[0].startswith("tier: a file, ")
+    assert "1,000 B are free" in said[0]
+    session.reset()
+    free[0] = 1 << 30
+    session.attach(MILL)
+    say(session, "Who?")
+    assert said[1].startswith("tier: RAM, ")
+    free[0] = 0
+    session.attach(RIVER * 3)
+    say(session, "Why?")
+    assert session.recall.place == "file"
+    assert session.reports[-1].reuse == "recall"
+    keeper.save(session, "one")
+    assert (home / "one" / TIER).exists()
 
 
 # -- a chat that is not saved ---------------------------------------------------------------------
