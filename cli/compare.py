@@ -181,14 +181,14 @@ def last_question(session: ChatSession) -> Question:
 
 
 def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[EvictionConfig]:
-    """The policies to run, full last. With none named, that of the chat. Under `--budget auto` they
-    run with `_BUDGET`.
+    """The policies to run, full last. With none named, that of the chat. While `--budget auto`
+    evicts nothing, they run with `_BUDGET`.
 
     One named as the chat's own is taken with the chat's options. Raises UsageError.
     """
     own, budget = session.eviction, session.eviction.budget
-    if budget.unit == "auto":  # under which all fits, or nearly
-        budget = read_budget(_BUDGET)
+    if budget.unit == "auto":  # what it stands for in this chat
+        budget = replace(budget, unit="rows") if budget.value else read_budget(_BUDGET)
     names = []
     for argument in arguments:
         option, equals, value = argument.partition("=")

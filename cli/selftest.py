@@ -73,11 +73,9 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     from minikv.engine.engine import Engine
     from minikv.engine.sampling import Sampling
     from minikv.loader import output_of, shape_of
-    from minikv.policies.base import smallest_budget
 
     c = net.config
-    given = EvictionConfig.read(policy, decode, stride=stride).rules()
-    rows = smallest_budget(given.prompt, given.step) + stride + 8
+    rows = EvictionConfig.read(policy, decode, stride=stride).least_rows() + stride + 8
     rules = EvictionConfig.read(policy, decode, rows, stride=stride).rules()
     step = rules.step
     kv = KVCache(

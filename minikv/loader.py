@@ -114,7 +114,8 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             kv.configure(eviction.under(USEFUL).rules())
             warm(kv, network)
             kv.configure(rules)
-        warm(kv, network)
+        if kv.ops.name == "triton":
+            warm(kv, network)
         if kv.ops.name != "triton":
             network.use(None)
     cuda = network.device.type == "cuda"

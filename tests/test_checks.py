@@ -40,7 +40,7 @@ def chat() -> ChatSession:
         ({"budget": None}, "`budget` must be a whole number or a text, got None", "'20%'"),
         ({"budget": True}, "`budget` must be a whole number or a text, got True", "512"),
         ({"budget": 0.2}, "`budget` must be a whole number or a text, got 0.2", "'20%'"),
-        ({"budget": 3}, "budget 3 is too small for adakv with roco", "smallest useful budget"),
+        ({"budget": 3}, "budget 3 is too small for adakv with h2o", "smallest useful budget"),
         ({"policy": None}, "`policy` must be text (str), got NoneType", ""),
         ({"policy": "adkv"}, "unknown policy 'adkv'", "did you mean adakv"),
         ({"decode": "adakv"}, "adakv works only as `policy`", "`decode` takes"),

@@ -31,6 +31,7 @@ EXCEPTIONS = {
     ("minikv/loader.py", "minikv.models.config"),
     ("minikv/loader.py", "minikv.models.linear"),
     ("minikv/loader.py", "minikv.models.llama"),
+    ("minikv/loader.py", "minikv.models.weights"),
     ("cli/bench/kernels.py", "minikv.kernels"),  # what it measures
     ("minikv/__main__.py", "minikv.cli.__main__"),  # the command, by another name
 }

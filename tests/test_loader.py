@@ -243,21 +243,24 @@ def test_the_kernels_of_a_gpu_are_warmed_up_and_left_where_that_fails(
     class Named(Kernels):
         name = "triton"
 
-    ours, warmed = Named(), []
+    warmed: list[Any] = []
 
     def warm(kv: Any, network: Any) -> None:
-        warmed.append((network.ops, kv.rules.evicts))
+        warmed.append(network.ops)
         if fails:
             kv.use(Kernels())
 
     monkeypatch.setattr(kv_cache, "choose", lambda *given: (ours, None))
     monkeypatch.setattr(warmup, "warm", warm)
-    chat = build(Settings(model=str(folder)))
-    # The network has them when it is warmed up, for a prompt that evicts and for one that does not.
-    assert warmed == [(ours, True), (ours, False)]
-    assert not chat.engine.kv.rules.evicts
-    assert chat.engine.network.ops is (None if fails else ours)
-    assert chat.facts.kernels == ("torch" if fails else "triton")
+    for budget, times in (("64", 1), ("auto", 2)):  # auto: with all tokens, and with fewer
+        warmed.clear()
+        ours = Named()
+        chat = build(Settings(model=str(folder), budget=budget))
+        # The network has them when it is warmed up.
+        assert warmed == [ours] * (1 if fails else times)
+        assert chat.engine.network.ops is (None if fails else ours)
+        assert chat.facts.kernels == ("torch" if fails else "triton")
+        assert chat.engine.kv.rules.evicts == (budget == "64")
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, []), (0, [0]), (2, [2])])

@@ -231,8 +231,9 @@ class Planner:
         if name is None:
             return
         tokens = min(tokens, self.max_context) if refresh_every else 0
-        evicts = self.wanted.eviction.evicts  # not what an earlier policy left in the tier
-        if self.wanted.eviction.budget.everything:
+        eviction = self.wanted.eviction
+        evicts = eviction.evicts  # not what an earlier policy left in the tier
+        if eviction.may_evict and eviction.budget.everything:
             return
         if recalled and evicts and self.recall.ready(tokens):
             return

@@ -61,7 +61,7 @@ def test_pinned_rows_stay_in_every_layout(pair: tuple[str, str], stride: int, pa
     net = network()
     for budget in range(20, 130, 6 if part == 1.0 else 15):
         kv = scheduler(net, pair[0], pair[1], 128)
-        rules = EvictionConfig.read(*pair).rules()
+        rules = EvictionConfig.read(*pair, 128).rules()
         try:
             kv.configure(Rules(rules.prompt, rules.step, Budget.parse(budget), stride))
             kv.pin(20)

@@ -82,7 +82,7 @@ def test_no_memory_to_measure_fails_no_turn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def quality(bound: float, **given: Any) -> ChatSession:
-    return talked(budget=given.pop("budget", 300), quality=bound, **given)
+    return talked(budget=given.pop("budget", 300), quality=bound, decode="roco", **given)
 
 
 def losses(report: TurnReport) -> tuple[float, int, int]:
@@ -98,7 +98,7 @@ def at_budget(budget: int, turn: int, session: ChatSession) -> float:
     """The loss of a chat under this budget, for the same tokens as that turn read."""
     report = session.reports[turn]
     read = report.tokens.prompt_reused + report.tokens.prompt_new
-    other = recalling(budget=budget)
+    other = recalling(budget=budget, decode="roco")
     other.recall.ready(read)
     ids = session.fed[:read]
     begins = session.reports[turn - 1].tokens.seen_total if turn else 0
@@ -142,7 +142,7 @@ def test_a_looser_bound_takes_less_and_none_that_is_met_takes_all() -> None:
 @pytest.mark.parametrize("budget", ["60%", "16KiB"])
 def test_a_share_or_bytes_are_the_most(budget: str) -> None:
     session = quality(1e-9, budget=budget)
-    whole = talked(budget=budget)
+    whole = talked(budget=budget, decode="roco")
     for mine, other in zip(session.reports, whole.reports, strict=True):
         assert losses(mine)[1] == round(other.tokens.kept_mean) or mine.turn > 1
 

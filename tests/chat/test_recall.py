@@ -12,7 +12,7 @@ from small_chat import chat, held_of, say
 import minikv
 from minikv.cache.tier_rows import TierError
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.recall import Place, Recall
+from minikv.chat.recall import Place, Recall, _in_memory, somewhere
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli import render
@@ -20,6 +20,8 @@ from minikv.errors import Interrupted, UsageError
 
 MILL = "A mill stands by the river and grinds. " * 8
 RIVER = "The river is slow and brown. " * 8
+ROW = 2 * 2 * 2 * 8 * 4
+"""Bytes of a token: keys and values of 2 layers of 2 heads, 8 numbers in float32."""
 
 
 def recalling(kind: str = "ram", free: int | None = None, **given: Any) -> ChatSession:
@@ -71,12 +73,14 @@ def test_the_record_and_the_lines_name_the_tier() -> None:
     for question in ("Who?", "Why?"):
         say(session, question)
     report = session.reports[1]
-    assert said == [f"tier: RAM, {size(report.kv_bytes.tier)}, room for 1,024 tokens"]
+    first = session.reports[0].tokens.prompt_new
+    assert said == [f"tier: RAM, {size(ROW * first)}; this saves time, not memory"]
     assert (report.tier, report.kv_bytes.tier) == ("ram", session.recall.nbytes)
     assert report.kv_bytes.tier > 0
-    assert report.lines()[1].endswith("recalled")
-    assert f"tier {size(report.kv_bytes.tier)} in RAM" in report.lines()[1]
-    assert "what eviction saves here is time, not memory" in render.stats(report)
+    assert report.kv_bytes.tier_here == report.kv_bytes.tier
+    taken = size(report.kv_bytes.held + report.kv_bytes.tier)
+    assert report.lines()[1].startswith(f"KV and tier {taken} (nothing saved) · kept ")
+    assert f"{size(report.kv_bytes.tier)} in RAM: all that was read" in render.stats(report)
     assert "chosen for this question from all that was read" in render.stats(report)
     assert report.to_dict()["tier"] == "ram"
     plain = chat(reuse="auto")
@@ -193,8 +197,8 @@ def test_where_no_tier_fits_the_reason_is_said_and_everything_is_read_again(
         list(session.ask(question, 4, notice=notes.append))
     assert modes(session) == ["once", "refresh", "refresh"]
     assert len(notes) == 1
-    assert "there is no tier (what was read takes " in notes[0]
-    assert "1,000 B are free; tier.kv: No such file or directory" in notes[0]
+    assert "there is no tier (tier.kv: No such file or directory; what was read takes" in notes[0]
+    assert "1,000 B are free" in notes[0]
 
 
 def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:
@@ -384,3 +388,92 @@ def test_a_notice_that_raises_about_the_tier_leaves_cache_and_log_together(
     monkeypatch.undo()
     say(session, "And then?")
     assert session.engine.kv.position == len(session.fed)
+
+
+@pytest.mark.parametrize(
+    ("table", "inside"),
+    [
+        ("/dev/sda1 / ext4 rw 0 0\ntmpfs /a tmpfs rw 0 0\n", True),
+        ("/dev/sda1 / ext4 rw 0 0\nnone /a ramfs rw 0 0\n", True),
+        ("/dev/sda1 / ext4 rw 0 0\n", False),
+        ("tmpfs / tmpfs rw 0 0\n/dev/sda1 /a ext4 rw 0 0\n", False),
+        ("tmpfs / tmpfs rw 0 0\n/dev/sda1 /a/b ext4 rw 0 0\n", False),  # bound below
+        ("tmpfs / tmpfs rw 0 0\n", True),
+        ("/dev/sda1 / ext4 rw 0 0\ntmpfs /a/bc tmpfs rw 0 0\n", False),  # another's name
+        ("/dev/sda1 /a ext4 rw 0 0\ntmpfs /a tmpfs rw 0 0\n", True),  # the later one is on top
+        ("tmpfs /a\\040b tmpfs rw 0 0\nbroken\n\n", False),
+        ("", False),
+        (None, False),  # no such file: not Linux
+    ],
+)
+def test_where_files_take_memory(tmp_path: Path, table: str | None, inside: bool) -> None:
+    """By a table of mounts as /proc/mounts has it, about /a/b."""
+    folder, mounts = tmp_path / "a" / "b", tmp_path / "mounts"
+    folder.mkdir(parents=True)
+    if table is not None:
+        mounts.write_text(table.replace(" /a", f" {tmp_path}/a"))
+    assert _in_memory(folder, mounts) == inside
+    (tmp_path / "link").symlink_to(folder)
+    assert _in_memory(tmp_path / "link", mounts) == inside
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_file_is_made_where_it_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch, memory: bool
+) -> None:
+    monkeypatch.setattr("minikv.chat.recall._in_memory", lambda folder: memory)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/somewhere")
+    folder = somewhere().path.parent
+    assert folder == Path("/var/tmp" if memory else "/somewhere")
+    monkeypatch.setattr("os.access", lambda *given: False)
+    assert somewhere().path.parent == Path("/somewhere")
+
+
+@pytest.mark.parametrize("free", [1 << 30, 1000, None])
+def test_on_a_cpu_a_tier_is_a_file(free: int | None, tmp_path: Path) -> None:
+    """Wherever there is room for it: in RAM it would take what eviction saves."""
+    session, said = recalling("auto", free=free), list[str]()
+    session.recall.say = said.append
+    session.recall.where = lambda: Place(tmp_path / "tier.kv")
+    session.attach(MILL)
+    say(session, "Who?")
+    report = session.report
+    assert report is not None
+    assert (report.tier, session.recall.kind) == ("file", "auto")
+    assert (report.kv_bytes.tier_here, session.recall.here) == (0, 0)
+    assert report.kv_bytes.tier > 0
+    assert report.lines()[1].startswith("KV ")
+    tokens = report.tokens.prompt_new
+    whole = size(ROW * tokens)
+    assert said == [f"tier: a file, {whole} for {tokens:,} tokens"]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (None, "tier.kv: No such file or directory"),
+        (UsageError("the disk is full"), "the disk is full"),
+        (TierError("the disk has 3 B"), "the disk has 3 B"),
+    ],
+)
+def test_where_no_file_can_be_made_a_tier_is_in_ram_and_says_why(
+    error: Exception | None, why: str, tmp_path: Path
+) -> None:
+    session, said = recalling("auto"), list[str]()
+    session.recall.say = said.append
+
+    def where() -> Place:
+        if error is not None:
+            raise error
+        return Place(tmp_path / "gone" / "tier.kv")
+
+    session.recall.where = where
+    session.attach(MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+    report = session.reports[-1]
+    assert (report.tier, report.reuse) == ("ram", "recall")
+    assert report.kv_bytes.tier_here == report.kv_bytes.tier == session.recall.here > 0
+    (line,) = said
+    assert line.startswith("tier: RAM, ")
+    assert line.endswith(f", as {why}; this saves time, not memory")

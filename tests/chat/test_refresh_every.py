@@ -152,13 +152,13 @@ def test_a_stop_in_a_pass_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_with_quality_the_passes_take_the_budget_that_was_taken() -> None:
-    session = asked("Who?", quality=5.0, budget=300)
+    session = asked("Who?", quality=5.0, budget=300, decode="roco")
     report = session.report
     assert report is not None
     assert report.fidelity is not None
     assert report.fidelity.budget == 37
     assert round(report.tokens.kept_mean) == 37
-    small = asked("Who?", budget=37)
+    small = asked("Who?", budget=37, decode="roco")
     assert held_of(session) == held_of(small)
     assert session.fed == small.fed
 

@@ -25,7 +25,7 @@ import minikv.cli.turn
 from minikv.chat import reuse
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
-from minikv.cli import commands, render
+from minikv.cli import commands, refresh, render
 from minikv.cli.config import SETTINGS
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
@@ -151,7 +151,7 @@ def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> N
     assert one.kv_bytes.full == two.kv_bytes.full
     assert one.time_s.evict > 0
     assert one.rate.prefill_tok_s == pytest.approx(one.tokens.prompt_new / one.time_s.prefill)
-    assert one.lines()[1].endswith("read again")
+    assert one.lines()[1].endswith("read again · not checked")
 
 
 def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
@@ -356,7 +356,7 @@ def test_blind_says_that_no_question_shaped_the_cache() -> None:
     assert [r.shaped_by_turn for r in session.reports] == [0, 0]
     assert [r.reuse for r in session.reports] == ["blind", "once"]
     assert [r.loss.method for r in session.reports] == [UNKNOWN, UNKNOWN]
-    assert session.reports[1].lines()[1].endswith("loss not known · evicted before any question")
+    assert session.reports[1].lines()[1].endswith("evicted before any question · not checked")
     assert "evicted for no question" in render.stats(session.reports[1])
     assert session.reports[0].warnings == session.reports[1].warnings == ()
 
@@ -681,7 +681,9 @@ def test_ask_can_be_blind_and_says_so_in_its_record(world: World) -> None:
     done = run("ask", "Who?", "report.txt", "--reuse", "blind", "--json", "--stats", input="")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["reuse"] == "blind"
-    assert "reuse      blind: documents were read and evicted before the question" in done.stderr
+    assert (
+        "reuse           blind: documents were read and evicted before the question" in done.stderr
+    )
     usual = run("ask", "Who?", "report.txt", "--json", "--stats", input="")
     record = json.loads(usual.stdout)
     assert record["reuse"] == "once"
@@ -729,11 +731,10 @@ def test_commands_in_a_chat(world: World) -> None:
     assert world.session.reuse == "blind"
 
 
-def test_the_header_says_it() -> None:
+def test_every_value_is_put_into_words() -> None:
     for value in reuse.REUSES:
-        lines = render.header(make(reuse=value), "0").splitlines()
-        (line,) = [line for line in lines if line.startswith("reuse")]
-        assert line.split()[1] == f"{value}:"
+        line = refresh.line(make(reuse=value))
+        assert line.split()[0] == f"{value}:"
         assert len(line) <= 80
 
 

@@ -49,7 +49,7 @@ def test_a_table_is_text_alone() -> None:
 def test_a_chat_and_its_report() -> None:
     session = chat(budget=64)
     session.attach("The mill of Orlin. " * 20, HOSTILE)
-    assert repr(session) == "<minikv chat: adakv with roco, budget 64, 0 turns, 0 of 2,048 tokens>"
+    assert repr(session) == "<minikv chat: adakv with h2o, budget 64, 0 turns, 0 of 2,048 tokens>"
     list(session.ask(HOSTILE.replace("\x00", ""), 4))
     report = session.report
     assert report is not None

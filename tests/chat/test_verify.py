@@ -9,6 +9,7 @@ import pytest
 from small_chat import chat, held_of, say
 from tiers import MILL, recalling
 
+from minikv.chat.report import AgainstFull
 from minikv.chat.session import ChatSession
 from minikv.errors import UsageError
 
@@ -22,7 +23,7 @@ def asked(*questions: str, tokens: int = 12, temperature: float = 0.7, **given: 
 
 
 def state(session: ChatSession) -> tuple[Any, ...]:
-    """All that a chat is made of, bit by bit."""
+    """All that a chat is made of, bit by bit, but for what is known of the last answer."""
     arena, tier = session.engine.kv.arena, session.recall.tier
     assert tier is not None
     columns = [
@@ -35,7 +36,9 @@ def state(session: ChatSession) -> tuple[Any, ...]:
         {name: column.tolist() for name, column in tier._rows.read(i, tier.length).items()}
         for i in range(2)
     ]
-    talk = (list(session.fed), session.pending_token, list(session.messages), session.report)
+    assert session.report is not None
+    report = replace(session.report, against_full=AgainstFull())
+    talk = (list(session.fed), session.pending_token, list(session.messages), report)
     return str(columns), str(rows), tier.length, session.recall.tokens, held_of(session), talk
 
 
@@ -78,6 +81,10 @@ def test_it_is_what_a_full_cache_answers(questions: tuple[str, ...], temperature
         assert found.was == session.tokenizer.decode([mine[found.same]])
         assert found.now == session.tokenizer.decode([found.tokens[found.same]])
     assert state(session) == before
+    tokens = found.same if found.parts else None
+    assert session.report.against_full == AgainstFull(not found.parts, True, tokens)
+    assert session.turns[-1].report is session.report is session.reports[-1]
+    assert {one.against_full for one in session.reports[:-1]} <= {AgainstFull()}
 
 
 def test_both_ends_are_seen() -> None:
@@ -91,6 +98,8 @@ def test_both_ends_are_seen() -> None:
     assert not same.verified.parts
     assert same.verified.same == 12
     assert (same.verified.was, same.verified.now) == (None, None)
+    words = [session.report.against_full.words for session in (parted, same) if session.report]
+    assert words == ["differs from the full cache after 1 token", "as without eviction (checked)"]
 
 
 def test_the_next_answer_is_that_of_a_chat_that_was_not_verified() -> None:
@@ -111,6 +120,8 @@ def test_a_stop_in_the_middle_and_an_error_leave_the_chat_as_it_was(
     found = session.verified
     assert found is not None
     assert (found.complete, found.parts, found.same) == (False, False, 3)
+    assert session.report is not None
+    assert not session.report.against_full.checked
     assert state(session) == before
     pieces = session.verify()
     next(pieces)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from fakes import FakeEngine
 from test_session import make
 
-from minikv.chat.eviction_config import EvictionConfig
-
 
 def test_warnings_come_before_the_answer_and_stay_in_the_record() -> None:
     engine = FakeEngine()
@@ -21,7 +19,7 @@ def test_warnings_come_before_the_answer_and_stay_in_the_record() -> None:
     assert warnings[0] == "no chat template: plain completion"
     assert warnings[1].startswith("2 strings in d.txt look like control tokens")
     assert warnings[2].startswith("1 string in the question looks like a control token")
-    assert len(warnings) == 3  # that a short document fits the default budget is no surprise
+    assert len(warnings) == 3
     engine.kv.shaped = True
     list(chat.ask("second"))
     assert chat.report.shaped_by_turn == 2
@@ -29,25 +27,6 @@ def test_warnings_come_before_the_answer_and_stay_in_the_record() -> None:
     list(chat.ask("third"))
     assert chat.report.warnings == ()  # the line under the answer says it
     assert chat.report.shaped_by_turn == chat.report.misses == 2
-
-
-def test_a_budget_that_was_chosen_and_evicts_nothing_is_said() -> None:
-    chat = make(eviction=EvictionConfig.read(budget=600))
-    chat.engine.kv.budget_rows = 600  # type: ignore[misc]
-    chat.attach("short")
-    list(chat.ask("q"))
-    assert chat.report is not None
-    assert '`budget="600"` (600 tokens per head) is not below this' in chat.report.warnings[0]
-
-
-def test_no_warning_about_the_budget_when_something_was_evicted() -> None:
-    engine = FakeEngine()
-    engine.kv.budget_rows = 8
-    chat = make(engine=engine)
-    chat.attach("longer than eight rows")
-    list(chat.ask("q"))
-    assert chat.report is not None
-    assert chat.report.warnings == ()
 
 
 def test_strings_that_pass_for_control_or_for_turn_markers_are_told_apart() -> None:

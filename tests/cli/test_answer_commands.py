@@ -55,7 +55,7 @@ def test_continue_goes_on_with_the_answer(world: World, document: str) -> None:
     result = world.run("chat", document, "-n", "5", input="Who runs it?\n/continue\n/continue\n")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines() == [whole[:5], whole[5:10], whole[10:]]
-    lines = [line for line in result.stderr.splitlines() if " tok · " in line]
+    lines = [line for line in result.stderr.splitlines() if " tokens · " in line]
     assert [line.split()[0] for line in lines] == ["5", "10", "12"]
     assert "stopped by max_tokens" in lines[1]
     assert "stopped by" not in lines[2]
@@ -124,7 +124,7 @@ def test_copy_sends_the_answer_to_the_terminals_clipboard(
     try:
         terminal.ready()
         terminal.type("Who runs it?\r")
-        terminal.until("tok/head")
+        terminal.until("without eviction")
         terminal.ready()
         terminal.type("/copy\r")
         sent = terminal.until("to the terminal's clipboard")
@@ -190,10 +190,10 @@ def test_a_first_question_on_a_terminal(document: str) -> None:
     terminal = Forked("chat", document, "-n", "4", "-p", "Who runs it?", env=env)
     try:
         terminal.until("› Who runs it?")
-        terminal.until("tok/head")
+        terminal.until("without eviction")
         terminal.ready()
         terminal.type("And why?\r")
-        terminal.until("tok/head")
+        terminal.until("without eviction")
         terminal.ready()
         terminal.type("\x04")
         assert terminal.code() == 0

@@ -374,7 +374,7 @@ def test_that_text_is_stored_is_told_once_on_a_terminal(document: Path, home: Pa
         for question in ("Who?", "Why?"):
             terminal.ready()
             terminal.type(f"{question}\n")
-            terminal.until("tok/head")
+            terminal.until("without eviction")
         terminal.ready()
         terminal.type("\x04")
         assert terminal.code() == 0

@@ -32,7 +32,7 @@ BUDGET = 48
 
 def asked(*questions: str, document: str = STORY) -> ChatSession:
     """A chat under adakv that has answered."""
-    session = chat(eviction=EvictionConfig.read("adakv", "roco", BUDGET), budget=BUDGET)
+    session = chat(eviction=EvictionConfig.read("adakv", "h2o", BUDGET), step="h2o", budget=BUDGET)
     session.attach(document, "story.txt")
     for question in questions:
         list(session.ask(question, 5))
@@ -293,12 +293,21 @@ def test_policies_of_a_comparison() -> None:
     assert labels() == labels("full") == labels("adakv") == ["adakv 48", "full"]
     assert labels("budget=20%") == ["adakv 20%", "full"]
     assert labels("streaming", "full", "h2o", "streaming") == ["streaming 48", "h2o 48", "full"]
-    session.eviction = replace(EvictionConfig.read("adakv", "h2o"), budget=read_budget(64))
-    assert labels("adakv") == ["adakv then h2o 64", "full"]
+    session.eviction = replace(EvictionConfig.read("adakv", "roco"), budget=read_budget(64))
+    assert labels("adakv") == ["adakv then roco 64", "full"]
     session.eviction = EvictionConfig.read("tova", budget=64, stride=8)
     assert labels() == ["tova stride 8 64", "full"]
     assert compare.read_choices(session, [])[0] == session.eviction
-    session.eviction = EvictionConfig.read("full")
+    session.eviction = EvictionConfig.read("adakv")  # under --budget auto
+    assert labels("budget=96") == ["adakv 96", "full"]
+    assert labels("snapkv", "budget=96") == ["snapkv 96", "full"]
+    for arguments in ((), ("snapkv",)):
+        with pytest.raises(UsageError, match="this chat evicts nothing"):
+            labels(*arguments)
+    session.eviction = session.eviction.under(64)
+    assert labels() == ["adakv 64", "full"]
+    assert labels("snapkv") == ["snapkv 64", "full"]
+    session.eviction = EvictionConfig.read("full", budget=512)
     assert labels("snapkv") == ["snapkv 512", "full"]
 
 
@@ -414,7 +423,7 @@ def test_side_by_side_with_the_full_cache_last() -> None:
     assert "first 2 of 3 tokens" in row["same as full"]
     assert row["same as full"].endswith(" -")
     assert row["lost"].split() == ["lost", "~3.1%", "~3.1%", "nothing", "evicted"]
-    assert "KV held" in row
+    assert "memory" in row
     assert "read" in row
     assert "write" in row
     assert any("last window's attention" in line for line in lines)
@@ -459,10 +468,9 @@ def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str)
 
 
 def test_warnings_of_single_runs_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    compared(asked("Who?"), "streaming", "budget=4000")
+    compared(asked("Who?"), "kvzip")
     err = capsys.readouterr().err
-    assert '! streaming 4000: `budget="4000"`' in err
-    assert "nothing was evicted" in err
+    assert "! kvzip 48: kvzip scores what is read" in err
     assert "! full:" not in err
 
 
@@ -533,7 +541,9 @@ def test_how_much_faster_than_full(
 
 def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
     net = network((None, 40, None))
-    session = chat(eviction=EvictionConfig.read("adakv", "roco", BUDGET), budget=BUDGET, net=net)
+    session = chat(
+        eviction=EvictionConfig.read("adakv", "h2o", BUDGET), step="h2o", budget=BUDGET, net=net
+    )
     session.attach(STORY)
     list(session.ask("Who?", 3))
     compared(session)

@@ -50,6 +50,7 @@ def test_the_whole_demo_goes_as_its_text_says(capsys: pytest.CaptureFixture[str]
     assert said[1] != "Morthorpe"  # streaming
     assert re.search(r"99\.\d% saved", text)
     assert "minikv chat FILE" in text
+    assert "is a toy that knows only its own made-up world" in text.splitlines()[-1]
 
 
 def test_enter_goes_on_and_q_leaves(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_ask_under_a_budget_answers_and_reports_what_it_held(folder: Path, story
     # k and v of 12 float32, a position; 2 layers of 2 heads
     assert kv["full"] == tokens["seen_total"] * 2 * 2 * (2 * 12 * 4 + 4)
     assert kv["held"] <= kv["allocated"] <= kv["peak_prefill"]
-    assert kv["policy_state"] > 0  # roco's sums are counted
+    assert kv["policy_state"] > 0  # h2o's sums are counted
     assert record["shaped_by_turn"] == 1
     assert 0 < record["loss"]["est_mass_lost_mean"] < 1
     assert record["warnings"] == []
@@ -135,11 +135,12 @@ def test_an_answer_from_a_small_part_of_the_document_says_so(folder: Path, story
 
 
 def test_a_budget_above_the_prompt_is_the_full_cache(folder: Path, story: str) -> None:
-    full = ask(folder, "q", story, "--policy", "full")
-    wide = ask(folder, "q", story, "--budget", "2000")
-    assert full.stdout == wide.stdout
-    assert "nothing was evicted" in wide.stderr
-    assert "nothing was evicted" not in full.stderr
+    full = ask(folder, "q", story, "--policy", "full", "--stats")
+    for flags in (("--budget", "2000"), ()):
+        wide = ask(folder, "q", story, "--stats", *flags)
+        assert wide.stdout == full.stdout
+        assert "(nothing evicted)" in wide.stderr
+        assert "answer          as without eviction" in wide.stderr
     again = ask(folder, "q", story, "--policy", "full")
     assert again.stdout == full.stdout
 
@@ -159,7 +160,7 @@ def test_two_turns_keep_log_and_cache_together(folder: Path, policy: str, decode
     if policy == "full" and decode in ("auto", "none"):
         assert report.kv_bytes.saved == 0
         assert report.kv_bytes.held == report.kv_bytes.full
-        assert report.saved == "nothing to save"
+        assert report.saved == "nothing evicted"
         assert report.tokens.kept_min == len(chat.fed)
     elif decode != "none":
         assert report.tokens.kept_mean <= 64 or policy == "full"
@@ -349,7 +350,7 @@ def test_as_a_process_away_from_the_repository(folder: Path, story: str, tmp_pat
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr
     assert done.stdout.endswith("\n")
-    assert "KV held" in done.stderr
+    assert "memory          KV" in done.stderr
     assert done.stderr.isascii()
 
 
@@ -372,7 +373,7 @@ def test_ctrl_c_and_ctrl_d_on_a_terminal(tmp_path: Path, story: str) -> None:
         terminal.until("Ctrl-D leaves.")
         terminal.ready()
         terminal.type("first?\r")
-        terminal.until("tier: RAM, ")
+        terminal.until("tier: a file, ")
         terminal.until("tokens\r\n")
         terminal.more(20)  # the answer has begun
         terminal.type("\x03")

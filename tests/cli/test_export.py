@@ -400,15 +400,16 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
     assert rows.pop("Tokens written").endswith("stopped by end of turn")
     assert rows.pop("Tokens kept per head")
     assert rows == {
-        "Policy": "adakv, then roco, budget 64 tokens per head",
-        "KV held": "0.2 of 1.0 MiB (75.0% saved)",
+        "Policy": "adakv, then h2o, budget 64 tokens per head",
+        "Memory": "KV 0.2 of 1.0 MiB (75.0% saved)",
         "of it, kept by the policy": "1.0 KiB",
-        "KV allocated": "512.0 KiB, the pool",
+        "Allocated for the cache": "512.0 KiB",
         "KV at the most": "3.0 MiB, while reading",
         "Reading": "1.50 s (1,234.6 tok/s)",
         "Evicting": "31 ms",
         "First token after": "1.62 s",
         "Writing": "0.25 s",
+        "Answer": "as without eviction",
         "Attention lost": "~3.1%, worst layer 3: 50.0% (an estimate from the last window)",
         "Evicted for": "question 2",
         "Memory of the process": "5.0 MiB at most",
@@ -420,7 +421,7 @@ def test_the_figures_of_a_turn_in_words(facts: ChatFacts) -> None:
     bare = replace(report, loss=Loss(None, None, None, None), device_mem=DeviceMemory(None, None))
     rows = dict(figures.rows(bare))
     assert rows["Attention lost"] == "not estimated"
-    assert not any(name.startswith("Memory") for name in rows)
+    assert not any(name.startswith("Memory of") for name in rows)
 
 
 def test_an_answer_cannot_leave_its_quotation() -> None:

@@ -689,7 +689,7 @@ def test_a_chat_on_a_poor_terminal(tmp_path: Path, kind: str) -> None:
         chat.until("leaves.", 240.0)
         chat.ready()
         chat.type("Who?\r")
-        chat.until("tok/head")
+        chat.until("without eviction")
         chat.ready()
         chat.type("/settle\r")
         chat.until("unknown command")

@@ -29,10 +29,10 @@ def session() -> ChatSession:
 @pytest.mark.parametrize(
     ("policy", "text", "words"),
     [
-        ("full", SHORT, "nothing to save"),
-        ("full", LONG, "nothing to save"),
-        ("adakv", SHORT, "nothing to save yet"),
-        ("h2o", SHORT, "nothing to save yet"),
+        ("full", SHORT, "nothing evicted"),
+        ("full", LONG, "nothing evicted"),
+        ("adakv", SHORT, "nothing evicted"),
+        ("h2o", SHORT, "nothing evicted"),
         ("snapkv", LONG, None),
     ],
 )
@@ -55,12 +55,12 @@ def test_all_that_say_what_was_saved_agree(
         assert kv["held"] - kv["policy_state"] == kv["full"]
     facts = gather(session)
     ran = compare.Run("x", answer, (), report)
-    page, column = html.render(facts), compare.facts(ran, ran)["KV held"]
-    assert column.endswith(f", {words}")
+    page, column = html.render(facts), compare.facts(ran, ran)["memory"]
+    assert column == report.memory
     for place in (
         report.lines()[1],
         render.stats(report),
-        dict(figures.rows(report))["KV held"],
+        dict(figures.rows(report))["Memory"],
         markdown.render(facts),
         page,
     ):

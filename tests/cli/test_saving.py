@@ -158,7 +158,7 @@ def test_retry_asks_the_last_question_again(talk: Talk) -> None:
     assert out == second
     lines = err.splitlines()
     assert lines[0] == "asking again: two"
-    assert lines[1].startswith("  12 tok · ")
+    assert lines[1].startswith("  12 tokens · ")
     assert lines[2].startswith("  KV ")
     assert [turn.question for turn in talk.session.turns] == ["one", "two"]
 
@@ -398,7 +398,7 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     lines = err.splitlines()
     assert lines[0].startswith("mine: 2 turns, taken up in ")
     assert lines[0].endswith(" ms, nothing was read again")
-    assert lines[1] == "  adakv, then roco · budget 48"
+    assert lines[1] == "  adakv, then h2o · budget 48 tokens per head"
     assert lines[2] == "  mill.txt: 224 characters"
     assert lines[3] == "› Why?"
     assert clean(real.session.turns[-1].answer).rstrip("\n") == want.rstrip("\n")

@@ -555,7 +555,7 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
     text = do(context, "set")
     assert row(text, "temperature") == ["temperature", "0", "default"]
     assert row(text, "seed") == ["seed", "0", "--seed"]
-    assert row(text, "budget") == ["budget", "512", "default"]
+    assert row(text, "budget") == ["budget", "auto", "default"]
     for name in SETTINGS:
         assert name == "stats" or row(text, name)
 
@@ -705,7 +705,7 @@ def test_show_has_a_view_of_everything(bundled: ChatSession) -> None:
     assert "8,192 positions" in model
     assert "4 · 6 heads, 3 KV heads of 64" in model
     policy = do(context, "show", "policy")
-    assert "adakv, then roco" in policy
+    assert "adakv, then h2o" in policy
     assert row(policy, "adakv.window") == ["adakv.window", "32"]
     assert "no system prompt" in do(context, "show", "system")
     template = do(context, "show", "template")

@@ -217,7 +217,7 @@ def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path)
         assert "11 characters" in terminal.until("read with your next question")
         terminal.ready()
         terminal.type("q\r")
-        terminal.until("tok/head")
+        terminal.until("without eviction")
         terminal.ready()
         terminal.type("/exit\r")
         assert terminal.code() == 0

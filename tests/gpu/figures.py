@@ -52,8 +52,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import facts
 
 from minikv.cache.tier import Tier
+from minikv.chat import fitting
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli import forecast
 from minikv.cli.bench import kernels, machine, models, peer, shapes
 from minikv.cli.bench.cached import Cached
 from minikv.cli.bench.floors import Rates, decode_floor
@@ -63,6 +63,7 @@ from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch import attention
 from minikv.kernels.torch.cudnn import make_plans, planned
 from minikv.kernels.triton.table import Triton
+from minikv.loader import shape_of, workspace
 from minikv.models.llama import Llama
 
 ROUNDS, STEPS, WARM = 3, 30, 6
@@ -250,10 +251,11 @@ class Bench:
 
     def _planned(self, eviction: EvictionConfig, net: Llama, tokens: int) -> int:
         """Bytes beside the weights, as `minikv plan` has them."""
-        kv = forecast.begun(eviction, net.config, net.dtype, tokens, ROOM)
+        shape = shape_of(net.config)
+        kv = fitting.begun(eviction.rules(), shape, net.dtype, net.dtype, tokens, ROOM)
         assert kv.target is not None
-        most = max(forecast.peak(kv, eviction, tokens), kv.target.nbytes)
-        return most + forecast.workspace(net.config, tokens, net.dtype.itemsize, cuda=True)
+        most = max(fitting.peak(kv, tokens), kv.target.nbytes)
+        return most + workspace(net.config, tokens, net.dtype.itemsize, cuda=True)
 
     def compare(self, series: Sequence[Series]) -> None:
         """Write tokens in turns, and note a row for each."""

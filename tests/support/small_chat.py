@@ -22,6 +22,7 @@ def chat(
     budget: int | str = 48,
     layers: int = 2,
     window: int | None = None,
+    decode: str = "auto",
     **given: Any,
 ) -> ChatSession:
     """A session over a small random network that speaks bytes. window: of all layers."""
@@ -40,7 +41,7 @@ def chat(
         windows=(window,) * layers,
     )
     net = Llama(config, rows=64).randomise(3, std=0.3)
-    eviction = EvictionConfig.read(policy, budget=budget)
+    eviction = EvictionConfig.read(policy, decode, budget)
     kv = KVCache(shape(net), eviction.rules(), poison=True)
     tokenizer = ByteTokenizer()
     return ChatSession(

@@ -21,7 +21,7 @@ SPACE = "{http://www.w3.org/2000/svg}"
 def cell(policy: str, budget: str, score: float, reuse: str = "once", task: str = "facts") -> Cell:
     low, high = max(0.0, score - 0.1), min(1.0, score + 0.1)
     full = policy == "full"
-    decode = "none" if full else "roco"
+    decode = "none" if full else "h2o"
     return Cell(task, policy, decode, budget, 0, 9, score, low, high, 0.1, reuse=reuse)
 
 

@@ -68,7 +68,7 @@ def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
     small = run.Run(chat, [task], items, [*full(), share(least - 1)])
     with pytest.raises(UsageError, match=r"^x.jsonl, line 60, the shortest: budget"):
         small.check("mine")
-    with pytest.raises(UsageError, match="is too small for adakv with roco"):
+    with pytest.raises(UsageError, match="is too small for adakv with h2o"):
         small.measure(never)
     assert small.completed == 1
     enough = run.Run(chat, [task], items, [*full(), share(least)])

@@ -1,0 +1,99 @@
+"""A turn from the command line: the bundled model says where a document is not of its world."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import minikv
+from minikv.chat.session import ChatSession
+from minikv.cli import demo, render
+from minikv.cli.evaluation.tasks import followup
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.terminal import Terminal
+from minikv.cli.turn import TOY, run_turn
+from minikv.models import BUNDLED
+from minikv.settings import Generation
+
+ENGLISH = (
+    "The quarterly report shows that revenue grew by eleven percent, mostly because customers in "
+    "northern Europe renewed their contracts earlier than expected. "
+)
+CODE = Path(demo.__file__).read_text()
+
+
+@pytest.fixture(scope="module")
+def session() -> ChatSession:
+    return minikv.load(device="cpu", tier="none")
+
+
+def said(
+    session: ChatSession, texts: list[str], capsys: pytest.CaptureFixture[str], model: str = ""
+) -> int:
+    """How often the line is said with a question about these documents."""
+    session.reset()
+    facts = session.facts
+    session.facts = replace(facts, model=model or facts.model)
+    for text in texts:
+        session.attach(text)
+    run_turn(session, "Who?", Generation(max_tokens=1), Terminal(), Interrupts())
+    session.facts = facts
+    return capsys.readouterr().err.count(TOY)
+
+
+@pytest.mark.parametrize(
+    ("texts", "times"),
+    [
+        ([], 0),
+        (["ours"], 0),
+        (["made"], 0),
+        ([ENGLISH], 1),
+        ([ENGLISH * 9], 1),
+        ([CODE[:3000]], 1),
+        (["\u4e16\u754c\u4f60\u597d " * 20], 1),
+        (["ours", ENGLISH, CODE[:500]], 1),
+    ],
+    ids=["none", "sample", "made", "English", "longer", "code", "Chinese", "several"],
+)
+def test_the_toy_says_that_it_does_not_know_a_document(
+    session: ChatSession,
+    texts: list[str],
+    times: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = {
+        "ours": (BUNDLED / "sample.txt").read_text()[:4000],
+        "made": next(iter(followup(session.tokenizer, 600, 1, 7))).document,
+    }
+    texts = [own.get(text, text) for text in texts]
+    assert said(session, texts, capsys) == times
+    assert said(session, texts, capsys, model="owner/another") == 0
+
+
+def test_the_whole_sample_is_of_its_world(session: ChatSession) -> None:
+    """However it is cut: the beginning alone is looked at."""
+    text = (BUNDLED / "sample.txt").read_text()
+    pieces = [text[at : at + 2000] for at in range(0, len(text) - 2000, 2000)]
+    least = min(len(piece) / len(session.tokenizer.encode(piece)) for piece in pieces)
+    assert least > 4
+
+
+def test_it_is_said_once_a_document_in_the_header_and_at_the_end_of_the_demo(
+    session: ChatSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session.reset()
+    session.attach(ENGLISH)
+    lines = render.header(session, "0").splitlines()
+    words = "a toy that knows only its own made-up world; your documents need -m NAME"
+    assert [line.split(None, 2)[0] for line in lines[:2]] == ["minikv", "model"]
+    assert lines[2].strip() == words
+    for times in (1, 0):  # the second question brings no document
+        run_turn(session, "Who?", Generation(max_tokens=1), Terminal(), Interrupts())
+        assert capsys.readouterr().err.count(TOY) == times
+    end = demo._END.splitlines()[-1]
+    assert end == (
+        "The bundled model is a toy that knows only its own made-up world: your documents need "
+        "-m NAME."
+    )
