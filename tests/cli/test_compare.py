@@ -301,9 +301,8 @@ def test_policies_of_a_comparison() -> None:
     session.eviction = EvictionConfig.read("adakv")  # under --budget auto
     assert labels("budget=96") == ["adakv 96", "full"]
     assert labels("snapkv", "budget=96") == ["snapkv 96", "full"]
-    for arguments in ((), ("snapkv",)):
-        with pytest.raises(UsageError, match="this chat evicts nothing"):
-            labels(*arguments)
+    assert labels() == ["adakv 512", "full"]
+    assert labels("snapkv", "streaming") == ["snapkv 512", "streaming 512", "full"]
     session.eviction = session.eviction.under(64)
     assert labels() == ["adakv 64", "full"]
     assert labels("snapkv") == ["snapkv 64", "full"]
