@@ -350,12 +350,6 @@ def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
 def facts(one: Run, full: Run) -> dict[str, str]:
     """The rows of a run, in order; figures that were not measured say so."""
     tokens, rate = one.report.tokens, one.report.rate
-    lost = one.report.loss.est_mass_lost_mean
-    if lost is not None:
-        lost_is = f"~{100 * lost:.1f}%"
-    else:
-        evicted = one is not full and tokens.kept_min < tokens.seen_total
-        lost_is = "not estimated" if evicted else "nothing evicted"
     return {
         "answer": one.text.strip() or "(empty)",
         "same as full": "-" if one is full else same_as(one.tokens, full.tokens),
@@ -366,7 +360,6 @@ def facts(one: Run, full: Run) -> dict[str, str]:
         ),
         "read": _read(tokens, rate),
         "write": _rate(rate.decode_tok_s) + ("" if one is full else times(one)),
-        "lost": lost_is,
     }
 
 
@@ -403,11 +396,6 @@ def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
     if question.before:
         count = "1 question" if question.before == 1 else f"{question.before:,} questions"
         notes.append(f"the {count} before it, and what was answered, are in none of the runs")
-    if any(one.report.loss.est_mass_lost_mean is not None for one in runs):
-        notes.append(
-            "lost: the part of the last window's attention that fell on evicted tokens while "
-            "reading, an estimate"
-        )
     return lines + [line for note in notes for line in folded(note, screen.width, "  ")]
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from minikv.chat.report import UNKNOWN, Loss
 from minikv.cli import kept
 from minikv.cli.command import Command, Context
 from minikv.cli.kept import Kept
@@ -180,7 +179,7 @@ def _recalls(session: ChatSession) -> bool:
 
 
 def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
-    """How much was kept, an estimate of the attention lost, and a strip of where it was kept."""
+    """How much was kept, and a strip of where it was kept."""
     layers, heads, tokens = facts.held.shape
     rows = facts.rows()
     lines = [
@@ -189,9 +188,7 @@ def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
         f"in each on average, {int(rows.min()):,} to {int(rows.max()):,}"
     ]
     if bool(facts.held.all()):
-        lines.append("every head holds every token: nothing is lost")
-    elif session.report is not None:
-        lines.append(lost_line(session.report.loss))
+        lines.append("every head holds every token")
     windows = [w for w in session.engine.kv.shape.windows if w is not None and w < tokens]
     if windows:
         lines.append(
@@ -201,21 +198,6 @@ def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
     wrapped = [line for text in lines for line in folded(text, screen.width, "  ")]
     strips = along(facts, screen.width, screen.signs, screen.encoding)
     return [*wrapped, *strips.split("\n"), ""]
-
-
-def lost_line(loss: Loss) -> str:
-    """The attention that the last turn's evictions cost, with the method of the estimate."""
-    if loss.method == UNKNOWN:
-        return "lost: not known, because tokens had been evicted before the last turn"
-    if loss.est_mass_lost_mean is None:
-        return "lost: not estimated in the last turn"
-    worst = ""
-    if loss.est_mass_lost_max is not None and loss.est_mass_lost_argmax_layer is not None:
-        worst = f" (layer {loss.est_mass_lost_argmax_layer}: {100 * loss.est_mass_lost_max:.1f}%)"
-    return (
-        f"lost ~{100 * loss.est_mass_lost_mean:.1f}%{worst} of the last window's attention in "
-        "the last turn, an estimate"
-    )
 
 
 def page(

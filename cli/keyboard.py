@@ -111,7 +111,8 @@ class Keyboard:
         _set(self._number, self._before)
 
     def waiting(self) -> bool:
-        """Whether a complete line was typed already and has not been read."""
+        """Whether something was typed that has not been read: a key, or a line where the terminal
+        edits lines itself."""
         return bool(select.select([self._number], [], [], 0)[0])
 
     def _wait(self) -> None:

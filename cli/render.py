@@ -53,7 +53,7 @@ def stats(report: TurnReport) -> str:
         shaped = f" · evicted for {by}"
     lost = "not known: tokens were evicted before" if loss.method == UNKNOWN else "not estimated"
     if loss.est_mass_lost_mean is not None:
-        lost = f"~{100 * loss.est_mass_lost_mean:.1f}% of the last window's attention"
+        lost = f"~{100 * loss.est_mass_lost_mean:.1f}% of the last window's lost"
         if loss.est_mass_lost_max is not None and loss.est_mass_lost_argmax_layer is not None:
             worst = f"worst layer {loss.est_mass_lost_argmax_layer}"
             lost += f" ({worst}: {100 * loss.est_mass_lost_max:.1f}%)"
@@ -84,13 +84,13 @@ def stats(report: TurnReport) -> str:
         (
             "time",
             f"load {time.load:.1f} s · read {time.prefill:.2f} s{per_second(rate.prefill_tok_s)} · "
-            + f"evict {1000 * time.evict:.0f} ms · " * bool(tokens.evicted_total)
+            + f"evict {1000 * time.evict:.0f} ms · " * (not report.whole)
             + f"first token {time.first_token:.2f} s · "
             f"write {time.decode:.2f} s{per_second(rate.decode_tok_s)}",
         ),
         ("speed", _beside_full(report)),
         ("answer", report.against_full.words),
-        ("attention lost", lost),
+        ("attention", lost),
         *fidelity_rows(report),
     ]
     if report.reuse != "once" or report.turn > 1:

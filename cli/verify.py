@@ -7,7 +7,6 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from minikv.chat.report import AgainstFull
 from minikv.cli.command import Command, Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.layout import clipped, folded
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
     from minikv.chat.verify import Verification
 
-NOTHING_EVICTED = AgainstFull(same=True)
 _TOKEN = 24  # most cells of a token that is quoted
 
 
@@ -29,7 +27,8 @@ def _verify(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
     if arguments:
         raise UsageError("/verify takes nothing", "it writes the last answer again")
-    if session.report is not None and session.report.against_full == NOTHING_EVICTED:
+    known = session.report.against_full if session.report is not None else None
+    if known is not None and known.same and not known.checked:
         terminal.say("as without eviction: nothing was evicted")
         return
     found = _written_again(session, terminal, context.interrupts)

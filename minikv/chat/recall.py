@@ -50,7 +50,7 @@ def _in_memory(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
     except OSError:  # not Linux
         return False
     real = folder.resolve()
-    kinds = {Path(line[1]): line[2] for line in lines if len(line) > 2}
+    kinds = {Path(line[1].replace("\\040", " ")): line[2] for line in lines if len(line) > 2}
     return kinds.get(next((one for one in (real, *real.parents) if one in kinds), real)) in (
         "tmpfs",
         "ramfs",

@@ -211,7 +211,12 @@ class TurnReport:
         """What is saved, e.g. "96.1% saved"."""
         if self.kv_bytes.saved > 0:
             return f"{percent_saved(self.kv_bytes.saved)} saved"
-        return "nothing saved" if self.tokens.evicted_total else "nothing evicted"
+        return "nothing evicted" if self.whole else "nothing saved"
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was evicted. What slides out of a layer's window does not count."""
+        return not self.tokens.evicted_total or self.against_full == AgainstFull(same=True)
 
     @property
     def memory(self) -> str:
@@ -240,7 +245,7 @@ class TurnReport:
         if self.stop_reason != "eos":
             speed.append(f"stopped by {STOPS[self.stop_reason]}")
         memory = [self.memory]
-        if tokens.evicted_total:
+        if not self.whole:
             memory.append(f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head")
         if self.fidelity is not None and self.fidelity.budget is not None:
             memory.append(f"budget {self.fidelity.budget:,}")

@@ -154,7 +154,7 @@ def test_one_word_about_the_answer_stands_under_it_and_in_the_record(
 ) -> None:
     made = report(against_full=known)
     assert made.lines()[1].endswith(f" · {words}")
-    assert f"answer          {words}" in render.stats(made)
+    assert f"answer     {words}" in render.stats(made)
     assert report_of(json.loads(json.dumps(made.to_dict()))) == made
     assert "lost" not in " ".join(made.lines())
 
@@ -206,7 +206,7 @@ def test_what_is_saved_is_counted_where_it_is(
     made = report(device=device, kv_bytes=KvBytes(*(1024 * n for n in kv)), tier=tier)
     assert made.memory == words
     assert made.lines()[1].startswith(f"{words} · kept")
-    assert f"memory          {words}" in render.stats(made)
+    assert f"memory     {words}" in render.stats(made)
     assert words in dict(rows(made))["Memory"]
     assert words in repr(made)
 

@@ -187,7 +187,7 @@ def test_01_a_pipe_and_a_file_get_the_answer_and_nothing_else(program: Program) 
     assert file == piped
     for name in ("first", "second"):
         said = (program.folder / name).read_bytes()
-        assert b"memory          KV" in said
+        assert b"memory     KV" in said
         assert b"\x1b" not in said
         assert b"\r" not in said
 
@@ -433,7 +433,7 @@ def test_05_the_printed_numbers_add_up(program: Program) -> None:
     assert kv["tier"] > kv["tier_here"] == 0  # in a file
     kept = f"kept 64 of {tokens['seen_total']} tokens per head"
     assert f"  KV {both} · {kept} · not checked" in done.err
-    line = f"memory          KV {both}, {kv['policy_state'] / 1024:.1f} KiB of it the state"
+    line = f"memory     KV {both}, {kv['policy_state'] / 1024:.1f} KiB of it the state"
     assert line in done.err
     assert f"(min {min(rows)}, max {max(rows)})" in done.err
     assert f"allocated       {kv['allocated'] / 1024:.1f} KiB for the cache" in done.err
@@ -472,7 +472,7 @@ def test_06_budgets_around_the_prompt_and_the_window(program: Program) -> None:
         wide = program.ask("story.txt", "--budget", budget, "--stats")
         assert wide.out == full.out
         assert "(nothing evicted)" in wide.err
-        assert "answer          as without eviction" in wide.err
+        assert "answer     as without eviction" in wide.err
     narrow = ("story.txt", "--decode", "none", "-o", "window=16", "--json")
     refused = program.ask(*narrow, "--budget", "16")
     assert refused.code == 2
@@ -775,7 +775,7 @@ def test_10_forty_columns(screens: Callable[..., str]) -> None:
     lines = [line for line in lines if "\x1b" not in line]
     # A path stays in one piece, for those who copy it.
     assert [line for line in lines if cell_len(line) > 40 and " " in line.strip()] == []
-    held = next(i for i, line in enumerate(lines) if line.startswith("memory          "))
+    held = next(i for i, line in enumerate(lines) if line.startswith("memory     "))
     assert re.match(r"  \S", lines[held + 1]), "a row goes on below itself"
     text = " ".join(" ".join(lines).split())
     for screen in (

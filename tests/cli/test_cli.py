@@ -288,7 +288,7 @@ def test_stats_go_to_stderr(world: World, document: str) -> None:
     plain = world.run("ask", "q", document)
     result = world.run("ask", "q", document, "--stats")
     assert result.stdout == plain.stdout
-    assert "memory          KV" in result.stderr
+    assert "memory     KV" in result.stderr
     assert "memory" not in plain.stderr
     assert "allocated" in result.stderr
     assert "peak" in result.stderr
@@ -799,7 +799,7 @@ def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
         "streaming, then streaming",
         "other file.txt: 4 characters",
         "2 documents will be read",
-        "memory          KV",
+        "memory     KV",
     ):
         assert text in result.stderr, text
 

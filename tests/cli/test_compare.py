@@ -421,11 +421,10 @@ def test_side_by_side_with_the_full_cache_last() -> None:
     assert "(empty)" in row["answer"]
     assert "first 2 of 3 tokens" in row["same as full"]
     assert row["same as full"].endswith(" -")
-    assert row["lost"].split() == ["lost", "~3.1%", "~3.1%", "nothing", "evicted"]
     assert "memory" in row
     assert "read" in row
     assert "write" in row
-    assert any("last window's attention" in line for line in lines)
+    assert "lost" not in row  # the row above says how far the answers agree
     assert not any("before it" in line for line in lines)
 
 

@@ -140,7 +140,7 @@ def test_a_budget_above_the_prompt_is_the_full_cache(folder: Path, story: str) -
         wide = ask(folder, "q", story, "--stats", *flags)
         assert wide.stdout == full.stdout
         assert "(nothing evicted)" in wide.stderr
-        assert "answer          as without eviction" in wide.stderr
+        assert "answer     as without eviction" in wide.stderr
     again = ask(folder, "q", story, "--policy", "full")
     assert again.stdout == full.stdout
 
@@ -350,7 +350,7 @@ def test_as_a_process_away_from_the_repository(folder: Path, story: str, tmp_pat
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr
     assert done.stdout.endswith("\n")
-    assert "memory          KV" in done.stderr
+    assert "memory     KV" in done.stderr
     assert done.stderr.isascii()
 
 
