@@ -7,6 +7,7 @@ steps of a turn in order: it plans the prompt (`planning`), reads it (`reading`)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -802,7 +803,7 @@ class ChatSession:
     def _settle(self) -> None:
         """Close the turn under way, and make conversation, cache and tier agree: an interrupt may
         have come between any two of them. Otherwise this does nothing."""
-        if isinstance(self.engine, _Closed):
+        if isinstance(self.engine, _Closed) or sys.is_finalizing():  # nobody asks any more
             return
         kv, log = self.engine.kv, self._log
         self._cancelling.rereading = False

@@ -95,3 +95,16 @@ def test_the_memory_of_the_process_is_that_of_the_report() -> None:
     ram, full = found["adakv ram"][1], found["full none"][1]
     assert ram["tier_here"] == ram["tier"] > 0.98 * full["full"]
     assert ram["peak_prefill"] > ram["tier"], "what existed while reading counts the tier"
+
+
+def test_a_program_may_end_within_an_answer() -> None:
+    program = """
+import sys, minikv
+chat = minikv.load()
+answer = chat.ask("Who leads Project Misty Clover?", 50)
+print(next(answer))
+sys.exit(3)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (3, "")
+    assert run.stdout.strip()
