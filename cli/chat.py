@@ -214,7 +214,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 if typed and session.report.stop_reason == "length":
                     terminal.note("  /continue goes on with this answer")
                 if context.checks:
-                    check(session, terminal, interrupts)
+                    context.checks = check(session, terminal, interrupts)
             context.keeper.keep(session)
         # As in a shell: stopping an answer also drops what was typed ahead.
         if interrupts.pressed() and terminal.keyboard is not None:

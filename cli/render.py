@@ -80,7 +80,7 @@ def stats(report: TurnReport) -> str:
         ),
         ("allocated", f"{size(kv.allocated)} for the cache"),
         *tier_rows(report),
-        ("peak", f"{size(kv.peak_prefill)} while reading, before eviction"),
+        ("peak", f"{size(kv.peak_prefill)} while reading; the network's work space comes on top"),
         (
             "time",
             f"load {time.load:.1f} s · read {time.prefill:.2f} s{per_second(rate.prefill_tok_s)} · "
@@ -130,10 +130,11 @@ def fidelity_rows(report: TurnReport) -> list[tuple[str, str]]:
 
 
 def fidelity_words(lost: Fidelity) -> str:
-    """ "first token 0.0031 nats from a cache without eviction · attention output off by 4.1%"."""
+    """ "from the kept tokens alone, the first would be 0.0031 nats off · attention output off by
+    4.1%"."""
     if lost.kl_first_token is None:
         return "not measured: no memory for it"
-    text = f"first token {lost.kl_first_token:.2g} nats from a cache without eviction"
+    text = f"from the kept tokens alone, the first would be {lost.kl_first_token:.2g} nats off"
     if lost.output_error_mean is not None:
         text += f" · attention output off by {100 * lost.output_error_mean:.1f}%"
     if lost.output_error_max is not None and lost.output_error_layer is not None:

@@ -40,21 +40,25 @@ def _verify(context: Context, arguments: list[str]) -> None:
         )
 
 
-def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> None:
+def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> bool:
     """Compare the last answer with that of a cache without eviction, and say which it is. Stops
-    when a key is typed, or with Ctrl-C."""
+    when a key is typed, or with Ctrl-C. Returns False if this chat's answers cannot be compared."""
     report = session.report
     if report is None or report.against_full.same is not None or not report.tokens.generated:
-        return
+        return True
     keyboard = terminal.keyboard
     typed = keyboard.waiting if keyboard is not None else lambda: False
     try:
         found = _written_again(session, terminal, interrupts, typed)
-    except (UsageError, Interrupted) as error:
-        terminal.note(f"  {worded(str(error))}")
-        return
+    except UsageError as error:
+        terminal.note(f"  {worded(str(error))}; --check is off from here on")
+        return False
+    except Interrupted as stopped:
+        terminal.note(f"  {worded(str(stopped))}")
+        return True
     if found.parts or found.complete:
         terminal.note(f"  {session.report.against_full.words}" if session.report else "")
+    return True
 
 
 def _written_again(

@@ -43,8 +43,8 @@ class Machine:
 
     def needs(self, eviction: EvictionConfig, tokens: int, answer: int) -> tuple[int, int] | None:
         """Bytes beside the weights for a first prompt of `tokens` tokens and an answer, and for a
-        later question: where something was evicted, it is read beside the rows of the one before.
-        None if the policies cannot work so. Without eviction there is no tier."""
+        later question, which is read into another arena, beside the rows of the one before. None
+        if the policies cannot work so. Without eviction there is no tier."""
         try:
             kv = begun(eviction.rules(), self.shape, self.dtype, self.kv, tokens, answer)
         except (UsageError, ContextError):
@@ -54,7 +54,7 @@ class Machine:
         twice = kv.scored_twice
         reading = peak(kv, tokens) if twice is None else twice.planned_in_file
         first = max(reading, kv.target.nbytes) + tier + self.work(tokens)
-        return first, first + kv.target.nbytes * eviction.evicts
+        return first, first + kv.target.nbytes
 
     def rows(
         self,
@@ -100,7 +100,8 @@ def fit_words(rows: int, tokens: int) -> str:
     """What `Machine.rows` found for `tokens` tokens, in words."""
     if not rows:
         return "all of it fits: nothing is evicted"
-    return f"{rows:,} tokens per head fit: {100 * rows // max(tokens, 1)}% of what is read"
+    most = "no more than " if rows <= USEFUL else ""
+    return f"{most}{rows:,} tokens per head fit: {100 * rows // max(tokens, 1)}% of what is read"
 
 
 def tier_beside(

@@ -36,7 +36,7 @@ def test_every_record_of_a_chat_with_a_tier_has_it() -> None:
         assert lost.output_error_layer in (0, 1)
         assert (lost.bound, lost.budget, lost.tried) == (None, None, None)
         assert report.time_s.fidelity > 0
-        assert f"first token {lost.kl_first_token:.2g} nats" in render.stats(report)
+        assert f"the first would be {lost.kl_first_token:.2g} nats off" in render.stats(report)
         assert "Fidelity" in dict(rows(report))
         record = json.loads(json.dumps(report.to_dict()))
         assert record["fidelity"]["kl_first_token"] == lost.kl_first_token

@@ -624,8 +624,8 @@ def test_what_eviction_lost_is_a_figure_and_comes_back_from_json(facts: ChatFact
     assert back == report
     rows = dict(figures.rows(report))
     assert rows["Fidelity"] == (
-        "first token 0.012 nats from a cache without eviction · attention output off by 25.0% "
-        "(worst layer 3: 50.0%)"
+        "from the kept tokens alone, the first would be 0.012 nats off · "
+        "attention output off by 25.0% (worst layer 3: 50.0%)"
     )
     assert rows["Quality"] == "64 tokens per head, the smallest budget within 0.05 nats (2 tried)"
     assert rows["Chosen anew"] == "3 times within the answer, 1.25 s"

@@ -585,7 +585,9 @@ def test_without_tokens_the_plan_is_for_several_lengths(llama: str) -> None:
     assert "plan     read 4,000, 16,000 or 130,560 tokens, write 512; budget auto" in text
     heads = [line for line in text.splitlines() if re.match(r"[\d,]+ tokens( \(|$)", line)]
     assert heads == ["4,000 tokens", "16,000 tokens", "130,560 tokens (the whole context)"]
-    assert text.count("nothing is evicted") == 4  # two lengths, and what is suggested for each
+    assert (
+        " ".join(text.split()).count("nothing is evicted") == 4
+    )  # two lengths, and what is suggested for each
     assert text.count("roco --stride 32") == 1
     made = json.loads(run(llama, "", memory="24GiB", device="cpu", as_json=True))["lengths"]
     assert [one["tokens"] for one in made] == [4000, 16_000, 130_560]
@@ -609,10 +611,10 @@ def test_a_short_context_has_fewer_lengths(tmp_path: Path) -> None:
     ("memory", "tokens", "flags", "kept"),
     [
         ("80GiB", "16k", "", "all of it fits: nothing is evicted"),
-        ("16GiB", "16k", "", "4,700 tokens per head fit: 29% of what is read"),
-        ("12GiB", "16k", "--weights int8", "all of it fits: nothing is evicted"),
-        ("8GiB", "16k", "--weights int4", "15,000 tokens per head fit: 93% of what is read"),
-        ("8GiB", "100k", "--weights int4", "7,400 tokens per head fit: 7% of what is read"),
+        ("16GiB", "16k", "", "2,300 tokens per head fit: 14% of what is read"),
+        ("12GiB", "16k", "--weights int8", "11,000 tokens per head fit: 68% of what is read"),
+        ("8GiB", "16k", "--weights int4", "7,800 tokens per head fit: 48% of what is read"),
+        ("8GiB", "100k", "--weights int4", "3,700 tokens per head fit: 3% of what is read"),
         ("6.3GiB", "100k", "--weights int4+head --policy roco --stride 32", "% of what is read"),
     ],
 )

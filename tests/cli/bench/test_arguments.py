@@ -86,7 +86,7 @@ def test_a_table_and_its_legend() -> None:
     assert lines[0].startswith("tiny on ")
     begin = lines.index("prefill, tiny, 128 tokens")
     assert lines[begin + 1].split()[-2:] == ["x", "full"]
-    assert [line.split()[0] for line in lines[begin + 2 : begin + 4]] == ["full", "snapkv+roco"]
+    assert [line.split()[0] for line in lines[begin + 2 : begin + 4]] == ["full", "snapkv+h2o"]
     assert "prefill, tiny, 64 tokens" in lines
     assert "medians of 1 rounds in turns" in out.stdout
     assert max(map(len, lines[begin:])) <= 80

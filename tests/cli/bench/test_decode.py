@@ -38,7 +38,7 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(decode, policy="snapkv,h2o", repeat=2, steps=4)
     # A policy that chooses in steps is followed by the same cache without one; three steps that
     # are not measured come before those that are.
-    turn = ["full none", "snapkv roco", "full none", "h2o h2o", "full none"]
+    turn = ["full none", "snapkv h2o", "full none", "h2o h2o", "full none"]
     warmed = [f"{name} 3" for name in (turn[0], turn[1], turn[3])]
     assert order == warmed + [f"{name} {steps}" for name in turn for steps in (3, 4)] * 2
 
