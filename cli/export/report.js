@@ -24,7 +24,7 @@
   };
   // Rounded down; in words if nothing is saved. The same as in the figures of a turn.
   const saved = (held, full) =>
-    (held < full ? `${(Math.floor(1000 * (1 - held / full) + 1e-9) / 10).toFixed(1)}% saved` : "nothing to save yet");
+    (held < full ? `${(Math.floor(1000 * (1 - held / full) + 1e-9) / 10).toFixed(1)}% saved` : "nothing saved");
   const level = (share) => (share > 0 ? Math.max(1, Math.ceil(share * 10 - 1e-9)) : 0);
 
   // ---- which heads hold which tokens --------------------------------------------------------------
