@@ -697,8 +697,14 @@ def refuse_stand_in(data: bytes, name: str) -> None:
     first bytes."""
     first = data[:1024].removeprefix(b"\xef\xbb\xbf")
     for pattern, what, hint in _STAND_INS:
-        if pattern.match(first):
+        if pattern.match(first) and not (name.endswith(".jinja") and _is_template(first, data)):
             raise CorruptModel(f"{name} {what}", hint)
+
+
+def _is_template(first: bytes, data: bytes) -> bool:
+    """Whether tags at the beginning of a file are those that its chat template writes. No template
+    writes a doctype, and the scripts of a web page may have two braces."""
+    return b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
 
 
 def open_regular(path: Path) -> BinaryIO:

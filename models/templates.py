@@ -13,8 +13,7 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +38,12 @@ _LABEL = re.compile(r"(#+ *[^\n#]{1,40}|(?:^|(?<=\n))[^\n]{1,40}:|[^\s:]+:)\s*$"
 _MARKERS, _NEAR = 64, 80  # how many are looked for, and characters before a message for a label
 _NAMES = 8  # of templates, in a message
 
-_REASONING = re.compile(r"</[^<>\s]+>|\[/[^\[\]\s]+\]")  # its end
+_REASONING = re.compile(
+    r"[<\[\u25c1]\|?/\|?(\w+:)?(think|thinking|thoughts?|reason|reasoning|reflection)\|?[>\]\u25b7]"
+    r"|<\|?end_(of_)?(think|thinking|thought|reasoning)\|?>",
+    re.IGNORECASE,
+)
+"""How models end their reasoning: `</think>`, `[/THINK]`, `<|end_of_thought|>`."""
 _WHICH = {"user": "a question", "system": "the system prompt", "assistant": "an earlier answer"}
 
 _WHOLE = 512
@@ -69,10 +73,13 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._program = Program(source, name)
         self._shields = _Shields(tokenizer.search)
+        # Only a template that names the end of the reasoning takes it out.
+        self._reasoning = frozenset(match[0] for match in _REASONING.finditer(source))
         self._parts: frozenset[Role] = frozenset()  # whose contents are lists of parts
-        self._folds = self._answered = False
-        self._markers = TokenSearch(self._learn())
+        self._folds = False
+        self._tail: list[Message] = []  # what a conversation needs to have the header of an answer
         self._notes = tuple(notes)
+        self._markers = TokenSearch(self._learn())
         self._folded = False
         self._looks_back = False  # what follows an answer depends on the whole conversation
         self._checked: list[Message] = []  # a conversation for which it does not
@@ -205,28 +212,35 @@ class ChatTemplate:
     ) -> None:
         """Raise UnsupportedModel if a message is not whole in the text of the template, which may
         change only its case and its white space, and take the reasoning out of an answer. The
-        neutral chat, whose messages are in no other text, shows that each is there; the real one
-        that nothing of it is missing."""
-        at, near, loose = 0, 0, ""
-        checked = list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]
-        said = Counter(message.content.strip() for message, _ in checked)
-        counted: set[str] = set()
-        for message, sign in checked:
-            content = message.content.strip()
-            # Each usually stands after the one before it, so a long text is searched once.
-            found, there = text.find(content, at), plain.find(sign.content, near)
-            whole = there >= 0 or sign.content.strip() in plain
-            at, near = max(at, found), max(near, there)
-            if whole and content not in counted and (found < 0 or said[content] > 1):
-                counted.add(content)
-                loose = loose or _loose(text)
-                forms = map(_loose, _forms(message.role, content))
-                whole = any(loose.count(form) >= said[content] for form in forms)
-            if not whole:
-                raise UnsupportedModel(
-                    f"{self.name} leaves out {_WHICH[message.role]}, or a part of it",
-                    "what you say would not reach the model whole: it needs another chat template",
-                )
+        neutral chat, whose messages are in no other text, shows that each is there, and in which
+        order; the real one that nothing of it is missing."""
+        checked, near = [], 0
+        for message, sign in list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]:
+            if content := message.content.strip():
+                # Each usually stands after the one before it, so a long text is searched once.
+                found = plain.find(sign.content, near)
+                found = found if found >= 0 else plain.find(sign.content)
+                near = max(near, found)
+                checked.append((found, message.role, content))
+        checked.sort(key=lambda one: one[0])
+        missing: Role | None = checked[0][1] if checked and checked[0][0] < 0 else None
+        if missing is None and _absent(text, ((role, [one]) for _, role, one in checked)):
+            forms = ((role, self._forms(role, one)) for _, role, one in checked)
+            missing = _absent(_loose(text), forms)
+        if missing is not None:
+            raise UnsupportedModel(
+                f"{self.name} leaves out {_WHICH[missing]}, or a part of it",
+                "what you say would not reach the model whole: it needs another chat template",
+            )
+
+    def _forms(self, role: Role, content: str) -> list[str]:
+        """What of a message must be in the text: all of it, perhaps as JSON; of an answer, at least
+        what follows its reasoning."""
+        forms = [content, json.dumps(content, ensure_ascii=False)[1:-1]]
+        if role == "assistant":
+            ends = [content.rfind(end) + len(end) for end in self._reasoning if end in content]
+            forms += [content[max(ends) :]] if ends else []
+        return [_loose(form) for form in forms]
 
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Well-formed messages. If the template takes no system message, it is put before the next
@@ -252,9 +266,8 @@ class ChatTemplate:
     def _written(self, messages: Sequence[Message], end: str | None) -> str:
         """What the template writes, up to the start of the answer; from `end` on if that is
         given."""
-        if self._answered:
-            answer = Message("assistant", _ANSWER)
-            text, found, _ = self._render([*messages, answer]).rpartition(_ANSWER)
+        if self._tail:
+            text, found, _ = self._render([*messages, *self._tail]).rpartition(_ANSWER)
             text = text.rstrip(" ")  # the answer begins with the space
             if not found:
                 raise UnsupportedModel(f"{self.name} writes no answer after this conversation")
@@ -297,8 +310,8 @@ class ChatTemplate:
 
         Raises CorruptModel or UnsupportedModel if it fails or refuses for a question alone.
         """
-        system, user, answer = _neutral(
-            [Message(role, "x") for role in ("system", "user", "assistant")]
+        system, user, answer, more = _neutral(
+            [Message(role, "x") for role in ("system", "user", "assistant", "user")]
         )
         asked = self._probe([user], "user", needed=True)
         if asked is None:  # the first question is refused
@@ -308,12 +321,46 @@ class ChatTemplate:
         briefed = self._probe([system, user], "system")
         self._folds = briefed is None
         closed = self._probe([user, answer], "assistant")
-        if closed is not None and self._render([user], prompt=False) == asked:
-            # Nothing in the template asks for an answer. In front of one it may write more.
-            end = asked.rpartition(user.content)[2].rstrip()
-            before = closed.rpartition(answer.content)[0].rpartition(user.content)[2].rstrip()
-            self._answered = before.startswith(end) and before != end
-        return self._plain_markers(text for text in (briefed, asked, closed) if text)
+        longer = self._probe([user, answer, more], "assistant")
+        self._find_header(asked, closed, longer, (user, answer, more))
+        return self._plain_markers(text for text in (briefed, asked, closed, longer) if text)
+
+    def _find_header(
+        self,
+        asked: str,
+        closed: str | None,
+        longer: str | None,
+        chat: tuple[Message, Message, Message],
+    ) -> None:
+        """Find out whether the template writes the header of an answer only with an answer, or
+        with an answer and another question; then a conversation is rendered with these.
+
+        asked, closed, longer: the texts of the first message of a chat, of two, and of all."""
+        user, answer, more = (message.content for message in chat)
+        end = asked.rpartition(user)[2].rstrip()
+        bare = self._render(chat[:1], prompt=False).rpartition(user)[2].rstrip()
+        next_turn = longer.partition(answer)[2].partition(more)[0] if longer else ""
+        fronts = [
+            text.partition(answer)[0].rpartition(user)[2] for text in (closed, longer) if text
+        ]
+        # What also stands in front of a question is no header of an answer.
+        shared = max((_alike(front, next_turn) for front in fronts), default=0)
+        asks = end != bare and any(_alike(end, front) > shared for front in fronts)
+        if asks:
+            return
+        tail = [Message("assistant", _ANSWER)]
+        for text, following in ((closed, []), (longer, [chat[2]])):
+            front = text.partition(answer)[0].rpartition(user)[2].rstrip() if text else ""
+            if front.startswith(end) and front != end:
+                self._tail = [*tail, *following]
+                return
+        control = [
+            {id for id, _ in self._tokenizer.split(front) if id is not None}
+            for front in (end, *fronts)
+        ]
+        if any(one - control[0] for one in control[1:]):
+            note = "the template does not end a question with the control tokens that begin an "
+            self._notes += (note + "answer: the model may not answer as it was trained to",)
 
     def _probe(self, messages: Sequence[Message], role: Role, needed: bool = False) -> str | None:
         """The text of a neutral chat. The contents of `role` become lists of parts if the template
@@ -360,18 +407,32 @@ def _neutral(messages: Sequence[Message]) -> list[Message]:
     return made
 
 
-def _forms(role: Role, content: str) -> Iterator[str]:
-    """What of a message must be in the text: all of it, perhaps as JSON; of an answer, at least
-    what follows its reasoning."""
-    yield content
-    yield json.dumps(content, ensure_ascii=False)[1:-1]
-    if role == "assistant":
-        yield _REASONING.split(content)[-1]
+def _alike(one: str, other: str) -> int:
+    """How many characters at the beginning of two texts are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _absent(text: str, messages: Iterable[tuple[Role, list[str]]]) -> Role | None:
+    """The role of the first message of which no form stands after the one before it; None if all
+    are there."""
+    at = 0
+    for role, forms in messages:
+        end = -1
+        for form in forms:
+            # The one that ends first leaves most for the next: a question may repeat an answer.
+            found = text.find(form, at, end if end >= 0 else None)
+            end = found + len(form) if found >= 0 else end
+        if end < 0:
+            return role
+        at = end
+    return None
 
 
 def _loose(text: str) -> str:
-    """A text without what templates may change of a message: its case and its white space."""
-    return "".join(text.split()).casefold()
+    """A text without what templates may change of a message: its case, and how much white space
+    stands between two words."""
+    return " ".join(text.split()).casefold()
 
 
 class _Shields:

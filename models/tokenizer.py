@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ class Tokenizer:
     None. named: the special strings that a chat template may use (`bos_token`, `eos_token`, ...).
     prefix: see `vocabulary.Prefix`. start: the string with which a text without chat format begins:
     BOS or "". notes: messages for the user.
+
+    extra and words: control tokens and other added tokens that the vocabulary lacks. Words have
+    text, and no text gives their ids.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Tokenizer:
         *,
         named: Mapping[str, str] | None = None,
         extra: Mapping[str, int] | None = None,
+        words: Mapping[str, int] | None = None,
         special: Iterable[str] = (),
         edges: Mapping[str, Edges] | None = None,
         stop_ids: Iterable[int] = (),
@@ -65,7 +70,8 @@ class Tokenizer:
         control = {**(extra or {}), **vocabulary.control}
         check_added(control, "the tokenizer")
         self.control: Mapping[str, int] = control
-        self.vocab = max([vocabulary.size, *(id + 1 for id in control.values())])
+        also = {**(words or {}), **(extra or {})}
+        self.vocab = max([vocabulary.size, *(id + 1 for id in (control | also).values())])
         self.prefix: Prefix = vocabulary.prefix
         self.named: Mapping[str, str] = dict(named or {})
         self.bos = self._id(self.named.get("bos_token"))
@@ -76,7 +82,7 @@ class Tokenizer:
         self._forbidden = frozenset(control.values()) - {vocabulary.unknown}
         self.search = TokenSearch(control)
         self._pieces = [*vocabulary.pieces, *([b""] * (self.vocab - vocabulary.size))]
-        for text, id in (extra or {}).items():
+        for text, id in also.items():
             self._pieces[id] = text.encode("utf-8", "replace")
         for text in control.keys() & special:
             self._pieces[control[text]] = b""
@@ -97,23 +103,25 @@ class Tokenizer:
         CorruptModel (a damaged file, named).
         """
         folder = Path(path)
-        config, special = (
+        config, others = (
             read_json(file) if (file := folder / name).exists() else {}
             for name in ("tokenizer_config.json", "special_tokens_map.json")
         )
         named = {
             key: text
             for key in _NAMED
-            if (text := _content(config.get(key, special.get(key)))) is not None
+            if (text := _content(config.get(key, others.get(key)))) is not None
         }
         also = [
             text
-            for source in (config, special)
+            for source in (config, others)
             for entry in _entries(source.get("additional_special_tokens"))
             if (text := _content(entry))
         ]
-        stated = "bos_token" in config or "bos_token" in special
-        extra, flagged = _declared(folder, config)
+        stated = "bos_token" in config or "bos_token" in others
+        declared = _declared(folder, config)
+        special = {*named.values(), *also, *(t for t, one in declared.items() if one.special)}
+        extra = {text for text in declared if text in special or is_marker(text)}
         # Those that are in the vocabulary become added tokens, too.
         check_added({*named.values(), *also, *extra}, "the tokenizer")
         edges: Mapping[str, Edges] = {}
@@ -124,6 +132,7 @@ class Tokenizer:
             edges = found.edges
             note = foreign(family, rows, found.cuts)
         elif (model := _sentencepiece_file(folder)) is not None:
+            file = model
             # transformers writes "legacy": false when a text after a control token gets no space.
             prefix: Prefix = "first" if config.get("legacy") is False else "every"
             vocabulary = pieces = PieceVocabulary.from_file(model, prefix)
@@ -137,24 +146,31 @@ class Tokenizer:
             )
         else:
             raise ModelUnavailable(f"no tokenizer.json or tokenizer.model in {folder}")
-        extra = {text: id for text, id in extra.items() if vocabulary.find(text) is None}
-        ordinary = set(extra.values()) - set(vocabulary.control.values())
-        for text, id in extra.items():
-            if id in ordinary and id < vocabulary.size and vocabulary.pieces[id]:
+        new = {}
+        for text, one in declared.items():
+            if (known := vocabulary.find(text)) is None:
+                new[text] = one.id
+            elif known != one.id:
+                raise _disagree(text, _Declared(known, file.name), one)
+        ordinary = set(new.values()) - set(vocabulary.control.values())
+        for text, id in new.items():
+            piece = vocabulary.pieces[id] if id in ordinary and id < vocabulary.size else b""
+            if piece not in (b"", text.replace("\u2581", " ").encode("utf-8", "replace")):
                 raise CorruptModel(
                     f"the added token {quote(text, 40)} has the id {id:,}, which is that of "
-                    f"{quote(vocabulary.pieces[id].decode('utf-8', 'replace'), 40)}"
+                    f"{quote(piece.decode('utf-8', 'replace'), 40)}"
                 )
         if not stated:
             for key, usual in _USUAL.items():
-                text = next((u for u in usual if u in vocabulary.control or u in extra), None)
+                text = next((u for u in usual if u in vocabulary.control or u in new), None)
                 if key not in named and text is not None:
                     named[key] = text
         made = cls(
             vocabulary,
             named=named,
-            extra=extra,
-            special=[*named.values(), *also, *flagged],
+            extra={text: id for text, id in new.items() if text in extra},
+            words={text: id for text, id in new.items() if text not in extra},
+            special={*named.values(), *special},
             edges=edges,
             stop_ids=stop_ids,
             starts_with_bos=config.get("add_bos_token") is not False,
@@ -269,28 +285,48 @@ def _entries(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else []
 
 
-def _declared(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Control tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary, and
-    those of them that are called special. Raises CorruptModel for an impossible id."""
-    found: dict[str, Any] = {}
-    flagged = []
-    if (file := folder / "added_tokens.json").exists():
-        found.update((text, id) for text, id in read_json(file).items() if is_marker(text))
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """What a file says about an added token. special: whether it is called so."""
+
+    id: int
+    file: str
+    special: bool = False
+
+
+def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, _Declared]:
+    """The tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary. Raises
+    CorruptModel for an impossible id, and for two different ids."""
+    found: dict[str, _Declared] = {}
+    name = "added_tokens.json"
+    if (file := folder / name).exists():
+        for text, id in read_json(file).items():
+            if text:
+                found[text] = _Declared(_number(text, id), name)
     decoder = config.get("added_tokens_decoder")
     for id, entry in decoder.items() if isinstance(decoder, dict) else ():
-        text = _content(entry)
-        special = isinstance(entry, dict) and entry.get("special") is True
-        if text and (special or is_marker(text)):
-            found[text] = id
-            if special:
-                flagged.append(text)
-    ids = {}
-    for text, id in found.items():
-        number = int(id) if re.fullmatch(r"\d{1,9}", str(id), re.ASCII) else LARGEST_ID
-        if number >= LARGEST_ID:
-            raise CorruptModel(f"the added token {text[:40]!r} has the id {str(id)[:40]!r}")
-        ids[text] = number
-    return ids, flagged
+        if text := _content(entry):
+            special = isinstance(entry, dict) and entry.get("special") is True
+            one = _Declared(_number(text, id), "tokenizer_config.json", special)
+            before = found.setdefault(text, one)
+            if before.id != one.id:
+                raise _disagree(text, before, one)
+            found[text] = one
+    return found
+
+
+def _number(text: str, id: Any) -> int:
+    number = int(id) if re.fullmatch(r"\d{1,9}", str(id), re.ASCII) else LARGEST_ID
+    if number >= LARGEST_ID:
+        raise CorruptModel(f"the added token {text[:40]!r} has the id {str(id)[:40]!r}")
+    return number
+
+
+def _disagree(text: str, one: _Declared, other: _Declared) -> CorruptModel:
+    return CorruptModel(
+        f"the added token {quote(text, 40)} has the id {one.id:,} in {one.file}, "
+        f"and {other.id:,} in {other.file}"
+    )
 
 
 def _sentencepiece_file(folder: Path) -> Path | None:

@@ -73,7 +73,7 @@ class JsonVocabulary:
         for token in data["added_tokens"]:
             text, id = str(token["content"]), int(token["id"])
             if text and ids.get(text) != id:
-                raise _misplaced(name, text, id, f"the vocabulary gives it {ids.get(text)}")
+                raise _misplaced(name, text, id, f"and the vocabulary gives it {ids.get(text)}")
         self._ids = ids
         self.size = max(ids.values()) + 1
         with library_errors(name, "unexpected structure"), silent():
@@ -239,7 +239,7 @@ def _placed(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _misplaced(name: str, text: str, id: int, why: str) -> CorruptModel:
-    return CorruptModel(f"{name}: the added token {quote(text, 40)} has the id {id:,}, and {why}")
+    return CorruptModel(f"{name}: the added token {quote(text, 40)} has the id {id:,}, {why}")
 
 
 def _unknown(model: dict[str, Any], ids: dict[str, int]) -> int | None:

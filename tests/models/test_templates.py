@@ -475,7 +475,30 @@ LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
     "answers": ("{{ m.content if m.role == 'user' }}", LATER, "an earlier answer"),
     "end of answers": (CUT, LATER, "an earlier answer"),
     "end of the system prompt": (CUT, [Message("system", "Be brief, now."), *ASKED], "the system"),
-    "one of two": (CUT, [Message("system", LONG), *ASKED], "the system prompt"),
+    "one of two": (CUT, [Message("system", LONG), *ASKED], "a question"),
+    "words run together": ("{{ m.content.split() | join }}", ASKED, "a question"),
+    "what the system prompt says, too": (
+        "{{ m.content[:20] if m.role == 'user' else m.content }}",
+        [Message("system", f"People often ask: {LONG}"), *ASKED],
+        "a question",
+    ),
+    "what a question said, too": (
+        "{{ m.content if loop.first else m.content[:20] }}",
+        [Message("user", f"Text: {LONG}"), Message("assistant", "b"), *ASKED],
+        "a question",
+    ),
+    **{
+        f"answers that end with {tag}": (CUT, [*ASKED, Message("assistant", answer), *ASKED], which)
+        for which, answer, tag in (
+            ("an earlier answer", f"{tag[0]}b{tag[-1]} some bold text {tag}", tag)
+            for tag in ("</b>", "[/b]", "</html>", "</think>", "[/THINK]")
+        )
+    },
+    "all before a tag": (
+        "{{ m.content.split('</b>')[-1] }}",
+        [*ASKED, Message("assistant", "one <b>two</b> three"), *ASKED],
+        "an earlier answer",
+    ),
 }
 
 
@@ -515,6 +538,26 @@ def test_a_template_may_change_case_and_space_and_take_reasoning_out(change: str
     chat = [Message("user", ' "one"\ntwo '), Message("assistant", answer), Message("user", "c")]
     for ids in (template.opening(chat), template.following(chat)):
         assert template._tokenizer.decode(ids).strip('"').lower().endswith("c")
+
+
+@pytest.mark.parametrize(
+    ("end", "answer"),
+    [
+        ("</think>", "</think> hi"),
+        ("</think>", "<think>so</think>"),
+        ("[/THINK]", "[THINK]so[/THINK] hi"),
+        ("<|/think|>", "<|think|>so<|/think|> hi"),
+        ("</seed:think>", "<seed:think>so</seed:think> hi"),
+        ("<|end_of_thought|>", "so<|end_of_thought|> hi"),
+    ],
+)
+def test_a_question_may_repeat_an_answer_without_its_reasoning(end: str, answer: str) -> None:
+    cut = f"{{{{ m.content.split('{end}')[-1] if m.role == 'assistant' else m.content }}}}"
+    template = with_source(LOOP.replace("@", TURN.replace("{{ m.content }}", cut)))
+    chat = [Message(role, answer) for role in ("system", "user", "assistant", "user")]
+    for messages in (chat, chat[1:]):
+        text = template._tokenizer.decode(template.opening(messages))
+        assert text == answer * (len(messages) - 2) + answer.split(end)[-1] + answer
 
 
 @pytest.mark.parametrize(
@@ -579,6 +622,32 @@ LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.conte
         ("{% for m in messages %}" + TURN + "{% endfor %}", "<|end|><|assistant|>"),
         ("{% for m in messages %}" + TURN + "\n{% endfor %}", "<|end|>\n<|assistant|>"),
         ("{% for m in messages %}" + LABELS + "\n{% endfor %}", "So?\nASSISTANT:"),
+        # Those that need a question after the answer.
+        (
+            "{% for m in messages %}" + TURN + "{% endfor %}"
+            "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}",
+            "<|end|><|assistant|>",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'user' or not loop.last %}"
+            + TURN
+            + "{% endif %}"
+            "{% endfor %}",
+            "<|end|><|assistant|>",
+        ),
+        # Those that take the wish for an answer for something else, or write a part of its header.
+        (
+            "{% if add_generation_prompt %}<|system|>Answer.{% endif %}{% for m in messages %}"
+            + TURN
+            + "{% endfor %}",
+            "<|end|><|assistant|>",
+        ),
+        (LOOP.replace("@", TURN).replace("<|assistant|>", "{{ '\n' }}"), "<|end|><|assistant|>"),
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+            "{% if not loop.last or add_generation_prompt %}<|end|>{% endif %}{% endfor %}",
+            "<|end|><|assistant|>",
+        ),
         # Those that ask for an answer, always write its header, or have none.
         (LOOP.replace("@", TURN), "<|end|><|assistant|>"),
         (LOOP.replace("@", TURN + "<|system|>"), "<|end|><|system|><|assistant|>"),
@@ -600,6 +669,26 @@ def test_the_header_of_an_answer_is_in_front_of_it(source: str, ends: str) -> No
         assert text.count("<|assistant|>") <= text.count("<|user|>")
     # The answer stands where the whole conversation has it.
     assert template.opening(LATER)[: len(first)] == first
+
+
+@pytest.mark.parametrize(("asks", "said"), [("Now answer.", True), ("<|assistant|><think>", False)])
+def test_a_question_that_does_not_end_as_answers_begin_is_said(asks: str, said: bool) -> None:
+    template = with_source(LOOP.replace("@", TURN).replace("<|assistant|>", asks))
+    assert ["tokens that begin an answer" in note for note in template.notes] == [True] * said
+    assert template.opening(ASKED) == template._compose(ASKED, follow=False)
+
+
+@pytest.mark.parametrize("first", ["<html>", "<?xml version='1.0'?>", "<!-- a -->\n<HTML>"])
+def test_a_template_may_begin_with_a_tag(tmp_path: Path, first: str) -> None:
+    folder = v.write_folder(tmp_path, v.byte_level_json(OWN, 1000, 8))
+    tokenizer, file = Tokenizer.from_folder(folder), folder / "chat_template.jinja"
+    file.write_text(first + LOOP.replace("@", TURN), "utf-8")
+    found = ChatTemplate.from_folder(folder, tokenizer).opening(ASKED)
+    assert tokenizer.decode(found) == first + LONG
+    for page in (first, "<!doctype html>" + first + "{{ messages }}"):
+        file.write_text(page, "utf-8")
+        with pytest.raises(CorruptModel, match="is a web page"):
+            ChatTemplate.from_folder(folder, tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -358,8 +358,8 @@ def unigram(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (gapped(("<|a|>", 40)), "has the id 40, and which is that of"),
-        (gapped(("<|a|>", 310), ("<|b|>", 310)), "has the id 310, and which is that of '<|a|>'"),
+        (gapped(("<|a|>", 40)), "has the id 40, which is that of"),
+        (gapped(("<|a|>", 310), ("<|b|>", 310)), "has the id 310, which is that of '<|a|>'"),
         (
             gapped(("<s>", 310)),
             "the added token '<s>' has the id 310, and the vocabulary gives it 0",
@@ -383,6 +383,71 @@ def test_a_declared_token_with_the_id_of_a_word_is_refused(tmp_path: Path) -> No
     (folder / "added_tokens.json").write_text('{"<|a|>": 22557}', "utf-8")
     with pytest.raises(CorruptModel, match="the id 22,557, which is that of ' Hello'"):
         Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("named", [{}, {"pad_token": "hey"}])
+@pytest.mark.parametrize(
+    ("file", "special"),
+    [
+        ("added_tokens.json", False),
+        ("tokenizer_config.json", False),
+        ("tokenizer_config.json", True),
+    ],
+)
+@pytest.mark.parametrize("data", ["v1", v.byte_level_json(v.LLAMA_3, 1000, 8)])
+def test_words_that_another_file_adds_have_text(
+    tmp_path: Path, data: Any, file: str, special: bool, named: dict[str, str]
+) -> None:
+    last = 32_000 if data == "v1" else 1008
+    decoder = {last: {"content": "hey", "special": special}, last + 1: {"content": "\n  "}}
+    config = named | ({"added_tokens_decoder": decoder} if file != "added_tokens.json" else {})
+    folder = v.write_folder(tmp_path, data, config)
+    if not config.keys() - named.keys():
+        (folder / file).write_text(f'{{"": 1, "hey": {last}, "\\n  ": {last + 1}}}', "utf-8")
+    tokenizer = Tokenizer.from_folder(folder)
+    silent = named or special
+    assert tokenizer.decode([last, last + 1]) == ("\n  " if silent else "hey\n  ")
+    assert tokenizer.decode(tokenizer.encode("hey  \n")) == "hey  \n"
+    assert ("hey" in tokenizer.control) == bool(silent)
+    assert tokenizer.vocab == last + 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((302, 302, 302), None),
+        ((302, None, 302), None),
+        ((None, 305, 305), None),
+        ((302, 309, None), "302 in tokenizer.json, and 309 in added_tokens.json"),
+        ((302, None, 309), "302 in tokenizer.json, and 309 in tokenizer_config.json"),
+        ((None, 303, 309), "303 in added_tokens.json, and 309 in tokenizer_config.json"),
+    ],
+)
+@pytest.mark.parametrize("text", ["<|a|>", "hey"])
+def test_files_that_give_a_token_two_ids_are_refused(
+    tmp_path: Path, text: str, ids: tuple[int | None, ...], message: str | None
+) -> None:
+    own, added, declared = ids
+    config = {"added_tokens_decoder": {str(declared): {"content": text}}} if declared else {}
+    folder = v.write_folder(tmp_path, gapped((text, own)) if own else gapped(), config)
+    if added:
+        (folder / "added_tokens.json").write_text(json.dumps({text: added}), "utf-8")
+    if message is None:
+        assert Tokenizer.from_folder(folder).decode([max(filter(None, ids))]) in (text, "")
+        return
+    with pytest.raises(CorruptModel, match=f"{re.escape(repr(text))} has the id {message}"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_word_of_the_vocabulary_may_be_declared_as_it_is_written(tmp_path: Path) -> None:
+    """Files write a space as the vocabulary does, or as it is."""
+    vendor = v.vendor("v1")
+    folder = v.write_folder(tmp_path, "v1")
+    for text in ("\u2581Hello", " Hello"):
+        (folder / "added_tokens.json").write_text(f'{{"{text}": 22557}}', "utf-8")
+        tokenizer = Tokenizer.from_folder(folder)
+        assert tokenizer.encode("Hello") == vendor.encode("Hello") == [22557]
+        assert tokenizer.decode([1, 22557]) == "Hello"
 
 
 def test_the_unknown_token_of_a_unigram_vocabulary(tmp_path: Path) -> None:
@@ -426,12 +491,37 @@ def other_space() -> dict[str, Any]:
         ({**v.legacy_json("v1"), "decoder": BYTES}, ""),
         ({**v.legacy_json("v1"), "decoder": {"type": "Fuse"}}, ""),
         (v.first_json("v3"), ""),
-        (other_space(), ""),
+        ({**v.byte_level_json(v.LLAMA_3, 1000), "normalizer": {"type": "NFC"}}, ""),
+        (other_space(), "punctuation"),
         (
             {**v.byte_level_json(v.LLAMA_3, 1000), "pre_tokenizer": WORDS, "decoder": WORDS},
-            "spaces, spaces in a row, line ends, tabs, Chinese, emoji, rare characters",
+            "quotes and dashes, spaces, spaces in a row, line ends, tabs, Chinese, emoji, "
+            "rare characters",
         ),
-        (unigram(), "spaces, line ends, tabs, accents, Chinese, emoji, rare characters"),
+        (
+            unigram(),
+            "small letters, capitals, digits, punctuation, quotes and dashes, spaces, line ends, "
+            "tabs, accents, Chinese, emoji, rare characters",
+        ),
+        *(
+            ({**v.byte_level_json(v.LLAMA_3, 1000), "normalizer": normalizer}, lost)
+            for normalizer, lost in (
+                ({"type": "Lowercase"}, "capitals, accents"),
+                ({"type": "NFKC"}, "quotes and dashes"),
+                ({"type": "Replace", "pattern": {"Regex": "[0-9]"}, "content": "0"}, "digits"),
+                ({"type": "Replace", "pattern": {"Regex": "[0-9]"}, "content": ""}, "digits"),
+                ({"type": "Replace", "pattern": {"Regex": "[A-Z]"}, "content": ""}, "capitals"),
+                (
+                    {"type": "Replace", "pattern": {"Regex": "\\bq\\b"}, "content": "k"},
+                    "small letters",
+                ),
+                ({"type": "Replace", "pattern": {"String": '"'}, "content": "'"}, "punctuation"),
+                (
+                    {"type": "Replace", "pattern": {"Regex": "[\u201c\u201d]"}, "content": '"'},
+                    "quotes and dashes",
+                ),
+            )
+        ),
     ],
 )
 def test_what_is_encoded_is_decoded_or_said_to_be_lost(
@@ -439,10 +529,10 @@ def test_what_is_encoded_is_decoded_or_said_to_be_lost(
 ) -> None:
     tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
     assert tokenizer.notes == ((LOSSY + lost,) if lost else ())
-    text = "two  words\n\u00e9\t\u4e2d \U0001f600"
+    text = 'two  words\n\u00e9\t\u4e2d \U0001f600 QZ 1998 "q" snake_case \u201cso\u2026\u201d'
     if lost:
         template = ChatTemplate.built_in(PLAIN, tokenizer)
-        assert template.lost(text) == tokenizer.lost(text) > 5
+        assert template.lost(text) == tokenizer.lost(text) > 0
         assert tokenizer.lost("ab") == 0
     else:
         assert tokenizer.decode(tokenizer.encode(text)) == text
