@@ -345,9 +345,8 @@ class ChatTemplate:
         ]
         # What also stands in front of a question is no header of an answer.
         shared = max((_alike(front, next_turn) for front in fronts), default=0)
-        asks = end != bare and any(_alike(end, front) > shared for front in fronts)
-        if asks:
-            return
+        if end != bare and any(_alike(end, front) > shared for front in fronts):
+            return  # it asks for an answer
         tail = [Message("assistant", _ANSWER)]
         for text, following in ((closed, []), (longer, [chat[2]])):
             front = text.partition(answer)[0].rpartition(user)[2].rstrip() if text else ""

@@ -305,13 +305,13 @@ def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, _Declared]:
                 found[text] = _Declared(_number(text, id), name)
     decoder = config.get("added_tokens_decoder")
     for id, entry in decoder.items() if isinstance(decoder, dict) else ():
-        if text := _content(entry):
+        if added := _content(entry):
             special = isinstance(entry, dict) and entry.get("special") is True
-            one = _Declared(_number(text, id), "tokenizer_config.json", special)
-            before = found.setdefault(text, one)
+            one = _Declared(_number(added, id), "tokenizer_config.json", special)
+            before = found.get(added, one)
             if before.id != one.id:
-                raise _disagree(text, before, one)
-            found[text] = one
+                raise _disagree(added, before, one)
+            found[added] = one
     return found
 
 

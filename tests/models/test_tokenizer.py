@@ -400,7 +400,9 @@ def test_words_that_another_file_adds_have_text(
 ) -> None:
     last = 32_000 if data == "v1" else 1008
     decoder = {last: {"content": "hey", "special": special}, last + 1: {"content": "\n  "}}
-    config = named | ({"added_tokens_decoder": decoder} if file != "added_tokens.json" else {})
+    config = named | (
+        {"added_tokens_decoder": decoder | {7: {}}} if file != "added_tokens.json" else {}
+    )
     folder = v.write_folder(tmp_path, data, config)
     if not config.keys() - named.keys():
         (folder / file).write_text(f'{{"": 1, "hey": {last}, "\\n  ": {last + 1}}}', "utf-8")
