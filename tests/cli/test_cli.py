@@ -298,7 +298,7 @@ def test_the_form_of_the_weights_is_in_the_record(world: World, document: str) -
     for flag, form in (("auto", "plain"), ("int4", "int4")):
         result = world.run("ask", "q", document, "--weights", flag, "--json", "--stats")
         assert json.loads(result.stdout)["weights"] == form
-        assert ("weights         int4\n" in result.stderr) == (form == "int4")
+        assert ("weights    int4\n" in result.stderr) == (form == "int4")
 
 
 def test_an_answer_cut_by_its_limit_says_so(world: World, document: str) -> None:
