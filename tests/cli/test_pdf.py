@@ -66,7 +66,7 @@ def table(letters: dict[str, str], *, wide: bool) -> bytes:
         b"<%0*X> <%s>\n" % (4 if wide else 2, ord(a), text.encode("utf-16-be").hex().encode())
         for a, text in letters.items()
     )
-    return stream(b"1 beginbfchar\n%sendbfchar" % b"".join(rows) if letters else b"")
+    return stream(b"%d beginbfchar\n%sendbfchar" % (len(letters), b"".join(rows)))
 
 
 def composite(encoding: bytes) -> bytes:
@@ -176,12 +176,29 @@ ODD = "without a meaning"
         ("a#", HELVETICA, {"#": "\U000f0001"}, "a\U000f0001", f"1 character {ODD}"),
         ("a#", HELVETICA, {"#": "\x02"}, "a\x02", f"1 character {ODD}"),
         ("of#ce", HELVETICA, {"#": "\uf0b7"}, "of\uf0b7ce", f"1 character {ODD}"),
+        *(
+            ("of#ce", HELVETICA, {"#": sign}, f"of{sign}ce", f"1 character {ODD}")
+            for sign in "\ufdd0\U0001fffe\u0378\ufff0\u200b\ufeff\U000e0041"
+        ),
+        ("of#ce con#rm", HELVETICA, {"#": ""}, "of\ufffdce con\ufffdrm", f"2 characters {ODD}"),
+        ("Of#ce", HELVETICA, {"#": "\xad"}, "Of\xadce", ""),
+        ("A# one", HELVETICA, {"#": "\u200b"}, "A\u200b one", ""),
+        ("abc", SHAPES % b"/.notdef /.notdef /.notdef", None, "\u25a1" * 3, f"3 characters {ODD}"),
+        ("# Yes #No", HELVETICA, {"#": "\u25a1"}, "\u25a1 Yes \u25a1No", ""),
+        ("A# b c d e f g h i j", HELVETICA, {"#": "\u25a1"}, "A\u25a1 b", ""),
         # A bullet of the font Symbol, as word processors write it.
         ("# one", HELVETICA, {"#": "\uf0b7"}, "\uf0b7 one", ""),
         ("of#ce", HELVETICA, {"#": "ffi"}, "offfice", ""),
         # Numbers or names of shapes stand for letters.
         (SHIFTED, IDENTITY, None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
         (SHIFTED, IDENTITY, {}, "7KH\x03HQG\x11", f"8 characters {CODED}"),
+        (
+            SHIFTED,
+            IDENTITY.removesuffix(b">>") + b"/ToUnicode /Identity-H >>",
+            None,
+            "7KH",
+            f"8 characters {CODED}",
+        ),
         (SHIFTED, composite(b"/Identity-V"), None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
         (SHIFTED, composite(b"/KSC-EUC-H"), None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
         (SHIFTED, composite(b"<< >>"), None, "\ufffd7\ufffdK", f"16 characters {CODED}"),
@@ -228,6 +245,9 @@ def test_several_pages_without_a_meaning_are_one_note() -> None:
     assert made.gaps.startswith(f"pages 1 and 2 have 3 characters {ODD}; ")
 
 
+BINARY = document("", drawn=[stream(zlib.compress(b"BT (Hidden) Tj ET"), b"/Filter /FlateDecode")])
+
+
 @pytest.mark.parametrize(
     ("data", "yes"),
     [
@@ -243,6 +263,9 @@ def test_several_pages_without_a_meaning_are_one_note() -> None:
         (b"x" * 1025 + document("a"), False),
         (b"The file of one page:\n" + document("a") + b"That is all. " * 80, False),
         (b'MARK, END = b"%PDF-", b"%%EOF"\n', False),
+        (b"A PDF starts with %PDF-1.7 and ends with %%EOF\n", False),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + BINARY.replace(b"%PDF-1.4", b"%PDF-1.10"), True),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + BINARY[:-200], True),
     ],
 )
 def test_what_a_pdf_is(data: bytes, yes: bool) -> None:
@@ -261,6 +284,22 @@ def test_what_stands_before_the_mark_is_no_part_of_a_pdf(tmp_path: Path) -> None
         "2 pages, 15 characters",
     )
     assert not documents.is_binary(path.read_bytes()[:600])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"My file looks like this:\n\n" + document("a")[:300] + b"\n...\n%%EOF\nWhat is wrong?\n",
+        b"Starts with %PDF-1.7 and an obj, has a stream, and ends with %%EOF\n",
+    ],
+)
+def test_a_text_that_quotes_a_pdf_is_a_text(data: bytes) -> None:
+    assert read_bytes(data, "mail").text == data.decode()
+
+
+def test_binary_data_behind_a_mark_is_a_damaged_pdf() -> None:
+    data = b"HTTP/1.1 200 OK\r\n\r\n" + BINARY[:-200]
+    assert "cannot be read" in str(refused(lambda: read_bytes(data, "x.bin")))
 
 
 # -- what is refused ------------------------------------------------------------------------
