@@ -227,10 +227,7 @@ def decode(
         skipped = 3 if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8) else 0
         offset = error.start + skipped
         if errors == "strict":
-            raise UsageError(
-                f"{name} is not valid {label}: byte {offset:,} (0x{data[offset]:02x})",
-                remedy,
-            ) from None
+            raise invalid(name, label, offset, data[offset], remedy) from None
         text = data.decode(encoding, "replace")
         # What was U+FFFD in the file itself is not counted.
         count = text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
@@ -239,6 +236,11 @@ def decode(
     if not text.strip():
         raise UsageError(f"{name} is empty", "nothing was added")
     return text, note
+
+
+def invalid(name: str, label: str, offset: int, byte: int, remedy: str) -> UsageError:
+    """What is raised for a byte that its encoding does not allow there."""
+    return UsageError(f"{name} is not valid {label}: byte {offset:,} (0x{byte:02x})", remedy)
 
 
 def refuse_formats(data: bytes, name: str) -> None:
