@@ -650,7 +650,7 @@ def test_piped_questions_that_are_no_text_are_refused(
     world: World, document: str, data: bytes, message: str, turns: int
 ) -> None:
     """A part of a character at the end is named as `minikv ask -` names it."""
-    if "UTF" in message:
+    if "is not valid" in message:
         assert message in world.run("ask", "-", document, input=data).stderr
     result = world.run("chat", document, input=data)
     assert message in result.stderr
