@@ -287,8 +287,8 @@ def _fill_in(resources: Any, done: set[int]) -> None:
     """Where a font's table maps to nothing, map to U+FFFD: pypdf would leave the letter out."""
     from pypdf.generic import DecodedStreamObject, NameObject
 
-    resources = resources.get_object() if resources is not None else {}
-    if id(resources) in done:
+    resources = resources.get_object() if resources is not None else None
+    if not isinstance(resources, dict) or id(resources) in done:
         return
     done.add(id(resources))
     for font in _parts(resources, "/Font"):
@@ -303,8 +303,8 @@ def _fill_in(resources: Any, done: set[int]) -> None:
 
 def _parts(resources: Any, kind: str) -> list[Any]:
     found = resources.get(kind)
-    found = found.get_object() if found is not None else {}
-    parts = [part.get_object() for part in found.values()]
+    found = found.get_object() if found is not None else None
+    parts = [part.get_object() for part in found.values()] if isinstance(found, dict) else []
     return [part for part in parts if isinstance(part, dict)]
 
 

@@ -238,6 +238,24 @@ def test_characters_that_mean_nothing_are_counted_in_one_note_a_page(
     assert ("pdftotext" in found.gaps and "ocrmypdf" in found.gaps) == bool(counted)
 
 
+def test_a_letter_that_a_form_maps_to_nothing_is_not_left_out() -> None:
+    """A form has fonts of its own; this one draws itself, too."""
+    font = HELVETICA.removesuffix(b">>") + b"/ToUnicode 6 0 R >>"
+    own = b"/Resources << /Font << /F1 7 0 R >> /XObject << /X1 5 0 R >> >>"
+    form = stream(
+        b"BT /F1 12 Tf 72 720 Td (of#ce) Tj ET",
+        b"/Type /XObject /Subtype /Form /BBox [0 0 612 792] " + own,
+    )
+    page = (
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /XObject << /X1 5 0 R >> >> >>"
+    )
+    tree = b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"
+    letters = table({"#": ""}, wide=False)
+    (text,) = pages_of(assembled(CATALOG, tree, page, stream(b"q /X1 Do Q"), form, letters, font))
+    assert text.strip() == "of\ufffdce"
+
+
 def test_several_pages_without_a_meaning_are_one_note() -> None:
     made = pdf._judge("a\ue000\f\ue000\ue000 b\0003\f", "x.pdf")
     assert made.gaps.startswith(f"page 2 has 3 characters {CODED}; page 1 has 1 character {ODD}; ")
