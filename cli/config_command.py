@@ -98,10 +98,10 @@ def change(key: str, words: Sequence[str], terminal: Terminal) -> None:
     """Set one key in the user's own file, which is made if there is none; aliases.NAME is a key of
     [aliases]. Raises UsageError."""
     if alias := _alias(key):
-        if len(words) != 1 or not words[0] or alias == BUNDLED:
+        if len(words) != 1 or not words[0] or alias in (BUNDLED, words[0]):
             raise UsageError(
                 f"{clean(alias)} cannot be an alias of {clean(' '.join(words)) or 'nothing'}",
-                f"minikv config set {ALIASES}.NAME MODEL, with a name other than {BUNDLED}",
+                f"minikv config set {ALIASES}.NAME MODEL, with any other name but {BUNDLED}",
             )
         _write(alias, words[0], terminal, ALIASES)
         return

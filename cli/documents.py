@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from minikv.chat.transcript import Source
 from minikv.cli.loaders import command_for, load
-from minikv.cli.pdf import MAGIC, NEAR, is_pdf, read_pdf
+from minikv.cli.pdf import MAGIC, NEAR, is_pdf, is_surely_pdf, read_pdf
 from minikv.cli.saved.sources import source_of
 from minikv.cli.terminal import clean
 from minikv.errors import Interrupted, UsageError
@@ -105,12 +105,17 @@ def read_bytes(
     `shown` names it in them."""
     if len(data) > MAX_BYTES:
         raise too_large(shown)
-    if not is_pdf(data):
-        text, note = decode(data, shown, errors, remedy=remedy)
-        return Text(text, None, note, f"{len(text):,} characters")
-    pdf = read_pdf(data, shown, limit=MAX_BYTES, stopped=stopped)
-    note = f"{shown}: {pdf.facts}; {pdf.gaps}" if pdf.gaps else ""
-    return Text(pdf.text, None, note, pdf.facts)
+    if is_pdf(data):
+        try:
+            pdf = read_pdf(data, shown, limit=MAX_BYTES, stopped=stopped)
+        except UsageError:
+            if is_surely_pdf(data):
+                raise
+        else:
+            note = f"{shown}: {pdf.facts}; {pdf.gaps}" if pdf.gaps else ""
+            return Text(pdf.text, None, note, pdf.facts)
+    text, note = decode(data, shown, errors, remedy=remedy)
+    return Text(text, None, note, f"{len(text):,} characters")
 
 
 def distinct(texts: Iterable[Text], taken: Collection[str | None] = ()) -> list[Text]:
@@ -222,10 +227,7 @@ def decode(
         skipped = 3 if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8) else 0
         offset = error.start + skipped
         if errors == "strict":
-            raise UsageError(
-                f"{name} is not valid {label}: byte {offset:,} (0x{data[offset]:02x})",
-                remedy,
-            ) from None
+            raise invalid(name, label, offset, data[offset], remedy) from None
         text = data.decode(encoding, "replace")
         # What was U+FFFD in the file itself is not counted.
         count = text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
@@ -236,9 +238,14 @@ def decode(
     return text, note
 
 
+def invalid(name: str, label: str, offset: int, byte: int, remedy: str) -> UsageError:
+    """What is raised for a byte that its encoding does not allow there."""
+    return UsageError(f"{name} is not valid {label}: byte {offset:,} (0x{byte:02x})", remedy)
+
+
 def refuse_formats(data: bytes, name: str) -> None:
     """Raise UsageError for what begins as a file that is no text."""
-    if is_pdf(data):
+    if is_surely_pdf(data):
         raise UsageError(f"{name} is a PDF, not text", "name it as a file")
     for magic, what, hint in _MAGIC:
         if data.startswith(magic):

@@ -181,7 +181,8 @@ def run() -> None:
     except typer.TyperException as error:
         command = " ".join(["minikv", *_command_words(sys.argv[1:])])
         message = error.format_message().replace(": Value error, ", ": ")  # from its validation
-        Terminal().fail(message, f"`{command} --help` shows the usage")
+        if message:  # a command without the name of one below it has shown its help
+            Terminal().fail(message, f"`{command} --help` shows the usage")
         code = error.exit_code
     except typer.Abort:
         code = 130

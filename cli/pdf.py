@@ -10,6 +10,8 @@ import re
 import shutil
 import signal
 import sys
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,16 +34,20 @@ _REFUSED = 3  # exit code of our child when it says why
 NEAR = 1024
 """Bytes at a file's begin in which readers of PDFs look for the mark, and at its end for the end's.
 """
-_BEGIN = re.compile(rb"%PDF-\d\.\d\s")
-_NEAR_END = NEAR + len("%PDF-1.7 ")
+_BEGIN = re.compile(rb"%PDF-\d\.\d\d?\s")
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # may come before the mark
 
-# Characters that no text has: controls, U+FFFD, and those for private use, but for the bullets that
-# word processors take from a font of signs.
+# The bullets that word processors take from a font of signs: for private use, but known.
 _BULLET = re.compile("^[ \t]*[\uf000-\uf0ff](?=\\s)", re.MULTILINE)
-_MEANINGLESS = re.compile(
-    "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ue000-\uf8ff\ufffd-\uffff\U000f0000-\U0010ffff]"
+# No one sees these. They are odd within a word of a script that sets spaces between words.
+_WITHIN = re.compile(
+    "(?<=[A-Za-z\u00c0-\u058f])[\u200b\ufeff\U000e0000-\U000e007f]+(?=[A-Za-z\u00c0-\u058f])"
 )
+# What pypdf gives for a letter without a name. Before a word, it is a box to tick.
+_SQUARE = "\u25a1"
+_SQUARES = re.compile(rf"\S{_SQUARE}")
+_MAPPED = re.compile(rb"beginbf(char|range)\s*<")
+_EMPTY = re.compile(rb"(<\w+>\s*)<\s*>")
 # The encodings of composite fonts that stand for letters by themselves, and that pypdf knows.
 _LETTERS = re.compile(
     r"/(Uni\w+-(UCS2|UTF16)|90ms-RKSJ|GB-EUC|GBpc-EUC|GBK|GBK2K|ETen-B5|ETenms-B5)(-HW)?-[HV]"
@@ -97,17 +103,35 @@ def _way_out() -> str:
 
 
 def is_pdf(data: bytes) -> bool:
-    """Whether data is a PDF. The mark may stand behind something else (as the header of a response)
-    if a PDF's end is there, too; a text about PDFs is a text."""
-    return data.lstrip(_BLANK).startswith(MAGIC) or (
-        _BEGIN.search(data[:_NEAR_END]) is not None and b"%%EOF" in data[-NEAR:]
-    )
+    """Whether data may be a PDF. The mark may stand behind something else (as the header of a
+    response) if objects follow, and then a PDF's end or what no text has."""
+    return is_surely_pdf(data) or (_begin(data) is not None and b"%%EOF" in data[-NEAR:])
+
+
+def is_surely_pdf(data: bytes) -> bool:
+    """Whether data is a PDF, perhaps a damaged one, and not a text that quotes one."""
+    if data.lstrip(_BLANK).startswith(MAGIC):
+        return True
+    begin = _begin(data)
+    if begin is None or b"stream" not in data:
+        return False
+    try:
+        return "\0" in data[begin:].decode()
+    except UnicodeDecodeError:
+        return True
+
+
+def _begin(data: bytes) -> int | None:
+    """Where in data the mark stands that objects follow."""
+    found = _BEGIN.search(data[: NEAR + 16])
+    if found is None or found.start() > NEAR or b" obj" not in data:
+        return None
+    return found.start()
 
 
 def _bare(data: bytes) -> bytes:
     """The PDF without what stands before its mark: its offsets count from there."""
-    found = _BEGIN.search(data[:_NEAR_END])
-    return data[found.start() :] if found else data.lstrip(_BLANK)
+    return data[_begin(data) or 0 :].lstrip(_BLANK)
 
 
 def read_pdf(
@@ -178,7 +202,7 @@ def _judge(text: str, shown: str) -> Pdf:
             texts.append(plain)
             if mark:
                 coded[n] = int(count)
-            elif holes := len(_MEANINGLESS.findall(_BULLET.sub("", plain))):
+            elif holes := _meaningless(_BULLET.sub("", plain)):
                 odd[n] = holes
     if not texts:
         why = "a scan? recognise its text first, for example with ocrmypdf"
@@ -186,6 +210,23 @@ def _judge(text: str, shown: str) -> Pdf:
             raise UsageError(f"{shown}: {_listed(broken)} could not be read", "is it damaged?")
         raise UsageError(f"{shown} has {_pages(len(pages))} and no text in them", why)
     return Pdf("\n\n".join(texts), len(pages), tuple(silent), tuple(broken), coded, odd)
+
+
+def _meaningless(text: str) -> int:
+    """How many characters no text has: controls, U+FFFD, those for private use, and those that no
+    standard defines. Planes of scripts and emoji that still grow are left out."""
+    count = sum(map(len, _WITHIN.findall(text)))
+    for sign, times in Counter(text).items():
+        kind = unicodedata.category(sign)
+        undefined = kind == "Cn" and (sign < "\U0001f000" or ord(sign) & 0xFFFE == 0xFFFE)
+        unwritten = kind in ("Cc", "Co") and sign not in "\t\n\r\x85"
+        if undefined or unwritten or sign == "\ufffd":
+            count += times
+    words = text.split()
+    unnamed = [word for word in words if _SQUARES.search(word)]
+    if 10 * len(unnamed) > len(words):
+        count += sum(word.count(_SQUARE) for word in unnamed)
+    return count
 
 
 def _pages(count: int) -> str:
@@ -218,6 +259,7 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
         for page in reader.pages:
             coded = _Coded()
             try:
+                _fill_in(page.get("/Resources"), set())
                 text = page.extract_text(visitor_text=coded)
                 if not text.strip() and (contents := page.get_contents()) is not None:
                     contents.get_data()  # a damaged or oversized page passes for an empty one
@@ -241,6 +283,31 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
     return ""
 
 
+def _fill_in(resources: Any, done: set[int]) -> None:
+    """Where a font's table maps to nothing, map to U+FFFD: pypdf would leave the letter out."""
+    from pypdf.generic import DecodedStreamObject, NameObject
+
+    resources = resources.get_object() if resources is not None else None
+    if not isinstance(resources, dict) or id(resources) in done:
+        return
+    done.add(id(resources))
+    for font in _parts(resources, "/Font"):
+        table = font.get("/ToUnicode")
+        if hasattr(table, "get_data") and _EMPTY.search(data := table.get_data()):
+            filled = DecodedStreamObject()
+            filled.set_data(_EMPTY.sub(rb"\1<FFFD>", data))
+            font[NameObject("/ToUnicode")] = filled
+    for form in _parts(resources, "/XObject"):
+        _fill_in(form.get("/Resources"), done)
+
+
+def _parts(resources: Any, kind: str) -> list[Any]:
+    found = resources.get(kind)
+    found = found.get_object() if found is not None else None
+    parts = [part.get_object() for part in found.values()] if isinstance(found, dict) else []
+    return [part for part in parts if isinstance(part, dict)]
+
+
 class _Coded:
     """Counts the characters of a page in fonts that do not say which letters they have: pypdf then
     gives the numbers or names of their shapes."""
@@ -260,9 +327,7 @@ class _Coded:
 def _unsaid(font: Any) -> re.Pattern[str] | None:
     """What stands in a font's text for letters that it does not name; None if it names all."""
     unicode = font.get("/ToUnicode")
-    if unicode is not None and (
-        not hasattr(unicode, "get_data") or b"beginbf" in unicode.get_data()
-    ):
+    if hasattr(unicode, "get_data") and _MAPPED.search(unicode.get_data()):
         return None
     encoding = font.get("/Encoding")
     if font.get("/Subtype") == "/Type0":

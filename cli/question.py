@@ -79,9 +79,11 @@ def _unquoted(words: Sequence[str]) -> tuple[str, list[str]] | None:
             f"there is no file {clean(words[1])!r}",
             f"a question of several words is quoted: {_line(' '.join(words[:end]), words[end:])}",
         )
-    if _path(words[0]) and len(spaced) == 1:
+    asked = [word for word in words if not _named(word) and not _path(word)]
+    if _path(words[0]) and asked and (len(asked) == 1 or all(map(_bare, asked))):
         raise UsageError(
-            f"there is no file {clean(words[0])!r}", f"the question goes first: {_line(spaced[0])}"
+            f"there is no file {clean(words[0])!r}",
+            f"the question goes first: {_line(' '.join(asked))}",
         )
     return None
 

@@ -282,14 +282,19 @@ def read_stdin(terminal: Terminal) -> bytes:
 class PipedLines:
     """Each call returns the next line of standard input, without its end, as soon as it is there;
     the encoding is found as a document's is. Raises EOFError at the end, and UsageError if the
-    first line is no text."""
+    first line is no text, or the last one ends within a character of UTF-16 or UTF-32."""
 
     def __init__(self) -> None:
+        self._ready: list[str] = []  # lines that are read already, the next one last
+        self._read = 0  # bytes
         self._decoder: codecs.IncrementalDecoder | None = None
         self._width = 1  # bytes of the shortest character
 
     def __call__(self) -> str:
+        if self._ready:
+            return self._ready.pop()
         stream = sys.stdin.buffer
+        first = self._decoder is None
         line = ""
         while not line.endswith("\n"):
             data = stream.readline(documents.MAX_BYTES)
@@ -300,10 +305,17 @@ class PipedLines:
                 break
             # In UTF-16 and UTF-32 the byte 0x0a need not be the last one of a line's end.
             data += stream.read(-len(data) % self._width)
+            self._read += len(data)
             line += self._decoder.decode(data)
+        if first:
+            line = line.lstrip("\ufeff")  # a program may put its own mark before a text's
         if not line:
             raise EOFError
-        return line.rstrip("\r\n")
+        lines = re.split(r"\r\n?|\n", line)
+        if len(lines) > 1 and not lines[-1]:
+            del lines[-1]  # it stands behind the last line's end
+        self._ready = lines[::-1]
+        return self._ready.pop()
 
     def _opened(self, data: bytes) -> codecs.IncrementalDecoder:
         documents.refuse_formats(data, STDIN)
@@ -315,14 +327,17 @@ class PipedLines:
         errors = "surrogateescape" if self._width == 1 else "surrogatepass"
         return codecs.getincrementaldecoder(encoding)(errors)
 
-    @staticmethod
-    def _rest(decoder: codecs.IncrementalDecoder) -> str:
-        """What a line that was cut off in a character ends with."""
+    def _rest(self, decoder: codecs.IncrementalDecoder) -> str:
+        """What is left at the end of the input. Raises UsageError if that is a part of a character,
+        but in UTF-8 returns it as lone surrogates."""
         try:
             return decoder.decode(b"", final=True)
-        except UnicodeDecodeError:
+        except UnicodeDecodeError as error:
             decoder.reset()
-            return "\ud800"
+            at = self._read - len(error.object) + error.start
+            label, byte = f"UTF-{8 * self._width}", error.object[error.start]
+            hint = "it ends within a character: is it cut short?"
+            raise documents.invalid(STDIN, label, at, byte, hint) from None
 
 
 def piped_document(terminal: Terminal) -> bytes:

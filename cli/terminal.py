@@ -32,9 +32,14 @@ _DROPPED = (
     *range(0xD800, 0xE000),  # lone surrogates
     *range(0xE0000, 0xE0080),  # tags, invisible
 )
-# Signs that no one sees and that change the order or the ends of words: LRM, RLM, ZWSP, BOM and the
-# like. The joiners of scripts and of emoji are none.
-_UNSEEN = (0x61C, 0x180E, 0x200B, 0x200E, 0x200F, *range(0x2060, 0x2070), 0xFEFF)
+# Signs that no one sees and that change the order or the ends of words, or are blank letters: LRM,
+# RLM, ZWSP, BOM, the soft hyphen, fillers of Hangul and the like. The joiners and variation
+# selectors of scripts and of emoji are none.
+_UNSEEN = (
+    *(0xAD, 0x34F, 0x61C, 0x17B4, 0x17B5, 0x180E, 0x200B, 0x200E, 0x200F),
+    *range(0x2060, 0x2070),
+    *(0x2800, 0x3164, 0xFEFF, 0xFFA0, 0xFFF9, 0xFFFA, 0xFFFB),
+)
 _FILTER: dict[int, str | None] = {
     **{code: f"\\u{code:04x}" for code in _UNSEEN},
     **dict.fromkeys(_DROPPED),

@@ -28,7 +28,7 @@ from minikv.models.hub import (
     open_regular,
     parse_json,
     refuse_missing,
-    refuse_stand_in,
+    refuse_text,
     unreadable,
     weight_map,
 )
@@ -72,7 +72,9 @@ _QUANTISED = (
     (re.compile(r"\.weight_scale(_inv)?$"), "fp8 or int8"),
     (re.compile(r"\.(weight_format|SCB)$"), "bitsandbytes"),
 )
-_COMPUTED = re.compile(r"(.+\.)?(rotary_emb\.\w+|rope\.freqs|freqs_(cis|cos|sin))")
+_COMPUTED = re.compile(
+    r"(.+\.)?(rotary_(pos_)?emb\.\w+|rope\.freqs|freqs_(cis|cos|sin)|(cos|sin)_cached)"
+)
 """Tables of the rotary embedding, which the network computes. Some programs store them."""
 
 
@@ -102,10 +104,11 @@ def read_header(path: Path) -> dict[str, Entry]:
 def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
     """`read_header` for an open file, which is at its beginning."""
     size = os.fstat(file.fileno()).st_size
-    first = _read_exactly(file, 8, path)
+    first = _read_exactly(file, min(size, 8) or 8, path)
     length = int.from_bytes(first, "little")
+    if length > HEADER_LIMIT or size < 8:
+        refuse_text(first + _read_exactly(file, max(0, min(size - 8, 1024)), path), path.name)
     if length > HEADER_LIMIT:
-        refuse_stand_in(first + _read_exactly(file, min(size - 8, 1024), path), path.name)
         raise CorruptModel(
             f"{path.name}: claims a header of {length} bytes: not safetensors?",
             "download the file again",

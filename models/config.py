@@ -314,9 +314,9 @@ def _plain_attention(read: _Reader) -> int | None:
     if the model has no such attention. Up to the size of a chunk, its distances are the true
     ones."""
     key = "dual_chunk_attention_config"
-    if not read.given(key):
+    if not read.given(key) or not (table := read.table(key)):
         return None
-    inner = _Reader(read.table(key), f"config.json: {key}")
+    inner = _Reader(table, f"config.json: {key}")
     most = inner.integer("chunk_size", 1, MAX_POSITIONS)
     return min(most, inner.integer("original_max_position_embeddings", 1, MAX_POSITIONS, most))
 

@@ -6,6 +6,7 @@ the network, and only the files that minikv reads are downloaded. No code from a
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import json
@@ -678,6 +679,7 @@ def _and_more(names: Sequence[str]) -> str:
     return f"{quote(names[0])[1:-1]}{more}"
 
 
+_AGAIN = "download the file again; `hf download NAME` fetches a whole model"
 _STAND_INS = (
     (
         re.compile(rb"version https?://(git-lfs|hawser|git-media)\b|# xet version "),
@@ -685,9 +687,17 @@ _STAND_INS = (
         "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
     ),
     (
-        re.compile(rb"\s*(<!--.*?-->\s*)*<(!doctype|html|\?xml)\b", re.IGNORECASE | re.DOTALL),
+        re.compile(rb"(/|(\.\./)*\.git/)annex/objects/|outs:\s+- md5:"),
+        "is a git-annex or DVC pointer, not the file that it stands for",
+        "run `git annex get` or `dvc pull` there, or `hf download NAME`",
+    ),
+    (
+        re.compile(
+            rb"\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b",
+            re.IGNORECASE | re.DOTALL,
+        ),
         "is a web page, not the file that was to be downloaded",
-        "download the file again; `hf download NAME` fetches a whole model",
+        _AGAIN,
     ),
 )
 
@@ -695,7 +705,7 @@ _STAND_INS = (
 def refuse_stand_in(data: bytes, name: str) -> None:
     """Raise CorruptModel if a file holds what some downloads leave in its place. data: at least its
     first bytes."""
-    first = data[:1024].removeprefix(b"\xef\xbb\xbf")
+    first = _beginning(data[:1024]).encode("utf-8", "surrogateescape")
     for pattern, what, hint in _STAND_INS:
         if pattern.match(first) and not (name.endswith(".jinja") and _is_template(first, data)):
             raise CorruptModel(f"{name} {what}", hint)
@@ -705,6 +715,23 @@ def _is_template(first: bytes, data: bytes) -> bool:
     """Whether tags at the beginning of a file are those that its chat template writes. No template
     writes a doctype, and the scripts of a web page may have two braces."""
     return b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
+
+
+def refuse_text(data: bytes, name: str) -> None:
+    """Raise CorruptModel if a file of weights begins as a text. data: at least its first bytes."""
+    refuse_stand_in(data, name)
+    text = _beginning(data[:512])
+    if text and all(sign.isprintable() or sign.isspace() for sign in text):
+        said = quote(" ".join(text.split())[:60])
+        raise CorruptModel(f"{name} holds a text in place of the weights: {said}", _AGAIN)
+
+
+def _beginning(data: bytes) -> str:
+    """The first bytes of a file as text, but for a character that is cut at their end. What is not
+    valid becomes surrogates."""
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding, errors = ("utf-16", "replace") if wide else ("utf-8-sig", "surrogateescape")
+    return codecs.getincrementaldecoder(encoding)(errors).decode(data)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -770,9 +797,9 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CorruptModel(f"{name}: not valid JSON ({quote(what)[1:-1]})") from None
+        raise CorruptModel(f"{name}: not valid JSON ({quote(what)[1:-1]})", _AGAIN) from None
     if not isinstance(value, dict):
-        raise CorruptModel(f"{name}: expected a JSON object, got {type(value).__name__}")
+        raise CorruptModel(f"{name}: expected a JSON object, got {type(value).__name__}", _AGAIN)
     return value
 
 

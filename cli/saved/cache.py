@@ -25,7 +25,8 @@ CACHE_BYTES = 512 << 20
 def write_cache(
     session: ChatSession, folder: Path, identity: Mapping[str, object]
 ) -> tuple[dict[str, object] | None, str]:
-    """Write the cache. Returns the record of its file, or None and the reason. Raises OSError."""
+    """Write the cache. Returns the record of its file, or None and the reason. Raises OSError,
+    MemoryError."""
     if not session.fed:
         return None, "nothing of it had been read when it was saved"
     held_bytes = session.engine.kv.stats().held_bytes
@@ -44,7 +45,13 @@ def write_cache(
     }
     tensors = {f"column.{name}": column for name, column in snapshot.held.columns.items()}
     tensors["fed"] = torch.tensor(snapshot.fed, dtype=torch.int64)
-    data = save(tensors, {"identity": json.dumps(identity), "state": json.dumps(state)})
+    try:
+        data = save(tensors, {"identity": json.dumps(identity), "state": json.dumps(state)})
+    except BaseException as error:
+        # What its library raises where memory is short; it is no Exception and has no public name.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise MemoryError from None
     return write_part(folder, "cache", "safetensors", data), ""
 
 

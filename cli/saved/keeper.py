@@ -111,7 +111,7 @@ class Keeper:
         self._changed(session)
         try:
             self._save(session, name, whole=True)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise UsageError(f"the chat cannot be saved: {_reason(error)}") from None
         self.active = True
         assert self.name is not None

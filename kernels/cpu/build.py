@@ -74,7 +74,10 @@ def library() -> tuple[ctypes.CDLL | None, str]:
             found.chmod(0o700)  # for any umask: see `_owned`
             os.replace(found, folder / name)
         _forget(folder)
-        return _loaded(data), ""
+        kept = _checked(folder / name)  # the path may lead elsewhere since `store`
+        if kept is None:
+            return None, f"what was compiled in {folder} is damaged, or not yours alone"
+        return _loaded(kept), ""
     except OSError as error:
         return None, f"the compiled kernels cannot be kept or loaded: {error.strerror or error}"
 
@@ -174,18 +177,36 @@ def _unfit(folder: Path) -> str:
 
 
 def _open_to_others(folder: Path) -> str:
-    """Why another user could put a library into the folder, or exchange the folder; or ""."""
+    """Why another user could put a library into the folder, or lead its path elsewhere; or "". The
+    path is followed as the system follows it, link by link. Raises OSError."""
     about = folder.lstat()
     if not (stat.S_ISDIR(about.st_mode) and _owned(about)):
         return f"{folder} is not yours alone"
-    real = Path(os.path.realpath(folder))
-    for above in {*folder.parents, *real.parents}:
-        about = above.stat()
-        sticky = about.st_mode & stat.S_ISVTX  # only owners rename what is in it
-        if about.st_uid not in (0, os.getuid(), _UNMAPPED) or (
-            about.st_mode & _OTHERS and not sticky
-        ):
-            return f"other users may change {above}"
+    at, ahead, links = Path(folder.anchor), [*folder.parts[:0:-1]], 0
+    while ahead:
+        holder = at.lstat()
+        shared = _shared(holder)
+        # In a sticky folder only owners rename what is theirs.
+        if not _trusted(holder.st_uid) or (shared and not holder.st_mode & stat.S_ISVTX):
+            return f"other users may change {at}"
+        name = ahead.pop()
+        if name == os.pardir:
+            at = at.parent
+            continue
+        below = at / name
+        about = below.lstat()
+        if not stat.S_ISLNK(about.st_mode):
+            at = below
+            continue
+        if shared and not _trusted(about.st_uid):
+            return f"other users may change {below}"
+        links += 1
+        if links > _LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        target = Path(os.readlink(below))
+        if target.is_absolute():
+            at = Path(target.anchor)
+        ahead += [part for part in reversed(target.parts) if part != target.anchor]
     return ""
 
 
@@ -297,8 +318,8 @@ def _forget(folder: Path) -> None:
 _NAME = re.compile(r"[0-9a-f]{24}\.so")
 _DIGEST = 32
 _LARGEST = 64 << 20  # bytes; a library has less than one MiB
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_UNMAPPED = 65534  # the owner that a container shows for users whom it does not know, as root
+_LINKS = 40  # as many as the system follows on one path
+_UNMAPPED = 65534  # the owner that a user namespace shows for users whom it does not know, as root
 
 
 def _checked(path: Path) -> bytes | None:
@@ -343,4 +364,37 @@ def _digest(data: bytes) -> bytes:
 
 def _owned(about: os.stat_result) -> bool:
     """Whether what this is about belongs to this user, and only this user may write to it."""
-    return about.st_uid == os.getuid() and not about.st_mode & _OTHERS
+    return about.st_uid == os.getuid() and not _shared(about)
+
+
+def _trusted(owner: int) -> bool:
+    """Whether an owner is this user or the system's administrator."""
+    if owner in (0, os.getuid()):
+        return True
+    if owner != _UNMAPPED:
+        return False
+    try:
+        return Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]
+    except OSError:
+        return False
+
+
+def _shared(about: os.stat_result) -> bool:
+    """Whether others than the owner, and this user's own group, may write to what this is about."""
+    return bool(
+        about.st_mode & stat.S_IWOTH or (about.st_mode & stat.S_IWGRP and not _own(about.st_gid))
+    )
+
+
+def _own(group: int) -> bool:
+    """Whether a group is this user's alone: many systems make one for each user, and folders that
+    it may write to."""
+    import grp
+    import pwd
+
+    try:
+        user, about = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    name = user.pw_name
+    return user.pw_gid == group and about.gr_name == name and not {*about.gr_mem} - {name}

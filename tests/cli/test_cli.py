@@ -637,7 +637,10 @@ def test_piped_questions_are_decoded_as_documents_are(
     ("data", "message", "turns"),
     [
         (b"\xff\xfea\0\n\0\0\xd8?\0\n\0b\0", "a lone surrogate at character 0", 2),
-        (b"\xff\xfea\0\n\0b\0c", "a lone surrogate at character 1", 1),
+        (b"\xff\xfea\0\n\0b\0c", "standard input is not valid UTF-16: byte 8 (0x63)", 1),
+        (b"\xff\xfea\0\n\0b\0\n", "standard input is not valid UTF-16: byte 8 (0x0a)", 1),
+        (b"\xff\xfe\0\0a\0\0\0\n\0\0", "standard input is not valid UTF-32: byte 8 (0x0a)", 0),
+        (b"a\n\xc3", "byte 0xc3 at character 0 is not UTF-8", 1),
         (b"%PDF-1.7\n", "standard input is a PDF", 0),
         (b"a\0b\0\n\0", "standard input looks binary, not text", 0),
         (b"\x7fELF\n", "standard input is a program", 0),
@@ -646,11 +649,38 @@ def test_piped_questions_are_decoded_as_documents_are(
 def test_piped_questions_that_are_no_text_are_refused(
     world: World, document: str, data: bytes, message: str, turns: int
 ) -> None:
+    """A part of a character at the end is named as `minikv ask -` names it."""
+    if "is not valid" in message:
+        assert message in world.run("ask", "-", document, input=data).stderr
     result = world.run("chat", document, input=data)
     assert message in result.stderr
     assert result.exit_code == 2
     assert world.session is not None
     assert world.session.turn == turns
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("\ufeff\ufeffone\n\ufefftwo\n", ["one", "\ufefftwo"]),
+        ("one\rtwo\r\n\nthree\r", ["one", "two", "", "three"]),
+        ("one\r\rtwo", ["one", "", "two"]),
+        ("\n", [""]),
+        ("\ufeff\ufeff", []),
+        ("", []),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_where_piped_lines_begin_and_end(
+    monkeypatch: pytest.MonkeyPatch, text: str, lines: list[str], encoding: str
+) -> None:
+    data = io.BytesIO(text.encode(encoding))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=data))
+    read = PipedLines()
+    assert [read() for _ in lines] == lines
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            read()
 
 
 def test_a_piped_question_is_there_before_the_next_one_comes(
@@ -949,6 +979,14 @@ def test_an_unknown_flag_is_one_line(document: str) -> None:
     done = run("ask", "q", "--xyzzy", document, pace=0)
     assert done.code == 2
     assert done.err == ("error: No such option: --xyzzy\n  `minikv ask --help` shows the usage\n")
+
+
+@pytest.mark.parametrize("name", ["config", "bench"])
+def test_a_command_without_the_one_below_it_shows_its_help(name: str) -> None:
+    done = run(name, pace=0)
+    assert done.code == 2
+    assert f"Usage: minikv {name}" in done.out + done.err
+    assert "error" not in done.err
 
 
 def test_a_value_that_a_flag_does_not_take_is_one_line(document: str) -> None:

@@ -223,7 +223,7 @@ def test_aliases_are_set_listed_and_removed(
     assert load().aliases == {"fast": "a/b"}
     again = run("config", "unset", "aliases.l3.1")
     assert (again.exit_code, "aliases.l3.1 is not set in " in again.stderr) == (2, True)
-    for words in (["bundled", "a/b"], ["x", ""], ["x", "a", "b"]):
+    for words in (["bundled", "a/b"], ["x", ""], ["x", "a", "b"], ["a/b", "a/b"]):
         assert run("config", "set", f"aliases.{words[0]}", *words[1:]).exit_code == 2
 
 

@@ -66,7 +66,7 @@ def table(letters: dict[str, str], *, wide: bool) -> bytes:
         b"<%0*X> <%s>\n" % (4 if wide else 2, ord(a), text.encode("utf-16-be").hex().encode())
         for a, text in letters.items()
     )
-    return stream(b"1 beginbfchar\n%sendbfchar" % b"".join(rows) if letters else b"")
+    return stream(b"%d beginbfchar\n%sendbfchar" % (len(letters), b"".join(rows)))
 
 
 def composite(encoding: bytes) -> bytes:
@@ -176,12 +176,29 @@ ODD = "without a meaning"
         ("a#", HELVETICA, {"#": "\U000f0001"}, "a\U000f0001", f"1 character {ODD}"),
         ("a#", HELVETICA, {"#": "\x02"}, "a\x02", f"1 character {ODD}"),
         ("of#ce", HELVETICA, {"#": "\uf0b7"}, "of\uf0b7ce", f"1 character {ODD}"),
+        *(
+            ("of#ce", HELVETICA, {"#": sign}, f"of{sign}ce", f"1 character {ODD}")
+            for sign in "\ufdd0\U0001fffe\u0378\ufff0\u200b\ufeff\U000e0041"
+        ),
+        ("of#ce con#rm", HELVETICA, {"#": ""}, "of\ufffdce con\ufffdrm", f"2 characters {ODD}"),
+        ("Of#ce", HELVETICA, {"#": "\xad"}, "Of\xadce", ""),
+        ("A# one", HELVETICA, {"#": "\u200b"}, "A\u200b one", ""),
+        ("abc", SHAPES % b"/.notdef /.notdef /.notdef", None, "\u25a1" * 3, f"3 characters {ODD}"),
+        ("# Yes #No", HELVETICA, {"#": "\u25a1"}, "\u25a1 Yes \u25a1No", ""),
+        ("A# b c d e f g h i j", HELVETICA, {"#": "\u25a1"}, "A\u25a1 b", ""),
         # A bullet of the font Symbol, as word processors write it.
         ("# one", HELVETICA, {"#": "\uf0b7"}, "\uf0b7 one", ""),
         ("of#ce", HELVETICA, {"#": "ffi"}, "offfice", ""),
         # Numbers or names of shapes stand for letters.
         (SHIFTED, IDENTITY, None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
         (SHIFTED, IDENTITY, {}, "7KH\x03HQG\x11", f"8 characters {CODED}"),
+        (
+            SHIFTED,
+            IDENTITY.removesuffix(b">>") + b"/ToUnicode /Identity-H >>",
+            None,
+            "7KH",
+            f"8 characters {CODED}",
+        ),
         (SHIFTED, composite(b"/Identity-V"), None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
         (SHIFTED, composite(b"/KSC-EUC-H"), None, "7KH\x03HQG\x11", f"8 characters {CODED}"),
         (SHIFTED, composite(b"<< >>"), None, "\ufffd7\ufffdK", f"16 characters {CODED}"),
@@ -221,11 +238,32 @@ def test_characters_that_mean_nothing_are_counted_in_one_note_a_page(
     assert ("pdftotext" in found.gaps and "ocrmypdf" in found.gaps) == bool(counted)
 
 
+def test_a_letter_that_a_form_maps_to_nothing_is_not_left_out() -> None:
+    """A form has fonts of its own; this one draws itself, too."""
+    font = HELVETICA.removesuffix(b">>") + b"/ToUnicode 6 0 R >>"
+    own = b"/Resources << /Font << /F1 7 0 R >> /XObject << /X1 5 0 R >> >>"
+    form = stream(
+        b"BT /F1 12 Tf 72 720 Td (of#ce) Tj ET",
+        b"/Type /XObject /Subtype /Form /BBox [0 0 612 792] " + own,
+    )
+    page = (
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /XObject << /X1 5 0 R >> >> >>"
+    )
+    tree = b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"
+    letters = table({"#": ""}, wide=False)
+    (text,) = pages_of(assembled(CATALOG, tree, page, stream(b"q /X1 Do Q"), form, letters, font))
+    assert text.strip() == "of\ufffdce"
+
+
 def test_several_pages_without_a_meaning_are_one_note() -> None:
     made = pdf._judge("a\ue000\f\ue000\ue000 b\0003\f", "x.pdf")
     assert made.gaps.startswith(f"page 2 has 3 characters {CODED}; page 1 has 1 character {ODD}; ")
     made = pdf._judge("a\ue000\f\ue000\ue000 b\f", "x.pdf")
     assert made.gaps.startswith(f"pages 1 and 2 have 3 characters {ODD}; ")
+
+
+BINARY = document("", drawn=[stream(zlib.compress(b"BT (Hidden) Tj ET"), b"/Filter /FlateDecode")])
 
 
 @pytest.mark.parametrize(
@@ -243,6 +281,9 @@ def test_several_pages_without_a_meaning_are_one_note() -> None:
         (b"x" * 1025 + document("a"), False),
         (b"The file of one page:\n" + document("a") + b"That is all. " * 80, False),
         (b'MARK, END = b"%PDF-", b"%%EOF"\n', False),
+        (b"A PDF starts with %PDF-1.7 and ends with %%EOF\n", False),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + BINARY.replace(b"%PDF-1.4", b"%PDF-1.10"), True),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + BINARY[:-200], True),
     ],
 )
 def test_what_a_pdf_is(data: bytes, yes: bool) -> None:
@@ -261,6 +302,22 @@ def test_what_stands_before_the_mark_is_no_part_of_a_pdf(tmp_path: Path) -> None
         "2 pages, 15 characters",
     )
     assert not documents.is_binary(path.read_bytes()[:600])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"My file looks like this:\n\n" + document("a")[:300] + b"\n...\n%%EOF\nWhat is wrong?\n",
+        b"Starts with %PDF-1.7 and an obj, has a stream, and ends with %%EOF\n",
+    ],
+)
+def test_a_text_that_quotes_a_pdf_is_a_text(data: bytes) -> None:
+    assert read_bytes(data, "mail").text == data.decode()
+
+
+def test_binary_data_behind_a_mark_is_a_damaged_pdf() -> None:
+    data = b"HTTP/1.1 200 OK\r\n\r\n" + BINARY[:-200]
+    assert "cannot be read" in str(refused(lambda: read_bytes(data, "x.bin")))
 
 
 # -- what is refused ------------------------------------------------------------------------

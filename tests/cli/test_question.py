@@ -89,6 +89,9 @@ def test_what_is_plain_is_understood_and_said(line: str, question: str, files: l
         ("Who runs reprot.txt notes.md", "no file 'runs'", "'Who runs' reprot.txt notes.md"),
         ("Summarise briefly report.txt", "no file 'briefly'", "'Summarise briefly' report.txt"),
         ("reprot.txt 'What is it?'", "no file 'reprot.txt'", "'What is it?' FILE"),
+        ("reprot.txt What?", "no file 'reprot.txt'", "'What?' FILE"),
+        ("reprot.txt notes.md Why", "no file 'reprot.txt'", "Why FILE"),
+        ("reprot.txt what is it?", "no file 'reprot.txt'", "'what is it?' FILE"),
         ("What is a 'b c' report.txt", "no file 'is'", "'What is a b c' report.txt"),
     ],
 )

@@ -403,7 +403,12 @@ BAD: list[tuple[str, object, int, str]] = [
         "disagree",
     ),
     ("chunks not an object", QWEN | {"dual_chunk_attention_config": 7}, 6, "dual_chunk"),
-    ("chunks of no size", QWEN | {"dual_chunk_attention_config": {}}, 6, "chunk_size"),
+    (
+        "chunks of no size",
+        QWEN | {"dual_chunk_attention_config": {"local_size": 512}},
+        6,
+        "chunk_size",
+    ),
     (
         "spellings disagree",
         LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
@@ -517,6 +522,7 @@ def test_keys_that_compute_nothing(
         ({"chunk_size": 8192}, 8192),
         ({"chunk_size": 65536}, None),
         (None, None),
+        ({}, None),
     ],
 )
 def test_chunks_end_where_attention_is_no_longer_plain(

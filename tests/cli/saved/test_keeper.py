@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load, save
 from small_chat import chat, held_of, say
@@ -575,6 +576,31 @@ def test_a_cache_too_large_to_save_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 
 
 # -- saves that fail ----------------------------------------------------------------------
+
+
+PanicException = type("PanicException", (BaseException,), {})
+
+
+@pytest.mark.parametrize("error", [MemoryError, PanicException])
+def test_memory_that_is_short_for_a_save_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: type[BaseException],
+) -> None:
+    """The library of safetensors raises what is no Exception."""
+
+    def short(tensors: object, metadata: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr(safetensors.torch, "save", short)
+    session, one = talked(), keeper()
+    one.keep(session)
+    assert "this chat is not saved: out of memory" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="cannot be saved: out of memory"):
+        one.save(session)
+    error = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        one.keep(session)
 
 
 def test_a_save_that_fails_warns_once_and_the_chat_goes_on(

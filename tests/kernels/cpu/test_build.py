@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import grp
 import os
 import platform
+import pwd
 import stat
 import subprocess
 import sys
@@ -86,8 +88,11 @@ def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch, umask:
     ("which", "mode"),
     [("file", 0o722), ("kernels", 0o777), ("minikv", 0o770), ("cache", 0o777), ("home", 0o720)],
 )
-def test_what_others_may_change_is_not_run(kept: Path, which: str, mode: int) -> None:
+def test_what_others_may_change_is_not_run(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, which: str, mode: int
+) -> None:
     """A library in a folder that others may write to, or may exchange, could be theirs."""
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name="staff", gr_mem=[]))
     compiler = build.find()
     assert compiler is not None
     path = kept / f"{build.key(compiler)}.so"
@@ -113,14 +118,107 @@ def test_a_folder_of_the_system_that_all_may_write_to_is_no_danger(kept: Path) -
 
 
 @needs_compiler
-def test_a_link_leads_nowhere_that_others_may_change(kept: Path, tmp_path: Path) -> None:
-    there = tmp_path / "open" / "cache"
+@pytest.mark.parametrize(
+    ("group", "members", "trusted"),
+    [("ada", [], True), ("ada", ["ada"], True), ("ada", ["bob"], False), ("staff", [], False)],
+)
+def test_the_group_of_one_user_is_no_other_user(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, group: str, members: list[str], trusted: bool
+) -> None:
+    """Where each user has a group, a home directory often lets it write."""
+    kept.parents[1].mkdir(parents=True)
+    for folder in kept.parents[1:3]:
+        folder.chmod(0o775)
+    own = kept.parents[1].stat().st_gid
+    user = SimpleNamespace(pw_name="ada", pw_gid=own)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    about = SimpleNamespace(gr_name=group, gr_mem=members)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: about)
+    assert (build.store()[0] == kept) == trusted
+    user.pw_gid = own + 1
+    assert build.store()[0] != kept
+    monkeypatch.setattr(grp, "getgrgid", {}.__getitem__)
+    assert build.store()[0] != kept
+
+
+def foreign(monkeypatch: pytest.MonkeyPatch, path: Path, owner: int) -> None:
+    """Let a path seem to belong to another user."""
+    lstat = Path.lstat
+
+    def seen(self: Path) -> os.stat_result:
+        about = lstat(self)
+        return os.stat_result((*about[:4], owner, *about[5:10])) if self == path else about
+
+    monkeypatch.setattr(Path, "lstat", seen)
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", ["target's", "middle", "back", "link", "loop"])
+def test_a_link_leads_nowhere_that_others_may_change(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Nor over a folder in which they may exchange the next link."""
+    there, shared = tmp_path / "open" / "cache", tmp_path / "shared"
     plant(there / "minikv" / "kernels" / f"{build.key(str(build.find()))}.so")
+    shared.mkdir()
+    (shared / "inner").mkdir()
+    (shared / "link").symlink_to("inner/../../open/cache" if which == "back" else there)
     kept.parents[2].mkdir()
-    kept.parents[1].symlink_to(there)
+    kept.parents[1].symlink_to(os.path.relpath(shared / "link", kept.parents[2]))
     assert answer() == 8
-    there.parent.chmod(0o777)
+    if which == "target's":
+        there.parent.chmod(0o777)
+    elif which == "back":
+        (shared / "inner").chmod(0o777)
+    elif which == "middle":
+        shared.chmod(0o777)
+    elif which == "loop":
+        monkeypatch.setattr(build, "_LINKS", 1)
+    else:
+        shared.chmod(0o1777)
+        assert answer() == 8
+        foreign(monkeypatch, shared / "link", os.getuid() + 1)
     assert answer() == 7
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("mapped", "trusted"),
+    [("0 0 4294967295", False), ("0 1000 1\n", True), ("1000 1000 1", True), (None, False)],
+)
+def test_an_unknown_owner_is_the_system_only_in_a_user_namespace(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, mapped: str | None, trusted: bool
+) -> None:
+    """On the system itself it is a user, nobody, under whom services run."""
+
+    def read_text(self: Path) -> str:
+        if mapped is None:
+            raise FileNotFoundError
+        return mapped
+
+    kept.parents[1].mkdir(parents=True)
+    foreign(monkeypatch, kept.parents[2], 65534)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert (build.store()[0] == kept) == trusted
+
+
+@needs_compiler
+def test_what_was_compiled_where_others_lead_is_not_loaded(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is exchanged between the check and the compiler's start."""
+    store = build.store
+
+    def exchanged() -> tuple[Path | None, str]:
+        found = store()
+        kept.rename(tmp_path / "mine")
+        kept.mkdir()
+        kept.chmod(0o777)
+        return found
+
+    monkeypatch.setattr(build, "store", exchanged)
+    found, why = build.library()
+    assert (found, why) == (None, f"what was compiled in {kept} is damaged, or not yours alone")
 
 
 @needs_compiler
@@ -264,9 +362,7 @@ def test_a_damaged_library_is_made_anew(kept: Path) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["pipe", "large"])
-def test_what_is_no_library_is_not_read(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_what_is_no_library_is_not_read(kept: Path, kind: str) -> None:
     """To open a named pipe would wait for ever."""
     compiler = build.find()
     assert compiler is not None
@@ -275,8 +371,8 @@ def test_what_is_no_library_is_not_read(
     if kind == "pipe":
         os.mkfifo(path, 0o600)
     else:
-        monkeypatch.setattr(build, "_LARGEST", 1)
-        path.write_bytes(b"xx")
+        path.touch()
+        os.truncate(path, build._LARGEST + 1)
     path.chmod(0o600)
     assert build._checked(path) is None
     (remark,) = build.remarks()
