@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import pytest
+import small
 import tiny
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 import minikv
 from minikv import loader
 from minikv.cache import kv_cache
+from minikv.chat.fitting import USEFUL, Machine
 from minikv.engine import threads, warmup
 from minikv.errors import UsageError
 from minikv.kernels import dispatch
@@ -31,6 +33,7 @@ from minikv.loader import (
     packing_of,
     prompt_rows,
     shape_of,
+    workspace,
 )
 from minikv.models import linear
 from minikv.models.errors import ModelError
@@ -404,3 +407,48 @@ def test_what_is_public_is_shown_and_nothing_else() -> None:
 def test_an_answer_is_as_long_from_python_as_on_the_command_line() -> None:
     for method in (minikv.ChatSession.ask, minikv.ChatSession.continue_answer):
         assert signature(method).parameters["max_tokens"].default == Generation().max_tokens
+
+
+# -- what fits ------------------------------------------------------------------------------------
+
+
+def test_a_tier_in_ram_leaves_less_to_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = build(Settings(model=str(folder), kernels="torch", device="cpu"))
+    kv, kept = chat.engine.kv, list[int]()
+    config: Any = chat.engine.network.config  # type: ignore[attr-defined]
+    machine = Machine(
+        kv.shape,
+        kv.dtype,
+        kv.kv,
+        lambda tokens: workspace(config, tokens, kv.dtype.itemsize, cuda=False),
+    )
+    needs = machine.needs(chat.eviction.under(1200), 2000, 8)
+    assert needs is not None
+    free = 8 * needs[1] // 7 + 8
+    monkeypatch.setattr("minikv.models.weights.free_memory", lambda device: free)
+    for kind in ("auto", "file", "ram"):
+        chat.recall.kind = kind
+        kept.append(chat.fit(chat.eviction, 2000, 8))
+    assert kept[0] == kept[1] >= 1200
+    assert USEFUL <= kept[2] < kept[1]
+
+
+def test_the_work_space_counts_what_a_gpu_reads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small.network(layers=2).config
+    sizes = []
+    for asked in (None, 4096):
+        monkeypatch.setattr(
+            "minikv.loader.prompt_rows", lambda *, cuda, head_dim, asked=asked: asked
+        )
+        sizes.append(workspace(config, 100_000, 2, cuda=True))
+        packed = workspace(config, 100_000, 2, cuda=True, packed=True)
+        matrix = 2 * config.mlp * config.hidden  # gate and up are one
+        assert packed - sizes[-1] == 2 * matrix
+        assert workspace(config, 100_000, 2, cuda=False, packed=True) == workspace(
+            config, 100_000, 2, cuda=False
+        )
+        told = workspace(config, 100_000, 2, cuda=True, foresees=True)
+        assert told >= sizes[-1]
+    assert sizes[1] > sizes[0]
