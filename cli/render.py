@@ -38,7 +38,7 @@ _LISTED = 8  # documents up to which a chat begins with a line for each
 _READ = {
     "once": "only what was new was read",
     "refresh": "the whole conversation was read again for this question",
-    "blind": "documents were read and evicted before the question",
+    "blind": "documents were read before the question, and what was evicted left then",
     "recall": "chosen for this question from all that was read; only what is new was read",
 }
 
