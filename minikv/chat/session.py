@@ -53,19 +53,10 @@ _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
     *("continuable", "continue_answer", "conversation", "curve", "documents", "eviction"),
     *("fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context", "messages"),
-    *(
-        "pending",
-        "quality",
-        "reads_again",
-        "recalls",
-        "refresh",
-        "refresh_every",
-        "report",
-        "reports",
-    ),
-    *("rereading", "rereads", "reset", "restore", "reuse", "room", "seed", "shaped_by", "skip"),
-    *("snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone", "verified"),
-    "verify",
+    *("pending", "quality", "reads_again", "recalls", "refresh", "refresh_every", "report"),
+    *("reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed", "shaped_by"),
+    *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
+    *("verified", "verify"),
 )
 """What `dir` shows of a chat. Its other attributes are for this repository."""
 
