@@ -110,7 +110,7 @@ def chat(
             session.attach(text.text, text.name, text.source)
     terminal.records = as_json
     if typed:
-        terminal.note(render.header(session, minikv.__version__))
+        terminal.note(render.header(session, minikv.__version__, generation.max_tokens))
         terminal.note(
             "\nType a question. /help for commands, Ctrl-C stops an answer, Ctrl-D leaves.\n"
         )

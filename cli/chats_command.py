@@ -107,16 +107,13 @@ def read_limit(text: str) -> int | None:
     """--chats-limit in bytes; None is no limit. Raises UsageError."""
     if text == "off":
         return None
-    try:
-        found = Budget.parse(text)
-    except UsageError:
-        found = None
-    if found is None or found.unit != "bytes":
+    found = Budget.size(text)
+    if found is None:
         raise UsageError(
             f"--chats-limit must be off or a size, got {quoted(text)}",
             "give a size with its unit, such as 20GiB",
         )
-    return int(found.value)
+    return found
 
 
 def warn_of(limit: int | None, terminal: Terminal) -> None:

@@ -213,8 +213,7 @@ def forecast(
         elif in_file and twice is not None:
             reading = twice.planned_in_file
         work = work_space(tokens, foresees=kv.foresees)
-        tier = machine.beside(tokens) if eviction.evicts and kv.rules.cannot_recall is None else 0
-        needs = max(weights + work + max(reading, writing) + tier, load)
+        needs = max(weights + work + max(reading, writing) + machine.tier(kv, tokens), load)
         return Row(
             name,
             eviction.decode,

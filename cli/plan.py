@@ -126,15 +126,12 @@ def read_bytes(text: str) -> int:
     """ "24GiB" or "80GB" as bytes. Raises UsageError."""
     from minikv.cache.budget import Budget
 
-    try:
-        budget = Budget.parse(text)
-    except UsageError:
-        budget = None
-    if budget is None or budget.unit != "bytes":
+    found = Budget.size(text)
+    if found is None:
         raise UsageError(
             f"cannot read the memory size {quoted(text)}", "for example --memory 24GiB"
         )
-    return int(budget.value)
+    return found
 
 
 # -- text -----------------------------------------------------------------------------------

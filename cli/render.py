@@ -142,18 +142,19 @@ def fidelity_words(lost: Fidelity) -> str:
     return text
 
 
-def header(session: ChatSession, version: str) -> str:
-    """What a chat starts with: machine, model, policy, documents."""
+def header(session: ChatSession, version: str, max_tokens: int) -> str:
+    """What a chat starts with: machine, model, what stays in memory, documents. max_tokens: of an
+    answer."""
     facts = session.facts
     at = f" @ {facts.revision[:12]}" if facts.revision else ""
     rows = [
-        ("minikv", f"{version} · {facts.device} · {facts.kernels} kernels"),
+        ("minikv", f"{version} · {facts.device}"),
         (
             "model",
             f"{facts.model}{at} · {facts.dtype} · {size(facts.weight_bytes)} · "
             f"context {session.max_context:,}",
         ),
-        ("memory", session.fits() or policy_line(session)),
+        ("memory", session.fits(max_tokens) or policy_line(session)),
     ]
     if is_toy(session):
         rows.insert(2, ("", TOY.removeprefix("bundled: ")))

@@ -6,7 +6,6 @@ file, the `MINIKV_*` variables, the settings of `/set`, and what `minikv.load` c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import re
@@ -358,10 +357,9 @@ class Settings:
         `keep_packed`."""
         if self.keep_packed == "off":
             return 0
-        with contextlib.suppress(UsageError):
-            found = Budget.parse(self.keep_packed)
-            if found.unit == "bytes":
-                return int(found.value)
+        found = Budget.size(self.keep_packed)
+        if found is not None:
+            return found
         raise UsageError(
             f"`keep_packed` must be off or a size, got {quoted(self.keep_packed)}",
             "give a size with its unit, such as 20GiB",

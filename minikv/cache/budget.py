@@ -65,6 +65,15 @@ class Budget:
             return max(1, round(self.value * prompt))
         return max(1, int(self.value / (row_bytes * heads)))
 
+    @staticmethod
+    def size(text: str) -> int | None:
+        """Bytes of a size such as "20GiB"; None if the text is none."""
+        try:
+            found = Budget.parse(text)
+        except UsageError:
+            return None
+        return int(found.value) if found.unit == "bytes" else None
+
     @property
     def everything(self) -> bool:
         """Whether "auto" has found nothing that must go."""
@@ -84,3 +93,4 @@ class Budget:
 
 
 AUTO = Budget("auto", Fraction(0))
+"""Not decided yet, or everything stays."""

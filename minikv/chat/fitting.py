@@ -50,11 +50,15 @@ class Machine:
         except (UsageError, ContextError):
             return None
         assert kv.target is not None
-        tier = self.beside(tokens) if eviction.evicts else 0
         twice = kv.scored_twice
         reading = peak(kv, tokens) if twice is None else twice.planned_in_file
-        first = max(reading, kv.target.nbytes) + tier + self.work(tokens)
+        first = max(reading, kv.target.nbytes) + self.tier(kv, tokens) + self.work(tokens)
         return first, first + kv.target.nbytes
+
+    def tier(self, kv: KVCache, tokens: int) -> int:
+        """Bytes of a tier of `tokens` tokens beside the rows of this cache, in its own memory."""
+        recalls = kv.rules.evicts and kv.rules.cannot_recall is None
+        return self.beside(tokens) if recalls else 0
 
     def rows(
         self,

@@ -816,7 +816,7 @@ class ChatSession:
         kv.forget_mark()
         self.recall.settle()
 
-    def fits(self, answer: int = 256) -> str:
+    def fits(self, answer: int = MAX_TOKENS) -> str:
         """What `budget="auto"` does with the documents that wait, in words; "" under another
         budget. answer: tokens of the next answer."""
         if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
@@ -844,6 +844,7 @@ class ChatSession:
                 yield f'`budget="auto"`: {fit_words(rows, tokens)}'
 
     def _set(self, eviction: EvictionConfig) -> None:
+        """`configure` within a turn."""
         if eviction != self.eviction:
             self.engine.kv.configure(eviction.rules())
             self.eviction = eviction
@@ -881,6 +882,7 @@ class ChatSession:
         )
 
     def _looping(self, answer: Answer, settings: AnswerSettings) -> list[str]:
+        """A line for the user if the answer repeats itself."""
         return list(map(self.words, looping.line(answer.ids, settings.sampling, self.own)))
 
     def _new_notices(self) -> list[str]:

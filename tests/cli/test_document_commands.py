@@ -128,7 +128,7 @@ def test_many_documents_are_one_line(run: Run, session: ChatSession, tmp_path: P
     for n in range(commands.SHOWN + 1):
         file(tmp_path / "d", f"{n}.txt")
     said = run("add", str(tmp_path / "d"))
-    header = " ".join(render.header(session, "0").split())
+    header = " ".join(render.header(session, "0", 512).split())
     assert header.endswith("documents 9 · 81 characters · /docs")
     assert said.splitlines() == [
         f"{tmp_path}/d: 9 documents",

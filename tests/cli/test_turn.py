@@ -85,7 +85,7 @@ def test_it_is_said_once_a_document_in_the_header_and_at_the_end_of_the_demo(
 ) -> None:
     session.reset()
     session.attach(ENGLISH)
-    lines = render.header(session, "0").splitlines()
+    lines = render.header(session, "0", 512).splitlines()
     words = "a toy that knows only its own made-up world; your documents need -m NAME"
     assert [line.split(None, 2)[0] for line in lines[:2]] == ["minikv", "model"]
     assert lines[2].strip() == words
