@@ -51,44 +51,10 @@ def each_attention(
     return found
 
 
-def mean_attention(
-    q: Tensor, q_pos: Tensor, k: Tensor, k_pos: Tensor, window: int | None, lse: Tensor
-) -> Tensor:
-    """The attention that each query of a block gives each row, the mean over G: float32 [H, T, N].
-
-    q [H, G, T, D]; q_pos [T], not decreasing; k [H, N, D]; k_pos [H, N]; lse float32 [H, G, T]: the
-    log-sum-exp over all rows that a query sees. Rows that a query does not see get 0; which these
-    are: see `torch.attention.visible_attention`.
-    """
-    p = (block_logits(q, k) - lse.transpose(1, 2)[..., None]).exp_().mean(-2)
-    return p.masked_fill_(~visible(q_pos, k_pos, window), 0.0)
-
-
 def block_logits(q: Tensor, k: Tensor) -> Tensor:
     """The logits of queries [H, G, T, D] and keys [H, N, D], float32 [H, T, G, N]."""
     logits = q.float() @ k[:, None].float().transpose(2, 3)
     return (logits * (1.0 / math.sqrt(q.shape[-1]))).transpose(1, 2)
-
-
-def add_queries(
-    p: Tensor, sums: Tensor, squares: Tensor | None = None, counts: Tensor | None = None
-) -> None:
-    """Add the attention of a block's queries to its rows, one query after the other, in place.
-
-    p float32 [H, T, N]; the last T of the N rows are those of the queries, and a query gives no
-    attention to a later row. sums and squares float32 [H, N]: p and its square are added; counts
-    float32 [H, N], whole numbers: how many queries there were from the row's own on.
-    """
-    queries, rows = p.shape[1:]
-    for i in range(queries):
-        end = rows - queries + i + 1
-        given = p[:, i, :end]
-        sums[:, :end].add_(given)
-        if squares is not None:
-            squares[:, :end].add_(given * given)
-    if counts is not None:  # exact below 2^24
-        later = torch.arange(rows, 0, -1, device=p.device, dtype=counts.dtype)
-        counts.add_(later.clamp_(max=queries))
 
 
 def _probabilities(

@@ -11,7 +11,6 @@ never changed.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -68,7 +67,9 @@ class KVCache:
     """`Attend` over an arena, for one conversation. By default the rules evict nothing.
 
     Raises UsageError if the budget is too small for the policies. `progress(done, total)` is called
-    while a prompt is read, with tokens. It may raise; then `rollback` restores the cache.
+    while a prompt is read, with tokens. It may raise; then `rollback` restores the cache. After an
+    error inside of a step `rollback` drops the cache: it is then empty, and the conversation must
+    be read or recalled again.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class KVCache:
         self.decode = DecodeStep(shape, self.device, self.ops)
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
+        self._stepping = False  # a step was begun, and its token is not counted yet
         self._full = 0  # see `full_at`
         self._mark: Mark | None = None  # `go_back` may need the arena as it is
         self.keeps_addresses = self.device.type == "cuda"
@@ -167,6 +169,7 @@ class KVCache:
         self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
         self._last = Outcome()
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
+        self._stepping = False
         self._peak = 0
         self._evict_s = 0.0
 
@@ -441,11 +444,13 @@ class KVCache:
         return None if self._reading is not None else self._step_arena
 
     def _step_arena(self) -> object | None:
-        return self.open_steps().step_arena()
+        found = self.begin_step().step_arena()
+        self._stepping = found is not None  # else `attend` begins the step
+        return found
 
     def _step_unrotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if layer == 0:
-            self.open_steps()
+            self.begin_step()
         return self.decode.attend_unrotated(layer, qkv, cos, sin)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -454,7 +459,7 @@ class KVCache:
         reading = self._reading
         if reading is None:
             if layer == 0:
-                self.open_steps()
+                self.begin_step()
             return self.decode.attend(layer, q, k, v)
         out = reading.stage(layer, q, k, v)
         if reading.layer_complete:
@@ -470,12 +475,8 @@ class KVCache:
         """See `Attend`. Ends a prompt or a decode step."""
         if self._reading is None:
             assert tokens == 1
-            try:
-                self.decode.end()
-            finally:
-                # Also after an interrupt: the decode step knows whether its token counts. If it is
-                # half ended, `open_steps` or `settle` ends it before the next step.
-                self.position = self.decode.tokens
+            self.decode.end()
+            self.count_step()
             return
         reading, plan = self._reading, self._reading.plan
         assert tokens == plan.read
@@ -511,8 +512,8 @@ class KVCache:
             torch.cuda.empty_cache()
 
     def rollback(self) -> None:
-        """Undo an unfinished prompt or step. Then rows exist for exactly the tokens fed before
-        it."""
+        """Undo an unfinished prompt: rows then exist for exactly the tokens fed before it. After an
+        unfinished step the cache is empty."""
         if self._open:
             self._rows = None
         for tier in (self.tier, self.scoring_tier):
@@ -520,8 +521,14 @@ class KVCache:
                 tier.drop()
         if self._reading is not None:
             self._reading = None
-        elif self.decode.is_open:
-            self.decode.drop()
+        elif self._stepping:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the rows: a step failed, and may have changed some."""
+        empty = self._empty(self.rules)
+        self.decode.close()
+        self._restart(empty)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -531,19 +538,24 @@ class KVCache:
         self.settle()
         return self._arena
 
-    def open_steps(self, *, speculative: bool = False) -> DecodeStep:
-        """The decode step, ready for the next token: every head has room for its row.
+    def begin_step(self, *, captured: bool = False) -> DecodeStep:
+        """The decode step, ready for the next token: every head has room for its row. `count_step`
+        ends what begins here.
 
-        speculative: see `DecodeStep.open`. May raise what torch raises; then nothing has changed.
-        `settle` closes it.
+        captured: see `DecodeStep.open`. `settle` closes the steps.
         """
         assert self._reading is None, "a prompt is under way"
         step, decode = self.rules.step, self.decode
-        self._end_step()
-        ready = decode.is_open and decode.speculative == speculative
-        if ready and (step is not None or self.position < self._full):
-            return decode
-        self.settle()
+        if self._stepping:  # an interrupt has left the last one unfinished
+            self.drop()
+        ready = decode.is_open and decode.captured == captured
+        if not ready or (step is None and self.position >= self._full):
+            self.settle()
+            self._open_steps(captured=captured)
+        self._stepping = True
+        return decode
+
+    def _open_steps(self, *, captured: bool) -> None:
         self._exact = []
         with torch.inference_mode(False):  # these tensors are also written outside of a forward
             before = self._arena.nbytes
@@ -553,16 +565,20 @@ class KVCache:
                 if before > _MUCH:
                     self._give_back()
             arena = self._arena
-            decode.open(
+            self.decode.open(
                 arena,
-                step,
+                self.rules.step,
                 self.position,
                 pinned=self._pinned,
                 leaves_last=self._leaves_last(arena),
-                speculative=speculative,
+                captured=captured,
             )
         self._full = self.position + int((arena.capacity - arena.held).min())
-        return decode
+
+    def count_step(self) -> None:
+        """The token of the step counts."""
+        self.position += 1
+        self._stepping = False
 
     def _with_room(self) -> Arena:
         """The arena, or a copy of it, in which every head has room for a row and holds no more rows
@@ -588,25 +604,16 @@ class KVCache:
         """Finish steps that were begun, and free their working memory. Between steps only."""
         if self.before_settling is not None:
             self.before_settling()
-        self._end_step()
-        if self.decode.is_open:
-            self.decode.close()
+        if self._stepping:
+            self.drop()
+        self.decode.close()
 
     def put_right(self) -> int:
-        """Undo what an interrupt left of a prompt, and finish what it left of a step, if there is
-        memory for that. Between turns only. Returns the position."""
-        if self.reading:
-            self.rollback()
-        with contextlib.suppress(MemoryError, RuntimeError):
-            self.settle()
+        """Undo what an interrupt left of a prompt, and drop the cache if it left a step. Between
+        turns only. Returns the position."""
+        self.rollback()
+        self.settle()
         return self.position
-
-    def _end_step(self) -> None:
-        """Finish what an interrupt left of a step: its end, or noting the position here."""
-        if self.decode.half_ended:
-            self.decode.end_if_accepted()
-        if self.decode.is_open and not self.decode.speculative:
-            self.position = self.decode.tokens
 
     @property
     def full_at(self) -> int:

@@ -32,6 +32,7 @@ from minikv.policies.base import (
     StepPolicy,
     policy_columns,
 )
+from minikv.policies.scissorhands import below_uniform
 from minikv.policies.selection import fill, order_key
 
 
@@ -412,7 +413,7 @@ class Prefill:
         """The policies' columns [H, N] after the prompt."""
         extra = dict(view.carried)
         if self.step is not None:
-            extra |= self.step.prompt(view, view.carried)
+            extra |= self.step.init(view)
         if self.prompt is not None:
             extra |= self.prompt.scorer.state(view)
         return extra
@@ -493,8 +494,7 @@ class Prefill:
         def below() -> Tensor:
             assert self.step is not None
             queries, sums, where = last(min(len(tail), self.step.prompt_history))
-            own = ops.each_attention, ops.low_bits, ops.block
-            return kernels.below_uniform(queries, where, sources, window, sums, *own)
+            return below_uniform(queries, where, sources, window, sums, ops)
 
         def attention(heads: slice) -> Tensor:
             found = ops.each_attention(query, at, sources, window, lse, heads)

@@ -163,7 +163,7 @@ class _Reading(Prefill):
         assert self.tier is not None
         self.tier.store(layer, self._key, self._value)
         view = self._judged(layer)
-        self.noted.append(self.step.prompt(view, view.carried) if self.step is not None else {})
+        self.noted.append(self.step.init(view) if self.step is not None else {})
 
 
 class _Pass(Prefill):

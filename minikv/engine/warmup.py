@@ -95,7 +95,7 @@ def _steps(kv: KVCache) -> None:
     arena.cap.fill_(1)
     decode = DecodeStep(shape, kv.device, kv.ops)
     with torch.inference_mode():
-        decode.open(arena, step, 0, speculative=True)
+        decode.open(arena, step, 0, captured=True)
         rows = shape.heads + 2 * shape.kv_heads
         qkv = torch.zeros((rows, shape.head_dim), dtype=kv.dtype, device=kv.device)
         still = torch.zeros((1, 1, shape.head_dim), dtype=kv.dtype, device=kv.device)
@@ -187,8 +187,8 @@ def _choices(kv: KVCache) -> None:
 
 
 def _blocks(kv: KVCache) -> None:
-    """Run the kernels that attend by positions, and those that report this attention: with every
-    tile size, with few rows, and with so many that several programs divide them."""
+    """Run the kernels that attend by positions: with every tile size, with few rows, and with so
+    many that several programs divide them."""
     shape = kv.shape
     heads, group = shape.kv_heads, shape.heads // shape.kv_heads
     with torch.inference_mode():
@@ -198,8 +198,7 @@ def _blocks(kv: KVCache) -> None:
             for window, lines in product(dict.fromkeys(shape.windows), _LINES):
                 q = k.new_zeros((heads, group, max(1, lines // group), shape.head_dim))
                 at = pos.new_ones(q.shape[2])
-                _, lse = kv.ops.visible_attention(q, k, k, at, pos, window)
-                kv.ops.mean_attention(q, at, k, pos, window, lse)
+                kv.ops.visible_attention(q, k, k, at, pos, window)
 
 
 def _observed(kv: KVCache) -> list[int]:

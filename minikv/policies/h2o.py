@@ -16,14 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     ALL,
-    BlockEnd,
     Evidence,
     PromptView,
     Scorer,
-    StepEnd,
     StepPolicy,
     StepView,
     unprotected,
@@ -74,44 +71,25 @@ class H2O(StepPolicy):
     def columns(self) -> dict[str, torch.dtype]:
         return {"sum": torch.float32}
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def init(self, view: PromptView) -> dict[str, Tensor]:
         """Start from the sums over the queries that were observed at the end of the prompt."""
         assert view.mass is not None
-        return {"sum": old["sum"] + view.mass.mean(1)}
+        return {"sum": view.carried["sum"] + view.mass.mean(1)}
 
     def update(
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        columns["sum"].add_(probabilities)
+        columns["sum"].add_(attention)
 
-    def update_block(
-        self,
-        ops: Kernels,
-        columns: Mapping[str, Tensor],
-        probabilities: Tensor,
-        visible: Callable[[], Tensor],
-    ) -> None:
-        ops.add_queries(probabilities, columns["sum"])
-
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         newest = torch.minimum(self.quota(view.cap), (view.pos >= 0).sum(1) - count).clamp(min=1)
         edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
         allowed = unprotected(view, self)
         older = allowed & (view.pos < edge)
         allowed = torch.where(older.sum(1, keepdim=True) >= count, older, allowed)
-        return view.columns["sum"], allowed
+        return view.columns["sum"].masked_fill(~allowed, torch.inf)
 
     def quota(self, cap: Tensor) -> Tensor:
         """int64, of the shape of `cap`: how many of a head's rows are protected as the newest."""
         return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
 
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.h2o_block is None or block.quota is None:
-            return None
-        return ops.h2o_block(block.columns["sum"], block.quota, *block.heads(self))
-
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.h2o_step is None:
-            return False
-        ops.h2o_step(*end.heads, end.columns["sum"], end.quota)
-        return True

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import (
-    BlockEnd,
-    Evidence,
-    PromptView,
-    Scorer,
-    StepPolicy,
-    StepRoom,
-    StepView,
-    unprotected,
-)
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
 
 
 def norms(key: Tensor) -> Tensor:
@@ -53,29 +42,13 @@ class L2(StepPolicy):
     recent: int
     name: str = "l2"
     evict_first: bool = True
-    needs_query: bool = False
-    norm_column: str = "norm"
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
         return {"norm": torch.float32}
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"norm": norms(view.key())}
-
-    def init_state(self, ops: Kernels, layer: int, key: Tensor) -> dict[str, Tensor]:
+    def of_key(self, layer: int, key: Tensor) -> dict[str, Tensor]:
         return {"norm": norms(key)}
 
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        return -view.columns["norm"], unprotected(view, self)
-
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.unprotected_block is None:
-            return None
-        return ops.unprotected_block(-block.columns["norm"], *block.heads(self))
-
-    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
-        if ops.l2_step is None:
-            return False
-        ops.l2_step(*room.heads, room.columns["norm"])
-        return True
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+        return protect(-view.columns["norm"], view, self)

@@ -10,18 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.counter_rng import uniform
-from minikv.policies.base import (
-    BlockEnd,
-    Evidence,
-    PromptView,
-    Scorer,
-    StepPolicy,
-    StepRoom,
-    StepView,
-    unprotected,
-)
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +39,7 @@ class Random(StepPolicy):
     seed: int
     name: str = "random"
     evict_first: bool = True
-    needs_query: bool = False
 
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
-        return drawn, unprotected(view, self)
-
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.unprotected_block is None:
-            return None
-        drawn = ops.row_uniform(self.seed, block.layer, block.position, block.pos)
-        return ops.unprotected_block(drawn, *block.heads(self))
-
-    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
-        if ops.random_step is None:
-            return False
-        ops.random_step(*room.heads, self.seed)
-        return True
+        return protect(drawn, view, self)

@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies.base import StepPolicy, StepView, unprotected
 from minikv.policies.selection import order_of, pool
 
 BLOCK = 1 << 20
@@ -81,31 +80,13 @@ class RKV(StepPolicy):
         return best.softmax(-1).masked_fill(~live, 0.0)  # a head without rows has NaN
 
     def update(
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
         for i in range(self.window - 1, 0, -1):
             columns[f"seen{i}"].copy_(columns[f"seen{i - 1}"])
-        columns["seen0"].copy_(probabilities)
+        columns["seen0"].copy_(attention)
 
-    def update_block(
-        self,
-        ops: Kernels,
-        columns: Mapping[str, Tensor],
-        probabilities: Tensor,
-        visible: Callable[[], Tensor],
-    ) -> None:
-        queries = probabilities.shape[1]
-        for i in range(self.window - 1, -1, -1):
-            moved = columns[f"seen{i - queries}"] if i >= queries else None
-            columns[f"seen{i}"].copy_(probabilities[:, -1 - i] if moved is None else moved)
-
-    def update_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.shift_step is None:
-            return False
-        ops.shift_step(*end.heads[:4], [*end.columns.values()], self.group)
-        return True
-
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         past = (view.pos >= 0) & (view.pos < view.position - self.window)
         attention = torch.zeros_like(view.pos, dtype=torch.float32)
         for seen in view.columns.values():
@@ -119,7 +100,7 @@ class RKV(StepPolicy):
         score = self.mix * attention - (1 - self.mix) * redundancy(view, self.threshold)
         # If an adaptive budget gives a head less than the window, the window's rows leave last.
         score = score.masked_fill(~unprotected(view, self), torch.finfo(torch.float32).max)
-        return score, unprotected(view, self, count)
+        return score.masked_fill(~unprotected(view, self, count), torch.inf)
 
 
 def redundancy(view: StepView, threshold: float) -> Tensor:

@@ -25,8 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import BlockEnd, PromptView, StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,28 +57,12 @@ class RoCo(StepPolicy):
     def columns(self) -> dict[str, torch.dtype]:
         return {self.total: torch.float32, "squares": torch.float32, "count": torch.float32}
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def init(self, view: PromptView) -> dict[str, Tensor]:
         """Add the attention of the prompt's observed queries to the statistics."""
         assert view.mass is not None
         assert view.squares is not None
         # The last rows, usually those of the question, are not pooled, as in SnapKV.
         before = view.position - min(view.observed, self.observe)
-        if view.ops.roco_start is not None:
-            names = self.total, "squares", "count"
-            found = view.ops.roco_start(
-                view.mass,
-                view.squares,
-                view.pos,
-                view.order,
-                [old[name] for name in names],
-                view.position,
-                view.observed,
-                before,
-                self.pool,
-                self.lead,
-                causal=view.causal,
-            )
-            return dict(zip(names, found, strict=True))
         first = view.position - view.observed
         able = (view.position - view.pos.clamp(min=first)).clamp(0, view.observed)
         count = (able if view.causal else view.live * view.observed).to(torch.float32)
@@ -89,6 +72,7 @@ class RoCo(StepPolicy):
             means = totals / count.clamp(min=1.0)
             means = view.ops.pool(means, view.order, free, self.pool, "max")
             totals = torch.where(free, means * count, totals)
+        old = view.carried
         return {
             self.total: old[self.total] + self.lead * totals[0],
             "squares": old["squares"] + self.lead**2 * totals[1],
@@ -96,22 +80,13 @@ class RoCo(StepPolicy):
         }
 
     def update(
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        columns[self.total].add_(probabilities)
-        columns["squares"].add_(probabilities * probabilities)
+        columns[self.total].add_(attention)
+        columns["squares"].add_(attention * attention)
         columns["count"].add_(1.0)
 
-    def update_block(
-        self,
-        ops: Kernels,
-        columns: Mapping[str, Tensor],
-        probabilities: Tensor,
-        visible: Callable[[], Tensor],
-    ) -> None:
-        ops.add_queries(probabilities, columns[self.total], columns["squares"], columns["count"])
-
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         allowed = unprotected(view, self)
         seen = view.columns["count"].clamp(min=1.0)
         mean = view.columns[self.total] / seen
@@ -120,31 +95,20 @@ class RoCo(StepPolicy):
         few = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
         variance = variance.masked_fill(~allowed, torch.inf)
         if not view.readable or count > 1:
-            return mean, allowed & _steady(variance, few)
+            return mean.masked_fill(~(allowed & _steady(variance, few)), torch.inf)
         # If values can be read, only the heads that need it are sorted.
-        unsure = _unsure(mean.masked_fill(~allowed, torch.inf), variance, few)
+        mean = mean.masked_fill(~allowed, torch.inf)
+        unsure = _unsure(mean, variance, few)
         if len(unsure):
-            allowed[unsure] &= _steady(variance[unsure], few[unsure])
-        return mean, allowed
+            steady = _steady(variance[unsure], few[unsure])
+            mean[unsure] = mean[unsure].masked_fill(~steady, torch.inf)
+        return mean
 
     def quota(self, cap: Tensor) -> Tensor:
         """How many rows of a head may leave: those whose attention varies least. int64, of the
         shape of `cap`."""
         return cap - (cap.to(torch.float64) * self.scope).to(torch.int64)
 
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.roco_block is None or block.quota is None:
-            return None
-        c = block.columns
-        noted = c[self.total], c["squares"], c["count"]
-        return ops.roco_block(*noted, block.quota, *block.heads(self))
-
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.roco_step is None:
-            return False
-        c = end.columns
-        ops.roco_step(*end.heads, c[self.total], c["squares"], c["count"], end.quota)
-        return True
 
 
 def _steady(variance: Tensor, keep: Tensor) -> Tensor:

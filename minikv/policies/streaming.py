@@ -10,17 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import (
-    BlockEnd,
-    Evidence,
-    PromptView,
-    Scorer,
-    StepPolicy,
-    StepRoom,
-    StepView,
-    unprotected,
-)
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +35,8 @@ class Streaming(StepPolicy):
     sinks: int
     name: str = "streaming"
     evict_first: bool = True
-    needs_query: bool = False
     recent: int = 0
 
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        return self._age(view.pos), unprotected(view, self)
-
-    def _age(self, pos: Tensor) -> Tensor:
-        age = pos.float()
-        return age.where(pos >= self.sinks, -age)
-
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.unprotected_block is None:
-            return None
-        return ops.unprotected_block(self._age(block.pos), *block.heads(self))
-
-    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
-        if ops.streaming_step is None:
-            return False
-        ops.streaming_step(*room.heads)
-        return True
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+        age = view.pos.float()
+        return protect(age.where(view.pos >= self.sinks, -age), view, self)

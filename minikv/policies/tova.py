@@ -12,33 +12,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import (
-    BlockEnd,
-    Evidence,
-    PromptView,
-    Scorer,
-    StepEnd,
-    StepPolicy,
-    StepView,
-    unprotected,
-)
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
 
 
-def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
+def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
     """Mean of `values` [F, N] over the heads of a layer that hold the same position.
 
-    pos [F, N]: -1 where there is no row. layer [F]: the heads of a layer are side by side. The mean
-    is over the heads that hold a row of this position. Where pos is -1 the result has no meaning.
+    pos int64 [F, N]: -1 where there is no row, else below `context`. The `heads` heads of a layer
+    are side by side. The mean is over the heads that hold a row of this position. Where pos is -1
+    the result has no meaning.
     """
-    key = (layer[:, None] << 40 | (pos + 1)).flatten()
-    ordered, order = key.sort(stable=True)
-    new = torch.cat((ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).long()))
-    same = torch.empty_like(order).scatter_(0, order, new.cumsum(0))
-    sums = torch.zeros(len(key), dtype=torch.float64, device=values.device)
-    sums.scatter_add_(0, same, values.flatten().to(torch.float64))
-    counts = torch.zeros_like(sums).scatter_add_(0, same, torch.ones_like(sums))
-    return (sums / counts).gather(0, same).view(values.shape).to(values.dtype)
+    at = pos.view(-1, heads * pos.shape[1]) + 1
+    sums = torch.zeros((len(at), context + 1), dtype=torch.float64, device=values.device)
+    counts = torch.zeros(sums.shape, device=values.device)
+    own = values.to(torch.float64).view_as(at)
+    sums.scatter_add_(1, at, own)
+    counts.scatter_add_(1, at, counts.new_ones(1).expand(at.shape))
+    mean = sums.gather(1, at) / counts.gather(1, at)
+    return mean.view(pos.shape).to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,29 +57,14 @@ class Tova(StepPolicy):
     protect_newest: bool
     sinks: int
     name: str = "tova"
-    needs_attention: bool = True
 
     @property
     def recent(self) -> int:  # type: ignore[override]
         return int(self.protect_newest)
 
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         assert view.attention is not None
         mean = view.attention
         if not self.per_head:
-            mean = layer_mean(mean, view.pos, view.layer)
-        return mean, unprotected(view, self)
-
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.unprotected_block is None or block.attention is None:
-            return None
-        mean = block.attention
-        if not self.per_head:
-            mean = ops.heads_mean(mean, block.pos, block.position)
-        return ops.unprotected_block(mean, *block.heads(self))
-
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.tova_step is None:
-            return False
-        ops.tova_step(*end.heads, layerwise=not self.per_head)
-        return True
+            mean = layer_mean(mean, view.pos, view.heads, view.context)
+        return protect(mean, view, self)

@@ -21,9 +21,8 @@ from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
+from minikv.kernels import lowest
 from minikv.kernels.dispatch import choose
-from minikv.kernels.torch.hash_codes import codes
-from minikv.kernels.torch.history import ones
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
@@ -34,9 +33,10 @@ from minikv.policies.base import (
     PromptView,
     StepPolicy,
     StepView,
-    oldest_of_lowest,
     smallest_budget,
 )
+from minikv.policies.bits import ones
+from minikv.policies.hashevict import codes
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {"rkv": {"window": 3, "buffer": 4}}
@@ -165,8 +165,9 @@ class Dense:
 
 def victims(policy: StepPolicy, view: StepView) -> Tensor:
     """int64 [F]: the column of the row that each head gives up first."""
-    scores, allowed = policy.score(view, 1)
-    return oldest_of_lowest(scores, view.pos, allowed)
+    scores, found = policy.score(view, 1), torch.zeros(len(view.pos), dtype=torch.int64)
+    lowest(scores, view.pos, torch.zeros_like(found), torch.ones_like(found) > 0, found)
+    return found
 
 
 # -- every composition ------------------------------------------------------------------------
