@@ -241,14 +241,14 @@ class BlockPrefill:
             self._caps,
             torch.full_like(self._heads, layer),
             self._heads,
-            len(self._heads),
-            position + 1,
             {name: self._columns[name] for name in self.step.columns},
             attention,
             query.flatten(1, 2) if query is not None and self.step.needs_query else None,
             key,
             lambda heads: self._columns["k"][heads],
             layer,
+            heads=len(self._heads),
+            context=position + 1,
         )
         return leaving(self.step.score(view, most), pos, counts)
 

@@ -480,8 +480,6 @@ class DecodeStep:
             arena.cap[part].flatten(),
             self._layer[each],
             self._head[each],
-            heads,
-            int(self.position) + 1 if self.readable else self.shape.max_context + 1,
             {name: at_rows(arena.columns[name]) for name in policy.columns},
             attention,
             probes[0],
@@ -489,6 +487,8 @@ class DecodeStep:
             lambda some: arena.read(self.ops, "k", index[some]),
             layer,
             self.readable,
+            heads,
+            int(self.position) + 1 if self.readable else self.shape.max_context + 1,
         )
         scores = policy.score(view, policy.block)
         if policy.block == 1:
@@ -527,7 +527,7 @@ class DecodeStep:
             index, live = self._rows(part, self.count)
             at = arena.columns["pos"][index].to(torch.int64).masked_fill(~live, _ENDLESS)
             oldest, place = at.min(1)
-            window = self.window[part].repeat_interleave(self.shape.kv_heads)
+            window = self.window[part, None].expand(-1, self.shape.kv_heads).flatten()
             free = arena.free_slot[part].view(-1)
             row = arena.start[part].flatten() + place
             free.copy_(torch.where(oldest <= self.position + 1 - window, row, free))

@@ -165,8 +165,6 @@ class StepView:
     cap: Tensor
     layer: Tensor
     head: Tensor
-    heads: int
-    context: int
     columns: Mapping[str, Tensor]
     attention: Tensor | None = None
     query: Tensor | None = None
@@ -174,6 +172,8 @@ class StepView:
     keys: Callable[[Tensor], Tensor] | None = None
     layer_index: int | None = None
     readable: bool = False
+    heads: int = 1
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
-from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.crush import ranks
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush, selection
@@ -406,7 +405,7 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
         for h, victim in enumerate(gone):
             if victim >= 0:
                 pos = torch.tensor([slots[h]])
-                code = step.init_state(Kernels(), 0, data["k"][h, slots[h]])["code"]
+                code = step.of_key(0, data["k"][None, None, h, slots[h]])["code"][0, 0]
                 zero = torch.zeros(1, dtype=torch.int64)
                 view = StepView(
                     at,

@@ -92,7 +92,7 @@ STEP = '''
     import torch
     from torch import Tensor
 
-    from minikv.policies.base import StepPolicy, StepView, unprotected
+    from minikv.policies.base import StepPolicy, StepView, protect
     from minikv.kernels.torch.counter_rng import uniform
 
 
@@ -109,14 +109,14 @@ STEP = '''
         def update(
             self,
             columns: Mapping[str, Tensor],
-            probabilities: Tensor,
+            attention: Tensor,
             visible: Callable[[], Tensor],
         ) -> None:
-            columns["seen"].add_(probabilities)
+            columns["seen"].add_(attention)
 
-        def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        def score(self, view: StepView, count: int) -> Tensor:
             noise = uniform(self.seed, view.layer[:, None], view.pos)
-            return view.columns["seen"] + 1e-6 * noise, unprotected(view, self)
+            return protect(view.columns["seen"] + 1e-6 * noise, view, self)
 '''
 
 

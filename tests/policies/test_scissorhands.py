@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small import Dense, engine, ids, network, over, victims
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.kernels.torch.history import ones
 from minikv.policies.base import PromptView, StepView
+from minikv.policies.bits import ones
 from minikv.policies.scissorhands import ScissorHands
 
 
@@ -100,8 +102,8 @@ def test_scissorhands_counts_relative_to_a_rows_age() -> None:
     pos, zero = torch.tensor([[3, 9, 1, 12]]), torch.zeros(1, dtype=torch.int64)
     columns = {"below0": below, "queries": queries}
     seen = StepView(13, pos, torch.tensor([3]), zero, zero, columns)
-    scores, _ = step.score(seen, 1)
-    torch.testing.assert_close(scores, torch.tensor([[-0.6, -0.75, -0.45, 0.0]]))
+    scores = step.score(seen, 1)
+    torch.testing.assert_close(scores, torch.tensor([[-0.6, -0.75, -0.45, torch.inf]]))
     assert victims(step, seen).tolist() == [1]
 
 
@@ -137,10 +139,10 @@ def test_queries_of_earlier_turns_are_not_counted_again() -> None:
         "below1": torch.zeros(1, 5, dtype=torch.int64),
         "queries": torch.tensor([[39.0, 0.0, 0.0, 0.0, 0.0]]),
     }
-    found = step.prompt(seen, old)
+    found = step.init(replace(seen, carried=old))
     assert found["below0"].tolist()[0][:4] == [0b1011111, 0b1111, 0b11, 0b1]
     old["below0"][0, 0] |= 0b1011 << 28
-    moved = step.prompt(seen, old)
+    moved = step.init(replace(seen, carried=old))
     assert [moved["below0"][0, 0], moved["below1"][0, 0]] == [0b1011111, 0b1011]
     assert found["below1"].tolist()[0][:4] == [0, 0, 0, 0]
     assert found["queries"].tolist()[0][:4] == [40.0, 4.0, 2.0, 1.0]

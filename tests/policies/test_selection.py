@@ -398,7 +398,7 @@ def test_which_stand_for_all(pairs: list[tuple[int, int]], how: str) -> None:
 def test_a_mean_over_heads(case: tuple[PromptView, Tensor, list[int]]) -> None:
     view = case[0]
     values = torch.rand(view.pos.shape, generator=torch.Generator().manual_seed(view.layer)) / 7
-    want = tova.layer_mean(values, view.pos, torch.zeros(len(values), dtype=torch.int64))
+    want = tova.layer_mean(values, view.pos, len(values), END)
     got = view.ops.heads_mean(values, view.pos, END)
     assert torch.equal(got[view.live], want[view.live])
 
