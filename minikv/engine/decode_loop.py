@@ -207,7 +207,7 @@ class DecodeLoop:
         finally:
             if not done:
                 self._early, self._unended = None, False
-                kv.rollback()
+                kv.drop()
         self._guess = following
         return following
 
