@@ -20,23 +20,11 @@ from minikv.policies.base import (
     Candidates,
     PromptPolicy,
     PromptView,
-    oldest_of_lowest,
     smallest_budget,
 )
 
 PROMPTS = [name for name in policies.prompt_names() if name != "full"]
 COMPOSED = [*PROMPTS, "h2o+ada+pyramid", "kvcrush(adakv)", "snapkv+critical+turns", "l2+nacl+ada"]
-
-
-@pytest.fixture(autouse=True)
-def someone_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No budget leaves a head without a row that its step policy may evict."""
-
-    def checked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-        assert bool((free & (pos >= 0)).any(1).all())
-        return oldest_of_lowest(scores, pos, free)
-
-    monkeypatch.setattr("minikv.policies.base.oldest_of_lowest", checked)
 
 
 @pytest.mark.parametrize("name", [n for n in COMPOSED if "global" not in policies.find(n).parts])

@@ -4,14 +4,12 @@ the device."""
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import small
-import step_oracle
 import torch
 from layouts import HEADS, SIZE, Silent, empty, even, filled, random, uneven
 from pairwise import beside
@@ -650,37 +648,3 @@ def test_a_layer_that_holds_nothing_has_no_earlier_rows() -> None:
     arena.free_slot[1, 0] = arena.start[1, 0]
     assert EarlierRows.of(Kernels(), arena, arena.layout(), 0) is not None
     assert EarlierRows.of(Kernels(), arena, arena.layout(), 1) is None
-
-
-class WithKernels(Kernels):
-    """Operations that no torch form of `Kernels` has, and how often each was called."""
-
-    def __init__(self) -> None:
-        self.calls = Counter[str]()
-
-    def roco_start(self, *given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
-        self.calls["roco_start"] += 1
-        return step_oracle.roco_start(*given, **named)
-
-    def largest_attention(self, *given: Any) -> Tensor:
-        self.calls["largest_attention"] += 1
-        return step_oracle.largest_attention(*given)
-
-
-@pytest.mark.parametrize("windows", [None, (None, 24, None)])
-def test_kernels_are_given_what_policies_compute_of_a_prompt(
-    windows: tuple[int | None, ...] | None,
-) -> None:
-    """Three prompts, with steps between them: the same rows, logits and columns."""
-    net, found = small.network(windows=windows), []
-    counting = WithKernels()
-    for ops in (Kernels(), counting):
-        run = small.engine(net, "queryspan", "roco", 30)
-        run.kv.use(ops)
-        logits = [run.prompt(small.ids(70)), run.step(5), run.step(6)]
-        logits += [run.prompt(small.ids(21, 1)), run.step(7), run.prompt(small.ids(40, 2))]
-        found.append((torch.stack(logits), contents(run.kv.arena)))
-    assert counting.calls["roco_start"] == 9  # three prompts, three layers
-    assert counting.calls["largest_attention"] >= 6
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
