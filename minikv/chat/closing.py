@@ -25,12 +25,15 @@ from minikv.chat.report import (
 )
 
 
-def measured(kv: KVCache, known: CacheStats) -> CacheStats:
-    """The cache's present figures; if there is no memory to count them, `known`."""
+def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:
+    """The cache's present figures; if it was dropped, or there is no memory to count them, `known`.
+    seen: the tokens that the conversation has fed."""
     try:
-        return kv.stats()
+        if kv.position == seen:
+            return kv.stats()
     except (MemoryError, RuntimeError):
-        return replace(known, seen=kv.position)
+        pass
+    return replace(known, seen=seen)
 
 
 def turn_report(

@@ -687,7 +687,7 @@ class ChatSession:
         fidelity, attached, log = read.fidelity, tuple(self.pending), self._log
         log = log.read(plan.ids, anew=plan.anew)
         begins = log.seen
-        known = measured(self.engine.kv, known)
+        known = measured(self.engine.kv, known, log.seen)
         shaped_by = None if plan.anew else self.shaped_by
         if shaped_by is None and (read.blind or known.shaped):
             shaped_by = 0 if read.blind else self.turn + 1
@@ -709,7 +709,7 @@ class ChatSession:
 
         def closing() -> Conversation:
             ended = answer.ended(self.tokenizer, log.ids[begins:])
-            stats = measured(self.engine.kv, known)
+            stats = measured(self.engine.kv, known, log.seen)
             report = turn_report(
                 begun.turn,
                 plan,
@@ -775,7 +775,7 @@ class ChatSession:
 
         def closing() -> Conversation:
             ended = answer.ended(self.tokenizer, log.ids[begins:])
-            stats = measured(self.engine.kv, known)
+            stats = measured(self.engine.kv, known, log.seen)
             report = continued(
                 turn.report,
                 stats,
@@ -808,11 +808,14 @@ class ChatSession:
         kv, log = self.engine.kv, self._log
         self._cancelling.rereading = False
         log.step(kv.put_right())
+        lost = kv.position != log.seen and not kv.go_back_to_mark()
+        if lost:
+            self.engine.notices.append(_LOST)
         if self._now.closing is not None:
             self._now = self._now.closing()
-        if kv.position != log.seen and not kv.go_back_to_mark():
+        if lost:
             self.engine.reset()
-            log.seen = 0  # the next question reads the conversation again
+            log.seen = 0
         kv.forget_mark()
         self.recall.settle()
 
@@ -894,6 +897,9 @@ class ChatSession:
         lines = self._new_notices()
         self._noticed += len(lines)
         return lines
+
+
+_LOST = "a step failed, and nothing is cached: the next question reads the conversation again"
 
 
 class _Closed:
