@@ -60,7 +60,7 @@ def ask(
     question, files, note = sorted_out(question, files)
     if note:
         terminal.note(note)
-    settings.eviction()  # refuse a wrong policy before a large document is read
+    settings.check_eviction()  # refuse a wrong policy before a large document is read
     if chat is not None and go_on:
         raise UsageError("--continue is the chat that was saved last", "give --chat NAME alone")
     go_on = go_on or chat is not None

@@ -84,7 +84,7 @@ def chat(
     if resume is not None:  # refused, if at all, before the model is loaded
         resume = resume or newest()
         settings = resumed(settings, header(resume), given)
-    settings.eviction()
+    settings.check_eviction()
     texts = sources.opened(files, errors, config.loaders, terminal, lambda: piped)
     from minikv.chat.undo import UNDO_TURNS
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
+from minikv.policies import options
 from minikv.policies.base import (
     BlockEnd,
     Evidence,
@@ -19,6 +20,8 @@ from minikv.policies.base import (
     StepView,
     unprotected,
 )
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 def norms(key: Tensor) -> Tensor:
@@ -32,9 +35,11 @@ def norms(key: Tensor) -> Tensor:
 class L2Scorer(Scorer):
     """The score is minus the norm. The first `skip` layers keep all rows, above the budget."""
 
-    sinks: int
-    recent: int
-    skip: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    skip: int = option(
+        0, "how many first layers keep every token, above the budget (the release: 2)", (0, 4096)
+    )
 
     @property
     def evidence(self) -> Evidence:
@@ -49,8 +54,8 @@ class L2(StepPolicy):
     """The row with the largest norm leaves, before attention. With keys in int8, the norm of a row
     that a step wrote is that of the key as it is stored, as a later prompt computes it, too."""
 
-    sinks: int
-    recent: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
     name: str = "l2"
     evict_first: bool = True
     needs_query: bool = False
@@ -79,3 +84,27 @@ class L2(StepPolicy):
             return False
         ops.l2_step(*room.heads, room.columns["norm"])
         return True
+
+
+SCORER = Part(
+    "l2",
+    L2Scorer,
+    "small key norm",
+    differs=(
+        "the first 4 and the newest 10 tokens stay; kvpress and KVCache-Factory protect none "
+        "(`sinks`, `recent`)",
+        "norms are float32; in the model's precision many are equal",
+        "evicts in every layer; the release leaves the first two as they are (`skip`)",
+    ),
+)
+
+METHOD = Method(
+    "l2",
+    "tokens whose key has a large norm leave; reads no attention",
+    parts=(SCORER,),
+    rule=L2,
+    paper="2406.11430",
+    scores="key norm",
+    state="1 norm per token",
+    second="safe",
+)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.counter_rng import uniform
+from minikv.policies import options
 from minikv.policies.base import (
     BlockEnd,
     Evidence,
@@ -22,15 +23,16 @@ from minikv.policies.base import (
     StepView,
     unprotected,
 )
+from minikv.policies.facts import Method, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomScorer(Scorer):
     """The score is a random number per row and head."""
 
-    sinks: int
-    recent: int
-    seed: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    seed: int = options.seed()
 
     @property
     def evidence(self) -> Evidence:
@@ -44,9 +46,9 @@ class RandomScorer(Scorer):
 class Random(StepPolicy):
     """Any unprotected row leaves before attention, each with the same probability."""
 
-    sinks: int
-    recent: int
-    seed: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    seed: int = options.seed()
     name: str = "random"
     evict_first: bool = True
     needs_query: bool = False
@@ -66,3 +68,16 @@ class Random(StepPolicy):
             return False
         ops.random_step(*room.heads, self.seed)
         return True
+
+
+SCORER = Part("random", RandomScorer, "a draw")
+
+METHOD = Method(
+    "random",
+    "any token may leave; the floor that a method should beat",
+    parts=(SCORER,),
+    rule=Random,
+    paper="baseline",
+    scores="a draw",
+    second="safe",
+)

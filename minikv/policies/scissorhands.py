@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.history import BITS, low_share
+from minikv.policies import options
 from minikv.policies.base import (
     BlockEnd,
     PromptView,
@@ -25,6 +26,8 @@ from minikv.policies.base import (
     StepView,
     unprotected,
 )
+from minikv.policies.facts import Method
+from minikv.policies.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +35,9 @@ class ScissorHands(StepPolicy):
     """The columns `below0`, `below1`, ... are a shift register of `history` bits per row, the
     newest query in the lowest bit of `below0`. `queries` counts how many of the bits are valid."""
 
-    sinks: int
-    recent: int
-    history: int
+    sinks: int = options.sinks()
+    recent: int = options.recent(low=1)
+    history: int = option(400, "how many last queries count", (1, 4096))
     name: str = "scissorhands"
 
     @property
@@ -105,3 +108,26 @@ class ScissorHands(StepPolicy):
         words, queries = self._of(end.columns), end.columns["queries"]
         ops.scissorhands_step(*end.heads, words, queries, self.history, end.window)
         return True
+
+
+METHOD = Method(
+    "scissorhands",
+    "evicts the token that most often got less than a uniform share of attention",
+    rule=ScissorHands,
+    paper="2305.17118",
+    scores="below-uniform count",
+    shape="each head's own cap",
+    state="a bit per query of the window",
+    second="fades",
+    differs=(
+        "one token leaves at every step; in the paper half of the cache at once",
+        "counts are relative to the queries that a token was there for, so that young tokens are "
+        "not favoured",
+        "the first 4 tokens stay (`sinks`); in the paper only the newest 10",
+        "of a prompt the last 32 queries count; the paper's window of 400 includes the prompt's",
+        "of a prompt, what is below the even share by up to 1/8192 of it is not below: that may be "
+        "rounding",
+        "a fixed budget, as in the paper; the authors' code keeps whatever got more than a "
+        "quantile",
+    ),
+)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
+from minikv.policies import options
 from minikv.policies.base import (
     BlockEnd,
     Evidence,
@@ -21,13 +22,14 @@ from minikv.policies.base import (
     StepView,
     unprotected,
 )
+from minikv.policies.facts import Method, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingScorer(Scorer):
     """The score is the position; sinks are protected."""
 
-    sinks: int
+    sinks: int = options.sinks()
 
     @property
     def evidence(self) -> Evidence:
@@ -42,7 +44,7 @@ class Streaming(StepPolicy):
     """The oldest row that is not a sink leaves, before attention. If a head has only sinks, which a
     small head budget can cause, the youngest one leaves."""
 
-    sinks: int
+    sinks: int = options.sinks()
     name: str = "streaming"
     evict_first: bool = True
     needs_query: bool = False
@@ -65,3 +67,25 @@ class Streaming(StepPolicy):
             return False
         ops.streaming_step(*room.heads)
         return True
+
+
+SCORER = Part(
+    "streaming",
+    StreamingScorer,
+    "position only",
+    differs=(
+        "keys keep their positions; paper and release number them anew inside of the cache at "
+        "every step, which also extends the context",
+    ),
+)
+
+METHOD = Method(
+    "streaming",
+    "the first tokens (sinks) and the most recent ones; keys keep their positions, so the trained "
+    "context is not extended",
+    parts=(SCORER,),
+    rule=Streaming,
+    paper="2309.17453",
+    scores="position only",
+    second="recent only",
+)

@@ -8,11 +8,13 @@ the newest row is protected; the release evicts it if its own attention is the l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
+from minikv.policies import options
 from minikv.policies.base import (
     BlockEnd,
     Evidence,
@@ -23,6 +25,8 @@ from minikv.policies.base import (
     StepView,
     unprotected,
 )
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
@@ -41,12 +45,20 @@ def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
     return (sums / counts).gather(0, same).view(values.shape).to(values.dtype)
 
 
+def _per_head() -> Any:
+    return option(False, "average attention in each KV head, not over all heads of a layer")
+
+
+def _protect_newest() -> Any:
+    return option(True, "the newest token stays (the release lets it go)")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TovaScorer(Scorer):
     """The score is the attention of the prompt's last query."""
 
-    per_head: bool
-    protect_newest: bool
+    per_head: bool = _per_head()
+    protect_newest: bool = _protect_newest()
 
     @property
     def evidence(self) -> Evidence:
@@ -62,9 +74,9 @@ class TovaScorer(Scorer):
 class Tova(StepPolicy):
     """The row with the least attention in this step leaves. Stores no columns."""
 
-    per_head: bool
-    protect_newest: bool
-    sinks: int
+    per_head: bool = _per_head()
+    protect_newest: bool = _protect_newest()
+    sinks: int = options.sinks(0)
     name: str = "tova"
     needs_attention: bool = True
 
@@ -92,3 +104,26 @@ class Tova(StepPolicy):
             return False
         ops.tova_step(*end.heads, layerwise=not self.per_head)
         return True
+
+
+SCORER = Part(
+    "tova",
+    TovaScorer,
+    "the last query's attention",
+    differs=(
+        "the newest token stays; the release lets it go if it attends to itself least "
+        "(`protect_newest`)",
+        "where the heads of a layer hold different tokens, the mean is over those that hold a "
+        "token; the release always evicts the same in all",
+    ),
+)
+
+METHOD = Method(
+    "tova",
+    "the tokens that the newest query attends to least leave",
+    parts=(SCORER,),
+    rule=Tova,
+    paper="2401.06104",
+    scores="newest query's attention",
+    second="needs recall",
+)
