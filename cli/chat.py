@@ -29,6 +29,7 @@ from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.cli.verify import check
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def chat(
     if resume is not None:  # refused, if at all, before the model is loaded
         resume = resume or newest()
         settings = resumed(settings, header(resume), given)
-    settings.eviction()
+    refuse_without_torch()
+    settings.check_eviction()
     texts = sources.opened(files, errors, config.loaders, terminal, lambda: piped)
     from minikv.chat.undo import UNDO_TURNS
 

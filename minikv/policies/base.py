@@ -265,6 +265,8 @@ def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
 class Scorer(ABC):
     """What a row is worth and which rows must stay: the first two of the four questions."""
 
+    axis = "scorer"
+
     @property
     @abstractmethod
     def evidence(self) -> Evidence:
@@ -350,6 +352,8 @@ class Candidates:
 class LayerAllocator:
     """How many rows each layer keeps. This base class gives every layer the same."""
 
+    axis = "layers"
+
     def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
         """Mean rows per head of each layer. They sum to layers x budget, unless an option selects
         the rounding of a release.
@@ -363,6 +367,9 @@ class LayerAllocator:
 class GlobalAllocator(ABC):
     """One budget for all layers and heads: the best rows of the whole cache stay."""
 
+    axis = "layers"
+    shares_all = True
+
     @abstractmethod
     def worth(self, rows: Candidates) -> Tensor:
         """float32 [H, N]: what each row is worth, comparable between layers."""
@@ -374,6 +381,8 @@ class HeadAllocator:
 
     drift: rows per KV head by which the total may be exceeded.
     """
+
+    axis = "heads"
 
     @property
     def drift(self) -> int:
@@ -395,6 +404,8 @@ class HeadAllocator:
 class Selector:
     """Which rows stay. This base class keeps the best rows of each head."""
 
+    axis = "select"
+
     def check(self, scorer: Scorer) -> None:
         """Raise UsageError if it cannot be combined with the scorer."""
 
@@ -407,6 +418,8 @@ class Selector:
 class Reweighter(ABC):
     """Replaces the scores of some of the rows before the selector chooses."""
 
+    axis = "weigh"
+
     @abstractmethod
     def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
         """As `Selector.select`; it passes the new scores to `selector`."""
@@ -414,6 +427,8 @@ class Reweighter(ABC):
 
 class Preference(ABC):
     """Which rows leave after all others, after a prompt and while an answer is written."""
+
+    axis = "prefer"
 
     @abstractmethod
     def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:

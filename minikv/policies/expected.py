@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.policies import adakv, options
 from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +23,17 @@ class ExpectedAttention(Scorer):
     """The expected attention, mean over the group. epsilon: added to it before `value_norm`
     multiplies it by the value's norm."""
 
-    sinks: int
-    recent: int
-    future: int
-    covariance: bool
-    value_norm: bool
-    epsilon: float
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    future: int = option(512, "positions over which the rotation is averaged", (1, 1 << 20))
+    covariance: bool = option(True, "use the covariance of the queries, not only their mean")
+    value_norm: bool = option(True, "multiply by the norm of the value")
+    epsilon: float = option(
+        0.0,
+        "added to the attention before it is multiplied by the norm of the value; kvpress' "
+        "published scores use 0.01",
+        (0.0, 1.0),
+    )
 
     @property
     def evidence(self) -> Evidence:
@@ -55,3 +63,36 @@ def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:
     cos, sin = angle.cos().mean(0), angle.sin().mean(0)
     top = torch.cat((cos.diag(), -sin.diag()), 1)
     return torch.cat((top, torch.cat((sin.diag(), cos.diag()), 1))).to(torch.float32)
+
+
+SCORER = Part(
+    "expected",
+    ExpectedAttention,
+    "expected attention",
+    differs=(
+        "the newest 10 tokens stay, too; kvpress protects only the first 4 (`recent`)",
+        "epsilon=0, as the formula has it; published comparisons with kvpress use 0.01 and "
+        "Ada-KV's budgets, which is ada-expected",
+    ),
+)
+
+EXPECTED = Method(
+    "expected",
+    "tokens that the queries to come are expected to look at, whatever is asked",
+    parts=(SCORER,),
+    paper="2510.00636",
+    scores="expected attention",
+    second="safe",
+)
+
+ADA_EXPECTED = Method(
+    "ada-expected",
+    "expected attention with the settings of the published scores: epsilon 0.01, and kvpress' head "
+    "budgets",
+    parts=(SCORER, adakv.HEADS),
+    paper="2510.00636",
+    scores="expected attention",
+    shape="per head",
+    second="safe",
+    preset={"epsilon": 0.01, "alloc": "floor", "recent": 0},
+)

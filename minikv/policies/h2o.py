@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import (
     ALL,
     Evidence,
@@ -25,6 +27,12 @@ from minikv.policies.base import (
     StepView,
     unprotected,
 )
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
+
+
+def _recent_share() -> Any:
+    return option(0.5, "share of a head's tokens that are the newest", (0.0, 0.95))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +43,16 @@ class H2OScorer(Scorer):
     that is not 0. average: divide by the number of queries that could see the row.
     """
 
-    recent_share: float
-    sinks: int
-    window: int
-    average: bool
+    recent_share: float = _recent_share()
+    sinks: int = options.sinks(0)
+    window: int = option(
+        0, "how many newest tokens stay, instead of `recent_share`; 0: use the share", (0, 4096)
+    )
+    average: bool = option(
+        False,
+        "divide by the number of queries that could see a token, so that old tokens have no "
+        "advantage (kvpress' observed attention)",
+    )
 
     @property
     def evidence(self) -> Evidence:
@@ -62,8 +76,8 @@ class H2O(StepPolicy):
     """The row with the smallest sum leaves. The newest rows never do: the share `recent_share` of a
     head's cap."""
 
-    recent_share: float
-    sinks: int
+    recent_share: float = _recent_share()
+    sinks: int = options.sinks(0)
     name: str = "h2o"
     observe: int = 32
 
@@ -93,3 +107,34 @@ class H2O(StepPolicy):
         """int64, of the shape of `cap`: how many of a head's rows are protected as the newest."""
         return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
 
+
+SCORER = Part(
+    "h2o",
+    H2OScorer,
+    "attention of all queries, summed",
+    differs=(
+        "a KV head is judged by the mean of its query heads; the release fails where there are "
+        "fewer KV heads",
+        "follows the release's cache that evicts; the paper's figures come from one that only "
+        "masks, with budgets that are shares of the prompt",
+        "KVCache-Factory protects a fixed window (`window`); kvpress divides by age (`average`) "
+        "and protects nothing (`recent_share`)",
+    ),
+)
+
+
+METHOD = Method(
+    "h2o",
+    "tokens with the most accumulated attention, and the newest; what tokens got before a later "
+    "prompt counts there only with --decode h2o",
+    parts=(SCORER,),
+    rule=H2O,
+    paper="2306.14048",
+    scores="accumulated attention",
+    state="1 sum per token",
+    second="fades",
+    differs=(
+        "beside another prompt policy its sums begin with the queries which that one reads, 32 at "
+        "least; the paper sums over all of the prompt",
+    ),
+)

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import StepPolicy, StepView, protect
 from minikv.policies.bits import BITS, ones
+from minikv.policies.facts import Method
+from minikv.policies.options import option
 
 
 def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
@@ -28,11 +31,11 @@ def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
 class HashEvict(StepPolicy):
     """Stores a code per row, and reads no attention."""
 
-    sinks: int
-    recent: int
-    bits: int
-    hash_with: str
-    seed: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    bits: int = option(16, "length of a code", (4, 64))
+    hash_with: str = option("query", "query: the paper; key: the release", ("query", "key"))
+    seed: int = options.seed()
     name: str = "hashevict"
     evict_first: bool = True
     needs_query: bool = True
@@ -89,3 +92,24 @@ def distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
     added = (probes.shape[1] - 2 * having).to(torch.float32)
     is_set = ((stored[..., None] >> each) & 1).to(torch.float32)  # [H, N, bits]
     return (is_set @ added[..., None])[..., 0] + having.sum(1, keepdim=True)
+
+
+METHOD = Method(
+    "hashevict",
+    "evicts the token whose hash differs most from the current query's, before attention",
+    rule=HashEvict,
+    paper="2412.16187",
+    scores="hashed similarity",
+    shape="each head's own cap",
+    state="1 code per token",
+    second="safe",
+    differs=(
+        "the new query's code is compared, as in the paper; the release compares the new key's "
+        "(hash_with=key)",
+        "the codes of a KV head's query heads count together; the paper does not say what a group "
+        "does",
+        "of equal distances the oldest token leaves; the release takes the first slot",
+        "a prompt is read whole unless --stride is given; the paper feeds it token by token "
+        "(--stride 1), the release's runs cut it to the first and last tokens",
+    ),
+)

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.torch.distances import distances, units
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 from minikv.policies.selection import order_key
 
 _LEFT = 4.0  # subtracted from the worth (-1 to 1) of rows that a block has dropped
@@ -24,9 +27,14 @@ _LEFT = 4.0  # subtracted from the worth (-1 to 1) of rows that a block has drop
 class KeyDiff(Scorer):
     """Distance from the mean direction; block: rows of a block, 0: all rows at once."""
 
-    sinks: int
-    recent: int
-    block: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    block: int = option(
+        0,
+        "choose after every block of this many tokens, as the paper does (128 in kvpress); 0: "
+        "choose once, from all tokens",
+        (0, 1 << 20),
+    )
 
     @property
     def evidence(self) -> Evidence:
@@ -60,3 +68,25 @@ class KeyDiff(Scorer):
 
 
 _SINK = 1 << 62  # above every order key
+
+
+SCORER = Part(
+    "keydiff",
+    KeyDiff,
+    "key unlike the others",
+    differs=(
+        "the first 4 and the newest 10 tokens stay; paper and kvpress protect none (`sinks`, "
+        "`recent`)",
+        "in the paper a prompt is read in blocks, and later blocks do not see what left; here all "
+        "are compared once, or (`block`) block by block, as in kvpress, and attention stays exact",
+    ),
+)
+
+METHOD = Method(
+    "keydiff",
+    "tokens whose key is unlike the others stay; reads no attention",
+    parts=(SCORER,),
+    paper="2504.15364",
+    scores="key unlike the others",
+    second="safe",
+)

@@ -17,18 +17,31 @@ from torch import Tensor
 
 from minikv.errors import UsageError
 from minikv.kernels.torch.counter_rng import uniform
+from minikv.policies import options, snapkv
 from minikv.policies.base import Candidates, Scorer, Selector
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCrush(Selector):
     """Gives the share `ratio` of each head's free budget to representatives."""
 
-    ratio: float
-    bits: str
-    anchor: str
-    ranks: str
-    seed: int
+    ratio: float = option(0.25, "share of the free budget for representatives", (0.0, 1.0))
+    bits: str = option(
+        "kv", "one bit of a token per KV head or, as in the paper, per query head", ("kv", "query")
+    )
+    anchor: str = option(
+        "mean",
+        "what the bits of a token are compared with",
+        ("mean", "inv_mean", "alternate", "random", "zeros", "ones"),
+    )
+    ranks: str = option(
+        "ends",
+        "ends: evenly from the nearest to the farthest; step: evenly from the nearest (OpenVINO)",
+        ("ends", "step"),
+    )
+    seed: int = options.seed()
 
     def check(self, scorer: Scorer) -> None:
         if self.bits == "query" and not scorer.evidence.observe:
@@ -82,3 +95,32 @@ def anchor(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
     if kind == "random":
         return uniform(seed, layer, bits) > 0.5
     return torch.full_like(bits, kind == "ones", dtype=torch.bool)
+
+
+SELECTOR = Part(
+    "kvcrush",
+    KVCrush,
+    "representatives beside the best tokens",
+    differs=(
+        "bits=kv: a token has one bit per KV head; in the paper one per query head (bits=query)",
+        "each KV head chooses among the tokens that it loses itself; OpenVINO and vLLM's branch "
+        "choose once for all heads, the latter by what the first one loses, so that others keep a "
+        "token twice",
+        "tokens, not pages or blocks; representatives are part of the budget, in OpenVINO they "
+        "come on top",
+        "the paper leaves its buckets open: here even ranks by distance to one anchor, then by "
+        "position (`ranks`)",
+        "anchor=mean; OpenVINO's default is random (`anchor`)",
+    ),
+)
+
+METHOD = Method(
+    "kvcrush",
+    "representatives of the tokens that go, beside SnapKV's choice; kvcrush(h2o) and the like take "
+    "another base",
+    parts=(snapkv.SCORER, SELECTOR),
+    paper="2503.00022",
+    scores="window attention + bits",
+    second="needs recall",
+    preset={"sinks": 4},
+)

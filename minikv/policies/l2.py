@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 def norms(key: Tensor) -> Tensor:
@@ -21,9 +24,11 @@ def norms(key: Tensor) -> Tensor:
 class L2Scorer(Scorer):
     """The score is minus the norm. The first `skip` layers keep all rows, above the budget."""
 
-    sinks: int
-    recent: int
-    skip: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    skip: int = option(
+        0, "how many first layers keep every token, above the budget (the release: 2)", (0, 4096)
+    )
 
     @property
     def evidence(self) -> Evidence:
@@ -38,8 +43,8 @@ class L2(StepPolicy):
     """The row with the largest norm leaves, before attention. With keys in int8, the norm of a row
     that a step wrote is that of the key as it is stored, as a later prompt computes it, too."""
 
-    sinks: int
-    recent: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
     name: str = "l2"
     evict_first: bool = True
 
@@ -52,3 +57,28 @@ class L2(StepPolicy):
 
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
         return protect(-view.columns["norm"], view, self)
+
+
+SCORER = Part(
+    "l2",
+    L2Scorer,
+    "small key norm",
+    differs=(
+        "the first 4 and the newest 10 tokens stay; kvpress and KVCache-Factory protect none "
+        "(`sinks`, `recent`)",
+        "norms are float32; in the model's precision many are equal",
+        "evicts in every layer; the release leaves the first two as they are (`skip`)",
+    ),
+)
+
+
+METHOD = Method(
+    "l2",
+    "tokens whose key has a large norm leave; reads no attention",
+    parts=(SCORER,),
+    rule=L2,
+    paper="2406.11430",
+    scores="key norm",
+    state="1 norm per token",
+    second="safe",
+)

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minikv.kernels.torch.counter_rng import uniform
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.facts import Method, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomScorer(Scorer):
     """The score is a random number per row and head."""
 
-    sinks: int
-    recent: int
-    seed: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    seed: int = options.seed()
 
     @property
     def evidence(self) -> Evidence:
@@ -34,12 +36,26 @@ class RandomScorer(Scorer):
 class Random(StepPolicy):
     """Any unprotected row leaves before attention, each with the same probability."""
 
-    sinks: int
-    recent: int
-    seed: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    seed: int = options.seed()
     name: str = "random"
     evict_first: bool = True
 
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
         return protect(drawn, view, self)
+
+
+SCORER = Part("random", RandomScorer, "a draw")
+
+
+METHOD = Method(
+    "random",
+    "any token may leave; the floor that a method should beat",
+    parts=(SCORER,),
+    rule=Random,
+    paper="baseline",
+    scores="a draw",
+    second="safe",
+)

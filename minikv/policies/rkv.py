@@ -27,7 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.errors import UsageError
+from minikv.policies import options
 from minikv.policies.base import StepPolicy, StepView, unprotected
+from minikv.policies.facts import Method
+from minikv.policies.options import option
 from minikv.policies.selection import order_of, pool
 
 BLOCK = 1 << 20
@@ -39,14 +42,32 @@ class RKV(StepPolicy):
     """The columns `seen0`, `seen1`, ... hold the attention of each of the last `window` queries to
     a row, the newest query first."""
 
-    sinks: int
-    window: int
-    buffer: int
-    kernel: int
-    mix: float
-    threshold: float
-    softmax: str
-    group: str
+    sinks: int = options.sinks(0)
+    window: int = option(8, "last queries that score; their tokens always stay", (1, 256))
+    buffer: int = option(
+        128,
+        "how many tokens a head takes in before it evicts as many; at least the window",
+        (1, 4096),
+    )
+    kernel: int = options.kernel()
+    mix: float = option(0.07, "weight of attention; 1 - mix is that of redundancy", (0.0, 1.0))
+    threshold: float = option(
+        0.5,
+        "keys with a larger cosine are similar; the newest of them is not redundant",
+        (-1.0, 1.0),
+    )
+    softmax: str = option(
+        "all",
+        "softmax of attention: all: over all tokens; past: over those before the window (the "
+        "release)",
+        ("all", "past"),
+    )
+    group: str = option(
+        "mean",
+        "how the query heads of a KV head are joined; max: the maximum before the softmax (the "
+        "release)",
+        ("mean", "sum", "max"),
+    )
     name: str = "rkv"
 
     def __post_init__(self) -> None:
@@ -143,3 +164,28 @@ def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
         cosine.scatter_(-1, at, cosine.gather(-1, at).masked_fill_(newest >= 0, 0.0))
         total += cosine.sum(1)
     return total
+
+
+METHOD = Method(
+    "rkv",
+    "tokens stay that are looked at and whose key is unlike the others; a head grows by `buffer` "
+    "tokens over its budget, then gives up as many at once",
+    rule=RKV,
+    paper="2505.24133",
+    scores="attention - redundancy",
+    shape="each head's own cap",
+    state="a number per query of the window",
+    second="fades",
+    differs=(
+        "attention counts the window's tokens in its softmax; the release leaves them out "
+        "(softmax=past)",
+        "the query heads of a KV head are joined by the mean of their attention; in the release by "
+        "the max before the softmax (group=max)",
+        "neighbours and the newest of similar keys are meant by position; in the release by slot, "
+        "and its slots are shuffled by its own choice",
+        "a key that is like no other excuses none; in the release it excuses the first token",
+        "prompts are left to the prompt policy, or to --stride; the release also applies its rule "
+        "to a prompt over the budget",
+        "pinned tokens are not compared",
+    ),
+)

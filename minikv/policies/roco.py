@@ -25,7 +25,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
+from minikv.policies.facts import Method
+from minikv.policies.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +38,27 @@ class RoCo(StepPolicy):
     largest means among so many neighbours by position (odd; 1: its own). lead: attention from
     a prompt's query counts so many times as much as from an answer's."""
 
-    sinks: int
-    recent: int
-    scope: float
-    scope_prompt: float
-    pool: int
-    lead: float
+    sinks: int = options.sinks()
+    recent: int = options.recent(low=1)
+    scope: float = option(
+        0.3,
+        "share of the budget for the tokens whose attention varies most; these stay",
+        (0.0, 0.95),
+    )
+    scope_prompt: float = option(0.1, "`scope` while --stride reads a prompt", (0.0, 0.95))
+    pool: int = option(
+        7,
+        "a prompt's tokens start with the largest statistics among this many neighbours (odd; 1: "
+        "with their own)",
+        (1, 63),
+        odd=True,
+    )
+    lead: float = option(
+        100.0,
+        "attention from a prompt counts this many times as much as attention from the answer, so "
+        "that the answer's tokens leave first (1: the same)",
+        (1.0, 1e6),
+    )
     name: str = "roco"
     observe: int = 32
 
@@ -110,7 +128,6 @@ class RoCo(StepPolicy):
         return cap - (cap.to(torch.float64) * self.scope).to(torch.int64)
 
 
-
 def _steady(variance: Tensor, keep: Tensor) -> Tensor:
     """bool [F, N]: the `keep` [F] rows of each head whose attention varies least, with all that are
     equal to the last of them."""
@@ -127,3 +144,30 @@ def _unsure(mean: Tensor, variance: Tensor, keep: Tensor) -> Tensor:
     lowest, found = mean.min(1, keepdim=True)
     steadier = (variance < variance.gather(1, found)).sum(1)
     return ((steadier >= keep) | ((mean == lowest).sum(1) != 1)).nonzero()[:, 0]
+
+
+METHOD = Method(
+    "roco",
+    "evicts the lowest mean attention among the tokens of steady attention",
+    rule=RoCo,
+    paper="2402.06262",
+    scores="mean and std of attention",
+    shape="each head's own cap",
+    state="2 sums and 1 count per token",
+    second="fades",
+    differs=(
+        "a head's budget counts the prompt's tokens; in the release they never leave and are not "
+        "counted",
+        "statistics begin with the last 32 queries of the prompt; the release begins with the "
+        "first token of the answer",
+        "those of the prompt are pooled over neighbours and count 100 times: short answers then "
+        "show no loss beside --decode none, which exceeds the budget (docs/results.md); pool=1 and "
+        "lead=1 count every query alike, as the paper does",
+        "with --stride statistics begin with the first block; the release's begin with the first "
+        "block over the budget (its keep_attention=False)",
+        "the first 4 and the newest 10 tokens are protected by position; the paper protects none, "
+        "and the release's protection fails for budgets below about 30",
+        "what is left of the scope is at least one token, and a variance is at least 0; in the "
+        "release rounding can make it NaN, which protects a token",
+    ),
+)

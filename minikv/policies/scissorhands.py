@@ -18,8 +18,11 @@ from torch import Tensor
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.attention import visible
 from minikv.kernels.torch.attention_mass import Part
+from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView, protect
 from minikv.policies.bits import BITS, ones
+from minikv.policies.facts import Method
+from minikv.policies.options import option
 
 EVEN = 2.0**-13
 """A probability counts as an even share if it is lower by at most this part of the share, because
@@ -31,9 +34,9 @@ class ScissorHands(StepPolicy):
     """The columns `below0`, `below1`, ... are a shift register of `history` bits per row, the
     newest query in the lowest bit of `below0`. `queries` counts how many of the bits are valid."""
 
-    sinks: int
-    recent: int
-    history: int
+    sinks: int = options.sinks()
+    recent: int = options.recent(low=1)
+    history: int = option(400, "how many last queries count", (1, 4096))
     name: str = "scissorhands"
 
     @property
@@ -149,3 +152,26 @@ def low_bits(p: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None) -> Ten
     value = 1 << torch.arange(len(q_pos) - 1, -1, -1, device=p.device)
     low = (p.mean(1) < (1.0 - EVEN) / seen.sum(2, keepdim=True)) & seen
     return (low * value[:, None]).sum(1)
+
+
+METHOD = Method(
+    "scissorhands",
+    "evicts the token that most often got less than a uniform share of attention",
+    rule=ScissorHands,
+    paper="2305.17118",
+    scores="below-uniform count",
+    shape="each head's own cap",
+    state="a bit per query of the window",
+    second="fades",
+    differs=(
+        "one token leaves at every step; in the paper half of the cache at once",
+        "counts are relative to the queries that a token was there for, so that young tokens are "
+        "not favoured",
+        "the first 4 tokens stay (`sinks`); in the paper only the newest 10",
+        "of a prompt the last 32 queries count; the paper's window of 400 includes the prompt's",
+        "of a prompt, what is below the even share by up to 1/8192 of it is not below: that may be "
+        "rounding",
+        "a fixed budget, as in the paper; the authors' code keeps whatever got more than a "
+        "quantile",
+    ),
+)

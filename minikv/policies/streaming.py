@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.facts import Method, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingScorer(Scorer):
     """The score is the position; sinks are protected."""
 
-    sinks: int
+    sinks: int = options.sinks()
 
     @property
     def evidence(self) -> Evidence:
@@ -32,7 +34,7 @@ class Streaming(StepPolicy):
     """The oldest row that is not a sink leaves, before attention. If a head has only sinks, which a
     small head budget can cause, the youngest one leaves."""
 
-    sinks: int
+    sinks: int = options.sinks()
     name: str = "streaming"
     evict_first: bool = True
     recent: int = 0
@@ -40,3 +42,26 @@ class Streaming(StepPolicy):
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
         age = view.pos.float()
         return protect(age.where(view.pos >= self.sinks, -age), view, self)
+
+
+SCORER = Part(
+    "streaming",
+    StreamingScorer,
+    "position only",
+    differs=(
+        "keys keep their positions; paper and release number them anew inside of the cache at "
+        "every step, which also extends the context",
+    ),
+)
+
+
+METHOD = Method(
+    "streaming",
+    "the first tokens (sinks) and the most recent ones; keys keep their positions, so the trained "
+    "context is not extended",
+    parts=(SCORER,),
+    rule=Streaming,
+    paper="2309.17453",
+    scores="position only",
+    second="recent only",
+)

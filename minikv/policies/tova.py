@@ -8,11 +8,15 @@ the newest row is protected; the release evicts it if its own attention is the l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
@@ -32,12 +36,20 @@ def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
     return mean.view(pos.shape).to(values.dtype)
 
 
+def _protect_newest() -> Any:
+    return option(True, "the newest token stays (the release lets it go)")
+
+
+def _per_head() -> Any:
+    return option(False, "average attention in each KV head, not over all heads of a layer")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TovaScorer(Scorer):
     """The score is the attention of the prompt's last query."""
 
-    per_head: bool
-    protect_newest: bool
+    per_head: bool = _per_head()
+    protect_newest: bool = _protect_newest()
 
     @property
     def evidence(self) -> Evidence:
@@ -53,9 +65,9 @@ class TovaScorer(Scorer):
 class Tova(StepPolicy):
     """The row with the least attention in this step leaves. Stores no columns."""
 
-    per_head: bool
-    protect_newest: bool
-    sinks: int
+    per_head: bool = _per_head()
+    protect_newest: bool = _protect_newest()
+    sinks: int = options.sinks(0)
     name: str = "tova"
 
     @property
@@ -68,3 +80,27 @@ class Tova(StepPolicy):
         if not self.per_head:
             mean = layer_mean(mean, view.pos, view.heads, view.context)
         return protect(mean, view, self)
+
+
+SCORER = Part(
+    "tova",
+    TovaScorer,
+    "the last query's attention",
+    differs=(
+        "the newest token stays; the release lets it go if it attends to itself least "
+        "(`protect_newest`)",
+        "where the heads of a layer hold different tokens, the mean is over those that hold a "
+        "token; the release always evicts the same in all",
+    ),
+)
+
+
+METHOD = Method(
+    "tova",
+    "the tokens that the newest query attends to least leave",
+    parts=(SCORER,),
+    rule=Tova,
+    paper="2401.06104",
+    scores="newest query's attention",
+    second="needs recall",
+)

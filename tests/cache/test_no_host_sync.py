@@ -29,7 +29,7 @@ from minikv.cache.prefill import Prefill
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
-from minikv.policies import PARTS, POLICIES, Option, Value
+from minikv.policies import Option, Value, registry
 from minikv.policies.base import GlobalAllocator, StepPolicy, policy_columns
 
 FAR = torch.device("meta")
@@ -153,7 +153,7 @@ def walk(names: Sequence[str]) -> list[Any]:
         found.append(case(name, {}))
         new = [part for part in policies.find(name).parts if part not in seen]
         seen.update(new)
-        for option in (option for part in new for option in PARTS[part].options):
+        for option in (option for part in new for option in part.options):
             found += [case(name, {option.name: value}) for value in others(option)]
     return found
 
@@ -174,13 +174,13 @@ PROMPTS = walk([*policies.prompt_names(), *MIXED])
 STEPS = [
     case(name, given | ({"window": 1} if "buffer" in given else {}))
     for name in policies.step_names()
-    for given in ({}, *({o.name: v} for o in POLICIES[name].own for v in others(o)))
+    for given in ({}, *({o.name: v} for o in registry.method(name).step_options for v in others(o)))
 ]
 
 
 def test_the_walk_takes_every_part() -> None:
     walked = {part for p in PROMPTS for part in policies.find(p.values[0]).parts}
-    assert walked == {*PARTS}
+    assert walked == {*registry.parts()}
 
 
 def read(

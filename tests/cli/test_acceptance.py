@@ -819,9 +819,9 @@ def test_10_a_locale_without_unicode(program: Program, env: dict[str, str]) -> N
 # -- 11 -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["policies"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["ask", "--help"], ["--version"]])
 def test_11_what_needs_no_torch_does_not_load_it(arguments: list[str]) -> None:
-    """`--help`, `policies` and `--version` answer without torch, and without what a chat needs."""
+    """`--help` and `--version` answer without torch, and without what a chat needs."""
     code = (
         f"import sys; sys.argv = ['minikv', *{arguments}]\n"
         "from minikv.cli.__main__ import run\n"

@@ -933,16 +933,17 @@ def test_a_system_prompt_that_is_not_utf_8_is_refused(
 
 
 def test_policies_come_from_the_registry() -> None:
-    from minikv.policies import POLICIES, prompt_names, read_options, step_names
+    from minikv.policies import method_names, prompt_names, read_options, registry, step_names
 
     table = CliRunner().invoke(app, ["policies"]).stdout
     records = json.loads(CliRunner().invoke(app, ["policies", "--json"]).stdout)
-    assert [record["name"] for record in records] == list(POLICIES)
+    assert [record["name"] for record in records] == method_names()
     assert all(len(line) <= 80 for line in table.splitlines())
     words = " ".join(table.split())
     assert f" --policy takes {', '.join(prompt_names())} --decode" in words
     assert f" --decode takes {', '.join(step_names())} parts" in words
-    for name, info in POLICIES.items():
+    for info in registry.methods():
+        name = info.name
         assert re.search(rf"^{re.escape(name)} .*{info.paper}$", table, re.MULTILINE)
         card = CliRunner().invoke(app, ["policies", "show", name])
         assert card.exit_code == 0

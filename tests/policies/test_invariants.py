@@ -349,7 +349,7 @@ def test_rocos_counters_are_ages(stride: int, seed: int, first: int) -> None:
 BASES = [
     w[0]
     for w in COMPOSITIONS
-    if len(w) == 1 and "select" not in {policies.PARTS[p].axis for p in policies.find(w[0]).parts}
+    if len(w) == 1 and "select" not in {part.axis for part in policies.find(w[0]).parts}
 ]
 
 

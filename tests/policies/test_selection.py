@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import oracle
 import pytest
+import small
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -279,7 +280,7 @@ def expected(
     name: str, values: dict[str, policies.Value], rows_: Candidates, counts: list[int]
 ) -> list[set[int]]:
     """Who stays of each head, by the oracle."""
-    view, free, parts = rows_.view, free_rows(rows_.free), policies.find(name).parts
+    view, free, parts = rows_.view, free_rows(rows_.free), small.parts(name)
     pos, seed = view.pos.tolist(), int(values.get("seed", 0))
     evidence = rows_.scorer.evidence
 

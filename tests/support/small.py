@@ -26,6 +26,7 @@ from minikv.kernels.dispatch import choose
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
+from minikv.policies import registry
 from minikv.policies.base import (
     GlobalAllocator,
     LayerAllocator,
@@ -173,24 +174,27 @@ def victims(policy: StepPolicy, view: StepView) -> Tensor:
 # -- every composition ------------------------------------------------------------------------
 
 
+def parts(name: str) -> tuple[str, ...]:
+    """The names of a prompt policy's parts."""
+    return tuple(part.name for part in policies.find(name).parts)
+
+
 def compositions() -> list[tuple[str, ...]]:
     """All that the registry accepts: a base and at most one part per axis, one spelling each."""
     axes: dict[str, list[str]] = {}
-    for part in policies.PARTS.values():
-        if part.axis != "scorer":
-            axes.setdefault(part.axis, []).append(part.name)
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    scorers = [part.name for part in policies.PARTS.values() if part.axis == "scorer"]
-    bases = [*(p.name for p in policies.POLICIES.values() if p.parts), *scorers]
+    for part in map(registry.part, registry.OTHER_PARTS):
+        axes.setdefault(part.axis, []).append(part.name)
+    found: dict[object, tuple[str, ...]] = {}
+    bases = [*(name for name in registry.PROMPT if name != "full"), *registry.SCORERS]
     for base in dict.fromkeys(bases):
         for picks in itertools.product(*([None, *names] for names in axes.values())):
             words = (base, *(part for part in picks if part is not None))
             try:
-                parts = policies.find("+".join(words)).parts
+                made = parts("+".join(words))
             except UsageError:
                 continue
-            if parts not in found or len(words) < len(found[parts]):
-                found[parts] = words
+            if made not in found or len(words) < len(found[made]):
+                found[made] = words
     return list(found.values())
 
 
@@ -345,8 +349,7 @@ class Walk:
                 assert int(kv.arena.cap.sum()) == total
             self._after_choice(had, prompt)
             return
-        parts = policies.find(self.eviction.policy).parts
-        if "layers" not in {policies.PARTS[part].axis for part in parts}:
+        if "layers" not in {part.axis for part in policies.find(self.eviction.policy).parts}:
             assert self.rows == [self.budget] * layers
         assert sum(self.rows) == layers * self.budget
         for layer, window in enumerate(self.windows):
