@@ -64,7 +64,6 @@ class Twins(dispatch.Kernels):
 
     evict = step_oracle.EVICT
     append_evict = step_oracle.APPEND_EVICT
-    roco_start = staticmethod(step_oracle.roco_start)
     largest_attention = staticmethod(step_oracle.largest_attention)
 
 
@@ -471,26 +470,6 @@ def projected(s: Sizes) -> str:
     return near(1e-3 if s.interprets else 1e-4, **pairs)
 
 
-def started(s: Sizes) -> str:
-    """RoCo's statistics after a prompt: rows of earlier turns lie in any order."""
-    early, observed = s.rows // 3, min(32, s.rows // 3)
-    pos = torch.arange(s.rows).repeat(s.heads, 1)
-    for h in range(s.heads):
-        pos[h, :early] = torch.randperm(early, generator=s.made)
-    pos = pos.masked_fill(torch.rand(pos.shape, generator=s.made) < 0.1, -1).to(s.device)
-    order = pos[:, :early].argsort(dim=1, stable=True)
-    mass = s.normal(s.heads, s.group, s.rows, kind=torch.float32).abs()
-    squares, *old = s.normal(4, s.heads, s.rows, kind=torch.float32).abs()
-    rest = s.rows, observed, s.rows - observed, 7, 3.3
-    want, got = (
-        ops.roco_start(mass, squares, pos, order, old, *rest, causal=True)
-        for ops in (Twins(), Triton())
-    )
-    return near(
-        1e-6, **dict(zip(("sums", "squares", "counts"), zip(got, want, strict=True), strict=True))
-    )
-
-
 def unlike(s: Sizes) -> str:
     """Keys that have a direction in common."""
     key = s.normal(s.heads, s.rows, s.size) + 0.25
@@ -815,7 +794,6 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
         found.append(Check(f"rest of a layer, {name} weights", run, 12.0))
     found += [
         Check("output_norms, output_lengths", partial(projected, s)),
-        Check("roco_start", partial(started, s)),
         Check("torch's attention", partial(library, s)),
         Check("attention of a long prompt", partial(long_prompt, s), 6.0),
         Check("beyond 2^31 numbers", partial(far_rows, s), 6.0),

@@ -12,7 +12,7 @@ from torch import Tensor
 from minikv.kernels import HashRule, NewRow, Part, Rows, append, each_attention, lowest
 from minikv.kernels.torch.decode import in_use
 from minikv.kernels.torch.layer import rotate
-from minikv.policies.base import PromptView, StepPolicy, StepView
+from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.h2o import H2O
 from minikv.policies.hashevict import HashEvict, codes
 from minikv.policies.roco import RoCo
@@ -162,44 +162,3 @@ def largest_attention(
 ) -> Tensor:
     p = each_attention(q, q_pos, parts, window, lse, slice(0, len(q)))
     return (p if by is None else p / by[:, None]).amax(2)
-
-
-def roco_start(
-    mass: Tensor,
-    squares: Tensor,
-    pos: Tensor,
-    order: Tensor,
-    old: Sequence[Tensor],
-    position: int,
-    observed: int,
-    before: int,
-    kernel: int,
-    lead: float,
-    *,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    policy = RoCo(
-        sinks=0,
-        recent=1,
-        scope=0.0,
-        scope_prompt=0.0,
-        pool=kernel,
-        lead=lead,
-        observe=position - before,
-    )
-    names = policy.total, "squares", "count"
-    view = PromptView(
-        0,
-        position,
-        pos,
-        observed,
-        mass,
-        squares,
-        Tensor,
-        Tensor,
-        causal=causal,
-        earlier=order.shape[1],
-        carried=dict(zip(names, old, strict=True)),
-    )
-    found = policy.init(view)
-    return found[names[0]], found[names[1]], found[names[2]]
