@@ -59,7 +59,9 @@ class Case:
     def is_missing(self, operations: Any) -> bool:
         """Whether these kernels do not have the operation."""
         name, _, policy = self.needs.partition(" ")
-        found = getattr(operations, name) if name else self
+        if not name:
+            return False
+        found = getattr(operations, name)
         return found is None or (policy != "" and policy not in found)
 
 
