@@ -23,9 +23,9 @@ pytest.importorskip("triton", reason="no Triton on this system")
 def test_statistics_and_victims(policy: str) -> None:
     """In tiles of 16 rows, so that a head has several."""
     step = getattr(kernel("triton.step"), f"{policy}_step")
-    for seed in range(14):
+    for seed in range(10):
         check(policy, step, drawn(policy, seed, exact=True, most=70), guarded, block=16)
-    for seed in range(6):
+    for seed in range(3):
         check(policy, step, smooth(policy, seed, most=70), guarded, block=16)
 
 
