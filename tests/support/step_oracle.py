@@ -56,7 +56,7 @@ def _view(
     there = {name: column[index] for name, column in columns.items()}
     pos = pos.masked_fill(hidden, -1)
     cap = rows.cap.flatten()
-    return StepView(rows.newest + 1, pos, cap, each, each, len(index), 1 << 40, there, **more)  # type: ignore[arg-type]
+    return StepView(rows.newest + 1, pos, cap, each, each, there, **more)  # type: ignore[arg-type]
 
 
 def end_of_step(
