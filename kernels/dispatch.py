@@ -4,11 +4,11 @@
     ---------------------  -----------------------  ------------------  --------------------
     ragged_attention       triton/decode            cpu/decode          torch/decode
     advance                triton/append            cpu/append          torch/append
-    lowest                 triton/step              cpu/step            torch/decode
-    evict                  triton/step              cpu/step            policies
-    append_evict           triton/hash_append       cpu/hash_append     policies
     append                 -                        cpu/append          torch/append
     rotate_append          triton/append            cpu/append          torch/append
+    evict                  triton/step              cpu/step            policies
+    append_evict           triton/hash_append       cpu/hash_append     policies
+    lowest                 triton/step              cpu/step            torch/decode
     rows_attention         -                        cpu/prefill         torch/attention
     last_rows_attention    triton/attention         cpu/prefill         torch/attention
     visible_attention      triton/attention         -                   torch/attention

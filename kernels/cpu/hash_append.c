@@ -108,8 +108,8 @@ void minikv_hash_row(
 
 /* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full head
    and write the new rows. Arguments and results as in hash_append in kernels/cpu/hash_append.py;
-   kind: dtype of probes, keys and values; code_size: bytes of a code. Returns 0, or 1 if there is no
-   memory. */
+   kind: dtype of probes, keys and values; code_size: bytes of a code. Returns 0, or 1 if there is
+   no memory. */
 int minikv_hash_append(
     int kind, int code_size, int64_t H, int64_t P, int64_t D, int64_t B, const void *probe,
     const void *key, const void *value, const float *matrix, const int64_t *start,

@@ -39,8 +39,7 @@ typedef struct {
 #define HEAD_PARAMS                                                                          \
     int64_t L, int64_t H, int64_t G, int64_t C, const float *logits, const float *lse,       \
         const int64_t *start, const int64_t *length, const int64_t *cap, const int32_t *pos, \
-        const int64_t *newest, int64_t sinks, int64_t recent, int64_t pinned,                \
-        int64_t *free_slot
+        const int64_t *newest, int64_t sinks, int64_t recent, int64_t pinned, int64_t *free_slot
 #define HEAD_FACTS \
     {L, H, G, C, logits, lse, start, length, cap, pos, *newest, sinks, recent, pinned}
 
@@ -267,9 +266,10 @@ int minikv_roco_step(
     return 0;
 }
 
-/* lowest: in each of the F heads that is over its cap, free_slot gets the row with the lowest score,
-   of equal scores the one with the smallest position; the first row if none may leave. score and pos
-   [F, C]; start, over and free_slot [F]. A row whose score is infinite or NaN may not leave. */
+/* lowest: in each of the F heads that is over its cap, free_slot gets the row with the lowest
+   score, of equal scores the one with the smallest position; the first row if none may leave. score
+   and pos [F, C]; start, over and free_slot [F]. A row whose score is infinite or NaN may not
+   leave. */
 void minikv_lowest(
     int64_t F, int64_t C, const float *score, const int64_t *pos, const int64_t *start,
     const uint8_t *over, int64_t *free_slot

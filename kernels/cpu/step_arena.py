@@ -177,9 +177,7 @@ def step_arena(
     )
 
 
-def _hashing(
-    rule: HashRule, rows: Rows, columns: Mapping[str, Tensor], matrix: Tensor
-) -> _Hashing:
+def _hashing(rule: HashRule, rows: Rows, columns: Mapping[str, Tensor], matrix: Tensor) -> _Hashing:
     code, keyed = columns["code"], rule.hash_with == "key"
     numbers = code.itemsize, matrix.shape[1], keyed, rule.sinks, rule.recent, rows.pinned
     return _Hashing(*numbers, code.data_ptr())

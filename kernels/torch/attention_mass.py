@@ -1,5 +1,5 @@
-"""The attention that a prompt's queries give each row. Sums never hold T x N probabilities at once;
-`mean_attention` does, for the queries of a block."""
+"""The attention that a prompt's queries give each row. Sums never hold T x N probabilities at
+once."""
 
 from __future__ import annotations
 

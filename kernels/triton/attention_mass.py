@@ -34,8 +34,6 @@ from minikv.kernels.triton.tiles import (
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _PROGRAMS = 512  # enough to occupy the device: a few for every multiprocessor
-_VALUES = 128  # rows of a head in a program of `_add_queries`
-_AHEAD = 8  # queries whose attention it loads at once
 _FEW = 64  # queries at the end of a prompt, which see nearly all rows
 _INTEGERS = [
     "q_head",
@@ -265,48 +263,6 @@ def _each(
 
 
 @triton.jit(
-    do_not_specialize=["sums_head", "squares_head", "counts_head", "queries", "rows"],
-    do_not_specialize_on_alignment=["sums", "squares", "counts"],
-)
-def _add_queries(
-    p,
-    sums,
-    squares,
-    counts,
-    sums_head,
-    squares_head,
-    counts_head,
-    queries,
-    rows,
-    SQUARES: tl.constexpr,
-    COUNTS: tl.constexpr,
-    BN: tl.constexpr,
-    BT: tl.constexpr,
-):
-    h = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = j < rows
-    total = tl.load(sums + h * sums_head + j, mask=inside, other=0.0)
-    power = tl.zeros((BN,), tl.float32)
-    if SQUARES:
-        power = tl.load(squares + h * squares_head + j, mask=inside, other=0.0)
-    for first in tl.range(0, queries, BT):
-        for t in tl.static_range(BT):  # their loads do not wait for each other
-            i = tl.full((BN,), 0, tl.int32) + first + t
-            here = p + (h * queries + i) * rows + j
-            given = tl.load(here, mask=inside & (i < queries), other=0.0)
-            total += given
-            power += given * given
-    tl.store(sums + h * sums_head + j, total, mask=inside)
-    if SQUARES:
-        tl.store(squares + h * squares_head + j, power, mask=inside)
-    if COUNTS:
-        count = tl.load(counts + h * counts_head + j, mask=inside, other=0.0)
-        count += tl.minimum(rows - j, queries).to(tl.float32)
-        tl.store(counts + h * counts_head + j, count, mask=inside)
-
-
-@triton.jit(
     do_not_specialize=_INTEGERS[:-3], do_not_specialize_on_alignment=["index", "q_pos", "k_pos"]
 )
 def _lse(
@@ -503,36 +459,6 @@ def largest_attention(
     for part, some in zip(parts, found.split(counts, 2), strict=True):
         _launch(some, some[:, 0], q, lse, q_pos, with_index(part), window, peak=True)
     return found
-
-
-def mean_attention(
-    q: Tensor, q_pos: Tensor, k: Tensor, k_pos: Tensor, window: int | None, lse: Tensor
-) -> Tensor:
-    """See `torch.attention_mass.mean_attention`."""
-    return each_attention(q, q_pos, ((k, k_pos),), window, lse, slice(0, len(q))).mean(1)
-
-
-def add_queries(
-    p: Tensor, sums: Tensor, squares: Tensor | None = None, counts: Tensor | None = None
-) -> None:
-    """See `torch.attention_mass.add_queries`."""
-    p = p.contiguous()
-    heads, queries, rows = p.shape
-    noted = [sums if t is None else t for t in (sums, squares, counts)]
-    assert all(t.stride(1) == 1 for t in noted)
-    _add_queries[(-(-rows // _VALUES), heads)](
-        p,
-        *noted,
-        *(t.stride(0) for t in noted),
-        queries,
-        rows,
-        SQUARES=squares is not None,
-        COUNTS=counts is not None,
-        BN=_VALUES,
-        BT=_AHEAD,
-        num_warps=4,
-        enable_fp_fusion=False,  # a product is rounded before it is added, as torch does
-    )
 
 
 def peak_attention(
@@ -758,12 +684,6 @@ def variants() -> list[Variant]:
                 reads={"q": WIDE, "k": WIDE},
             )
         )
-    for more in (False, True):
-        constants = {"SQUARES": more, "COUNTS": more, "BN": _VALUES, "BT": _AHEAD}
-        kinds = dict.fromkeys(("p", "sums", "squares", "counts"), "*fp32")
-        signature = typed(_add_queries, kinds, constants)
-        name = "add-queries" + "-squares" * more
-        found.append(Variant(name, _add_queries, signature, constants))
     return found
 
 

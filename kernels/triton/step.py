@@ -72,13 +72,12 @@ def may_leave(at, unpinned, newest, sinks, recent, strict):
 
 
 @triton.jit
-def signed_key(score, at):
-    """An int64 key, ordered by score, then by position. For a NaN: NONE, the key of no row."""
+def _signed_key(score, at):
+    """`_key` of a score of either sign."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
     # The bits of negative floats have the reverse order.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (bits.to(tl.int64) << 32) | at.to(tl.int64)
-    return tl.where(score == score, key, NONE)
+    return (bits.to(tl.int64) << 32) | at.to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -92,7 +91,7 @@ def _lowest(scores, pos, start, over, free_slot, width, BN: tl.constexpr):
             ok = j < width
             score = tl.load(scores + head * width + j, mask=ok, other=float("inf"))
             at = tl.load(pos + head * width + j, mask=ok, other=0)
-            best, row = lower(best, row, signed_key(score, at), j, score < float("inf"))
+            best, row = lower(best, row, _signed_key(score, at), j, score < float("inf"))
         tl.store(free_slot + head, tl.load(start + head) + lowest_of(best, row)[1])
 
 
@@ -180,24 +179,6 @@ def _h2o(
     tl.store(free_slot + head, victim)
 
 
-@triton.jit
-def _steadiness(total, power, seen):
-    """Mean and variance (at least 0) of a row's probabilities, rounded as torch rounds them."""
-    seen = tl.maximum(seen, 1.0)
-    mean = tl.div_rn(total, seen)
-    return mean, tl.maximum(tl.div_rn(power, seen) - mean * mean, 0.0)
-
-
-@triton.jit
-def load_steadiness(sums, squares, counted, where, ok):
-    """`_steadiness` of rows; their statistics are loaded from memory."""
-    return _steadiness(
-        tl.load(sums + where, mask=ok, other=0.0),
-        tl.load(squares + where, mask=ok, other=0.0),
-        tl.load(counted + where, mask=ok, other=0.0),
-    )
-
-
 @triton.jit(do_not_specialize=_SCALARS)
 def _roco(
     logits,
@@ -245,7 +226,9 @@ def _roco(
         tl.store(sums + where, total, mask=ok)
         tl.store(squares + where, power, mask=ok)
         tl.store(counted + where, seen, mask=ok)
-        variance = _steadiness(total, power, seen)[1]
+        seen = tl.maximum(seen, 1.0)
+        mean = tl.div_rn(total, seen)
+        variance = tl.maximum(tl.div_rn(power, seen) - mean * mean, 0.0)  # rounded as torch rounds
         at = tl.load(pos + where, mask=ok, other=-1)
         evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
         tl.store(orders + j, tl.where(evictable, ordered(variance), NO_ORDER), mask=ok)
@@ -262,7 +245,8 @@ def _roco(
             ok = j < count
             order = tl.load(orders + j, mask=ok, other=NO_ORDER)
             steady = (order <= limit) & (order < NO_ORDER)
-            mean = load_steadiness(sums, squares, counted, begin + j, ok)[0]
+            seen = tl.load(counted + begin + j, mask=ok, other=0.0)
+            mean = tl.div_rn(tl.load(sums + begin + j, mask=ok, other=0.0), tl.maximum(seen, 1.0))
             at = tl.load(pos + begin + j, mask=ok, other=-1)
             best, row = lower(best, row, _key(mean, at), j, steady)
         victim = begin + lowest_of(best, row)[1]

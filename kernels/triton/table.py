@@ -22,7 +22,6 @@ from minikv.kernels.triton import (
     outputs,
     packed_product,
     selection,
-    start_values,
     step,
 )
 from minikv.kernels.triton import heads_mean as heads
@@ -42,7 +41,6 @@ class Triton(Kernels):
     lowest = staticmethod(step.lowest)
     evict: Mapping[str, Callable[..., None]] = {"h2o": step.h2o_step, "roco": step.roco_step}
     append_evict: Mapping[str, Callable[..., bool]] = {"hashevict": hash_append.hash_append}
-    roco_start = staticmethod(start_values.roco_start)
     last_rows_attention = staticmethod(attention.last_rows_attention)
     visible_attention = staticmethod(attention.visible_attention)
     merge = staticmethod(attention.merge)
