@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minikv.kernels.torch.compaction import survivors
-from minikv.kernels.torch.selection import leaving
+from minikv.kernels.torch.choose import leaving
+from minikv.kernels.torch.gather import survivors
 
 
 def lowest_block(

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import Arena, Layout, held_rows
 from minikv.cache.compaction import Room, gather_survivors
 from minikv.cache.plan import Plan
 from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
+from minikv.kernels import survivors
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.attention import visible
 from minikv.kernels.torch.attention_mass import block_logits
@@ -118,7 +119,7 @@ class BlockPrefill:
         if not most:
             return
         tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
-        index, _, held = self._ops.held_rows(*tables, arena.columns["pos"], most)
+        index, _, held = held_rows(*tables, arena.columns["pos"], most)
         for name in ("k", "v"):
             self._columns[name][:, :most] = arena.read(self._ops, name, index)
         for name in self.step.columns:
@@ -129,7 +130,7 @@ class BlockPrefill:
             self._columns[name][:, :most] = values
         pos = self._columns["pos"]
         pos[:, :most] = held
-        self._move(self._ops.survivors(pos >= 0, order_of(held)))
+        self._move(survivors(pos >= 0, order_of(held)))
 
     def _move(self, found: tuple[Tensor, Tensor]) -> None:
         """Move the rows that stay, which `survivors` found, to the front."""
@@ -202,7 +203,7 @@ class BlockPrefill:
         the front."""
         pos, limit = self._columns["pos"], self.cap - coming
         if self._most <= limit:
-            self._move(self._ops.survivors(pos >= 0, pos[:, :0]))
+            self._move(survivors(pos >= 0, pos[:, :0]))
             return
         live, added = self._count, self._added
         if self.shape.windows[layer] is not None:  # some may have slid out
@@ -236,7 +237,7 @@ class BlockPrefill:
         if end.pos.device.type == "cpu":
             most = int(most)
             if not most:
-                return self._ops.survivors(end.pos >= 0, end.pos[:, :0])
+                return survivors(end.pos >= 0, end.pos[:, :0])
         view = StepView(
             end.position,
             end.pos.masked_fill(end.pos < end.pinned, -1),

@@ -41,7 +41,7 @@ from minikv.cache.block_eviction import Schedule, close_gaps
 from minikv.cache.stats import Shape
 from minikv.cache.step_rows import StepRows
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.selection import leaving
+from minikv.kernels.torch.choose import leaving
 from minikv.policies.base import (
     StepAppend,
     StepEnd,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.selection import pool_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class DropKV(Scorer):
             sinks=self.sinks,
             window=self.window,
             each_query=True,
+            vectors=True,
         )
 
     def score(self, view: PromptView) -> Tensor:
@@ -46,7 +48,7 @@ class DropKV(Scorer):
             changes.append(output_changes(view.attention(some), rows, self.epsilon, most))
         free = self.free(view)
         given = torch.cat(changes), 1, self.group
-        return view.ops.pool_mass(*given, view.order, free, self.kernel, self.pooling)
+        return pool_mass(*given, view.order, free, self.kernel, self.pooling)
 
 
 def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Tensor:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.counter_rng import uniform
 from minikv.policies.base import (
     BlockEnd,
     Evidence,
@@ -22,6 +21,7 @@ from minikv.policies.base import (
     StepView,
     unprotected,
 )
+from minikv.policies.counter_rng import row_uniform, uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class RandomScorer(Scorer):
         return Evidence(sinks=self.sinks, window=self.recent)
 
     def score(self, view: PromptView) -> Tensor:
-        return view.ops.row_uniform(self.seed, view.layer, view.position, view.pos)
+        return row_uniform(self.seed, view.layer, view.position, view.pos)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Random(StepPolicy):
     def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
         if ops.unprotected_block is None:
             return None
-        drawn = ops.row_uniform(self.seed, block.layer, block.position, block.pos)
+        drawn = row_uniform(self.seed, block.layer, block.position, block.pos)
         return ops.unprotected_block(drawn, *block.heads(self))
 
     def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:

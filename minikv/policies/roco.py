@@ -27,6 +27,7 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import BlockEnd, PromptView, StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies.selection import pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +65,6 @@ class RoCo(StepPolicy):
         assert view.squares is not None
         # The last rows, usually those of the question, are not pooled, as in SnapKV.
         before = view.position - min(view.observed, self.observe)
-        if view.ops.roco_start is not None:
-            names = self.total, "squares", "count"
-            found = view.ops.roco_start(
-                view.mass,
-                view.squares,
-                view.pos,
-                view.order,
-                [old[name] for name in names],
-                view.position,
-                view.observed,
-                before,
-                self.pool,
-                self.lead,
-                causal=view.causal,
-            )
-            return dict(zip(names, found, strict=True))
         first = view.position - view.observed
         able = (view.position - view.pos.clamp(min=first)).clamp(0, view.observed)
         count = (able if view.causal else view.live * view.observed).to(torch.float32)
@@ -87,7 +72,7 @@ class RoCo(StepPolicy):
         if self.pool > 1:
             free = view.live & (view.pos < before)
             means = totals / count.clamp(min=1.0)
-            means = view.ops.pool(means, view.order, free, self.pool, "max")
+            means = pool(means, view.order, free, self.pool, "max")
             totals = torch.where(free, means * count, totals)
         return {
             self.total: old[self.total] + self.lead * totals[0],

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.selection import pool_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,4 +42,4 @@ def pooled(
 ) -> Tensor:
     """float32 [H, N]: the mean of mass [H, G, N] over the observed queries, joined over the group,
     pooled over neighbouring rows. free bool [H, N]: rows that are pooled."""
-    return view.ops.pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)
+    return pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)

@@ -41,6 +41,20 @@ def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
     return (sums / counts).gather(0, same).view(values.shape).to(values.dtype)
 
 
+def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
+    """float32 [H, N]: the mean of `values` float32 over the heads of a layer that hold a row of the
+    same position.
+
+    pos int64 [H, N], below `end`; -1 for no row, where the result has no meaning.
+    """
+    place = pos + 1
+    table = torch.zeros((2, len(pos), end + 1), dtype=torch.float64, device=values.device)
+    table[0].scatter_(1, place, values.to(torch.float64))  # then added in a fixed order
+    table[1].scatter_(1, place, 1.0)
+    sums, counts = table.sum(1)
+    return (sums[place] / counts[place]).to(values.dtype)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TovaScorer(Scorer):
     """The score is the attention of the prompt's last query."""
@@ -55,7 +69,7 @@ class TovaScorer(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         mean = view.mass.mean(1)
-        return mean if self.per_head else view.ops.heads_mean(mean, view.pos, view.position)
+        return mean if self.per_head else heads_mean(mean, view.pos, view.position)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +98,7 @@ class Tova(StepPolicy):
             return None
         mean = block.attention
         if not self.per_head:
-            mean = ops.heads_mean(mean, block.pos, block.position)
+            mean = heads_mean(mean, block.pos, block.position)
         return ops.unprotected_block(mean, *block.heads(self))
 
     def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:

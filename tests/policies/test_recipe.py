@@ -66,11 +66,10 @@ HEADS = '''
 SELECT = '''
     """The oldest rows, whatever their scores, or the youngest."""
 
-    from dataclasses import dataclass
+    from dataclasses import dataclass, replace
 
     from torch import Tensor
 
-    from minikv.policies import selection
     from minikv.policies.base import Candidates, Selector
 
 
@@ -81,7 +80,7 @@ SELECT = '''
         def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
             age = rows.view.pos.float()
             worth = age if self.youngest else -age
-            return selection.best(worth, rows.view.pos, rows.free, counts, most)
+            return replace(rows, scores=worth).best(counts, most)
 '''
 STEP = '''
     """The row that was least looked at since it came leaves, or any."""
@@ -93,7 +92,7 @@ STEP = '''
     from torch import Tensor
 
     from minikv.policies.base import StepPolicy, StepView, unprotected
-    from minikv.kernels.torch.counter_rng import uniform
+    from minikv.policies.counter_rng import uniform
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)

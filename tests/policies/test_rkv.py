@@ -24,7 +24,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.selection import leaving
+from minikv.kernels.torch.choose import leaving
 from minikv.policies import rkv
 from minikv.policies.base import StepView
 from minikv.policies.rkv import RKV, redundancy, sums

@@ -17,10 +17,10 @@ from torch import Tensor
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.stats import Shape
 from minikv.cache.step_rows import StepRows
-from minikv.kernels import Part, Rows, each_attention
+from minikv.kernels import Rows
 from minikv.kernels.torch.blocks import lowest_block
 from minikv.kernels.torch.layer import rotate
-from minikv.policies.base import PromptView, StepView
+from minikv.policies.base import StepView
 from minikv.policies.h2o import H2O
 from minikv.policies.hashevict import HashEvict
 from minikv.policies.l2 import L2
@@ -395,55 +395,3 @@ def roco_block(
     )
     columns = {"sum": sums, "squares": squares, "count": counts}
     return _block(policy, columns, pos, live, limit, position, pinned)
-
-
-def largest_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    by: Tensor | None = None,
-) -> Tensor:
-    p = each_attention(q, q_pos, parts, window, lse, slice(0, len(q)))
-    return (p if by is None else p / by[:, None]).amax(2)
-
-
-def roco_start(
-    mass: Tensor,
-    squares: Tensor,
-    pos: Tensor,
-    order: Tensor,
-    old: Sequence[Tensor],
-    position: int,
-    observed: int,
-    before: int,
-    kernel: int,
-    lead: float,
-    *,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    policy = RoCo(
-        sinks=0,
-        recent=1,
-        scope=0.0,
-        scope_prompt=0.0,
-        pool=kernel,
-        lead=lead,
-        observe=position - before,
-    )
-    view = PromptView(
-        0,
-        position,
-        pos,
-        observed,
-        mass,
-        squares,
-        Tensor,
-        Tensor,
-        causal=causal,
-        earlier=order.shape[1],
-    )
-    names = policy.total, "squares", "count"
-    found = policy.prompt(view, dict(zip(names, old, strict=True)))
-    return found[names[0]], found[names[1]], found[names[2]]
