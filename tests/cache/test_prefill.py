@@ -374,9 +374,9 @@ def test_the_first_queries_are_counted_where_there_are_no_others(tokens: int, co
 def test_the_peak_is_all_that_a_prompt_holds_at_once(
     prompt: str, step: str, queries: int, sums: bool, kv: torch.dtype | None
 ) -> None:
-    """Both caches; a layer's keys, values and positions, once more as codes if there are any, which
-    are made of keys of some heads in float32; the last queries that are looked at, with their log-sum-exps; and what they gave every row, with
-    the policy's columns of before."""
+    """Both caches; a layer's keys, values and positions, once more as codes if there are any, with
+    keys of some heads in float32 that these are made of; the last queries that are looked at, with
+    their log-sum-exps; and what they gave every row, with the policy's columns of before."""
     net = small.network(layers=2)
     options = {"window": 8} if prompt == "snapkv" else None
     rules = Rules(

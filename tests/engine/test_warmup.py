@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _blocks, _tiles, warm
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import attention, columns, compaction, selection
+from minikv.kernels.torch import attention, choose, gather
 from minikv.kernels.torch import attention_mass as mass
 from minikv.kernels.torch import ragged_prefill as ragged
 from minikv.policies.base import Evidence
@@ -83,7 +83,7 @@ def test_what_a_policy_launches(
     names = {name for name, _ in recorder.calls}
     names -= {"advance", "add_attention_mass", "rows_attention", "last_rows_attention"}
     names -= {"ragged_prefill", "merge", "each_attention"}
-    names -= vars(columns).keys() | vars(compaction).keys() | vars(selection).keys()
+    names -= vars(gather).keys() | vars(choose).keys()
     assert names == expected | {
         "ragged_attention",
         "greedy",
@@ -182,11 +182,10 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
             )
 
         @staticmethod
-        def rows_lse(
-            q: torch.Tensor, at: torch.Tensor, parts: Sequence[mass.Part], window: int | None
-        ) -> torch.Tensor:
+        def each_attention(*given: Any) -> torch.Tensor:
+            q, _, parts, window, *_ = given
             sums.add((q.shape[2], len(parts[0]), window))
-            return mass.rows_lse(q, at, parts, window)
+            return mass.each_attention(*given)
 
     windows = (None, 40, None)
     shape = Shape(3, 2, 2 * group, 64, windows, 1000)
@@ -196,7 +195,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
         dtype=torch.bfloat16,
         ops=Counting(),
         rules=SimpleNamespace(
-            prompt=SimpleNamespace(evidence=Evidence(second_pass=True)), step=None
+            prompt=SimpleNamespace(evidence=Evidence(each_query=True)), step=None
         ),
     )
     _tiles(kv)  # type: ignore[arg-type]
