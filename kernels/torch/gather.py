@@ -17,11 +17,12 @@ def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """
     heads, rows = keep.shape
     early = order.shape[1]
-    line = torch.cat((keep[:, :early].gather(1, order), keep[:, early:]), 1)
-    later = torch.arange(early, rows, device=keep.device).expand(heads, -1)
-    place = (line.cumsum(1) - 1).masked_fill(~line, rows)  # in a column of its own
-    index = order.new_empty((heads, rows + 1))
-    index.scatter_(1, place, torch.cat((order, later), 1))
+    named = torch.arange(early, rows, device=keep.device).expand(heads, -1)
+    if early:
+        keep = torch.cat((keep[:, :early].gather(1, order), keep[:, early:]), 1)
+        named = torch.cat((order, named), 1)
+    place = torch.where(keep, keep.cumsum(1) - 1, rows)  # the others in a column of their own
+    index = order.new_empty((heads, rows + 1)).scatter_(1, place, named)
     return index[:, :rows], keep.sum(1)
 
 

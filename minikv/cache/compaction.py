@@ -83,14 +83,13 @@ def gather_survivors(
 def lay_out(count: Tensor, begin: int, tables: Tables, room: Room) -> None:
     """Write a layer's tables for heads that hold count int64 [H] rows, side by side from `begin`.
     No head has a free slot."""
-    caps = fill(count, room.total) if room.total >= 0 else count.clamp(min=room.floor)
-    sizes = caps + room.spare
-    if room.all >= 0:
-        sizes = fill(sizes, room.all)
-    start = begin + sizes.cumsum(0) - sizes
-    for table, values in zip(tables, (start, count, sizes, caps), strict=False):
-        table.copy_(values)
-    tables[4].fill_(-1)
+    start, length, capacity, cap, free_slot = tables
+    length.copy_(count)
+    cap.copy_(fill(count, room.total) if room.total >= 0 else count.clamp(min=room.floor))
+    sizes = cap + room.spare
+    capacity.copy_(fill(sizes, room.all) if room.all >= 0 else sizes)
+    start.copy_(capacity.cumsum(0) - capacity + begin)
+    free_slot.fill_(-1)
 
 
 def append_rows(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ class Prefill:
         self.glancing = False
         """The tokens are read only to get the network's probability of each of them."""
         self._moments: Moments | None = None
-        self._shared: dict[object, Tensor] = {}
+        self._shared: dict[object, Any] = {}
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
         self._queries = plan.tokens if self._all else 0  # how many queries mass and squares sum

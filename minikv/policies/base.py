@@ -116,7 +116,7 @@ class PromptView:
     asks: bool = False
     ops: Kernels = field(default_factory=Kernels)
     earlier: int | None = None
-    shared: dict[object, Tensor] = field(default_factory=dict)
+    shared: dict[object, Any] = field(default_factory=dict)
     _found: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -139,11 +139,13 @@ class PromptView:
     def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Which rows stay because they are among the first `sinks`, the last `recent` or the first
         `pinned` positions; which are free; how many: see `selection.divide`. Computed once."""
-        key = sinks, recent, pinned
-        if key not in self._found:
+        key = "divide", sinks, recent, pinned
+        # In a first prompt, all heads of all layers without a window hold the same rows.
+        known = self.shared if self.pos.stride(0) == 0 else self._found
+        if key not in known:
             young = max(0, self.position - recent)
-            self._found[key] = selection.divide(self.pos, sinks, young, pinned)
-        found: tuple[Tensor, Tensor, Tensor] = self._found[key]
+            known[key] = selection.divide(self.pos, sinks, young, pinned)
+        found: tuple[Tensor, Tensor, Tensor] = known[key]
         return found
 
 

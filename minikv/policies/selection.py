@@ -125,21 +125,22 @@ def share(need: Tensor, times: int, even: int, parts: int, most: Tensor, total: 
     the first head gets more. If a wish exceeds its `most`, the excess is divided evenly among the
     others. need int64 [H]: so that the wishes sum to parts x total; most int64 [H]; total int64 [].
     """
-    heads, wish = len(need), need * times + total * even
+    wish = need * times + total * even
     total = torch.minimum(total, most.sum())
-    # Each head is either full or raised by the same amount. In order of room, the full ones come
-    # first.
-    room, order = (most * parts - wish).sort(stable=True)
-    full, rest = (most * parts)[order], wish[order]
-    spare = total * parts - (full.cumsum(0) - full) - rest.flip(0).cumsum(0).flip(0)
-    others = torch.arange(heads, 0, -1, device=wish.device)  # heads that divide the spare rows
-    at = (room * others >= spare).to(torch.int8).argmax()[None]
-    lift, raised = spare.gather(0, at), others.gather(0, at)
-    unit = raised * parts
-    exact = torch.minimum(wish * raised + lift, most * unit)
-    counts = exact // unit
-    remainder, left = exact - counts * unit, total - counts.sum()
-    return counts + (_ranks(remainder.argsort(descending=True, stable=True)) < left)
+    full = most * parts
+    # A head is full if all heads together, each raised by as much as it has room or to its `most`,
+    # would not have more than there is. The others are raised by the same amount.
+    raised = torch.minimum(full, wish + (full - wish)[:, None])
+    whole = total * parts
+    is_full = raised.sum(1) <= whole
+    others = (~is_full).sum()
+    lift = whole - torch.where(is_full, full, wish).sum()
+    unit = others.clamp(min=1) * parts
+    exact = torch.where(is_full, most * unit, wish * others + lift)
+    counts, heads = exact // unit, len(need)
+    key = exact % unit * heads + torch.arange(heads - 1, -1, -1, device=need.device)
+    rank = (key > key[:, None]).sum(1)
+    return counts + (rank < total - counts.sum())
 
 
 def fill(used: Tensor, total: int) -> Tensor:
@@ -147,16 +148,14 @@ def fill(used: Tensor, total: int) -> Tensor:
 
     fill([3, 9, 3], 18) == [5, 9, 4].
     """
-    line = used.sort().values
-    above = line.flip(0).cumsum(0).flip(0) - line
-    many = torch.arange(1, len(used) + 1, device=used.device)
-    lifted = (line * many + above <= total).sum()[None]  # heads up to the common level
-    at = (lifted - 1).clamp(min=0)
-    spare = total - above.gather(0, at)
-    level = spare // lifted.clamp(min=1)
+    # A head is raised if all that are no fuller can be raised to what it has.
+    raised = torch.maximum(used, used[:, None]).sum(1) <= total
+    count = raised.sum()
+    spare = total - (used * ~raised).sum()
+    level = spare // count.clamp(min=1)
     low = used <= level
-    extra = low & (low.cumsum(0) <= spare - level * lifted)
-    return torch.where(lifted > 0, torch.maximum(used, level) + extra, used)
+    extra = low & (low.cumsum(0) <= spare - level * count)
+    return torch.where(count > 0, torch.maximum(used, level) + extra, used)
 
 
 def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
@@ -168,20 +167,16 @@ def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tens
     """
     heads = len(counts)
     rich = counts + sure
+    lack = torch.minimum(least - rich, free - counts).clamp(min=0)
     # The rows that heads can give, in order: the next comes from the head that then keeps most.
     each = torch.arange(heads * least, device=counts.device)
     left = rich[:, None] - each
     offers = (each < counts[:, None]) & (left > least)
-    first = torch.arange(heads, device=counts.device)[:, None]
-    key = (left * heads + (heads - 1 - first)).masked_fill(~offers, -1)
-    rank = _ranks(key.flatten().argsort(descending=True)).view(key.shape)
-    lack = torch.minimum(least - rich, free - counts).clamp(min=0)
-    given = (offers & (rank < lack.sum())).sum(1)
-    got = (given.sum() - lack.cumsum(0) + lack).clamp(min=0)
-    return counts - given + torch.minimum(got, lack)
-
-
-def _ranks(order: Tensor) -> Tensor:
-    """The rank of each entry in `order`, which is its inverse permutation."""
-    places = torch.arange(len(order), device=order.device)
-    return torch.empty_like(order).scatter_(0, order, places)
+    first = torch.arange(heads - 1, -1, -1, device=counts.device)[:, None]
+    key = torch.where(offers, left * heads + first, -1)
+    wanted = lack.cumsum(0)
+    ordered = key.flatten().sort(descending=True).values
+    edge = ordered.gather(0, (wanted[-1:] - 1).clamp(min=0))
+    given = ((key >= edge) & offers).sum(1) * (wanted[-1] > 0)
+    got = torch.minimum((given.sum() - wanted + lack).clamp(min=0), lack)
+    return counts - given + got

@@ -599,6 +599,34 @@ def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:
     torch.testing.assert_close(covariance.flatten(0, 1), torch.stack(want).float())
 
 
+@pytest.mark.parametrize("kv", [None, torch.int8], ids=["", "int8"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("keydiff", {}),
+        ("keydiff", {"block": 7}),
+        ("expected", {}),
+        ("snapkv+critical", {}),
+        ("queryspan", {}),
+        ("dropkv", {}),
+        ("defensive", {}),
+    ],
+)
+def test_heads_that_are_computed_at_once_keep_what_each_keeps_alone(
+    name: str, options: dict[str, object], kv: torch.dtype | None
+) -> None:
+    """Of two prompts, in blocks of one head and of all heads."""
+    net, found = network(), []
+    for most in (1, 1 << 22):
+        rules = Rules(policies.prompt_policy(name, options), None, Budget.parse(40))
+        run = Engine(net, over(net, rules, kv=kv))
+        run.kv.ops.block = most
+        for turn, count in enumerate((90, 30)):
+            run.prompt(ids(count, turn))
+            found.append([run.kv.kept(i, h).tolist() for i in range(3) for h in range(3)])
+    assert found[:2] == found[2:]
+
+
 def test_heads_are_divided_by_how_many_numbers_they_have() -> None:
     def cut(*given: int) -> list[tuple[int, int]]:
         return [(part.start, part.stop) for part in blocks(*given)]
