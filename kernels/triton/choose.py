@@ -231,8 +231,9 @@ def _settle(
     if EACH == 0:
         tl.store(whose + place, tl.zeros((BN,), tl.int32) + tl.program_id(1), mask=take > 0)
         more = (ok & (high > prefix)).to(tl.int32)
-        tl.atomic_add(sums + h, tl.sum(more, 0), sem="relaxed")
-        tl.atomic_add(sums + heads + h, tl.sum(ok.to(tl.int32), 0), sem="relaxed")
+        both = tl.sum(more | (ok.to(tl.int32) << 16), 0)  # one sum, fewer registers
+        tl.atomic_add(sums + h, both & 0xFFFF, sem="relaxed")
+        tl.atomic_add(sums + heads + h, both >> 16, sem="relaxed")
     # As in decode.py: the barrier puts what all threads wrote before the count, and the atomic puts
     # that before what the program that counts last reads.
     tl.debug_barrier()

@@ -51,8 +51,8 @@ def heads_mean(values: Tensor, pos: Tensor, end: int) -> Tensor:
     table = torch.zeros((2, len(pos), end + 1), dtype=torch.float64, device=values.device)
     table[0].scatter_(1, place, values.to(torch.float64))  # then added in a fixed order
     table[1].scatter_(1, place, 1.0)
-    sums, counts = table.sum(1)
-    return (sums[place] / counts[place]).to(values.dtype)
+    sums = table.sum(1)
+    return (sums[0, place] / sums[1, place]).to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

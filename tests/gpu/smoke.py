@@ -239,7 +239,7 @@ def normed(s: Sizes, coded: bool) -> str:
     heads = s.layers * s.heads
     key, scale = s.normal(3 * heads, s.size), None
     if coded:
-        key, scale = Twins().to_codes(key)
+        key, scale = to_codes(key)
     slot = torch.randperm(len(key), generator=s.made)[:heads].view(s.layers, s.heads).to(s.device)
     outs = []
     for ops in (Twins(), Triton()):
