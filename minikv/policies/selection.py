@@ -165,8 +165,9 @@ def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tens
     gives so many that it keeps fewer than `least`. sure: rows that a head keeps whatever their
     score, pinned ones not counted. free: its free rows. All int64 [H].
     """
-    heads = len(counts)
-    rich = counts + sure
+    if least == 0:
+        return counts
+    heads, rich = len(counts), counts + sure
     lack = torch.minimum(least - rich, free - counts).clamp(min=0)
     # The rows that heads can give, in order: the next comes from the head that then keeps most.
     each = torch.arange(heads * least, device=counts.device)
