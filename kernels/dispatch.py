@@ -16,37 +16,12 @@
     ragged_prefill         triton/ragged_prefill    cpu/prefill         torch/ragged_prefill
     add_attention_mass     triton/attention_mass    cpu/attention_mass  torch/attention_mass
     each_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
-    largest_attention      triton/attention_mass    -                   policies
     peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
-    rows_lse               triton/attention_mass    -                   torch/attention_mass
-    output_lengths         triton/outputs           -                   torch/outputs
-    output_norms           triton/outputs           -                   torch/outputs
-    added_moments          triton/expected          -                   torch/expected
-    turned_moments         triton/expected          -                   torch/expected
-    expected_attention     triton/expected          -                   torch/expected
-    key_distances          triton/distances         -                   torch/distances
-    divide                 triton/selection         -                   torch/selection
-    remaining              triton/selection         -                   torch/selection
-    order_key              triton/selection         -                   torch/selection
-    best                   triton/selection         -                   torch/selection
-    wanted                 triton/selection         -                   torch/selection
-    pool                   triton/selection         -                   torch/selection
-    pool_mass              triton/selection         -                   torch/selection
-    stayed                 triton/selection         -                   torch/selection
-    share                  triton/selection         -                   torch/selection
-    ensure_least           triton/selection         -                   torch/selection
-    row_uniform            triton/counter_rng       -                   torch/counter_rng
-    heads_mean             triton/heads_mean        -                   torch/heads_mean
-    crush_keys             triton/crush             -                   torch/crush
-    represent              triton/crush             -                   torch/crush
-    held_rows              triton/compaction        -                   torch/compaction
-    survivors              triton/compaction        -                   torch/compaction
-    lay_out                triton/compaction        -                   torch/compaction
-    gather_rows            triton/compaction        -                   torch/compaction
-    gather_columns         triton/compaction        -                   torch/compaction
-    carried_columns        triton/columns           -                   torch/columns
-    to_codes               triton/int8              -                   torch/int8
-    codes_at               triton/int8              -                   torch/int8
+    order_key              triton/choose            -                   torch/choose
+    best                   triton/choose            -                   torch/choose
+    wanted                 triton/choose            -                   torch/choose
+    gather_rows            triton/gather            -                   torch/gather
+    gather_columns         triton/gather            -                   torch/gather
     add_norm               triton/layer             cpu/layer           torch/layer
     rotate                 triton/layer             cpu/layer           torch/layer
     rotary_table           triton/layer             -                   torch/layer
@@ -92,23 +67,15 @@ from minikv.kernels.torch import append as append_row
 from minikv.kernels.torch import (
     attention,
     attention_mass,
-    columns,
-    compaction,
-    counter_rng,
-    crush,
     cudnn,
     decode,
     decode_cpu,
-    distances,
-    expected,
-    int8,
+    gather,
     layer,
-    outputs,
     product,
     sampling,
-    selection,
 )
-from minikv.kernels.torch import heads_mean as heads
+from minikv.kernels.torch import choose as choose_rows
 from minikv.kernels.torch import ragged_prefill as ragged
 
 _OLDEST_TRITON = (3, 6)  # the oldest Triton that the kernels were built with
@@ -156,37 +123,12 @@ class Kernels:
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
-    largest_attention: Callable[..., Tensor] | None = None
     peak_attention = staticmethod(attention_mass.peak_attention)
-    rows_lse = staticmethod(attention_mass.rows_lse)
-    output_lengths = staticmethod(outputs.output_lengths)
-    output_norms = staticmethod(outputs.output_norms)
-    added_moments = staticmethod(expected.added_moments)
-    turned_moments = staticmethod(expected.turned_moments)
-    expected_attention = staticmethod(expected.expected_attention)
-    key_distances = staticmethod(distances.key_distances)
-    divide = staticmethod(selection.divide)
-    remaining = staticmethod(selection.remaining)
-    order_key = staticmethod(selection.order_key)
-    best = staticmethod(selection.best)
-    wanted = staticmethod(selection.wanted)
-    pool = staticmethod(selection.pool)
-    pool_mass = staticmethod(selection.pool_mass)
-    stayed = staticmethod(selection.stayed)
-    share = staticmethod(selection.share)
-    ensure_least = staticmethod(selection.ensure_least)
-    row_uniform = staticmethod(counter_rng.row_uniform)
-    heads_mean = staticmethod(heads.heads_mean)
-    crush_keys = staticmethod(crush.crush_keys)
-    represent = staticmethod(crush.represent)
-    held_rows = staticmethod(compaction.held_rows)
-    survivors = staticmethod(compaction.survivors)
-    lay_out = staticmethod(compaction.lay_out)
-    gather_rows = staticmethod(compaction.gather_rows)
-    gather_columns = staticmethod(compaction.gather_columns)
-    carried_columns = staticmethod(columns.carried_columns)
-    to_codes = staticmethod(int8.to_codes)
-    codes_at = staticmethod(int8.codes_at)
+    order_key = staticmethod(choose_rows.order_key)
+    best = staticmethod(choose_rows.best)
+    wanted = staticmethod(choose_rows.wanted)
+    gather_rows = staticmethod(gather.gather_rows)
+    gather_columns = staticmethod(gather.gather_columns)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     rotary_table = staticmethod(layer.rotary_table)

@@ -13,6 +13,7 @@ from minikv.kernels.torch.attention import visible
 
 _LOGITS = 1 << 19
 """About the most logits of one block: 2 MiB, which fit a processor's cache."""
+_LOGITS_ON_GPU, _LEAST = 1 << 24, 256  # of one block of `rows_lse`, and the rows that it has then
 
 Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """Keys [H, n, D] and their positions [H or 1, n], -1 for padding. Or an arena's keys [R, D], the
@@ -180,14 +181,22 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
     q [H, G, T, D] at q_pos [T]. Returns float32 [H, G, T]; -inf for a query that sees no row.
     """
     heads, group, rows, size = q.shape
-    whole = q.new_full((heads, group, rows), -math.inf, dtype=torch.float32)
-    step = max(1, _LOGITS // max(1, group * rows))
-    for h in range(heads):
-        query = q[h].float() * (1.0 / math.sqrt(size))
-        for k, at in (_of_head(part, h) for part in parts):
-            for lo in range(0, len(k), step):
-                logits = torch.matmul(query, k[lo : lo + step].float().T)
-                unseen = ~visible(q_pos, at[None, lo : lo + step], window)
-                found = logits.masked_fill_(unseen, -math.inf).logsumexp(-1)
-                whole[h] = torch.logaddexp(whole[h], found)
-    return whole
+    most = _LOGITS if q.device.type == "cpu" else _LOGITS_ON_GPU
+    count = max(1, most // max(1, _LEAST * group * rows))  # heads at once
+    found = []
+    for first in range(0, heads, count):
+        query = q[first : first + count].flatten(1, 2).float() * (1.0 / math.sqrt(size))
+        whole = query.new_full((len(query), group, rows), -math.inf)
+        step = max(1, most // max(1, len(query) * group * rows))
+        for k, k_pos, index in map(with_index, parts):
+            at = k_pos if len(k_pos) == 1 else k_pos[first : first + count]
+            mine = (k if index is None else index)[first : first + count]
+            for lo in range(0, k_pos.shape[1], step):
+                key = mine[:, lo : lo + step] if index is None else k[mine[:, lo : lo + step]]
+                logits = torch.matmul(query, key.float().transpose(1, 2))
+                logits = logits.view(*whole.shape, -1)
+                seen = visible(q_pos, at[:, lo : lo + step], window)[:, None]
+                logits.masked_fill_(~seen, -math.inf)
+                whole = torch.logaddexp(whole, logits.logsumexp(-1))
+        found.append(whole)
+    return torch.cat(found)

@@ -9,22 +9,14 @@ from minikv.kernels.triton import append as append_row
 from minikv.kernels.triton import (
     attention,
     attention_mass,
-    columns,
-    compaction,
-    counter_rng,
-    crush,
+    choose,
     decode,
-    distances,
-    expected,
+    gather,
     hash_append,
-    int8,
     layer,
-    outputs,
     packed_product,
-    selection,
     step,
 )
-from minikv.kernels.triton import heads_mean as heads
 from minikv.kernels.triton import ragged_prefill as ragged
 from minikv.kernels.triton import rest as rest_of_layer
 
@@ -47,37 +39,12 @@ class Triton(Kernels):
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
-    largest_attention = staticmethod(attention_mass.largest_attention)
     peak_attention = staticmethod(attention_mass.peak_attention)
-    rows_lse = staticmethod(attention_mass.rows_lse)
-    output_lengths = staticmethod(outputs.output_lengths)
-    output_norms = staticmethod(outputs.output_norms)
-    added_moments = staticmethod(expected.added_moments)
-    turned_moments = staticmethod(expected.turned_moments)
-    expected_attention = staticmethod(expected.expected_attention)
-    key_distances = staticmethod(distances.key_distances)
-    divide = staticmethod(selection.divide)
-    remaining = staticmethod(selection.remaining)
-    order_key = staticmethod(selection.order_key)
-    best = staticmethod(selection.best)
-    wanted = staticmethod(selection.wanted)
-    pool = staticmethod(selection.pool)
-    pool_mass = staticmethod(selection.pool_mass)
-    stayed = staticmethod(selection.stayed)
-    share = staticmethod(selection.share)
-    ensure_least = staticmethod(selection.ensure_least)
-    row_uniform = staticmethod(counter_rng.row_uniform)
-    heads_mean = staticmethod(heads.heads_mean)
-    crush_keys = staticmethod(crush.crush_keys)
-    represent = staticmethod(crush.represent)
-    held_rows = staticmethod(compaction.held_rows)
-    survivors = staticmethod(compaction.survivors)
-    lay_out = staticmethod(compaction.lay_out)
-    gather_rows = staticmethod(compaction.gather_rows)
-    gather_columns = staticmethod(compaction.gather_columns)
-    carried_columns = staticmethod(columns.carried_columns)
-    to_codes = staticmethod(int8.to_codes)
-    codes_at = staticmethod(int8.codes_at)
+    order_key = staticmethod(choose.order_key)
+    best = staticmethod(choose.best)
+    wanted = staticmethod(choose.wanted)
+    gather_rows = staticmethod(gather.gather_rows)
+    gather_columns = staticmethod(gather.gather_columns)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     rotary_table = staticmethod(layer.rotary_table)

@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import Arena, Layout, held_rows
 from minikv.cache.block_eviction import leaving
 from minikv.cache.compaction import Room, gather_survivors
 from minikv.cache.plan import Plan
 from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
+from minikv.kernels import survivors
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.attention import visible
 from minikv.kernels.torch.attention_mass import block_logits
@@ -118,7 +119,7 @@ class BlockPrefill:
         if not most:
             return
         tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
-        index, _, held = self._ops.held_rows(*tables, arena.columns["pos"], most)
+        index, _, held = held_rows(*tables, arena.columns["pos"], most)
         for name in ("k", "v"):
             self._columns[name][:, :most] = arena.read(self._ops, name, index)
         for name in self.step.columns:
@@ -127,7 +128,7 @@ class BlockPrefill:
         self._note_keys(layer, slice(0, most))
         pos = self._columns["pos"]
         pos[:, :most] = held
-        self._move(self._ops.survivors(pos >= 0, order_of(held)))
+        self._move(survivors(pos >= 0, order_of(held)))
 
     def _note_keys(self, layer: int, rows: slice) -> None:
         """Write the columns that depend on a row's key, for these rows of each head."""
@@ -213,7 +214,7 @@ class BlockPrefill:
                 live, added = stays.sum(1), 0
             stays &= ~self._leaving(layer, live - (limit - added), position, attention, query, key)
             self._most = limit
-        found = self._ops.survivors(stays, pos[:, :0])
+        found = survivors(stays, pos[:, :0])
         # A GPU would make the host wait.
         if pos.device.type == "cpu":  # pragma: no branch - the other one is that of a GPU
             assert bool((found[1] <= limit).all()), "too few rows may leave"

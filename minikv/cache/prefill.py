@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,10 +30,11 @@ from minikv.policies.base import (
     PromptPolicy,
     PromptView,
     StepPolicy,
+    largest_block,
     policy_columns,
 )
 from minikv.policies.scissorhands import below_uniform
-from minikv.policies.selection import fill, order_key
+from minikv.policies.selection import fill, stayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Prefill:
         self.glancing = False
         """The tokens are read only to get the network's probability of each of them."""
         self._moments: Moments | None = None
-        self._shared: dict[object, Tensor] = {}
+        self._shared: dict[object, Any] = {}
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
         self._queries = plan.tokens if self._all else 0  # how many queries mass and squares sum
@@ -251,7 +252,7 @@ class Prefill:
             if self._from is not None:
                 heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
                 size = self.shape.head_dim
-                self._moments = Moments(heads, group, size, q.device, self._ops)
+                self._moments = Moments(heads, group, size, q.device, self._ops.block)
         lo, hi = self._done, self._done + len(q)
         # Rows that the tier has are not written again, so a prompt that fails changes nothing.
         new = lo if self.tier is None else min(hi, max(lo, self.tier.length))
@@ -379,6 +380,8 @@ class Prefill:
             self.tier.store(layer, self._key, self._value)
         view = self._judged(layer)
         pos, extra = view.pos, self._state(view)
+        if prompt is not None and plan.evicts(layer) and prompt.evidence.vectors:
+            self._note_peak(*extra.values(), more=2 * self._block_nbytes(pos.shape[1]))
         if self._pool is not None:
             self._add(self._pool, view, extra)
             return
@@ -389,7 +392,7 @@ class Prefill:
             self._shaped = self._shaped or prompt.evidence.asks
             if prompt.evidence.observe and view.mass is not None:
                 # Rows that slid out of a window do not count as evicted.
-                self._stayed[layer] = self._ops.stayed(view.mass, keep, view.pos)
+                self._stayed[layer] = stayed(view.mass, keep, view.pos)
         else:
             keep = view.live
         order = None if plan.shares else view.order
@@ -426,13 +429,15 @@ class Prefill:
         if evicts:
             key = self.prompt.global_key(view, self.plan.pinned, self._least)
         else:  # all rows stay, and nothing may have been observed
-            key = order_key(torch.zeros_like(view.pos, dtype=torch.float32), view.pos, view.live)
+            key = kernels.order_key(
+                torch.zeros_like(view.pos, dtype=torch.float32), view.pos, view.live
+            )
         self._shaped = self._shaped or (evicts and self.prompt.evidence.asks)
         share = None
         if evicts and self.prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live
             share = mass / mass.sum(1, keepdim=True) / len(mass)
-        staged = self.target.stored(self._ops, self._key, self._value)
+        staged = self._staged()
         copies = pool.entering_nbytes(view.pos.numel(), staged, earlier=self._old is not None)
         self._note_peak(*(staged.values() if self.target.coded else ()), more=copies)
         old = None if self._old is None else (self.arena, self._old.index)
@@ -453,8 +458,7 @@ class Prefill:
         if plan.totals is not None and not plan.evicts(layer):
             total = plan.totals[layer]
         floor = plan.floor if plan.totals is None else 0
-        staged = target.stored(self._ops, self._key, self._value)
-        self._note_peak(*(staged.values() if target.coded else ()))
+        staged = self._staged()
         if plan.shares:
             kept = keep.sum(1)
             caps = fill(kept, total) if total >= 0 else kept.clamp(min=floor)
@@ -464,6 +468,19 @@ class Prefill:
         room = Room(floor, total, plan.spare, plan.needed[layer] if self.step is None else -1)
         old = None if self._old is None else (self.arena, self._old.index)
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old, order=order)
+
+    def _staged(self) -> dict[str, Tensor]:
+        """The prompt's rows as the target stores them."""
+        staged = self.target.stored(self._ops, self._key, self._value)
+        made = [*staged.values()] if self.target.coded else []
+        self._note_peak(*made, more=self._block_nbytes(self.plan.tokens) if made else 0)
+        return staged
+
+    def _block_nbytes(self, rows: int) -> int:
+        """Bytes of so many keys of some heads in float32: of as many heads as are computed with at
+        once."""
+        heads, size = self.shape.kv_heads, self.shape.head_dim
+        return 4 * largest_block(heads, rows * size, self._ops.block)
 
     def _view(self, layer: int, pos: Tensor, new: Tensor, carried: dict[str, Tensor]) -> PromptView:
         observed, old = self._observed, self._old
@@ -485,7 +502,7 @@ class Prefill:
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
             if not self._causal:
                 at = new[-1:].expand(observed)
-                lse = ops.rows_lse(query, at, sources, window)
+                lse = kernels.rows_lse(query, at, sources, window)
             self._make_sums(torch.empty)
             self._add_sums(query, lse, at, sources, window, fresh=True)
             self._note_peak(*carried.values())
@@ -501,17 +518,16 @@ class Prefill:
             self._note_peak(*carried.values(), found)
             return found
 
-        def largest(by: Tensor | None) -> Tensor:
-            assert ops.largest_attention is not None
-            found = ops.largest_attention(query, at, sources, window, lse, by)
+        def joined(early: Tensor, new: Tensor) -> Tensor:
+            found = torch.cat((early, new), 1)
             self._note_peak(*carried.values(), found)
             return found
 
         def key() -> Tensor:
-            return self._key if old is None else torch.cat((old.keys(), self._key), 1)
+            return self._key if old is None else joined(old.keys(), self._key)
 
         def value() -> Tensor:
-            return self._value if old is None else torch.cat((old.values(), self._value), 1)
+            return self._value if old is None else joined(old.values(), self._value)
 
         end = self.plan.position + self.plan.tokens
         plan, each_query = self.plan, self._each and observed and not self._queries
@@ -546,7 +562,6 @@ class Prefill:
             asks=self.plan.asks,
             ops=ops,
             earlier=pos.shape[1] - self.plan.tokens,
-            largest=largest if each_query and ops.largest_attention is not None else None,
             shared=self._shared,
         )
 
@@ -554,9 +569,8 @@ class Prefill:
         """The policies' columns [H, N] from before the prompt; zero for new rows."""
         kinds = policy_columns(self.prompt, self.step)
         if self._old is not None:
-            columns = [self.arena.columns[name] for name in kinds]
-            given = self._old.index, self._old.live, self.plan.tokens
-            return dict(zip(kinds, self._ops.carried_columns(columns, *given), strict=True))
+            columns, new = self.arena.columns, self.plan.tokens
+            return {name: self._old.carried(columns[name], new) for name in kinds}
         carried: dict[str, Tensor] = {}
         for kind in dict.fromkeys(kinds.values()):  # one launch for all columns of a dtype
             names = [name for name in kinds if kinds[name] == kind]

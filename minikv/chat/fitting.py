@@ -18,7 +18,7 @@ from minikv.cache.stats import Shape
 from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, UsageError
-from minikv.policies.base import ALL, Wording
+from minikv.policies.base import ALL, Wording, largest_block
 
 USEFUL = 512
 """`budget="auto"` takes no fewer tokens per head: they would save little beside what reading
@@ -166,15 +166,17 @@ def peak(kv: KVCache, tokens: int) -> int:
             scratch += heads * tokens * state
     if prompt is not None and evicts and prompt.evidence.each_query:
         each = (shape.heads // heads) * min(tokens, observed) * tokens
-        scratch += 4 * each * min(heads, max(1, kv.ops.block // each))
-    if arena.coded and plan.pool is None:  # a layer's codes and scales
-        kept = mass if observed == ALL else 0
-        scratch = max(scratch, kept + 2 * heads * tokens * (shape.head_dim + 4))
+        scratch += 4 * largest_block(heads, each, kv.ops.block)
+    block = 4 * largest_block(heads, tokens * shape.head_dim, kv.ops.block)
+    if prompt is not None and evicts and prompt.evidence.vectors:
+        scratch = max(scratch, mass + heads * tokens * state + 2 * block)
+    codes = 2 * heads * tokens * (shape.head_dim + 4) if arena.coded else 0  # with their scales
+    if codes and plan.pool is None:
+        scratch = max(scratch, (mass if observed == ALL else 0) + codes + block)
     told = 4 * tokens if reading.foresees else 0
     if plan.pool is not None:
         entering = min(plan.pool, heads * tokens) * shape.head_dim * kv.kv.itemsize
-        if arena.coded:  # a layer's codes and scales
-            entering += 2 * heads * tokens * (shape.head_dim + 4)
+        entering = codes + max(entering, block if codes else 0)
         largest = max(column.nbytes for column in arena.columns.values())
         # While rows enter the pool and are put in order, the last layer's mass is there.
         scratch = max(scratch, mass + entering, mass + largest)

@@ -141,7 +141,6 @@ def _tiles(kv: KVCache) -> None:
     seen = torch.zeros_like(index)
     evidence = kv.rules.prompt.evidence if kv.rules.prompt is not None else Evidence()
     each = evidence.each_query or (kv.rules.step is not None and kv.rules.step.prompt_history > 0)
-    apart = evidence.second_pass or not evidence.causal
     with torch.inference_mode():
         mixed = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
         for parts in (2, 4):  # more than two parts are merged in float32
@@ -158,8 +157,6 @@ def _tiles(kv: KVCache) -> None:
                     )
                 lse = torch.zeros((heads, group, count), device=device)
                 for source in sources:
-                    if apart:
-                        kv.ops.rows_lse(q, at, (source,), window)
                     if each:
                         kv.ops.each_attention(q, at, (source,), window, lse, slice(0, heads))
             mass, squares = (torch.zeros((heads, *n, 1), device=device) for n in ((group,), ()))
@@ -170,8 +167,6 @@ def _tiles(kv: KVCache) -> None:
                 for source in sources:
                     add = kv.ops.add_attention_mass
                     add(mass, squares, q, lse, at, *source[:2], window, *source[2:])
-                    if evidence.each_query and kv.ops.largest_attention is not None:
-                        kv.ops.largest_attention(q, at, (source,), window, lse)
 
 
 def _choices(kv: KVCache) -> None:
@@ -179,11 +174,11 @@ def _choices(kv: KVCache) -> None:
     heads, device = kv.shape.kv_heads, kv.device
     with torch.inference_mode():
         pos = torch.arange(_MANY, device=device).expand(heads, _MANY)
-        scores, free = pos.to(torch.float32), pos >= 0
+        key = kv.ops.order_key(pos.to(torch.float32), pos, pos >= 0)
         counts = torch.ones(heads, dtype=torch.int64, device=device)
-        kv.ops.wanted(scores, pos, free, counts.sum(), heads)
-        for also in (None, free):
-            kv.ops.best(scores, pos, free, counts, 1, also=also)
+        kv.ops.wanted(key, counts.sum(), heads)
+        for also in (None, pos >= 0):
+            kv.ops.best(key, counts, 1, also)
 
 
 def _blocks(kv: KVCache) -> None:

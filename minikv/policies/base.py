@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ class Moments:
     """Running mean and covariance of a layer's queries before rotation."""
 
     def __init__(
-        self, heads: int, group: int, size: int, device: torch.device, ops: Kernels
+        self, heads: int, group: int, size: int, device: torch.device, most: int = 1 << 16
     ) -> None:
-        self.count, self._ops = 0, ops
+        """most: about how many numbers are computed at once."""
+        self.count, self._most = 0, most
         self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
         self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
 
@@ -41,12 +42,20 @@ class Moments:
         """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, which is
         undone here."""
         self.count += q.shape[2]
-        self._sum, self._outer = self._ops.added_moments(self._sum, self._outer, q, angle)
+        cos, sin = angle.cos(), angle.sin()
+        for some in blocks(len(q), q[0].numel(), self._most):
+            one, two = q[some].to(torch.float64).chunk(2, -1)
+            back = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
+            self._sum[some] += back.sum(2)
+            self._outer[some] += back.transpose(2, 3) @ back
 
     def normal(self, turn: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32, after the map `turn`:
-        see `kernels`' `turned_moments`."""
-        return self._ops.turned_moments(self._sum, self._outer, self.count, turn)
+        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32, after the map `turn`
+        float32 [D, D]: [[cos, -sin], [sin, cos]], each a diagonal matrix."""
+        mean = self._sum / max(1, self.count)
+        covariance = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
+        mean, covariance = mean.to(torch.float32), covariance.to(torch.float32)
+        return mean @ turn.T, turn @ covariance @ turn.T
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,6 @@ class PromptView:
         share of its attention; for the queries that `StepPolicy.prompt_history` asks for.
     attention(heads) float32 [h, G, W, N]: the attention of each observed query to each row, for a
         slice of the heads; None unless `Evidence.each_query`.
-    largest(by) float32 [H, G, N]: the largest of it over the queries, that of each query divided by
-        `by` float32 [W] if there is one; None also where no kernel computes it.
     lengths float32 [W]: norms of the layer's input (after its norm) at the observed queries; None
         unless `Evidence.lengths`.
     predicted float32 [T]: the probability that the network gave to each token of the prompt, 0 for
@@ -109,8 +116,7 @@ class PromptView:
     asks: bool = False
     ops: Kernels = field(default_factory=Kernels)
     earlier: int | None = None
-    largest: Callable[[Tensor | None], Tensor] | None = None
-    shared: dict[object, Tensor] = field(default_factory=dict)
+    shared: dict[object, Any] = field(default_factory=dict)
     _found: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -132,12 +138,14 @@ class PromptView:
 
     def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Which rows stay because they are among the first `sinks`, the last `recent` or the first
-        `pinned` positions; which are free; how many: see `kernels`' `divide`. Computed once."""
-        key = sinks, recent, pinned
-        if key not in self._found:
+        `pinned` positions; which are free; how many: see `selection.divide`. Computed once."""
+        key = "divide", sinks, recent, pinned
+        # In a first prompt, all heads of all layers without a window hold the same rows.
+        known = self.shared if self.pos.stride(0) == 0 else self._found
+        if key not in known:
             young = max(0, self.position - recent)
-            self._found[key] = self.ops.divide(self.pos, sinks, young, pinned)
-        found: tuple[Tensor, Tensor, Tensor] = self._found[key]
+            known[key] = selection.divide(self.pos, sinks, young, pinned)
+        found: tuple[Tensor, Tensor, Tensor] = known[key]
         return found
 
 
@@ -193,6 +201,7 @@ class Evidence:
     each_query, lengths and predicted: it reads `attention`, `lengths` and `predicted` of
         `PromptView`; with a second pass `lengths` of `RepeatView`.
     whole_layers: how many first layers keep every row, above the budget.
+    vectors: it computes with keys or values in float32: two `blocks` of them exist at once.
     """
 
     observe: int = 0
@@ -207,6 +216,7 @@ class Evidence:
     lengths: bool = False
     predicted: bool = False
     whole_layers: int = 0
+    vectors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +270,11 @@ def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
     one head."""
     count = max(1, most // max(1, each))
     yield from (slice(lo, min(lo + count, heads)) for lo in range(0, heads, count))
+
+
+def largest_block(heads: int, each: int, most: int) -> int:
+    """The most numbers that a slice of `blocks` has."""
+    return each * min(heads, max(1, most // max(1, each)))
 
 
 class Scorer(ABC):
@@ -334,14 +349,12 @@ class Candidates:
     def best(self, counts: Tensor, most: int, also: Tensor | None = None) -> Tensor:
         """bool [H, N]: the counts[h] best of each head's rows, or all of them if they are fewer,
         and those in `also`. counts int64 [H]: at most `most` each."""
-        view = self.view
-        return view.ops.best(self.scores, view.pos, self.free, counts, most, self.key, also)
+        return self.view.ops.best(self.key, counts, most, also)
 
     def wanted(self, total: Tensor, most: int) -> Tensor:
         """int64 [H]: how many of the layer's `total` best rows each head holds. total int64 [], at
         most `most`."""
-        view = self.view
-        return view.ops.wanted(self.scores, view.pos, self.free, total, most, self.key)
+        return self.view.ops.wanted(self.key, total, most)
 
     @property
     def have(self) -> Tensor:
@@ -398,7 +411,7 @@ class HeadAllocator:
         No head gets more rows than it has free ones.
         """
         heads = len(rows.free)
-        return rows.view.ops.share(rows.have, 0, 1, heads, rows.have, total)
+        return selection.share(rows.have, 0, 1, heads, rows.have, total)
 
 
 class Selector:
@@ -464,8 +477,9 @@ class PromptPolicy:
 
     @property
     def evidence(self) -> Evidence:
-        """What the scorer reads and protects."""
-        return self.scorer.evidence
+        """What the scorer reads and protects, and whether any part reads keys or values."""
+        found = self.scorer.evidence
+        return found if self.reweighter is None else replace(found, vectors=True)
 
     def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
         """See `LayerAllocator.rows`."""
@@ -487,11 +501,10 @@ class PromptPolicy:
         Rows at positions below `pinned` never leave, and every head gets at least `least` rows
         beside them.
         """
-        ops = view.ops
         stays, free, counts = view.divide(*self.scorer.protected(view), pinned)
         staying, own, have = counts
         scores = self.scorer.score(view)
-        left = ops.remaining(total, staying)
+        left = (total - staying.sum()).clamp(min=0)
         if self.preference is not None:
             preferred = self.preference.prefers(view.pos, view.turns) & free
             count = preferred.sum()
@@ -501,7 +514,7 @@ class PromptPolicy:
             left = left - count * fits
             own, have = (stays & (view.pos >= pinned)).sum(1), free.sum(1)
         rows = Candidates(view, self.scorer, scores, free, have)
-        counts = ops.ensure_least(self.heads.share(rows, left, total), own, have, least)
+        counts = selection.ensure_least(self.heads.share(rows, left, total), own, have, least)
         most = total + len(free)
         if self.reweighter is None and type(self.selector) is Selector:
             return rows.best(counts, most, also=stays)
@@ -509,17 +522,17 @@ class PromptPolicy:
 
     def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
         """int64 [H, N]: a key that orders the rows of all layers, for a `GlobalAllocator`. Larger
-        is better; `selection.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
+        is better; `kernels.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
         assert isinstance(self.layers, GlobalAllocator)
         sure, free, (_, own, have) = view.divide(*self.scorer.protected(view), pinned)
         rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
         worth = self.layers.worth(rows)
         lack = (least - own).clamp(min=0)
-        sure = sure | view.ops.best(worth, view.pos, free, lack, least)
+        key = view.ops.order_key(worth, view.pos, free)
+        sure = view.ops.best(key, lack, least, also=sure)
         preferred = None
         if self.preference is not None:
             preferred = self.preference.prefers(view.pos, view.turns) & free
-        key = view.ops.order_key(worth, view.pos, free)
         return selection.tiered_key(key, view.pos, sure, preferred)
 
 

@@ -33,7 +33,7 @@ class CriticalKV(Reweighter):
         view, free, evidence = rows.view, rows.free, rows.scorer.evidence
         sure = ((counts + evidence.window).to(torch.float64) * self.by_score).to(torch.int64)
         sure = torch.minimum(counts, (sure - evidence.window).clamp(min=0))
-        first = view.ops.best(rows.scores, view.pos, free, sure, most)
+        first = rows.best(sure, most)
         worth = rows.scores
         if not evidence.adds_up:
             worth = selection.ranked(worth, view.pos, free)

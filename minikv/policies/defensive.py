@@ -55,6 +55,7 @@ class Defensive(Scorer):
             sinks=self.sinks,
             window=self.window,
             each_query=True,
+            vectors=self.values != "none",
         )
 
     def score(self, view: PromptView) -> Tensor:

@@ -16,6 +16,7 @@ from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
 from minikv.policies.facts import Method, Part
 from minikv.policies.options import option
+from minikv.policies.selection import pool_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class DropKV(Scorer):
             sinks=self.sinks,
             window=self.window,
             each_query=True,
+            vectors=True,
         )
 
     def score(self, view: PromptView) -> Tensor:
@@ -49,7 +51,7 @@ class DropKV(Scorer):
             changes.append(output_changes(view.attention(some), rows, self.epsilon, most))
         free = self.free(view)
         given = torch.cat(changes), 1, self.group
-        return view.ops.pool_mass(*given, view.order, free, self.kernel, self.pooling)
+        return pool_mass(*given, view.order, free, self.kernel, self.pooling)
 
 
 def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Tensor:
@@ -97,6 +99,7 @@ SCORER = Part(
         "kvpress rounds probabilities to the model's number format; here they are float32",
     ),
 )
+
 
 METHOD = Method(
     "dropkv",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minikv.policies import adakv, options
-from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.base import Evidence, PromptView, Scorer, blocks
 from minikv.policies.facts import Method, Part
 from minikv.policies.options import option
 
@@ -37,7 +37,7 @@ class ExpectedAttention(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(sinks=self.sinks, window=self.recent, queries_from=self.sinks)
+        return Evidence(sinks=self.sinks, window=self.recent, queries_from=self.sinks, vectors=True)
 
     def score(self, view: PromptView) -> Tensor:
         assert view.queries is not None
@@ -45,7 +45,7 @@ class ExpectedAttention(Scorer):
         if self not in view.shared:  # the same for every layer
             view.shared[self] = average_rotation(view.rotary, view.position, self.future)
         mean, covariance = view.queries.normal(view.shared[self])  # [H, G, D], [H, G, D, D]
-        return view.ops.expected_attention(
+        return expected_attention(
             view.key(),
             view.pos >= max(0, self.sinks),
             mean,
@@ -54,6 +54,40 @@ class ExpectedAttention(Scorer):
             self.epsilon,
             view.ops.block,
         )
+
+
+def expected_attention(
+    key: Tensor,
+    free: Tensor,
+    mean: Tensor,
+    covariance: Tensor | None,
+    value: Tensor | None,
+    epsilon: float,
+    most: int,
+) -> Tensor:
+    """The attention that a normally distributed query is expected to give each row, the mean over
+    G: float32 [H, N].
+
+    key and value [H, N, D]; mean float32 [H, G, D] and covariance float32 [H, G, D, D] of the
+    queries; None: 0. The softmax is over the rows that are free bool [H, N]; others get 0. value:
+    `epsilon` is added, and the sum multiplied by the length of the row's value. About `most`
+    numbers are computed at once.
+    """
+    (heads, rows, size), group, found = key.shape, mean.shape[1], []
+    for some in blocks(heads, group * rows * size, most):
+        line = key[some].float()
+        logits = mean[some] @ line.transpose(1, 2) * size**-0.5  # [h, G, N]
+        if covariance is not None:
+            line = line[:, None]
+            for part in blocks(group, line.numel(), most):
+                spread = (line @ covariance[some, part]).mul_(line)
+                logits[:, part] += spread.sum(-1) / (2 * size)
+        worth = logits.masked_fill(~free[some, None], -torch.inf).softmax(-1).mean(1)
+        if value is not None:
+            length = torch.linalg.vector_norm(value[some], dim=-1, dtype=torch.float32)
+            worth = (worth + epsilon) * length
+        found.append(worth)
+    return torch.cat(found)
 
 
 def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:
@@ -76,6 +110,7 @@ SCORER = Part(
     ),
 )
 
+
 EXPECTED = Method(
     "expected",
     "tokens that the queries to come are expected to look at, whatever is asked",
@@ -84,6 +119,7 @@ EXPECTED = Method(
     scores="expected attention",
     second="safe",
 )
+
 
 ADA_EXPECTED = Method(
     "ada-expected",

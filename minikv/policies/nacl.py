@@ -9,14 +9,14 @@ softmax over its sums is nearly uniform; counts are absolute numbers, so that sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from minikv.kernels.torch.counter_rng import gumbel
 from minikv.policies import options, selection
 from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, Selector
+from minikv.policies.counter_rng import gumbel, row_uniform
 from minikv.policies.facts import Method, Part
 from minikv.policies.options import option
 
@@ -61,13 +61,14 @@ class Draw(Selector):
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
         view, free = rows.view, rows.free
         drawn = (counts.to(torch.float64) * self.random).to(torch.int64)
-        sure = view.ops.best(rows.scores, view.pos, free, counts - drawn, most)
+        sure = rows.best(counts - drawn, most)
         adds_up = rows.scorer.evidence.adds_up
         worth = rows.scores if adds_up else selection.ranked(rows.scores, view.pos, free)
         weight = worth if self.draw == "softmax" else worth.clamp(min=1e-30).log()
-        drawn_from = view.ops.row_uniform(self.seed, view.layer, view.position, view.pos)
-        key = weight / self.temperature + gumbel(drawn_from)
-        return sure | view.ops.best(key, view.pos, free & ~sure, drawn, most)
+        drawn_from = row_uniform(self.seed, view.layer, view.position, view.pos)
+        luck = weight / self.temperature + gumbel(drawn_from)
+        rest = replace(rows, scores=luck, free=free & ~sure, counted=None)
+        return rest.best(drawn, most, also=sure)
 
 
 SCORER = Part(
@@ -86,6 +87,7 @@ SCORER = Part(
     ),
 )
 
+
 SELECTOR = Part(
     "draw",
     Draw,
@@ -98,6 +100,7 @@ SELECTOR = Part(
         "draws are seeded by layer and head; the release has no seed",
     ),
 )
+
 
 METHOD = Method(
     "nacl",

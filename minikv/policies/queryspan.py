@@ -57,6 +57,7 @@ class QuerySpan(Scorer):
             sinks=self.sinks,
             window=self.recent,
             each_query=True,
+            vectors=True,
             lengths=True,
             predicted=True,
         )
@@ -91,8 +92,6 @@ class QuerySpan(Scorer):
         length of its input."""
         assert view.attention is not None
         by = None if view.lengths is None else view.lengths.clamp(min=1e-30)
-        if view.largest is not None:
-            return view.largest(by)
         assert view.mass is not None
         heads, group, rows = view.mass.shape
         most = []

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.kernels.torch.counter_rng import uniform
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.counter_rng import row_uniform, uniform
 from minikv.policies.facts import Method, Part
 
 
@@ -29,7 +29,7 @@ class RandomScorer(Scorer):
         return Evidence(sinks=self.sinks, window=self.recent)
 
     def score(self, view: PromptView) -> Tensor:
-        return view.ops.row_uniform(self.seed, view.layer, view.position, view.pos)
+        return row_uniform(self.seed, view.layer, view.position, view.pos)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
 from minikv.policies.facts import Method
 from minikv.policies.options import option
+from minikv.policies.selection import pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class RoCo(StepPolicy):
         if self.pool > 1:
             free = view.live & (view.pos < before)
             means = totals / count.clamp(min=1.0)
-            means = view.ops.pool(means, view.order, free, self.pool, "max")
+            means = pool(means, view.order, free, self.pool, "max")
             totals = torch.where(free, means * count, totals)
         old = view.carried
         return {

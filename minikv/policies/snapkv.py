@@ -17,6 +17,7 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.facts import Method, Part
+from minikv.policies.selection import pool_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ def pooled(
 ) -> Tensor:
     """float32 [H, N]: the mean of mass [H, G, N] over the observed queries, joined over the group,
     pooled over neighbouring rows. free bool [H, N]: rows that are pooled."""
-    return view.ops.pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)
+    return pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)
 
 
 SCORER = Part(
@@ -62,6 +63,7 @@ SCORER = Part(
         "second prompt",
     ),
 )
+
 
 METHOD = Method(
     "snapkv",

@@ -58,7 +58,7 @@ class TovaScorer(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         mean = view.mass.mean(1)
-        return mean if self.per_head else view.ops.heads_mean(mean, view.pos, view.position)
+        return mean if self.per_head else layer_mean(mean, view.pos, len(mean), view.position)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -374,9 +374,9 @@ def test_the_first_queries_are_counted_where_there_are_no_others(tokens: int, co
 def test_the_peak_is_all_that_a_prompt_holds_at_once(
     prompt: str, step: str, queries: int, sums: bool, kv: torch.dtype | None
 ) -> None:
-    """Both caches; a layer's keys, values and positions, once more as codes if there are any; the
-    last queries that are looked at, with their log-sum-exps; and what they gave every row, with
-    the policy's columns of before."""
+    """Both caches; a layer's keys, values and positions, once more as codes if there are any, with
+    keys of some heads in float32 that these are made of; the last queries that are looked at, with
+    their log-sum-exps; and what they gave every row, with the policy's columns of before."""
     net = small.network(layers=2)
     options = {"window": 8} if prompt == "snapkv" else None
     rules = Rules(
@@ -389,7 +389,7 @@ def test_the_peak_is_all_that_a_prompt_holds_at_once(
     run.prompt(small.ids(tokens), room=3)
     arena = run.kv.arena
     staging = 2 * 3 * tokens * 8 * 4 + 8 * tokens
-    codes = 0 if kv is None else 2 * 3 * tokens * (8 + 4)
+    codes = 0 if kv is None else 2 * 3 * tokens * (8 + 4) + 3 * tokens * 8 * 4
     tail = queries * 6 * (8 + 1) * 4
     given = 3 * tokens * (2 + 1) * 4 if sums else 0
     columns = sum(arena.columns[name].element_size() for name in arena.extra)
@@ -427,8 +427,9 @@ def test_what_each_layer_lost_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("kv", [None, torch.int8])
 def test_the_peak_of_layers_that_share_a_budget(kv: torch.dtype | None) -> None:
-    """Beside both caches and the layer that is read: the pool's tables, and the larger of what is
-    copied of a layer that enters it and a column that is put in order."""
+    """Beside both caches and the layer that is read: the pool's tables, and the largest of what is
+    copied of a layer that enters it, a column that is put in order, all keys of the layer behind
+    each other, and what codes are made of."""
     net = small.network()
     rules = Rules(policies.prompt_policy("l2+global"), None, Budget.parse(20))
     run = Engine(net, small.over(net, rules, kv=kv))
@@ -445,7 +446,9 @@ def test_the_peak_of_layers_that_share_a_budget(kv: torch.dtype | None) -> None:
         else:
             earlier = 3 * most * (2 * 8 * 4 + 4)  # decoded, with positions
             entering += 2 * 3 * 200 * (8 + 4)  # and the layer's codes
-        copied = max(entering, arena.rows * row)
+        codes = 0 if kv is None else 2 * 3 * 200 * (8 + 4) + 3 * 200 * 8 * 4
+        keys = 3 * (most + 200) * 8 * 4 if turn else 0
+        copied = max(entering, arena.rows * row, keys, codes)
         want = before + arena.nbytes + reading + pool + earlier + copied
         assert run.kv.stats().peak_bytes == want
 

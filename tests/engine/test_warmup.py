@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,11 +175,10 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
             )
 
         @staticmethod
-        def rows_lse(
-            q: torch.Tensor, at: torch.Tensor, parts: Sequence[mass.Part], window: int | None
-        ) -> torch.Tensor:
+        def each_attention(*given: Any) -> torch.Tensor:
+            q, _, parts, window, *_ = given
             sums.add((q.shape[2], len(parts[0]), window))
-            return mass.rows_lse(q, at, parts, window)
+            return mass.each_attention(*given)
 
     windows = (None, 40, None)
     shape = Shape(3, 2, 2 * group, 64, windows, 1000)
@@ -189,7 +188,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
         dtype=torch.bfloat16,
         ops=Counting(),
         rules=SimpleNamespace(
-            prompt=SimpleNamespace(evidence=Evidence(second_pass=True)), step=None
+            prompt=SimpleNamespace(evidence=Evidence(each_query=True)), step=None
         ),
     )
     _tiles(kv)  # type: ignore[arg-type]

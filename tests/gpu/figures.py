@@ -60,7 +60,7 @@ from minikv.cli.bench.floors import Rates, decode_floor
 from minikv.engine.decode_loop import DecodeLoop, Eager, captured
 from minikv.kernels import dispatch, rows_attention
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import attention
+from minikv.kernels.torch import attention, choose
 from minikv.kernels.torch.cudnn import make_plans, planned
 from minikv.kernels.triton.table import Triton
 from minikv.loader import shape_of, workspace
@@ -94,12 +94,9 @@ class TorchSteps(Triton):
 class TorchSelection(Triton):
     """The rows that stay after a prompt are chosen in torch, and moved in Triton."""
 
-
-for _name in (
-    *("divide", "remaining", "order_key", "best", "wanted", "pool", "pool_mass", "stayed"),
-    *("share", "ensure_least", "survivors", "lay_out"),
-):
-    setattr(TorchSelection, _name, staticmethod(getattr(Kernels, _name)))
+    order_key = staticmethod(choose.order_key)
+    best = staticmethod(choose.best)
+    wanted = staticmethod(choose.wanted)
 
 
 @dataclass(frozen=True, slots=True)

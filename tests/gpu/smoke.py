@@ -64,7 +64,6 @@ class Twins(dispatch.Kernels):
 
     evict = step_oracle.EVICT
     append_evict = step_oracle.APPEND_EVICT
-    largest_attention = staticmethod(step_oracle.largest_attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,19 +354,14 @@ def columns(s: Sizes, n: int, queries: int) -> str:
     at = torch.arange(n, device=s.device)
     last, parts = at[n - queries :], [(k, at[None])]
     lse = attention_mass.rows_lse(q, last, parts, None)
-    said = near(1e-3, lse=(Triton().rows_lse(q, last, parts, None), lse))
-    if queries <= 64:  # the torch form holds what each of them gives each row
-        by = torch.linspace(1.0, 2.0, queries, device=s.device)
-        args = q, last, parts, None, lse, by
-        pair = Triton().largest_attention(*args), Twins().largest_attention(*args)
-        said += ", " + near(1e-2, largest=pair)
     outs = []
     for ops in (Twins(), Triton()):
         mass = torch.zeros(s.heads, s.group, n, device=s.device)
         squares = torch.zeros(s.heads, n, device=s.device)
         ops.add_attention_mass(mass, squares, q, lse, last, k, at[None], None)
-        outs.append((mass, squares))
-    return said + ", " + near(1e-2, mass=(outs[1][0], outs[0][0]), squares=(outs[1][1], outs[0][1]))
+        outs.append((mass, squares, ops.peak_attention(q, last, parts, 0, None, None, lse)))
+    names = "mass", "squares", "peak"
+    return near(1e-2, **dict(zip(names, zip(*reversed(outs), strict=True), strict=True)))
 
 
 def segments(s: Sizes, new: int) -> str:
@@ -388,95 +382,19 @@ def segments(s: Sizes, new: int) -> str:
     )
 
 
-def drawn(s: Sizes) -> str:
-    """A random number for each row."""
-    pos = torch.randint(-1, 1 << 20, (s.heads, s.rows), generator=s.made).to(s.device)
-    outs = [ops.row_uniform(SEED, 3, 1 << 20, pos) for ops in (Twins(), Triton())]
-    assert torch.equal(*outs), "not equal"
-    return "equal"
-
-
-def carried(s: Sizes) -> str:
-    """Columns from before a prompt."""
-    total, new = s.heads * s.rows, s.rows // 3
-    columns = [s.normal(total, kind=torch.float32), torch.arange(total, device=s.device)]
-    index = torch.randint(total, (s.heads, s.rows), generator=s.made).to(s.device)
-    live = (torch.rand((s.heads, s.rows), generator=s.made) < 0.7).to(s.device)
-    outs = [ops.carried_columns(columns, index, live, new) for ops in (Twins(), Triton())]
-    assert all(map(torch.equal, *outs)), "not equal"
-    return "equal"
-
-
-def coded(s: Sizes) -> str:
-    """Rows as int8 and back."""
-    x = s.normal(s.rows, s.heads, s.size).transpose(0, 1)
-    index = torch.randint(s.rows, (s.heads, s.rows), generator=s.made).to(s.device)
-    rows = x.cpu()  # where torch divides as Triton does
-    want = [t.to(s.device) for t in Twins().to_codes(rows)]
-    got = Triton().to_codes(x)
-    assert all(map(torch.equal, got, want)), "not equal"
-    table = want[0].flatten(0, 1).contiguous(), want[1].flatten()
-    back = [ops.codes_at(*table, index, s.kind) for ops in (Twins(), Triton())]
-    return near(1e-2 if s.interprets else 0.0, back=(back[1], back[0]))
-
-
-def averaged(s: Sizes) -> str:
-    """Over the heads that hold a position."""
-    end = s.rows + s.rows // 3
-    pos = torch.stack([torch.randperm(end, generator=s.made)[: s.rows] for _ in range(s.heads)])
-    pos, values = pos.to(s.device), s.normal(s.heads, s.rows, kind=torch.float32).exp()
-    outs = [ops.heads_mean(values, pos, end) for ops in (Twins(), Triton())]
-    assert torch.equal(*outs), "not equal"
-    return "equal"
-
-
-def expected(s: Sizes) -> str:
-    """Queries of two chunks, and what queries with their moments are expected to give each row."""
-    half, chunk = s.size // 2, s.rows // 3
-    made = [
-        torch.zeros((s.heads, s.group, *sides), dtype=torch.float64, device=s.device)
-        for sides in ((s.size,), (s.size, s.size))
-    ]
-    at = torch.arange(2 * chunk, device=s.device, dtype=torch.float64)
-    angle = at[:, None] * torch.linspace(0.0, 1.0, half, device=s.device, dtype=torch.float64)
-    q = s.normal(2 * chunk, s.heads, s.group, s.size) + 0.25
-    key, value = s.normal(s.heads, s.rows, s.size), s.normal(s.heads, s.rows, s.size)
-    free = torch.rand((s.heads, s.rows), generator=s.made).to(s.device) < 0.9
-    cos, sin = (t.mean(0).float().diag() for t in (angle.cos(), angle.sin()))
-    turn = torch.cat((torch.cat((cos, -sin), 1), torch.cat((sin, cos), 1)))
+def chosen(s: Sizes, n: int) -> str:
+    """The best of n rows of each head, and of all, whose scores are often equal."""
+    pos = torch.arange(n, device=s.device).expand(s.heads, n)
+    scores = s.normal(s.heads, n, kind=torch.float32).mul(99).round()
+    free = torch.rand((s.heads, n), generator=s.made).to(s.device) < 0.9
+    counts = torch.randint(n // 4, (s.heads,), generator=s.made).to(s.device)
     outs = []
     for ops in (Twins(), Triton()):
-        moments = tuple(made)
-        for part in (slice(0, chunk), slice(chunk, 2 * chunk)):
-            moments = ops.added_moments(*moments, q[part].permute(1, 2, 0, 3), angle[part])
-        mean, covariance = ops.turned_moments(*moments, 2 * chunk, turn)
-        worth = ops.expected_attention(key, free, mean, covariance, value, 0.02, ops.block)
-        outs.append((*moments, mean, covariance, worth))
-    names = "sums", "outer", "mean", "covariance", "worth"
-    pairs = dict(zip(names, zip(outs[1], outs[0], strict=True), strict=True))
-    doubles = near(1e-9, sums=pairs.pop("sums"), outer=pairs.pop("outer"))
-    return f"{doubles}, {near(1e-4, **pairs)}"
-
-
-def projected(s: Sizes) -> str:
-    """Values behind the output projection, whose matrix lies in memory as the network's."""
-    value = s.normal(s.heads, s.rows, s.size)
-    weight = s.normal(s.hidden, s.heads * s.group * s.size) / s.hidden**0.5
-    output = weight.T.unflatten(0, (s.heads, s.group, s.size))
-    pairs = {}
-    for name in ("output_norms", "output_lengths"):
-        want, got = (getattr(ops, name)(value, output) for ops in (Twins(), Triton()))
-        pairs[name] = got, want
-    return near(1e-3 if s.interprets else 1e-4, **pairs)
-
-
-def unlike(s: Sizes) -> str:
-    """Keys that have a direction in common."""
-    key = s.normal(s.heads, s.rows, s.size) + 0.25
-    pos = torch.arange(s.rows, device=s.device).expand(s.heads, s.rows).clone()
-    pos[:, ::9] = -1
-    want, got = (ops.key_distances(key, pos) for ops in (Twins(), Triton()))
-    return near(1e-4, distances=(got, want))
+        key = ops.order_key(scores, pos, free)
+        some = ops.best(key, counts, n // 4), ops.best(key, counts, n // 4, pos < 9)
+        outs.append((key, *some, ops.wanted(key, counts.sum(), s.heads * n // 4)))
+    assert all(map(torch.equal, *outs)), "not equal"
+    return "equal"
 
 
 def gathered(s: Sizes) -> str:
@@ -773,17 +691,12 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
     both = s.rows // 5 * 2
     found += [
         Check("the last queries' attention", partial(columns, s, 4 * s.rows // 5, few), 10.0),
-        Check("add_attention_mass, rows_lse", partial(columns, s, both, both), 10.0),
+        Check("add_attention_mass, peak_attention", partial(columns, s, both, both), 10.0),
         *(
             Check(f"ragged_prefill, {new} new", partial(segments, s, new))
             for new in (3, 9 if small else 300)
         ),
-        Check("row_uniform", partial(drawn, s)),
-        Check("carried_columns", partial(carried, s)),
-        Check("to_codes, codes_at", partial(coded, s)),
-        Check("heads_mean", partial(averaged, s)),
-        Check("key_distances", partial(unlike, s)),
-        Check("moments, expected_attention", partial(expected, s), 10.0),
+        *(Check(f"the best of {n} rows", partial(chosen, s, n)) for n in (s.rows, 12 * s.rows)),
         Check("gather_rows, gather_columns", partial(gathered, s)),
         Check("add_norm, rotate, silu_mul", partial(between, s)),
         *(Check(f"{form} weights", partial(packed, s, form), 10.0) for form in ("int8", "int4")),
@@ -793,7 +706,6 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
         run = partial(behind_attention, s, form)
         found.append(Check(f"rest of a layer, {name} weights", run, 12.0))
     found += [
-        Check("output_norms, output_lengths", partial(projected, s)),
         Check("torch's attention", partial(library, s)),
         Check("attention of a long prompt", partial(long_prompt, s), 6.0),
         Check("beyond 2^31 numbers", partial(far_rows, s), 6.0),

@@ -72,11 +72,10 @@ HEADS = '''
 SELECT = '''
     """The oldest rows, whatever their scores, or the youngest."""
 
-    from dataclasses import dataclass
+    from dataclasses import dataclass, replace
 
     from torch import Tensor
 
-    from minikv.policies import selection
     from minikv.policies.base import Candidates, Selector
     from minikv.policies.facts import Part
     from minikv.policies.options import option
@@ -89,7 +88,7 @@ SELECT = '''
         def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
             age = rows.view.pos.float()
             worth = age if self.youngest else -age
-            return selection.best(worth, rows.view.pos, rows.free, counts, most)
+            return replace(rows, scores=worth).best(counts, most)
 
 
     SELECTOR = Part("oldest", Oldest, "the oldest rows")
@@ -103,9 +102,9 @@ STEP = '''
     import torch
     from torch import Tensor
 
-    from minikv.kernels.torch.counter_rng import uniform
     from minikv.policies import options
     from minikv.policies.base import StepPolicy, StepView, protect
+    from minikv.policies.counter_rng import uniform
     from minikv.policies.facts import Method
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from minikv.kernels import HashRule, NewRow, Part, Rows, append, each_attention, lowest
+from minikv.kernels import HashRule, NewRow, Rows, append, lowest
 from minikv.kernels.torch.decode import in_use
 from minikv.kernels.torch.layer import rotate
 from minikv.policies.base import StepPolicy, StepView
@@ -150,15 +150,3 @@ def hash_append(rule: HashRule, new: NewRow) -> bool:
 
 EVICT: Mapping[str, Callable[..., None]] = {"h2o": h2o_step, "roco": roco_step}
 APPEND_EVICT: Mapping[str, Callable[..., bool]] = {"hashevict": hash_append}
-
-
-def largest_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    by: Tensor | None = None,
-) -> Tensor:
-    p = each_attention(q, q_pos, parts, window, lse, slice(0, len(q)))
-    return (p if by is None else p / by[:, None]).amax(2)

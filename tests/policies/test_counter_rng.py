@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minikv.kernels.torch.counter_rng import gumbel, uniform
+from minikv.policies.counter_rng import gumbel, uniform
 
 
 def test_uniform_is_uniform_and_keyed() -> None:

@@ -7,28 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minikv.kernels.torch.selection import fill
-
-Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of one layer: start, length, capacity, cap and free slot of each head, int64 [H] each."""
-
-
-def held_rows(
-    start: Tensor, length: Tensor, free_slot: Tensor, pos: Tensor, most: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of a layer's heads: (index int64, live bool, position int64), [H, most] each.
-
-    start, length, free_slot int64 [H]: see `Arena`; pos int32 [R]. No length exceeds `most`. A free
-    slot is not live, nor is padding: their position is -1. Padding points at the head's last row;
-    if the head has no row, at a row that may be unwritten.
-    """
-    start, length = start[:, None], length[:, None]
-    reach = torch.arange(most, device=pos.device)
-    index = start + torch.minimum(reach, (length - 1).clamp(min=0))
-    index = index.clamp(max=max(0, len(pos) - 1))
-    live = (reach < length) & (start + reach != free_slot[:, None])
-    return index, live, pos[index].to(torch.int64).masked_fill(~live, -1)
-
 
 def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """The rows that stay, ascending by position: (index int64 [H, N], count int64 [H]).
@@ -39,31 +17,13 @@ def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """
     heads, rows = keep.shape
     early = order.shape[1]
-    line = torch.cat((keep[:, :early].gather(1, order), keep[:, early:]), 1)
-    later = torch.arange(early, rows, device=keep.device).expand(heads, -1)
-    place = (line.cumsum(1) - 1).masked_fill(~line, rows)  # in a column of its own
-    index = order.new_empty((heads, rows + 1))
-    index.scatter_(1, place, torch.cat((order, later), 1))
+    named = torch.arange(early, rows, device=keep.device).expand(heads, -1)
+    if early:
+        keep = torch.cat((keep[:, :early].gather(1, order), keep[:, early:]), 1)
+        named = torch.cat((order, named), 1)
+    place = torch.where(keep, keep.cumsum(1) - 1, rows)  # the others in a column of their own
+    index = order.new_empty((heads, rows + 1)).scatter_(1, place, named)
     return index[:, :rows], keep.sum(1)
-
-
-def lay_out(
-    count: Tensor, begin: int, tables: Tables, floor: int, total: int, spare: int, room: int
-) -> None:
-    """Write a layer's tables for heads that hold count int64 [H] rows, side by side from `begin`.
-
-    cap: the rows that a head holds, at least `floor`; if total >= 0, they are raised evenly until
-    they sum to `total` (`selection.fill`), and `floor` is not used. capacity: cap + spare; if
-    room >= 0, these are raised in the same way until they sum to `room`. No head has a free slot.
-    """
-    caps = fill(count, total) if total >= 0 else count.clamp(min=floor)
-    sizes = caps + spare
-    if room >= 0:
-        sizes = fill(sizes, room)
-    start = begin + sizes.cumsum(0) - sizes
-    for table, values in zip(tables, (start, count, sizes, caps), strict=False):
-        table.copy_(values)
-    tables[4].fill_(-1)
 
 
 def gather_rows(

@@ -2,7 +2,7 @@
 
 Only the device knows how many rows a head keeps. The grid covers the most that a head may keep, and
 a program beyond a head's count ends at once. Rows of earlier turns are read from a copy, because
-other rows may be written to their place. Specification: `torch/compaction.py`.
+other rows may be written to their place. Specification: `torch/gather.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -11,90 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.torch.compaction import Tables
-from minikv.kernels.triton.selection import filled
 from minikv.kernels.triton.tiles import head_stride, in_rows, power, row_stride, typed
 from minikv.kernels.triton.variants import WIDE, Variant
 
 _ROWS = 32  # rows that one program copies
 _VALUES = 1024
-
-
-@triton.jit(
-    do_not_specialize=["rows", "most"],
-    do_not_specialize_on_alignment=["start", "length", "free_slot"],
-)
-def _held_rows(start, length, free_slot, pos, index, live, at, rows, most, BN: tl.constexpr):
-    h = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = j < most
-    first = tl.load(start + h)
-    count = tl.load(length + h)
-    row = tl.minimum(first + tl.minimum(j, tl.maximum(count - 1, 0)), tl.maximum(rows - 1, 0))
-    held = (j < count) & (first + j != tl.load(free_slot + h))
-    where = tl.load(pos + row, mask=inside & held, other=-1).to(tl.int64)
-    tl.store(index + h * most + j, row, mask=inside)
-    tl.store(live + h * most + j, held, mask=inside)
-    tl.store(at + h * most + j, where, mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=["keep_head", "rows", "before"], do_not_specialize_on_alignment=["keep"]
-)
-def _survivors(keep, order, index, count, keep_head, rows, before, BN: tl.constexpr):
-    h = tl.program_id(0).to(tl.int64)
-    done = tl.zeros((), tl.int64)
-    for s in tl.range(0, rows, BN):
-        place = s + tl.arange(0, BN)
-        early = place < before
-        row = tl.load(order + h * before + place, mask=early, other=0)
-        row = tl.where(early, row, place)
-        inside = place < rows
-        stays = (tl.load(keep + h * keep_head + row, mask=inside, other=0) != 0) & inside
-        place = done + tl.cumsum(stays.to(tl.int64), 0) - 1
-        tl.store(index + h * rows + place, row, mask=stays)
-        done += tl.sum(stays.to(tl.int64), 0)
-    tl.store(count + h, done)
-
-
-@triton.jit(
-    do_not_specialize=["heads", "begin", "floor", "total", "spare", "room"],
-    do_not_specialize_on_alignment=["start", "length", "capacity", "cap", "free_slot"],
-)
-def _lay_out(
-    count,
-    start,
-    length,
-    capacity,
-    cap,
-    free_slot,
-    heads,
-    begin,
-    floor,
-    total,
-    spare,
-    room,
-    HP: tl.constexpr,
-):
-    i = tl.arange(0, HP)
-    ok = i < heads
-    held = tl.load(count + i, mask=ok, other=0)
-    caps = tl.maximum(held, floor)
-    if total >= 0:
-        caps = filled(held, ok, i, total)
-    sizes = tl.where(ok, caps + spare, 0)
-    if room >= 0:
-        sizes = tl.where(ok, filled(sizes, ok, i, room), 0)
-    tl.store(start + i, begin + tl.cumsum(sizes, 0) - sizes, mask=ok)
-    tl.store(length + i, held, mask=ok)
-    tl.store(capacity + i, sizes, mask=ok)
-    tl.store(cap + i, caps, mask=ok)
-    tl.store(free_slot + i, tl.full((HP,), -1, tl.int64), mask=ok)
 
 
 @triton.jit(
@@ -177,42 +102,6 @@ def _columns(index, count, start, values, out, index_head, values_head, BN: tl.c
             tl.store(out[i] + to, value.to(out[i].dtype.element_ty), mask=real)
 
 
-def held_rows(
-    start: Tensor, length: Tensor, free_slot: Tensor, pos: Tensor, most: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `torch.compaction.held_rows`."""
-    heads = len(start)
-    index = torch.empty((heads, most), dtype=torch.int64, device=pos.device)
-    live, at = torch.empty_like(index, dtype=torch.bool), torch.empty_like(index)
-    if most:
-        numbers = len(pos), most
-        _held_rows[(-(-most // _VALUES), heads)](
-            start, length, free_slot, pos, index, live, at, *numbers, BN=_VALUES
-        )
-    return index, live, at
-
-
-def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """See `torch.compaction.survivors`."""
-    keep = keep if keep.stride(-1) == 1 else keep.contiguous()
-    heads, rows = keep.shape
-    index = torch.empty((heads, rows), dtype=torch.int64, device=keep.device)
-    count = torch.empty(heads, dtype=torch.int64, device=keep.device)
-    order = order.contiguous()
-    strides = head_stride(keep), rows, order.shape[1]
-    _survivors[(heads,)](keep, order, index, count, *strides, BN=_VALUES, num_warps=4)
-    return index, count
-
-
-def lay_out(
-    count: Tensor, begin: int, tables: Tables, floor: int, total: int, spare: int, room: int
-) -> None:
-    """See `torch.compaction.lay_out`."""
-    heads = len(count)
-    numbers = heads, begin, floor, total, spare, room
-    _lay_out[(1,)](count, *tables, *numbers, HP=power(heads), num_warps=4)
-
-
 def gather_rows(
     index: Tensor,
     count: Tensor,
@@ -223,7 +112,7 @@ def gather_rows(
     pos: tuple[Tensor, Tensor],
     max_count: int,
 ) -> None:
-    """See `torch.compaction.gather_rows`."""
+    """See `torch.gather.gather_rows`."""
     k, v = (in_rows(t) for t in new)
     if v.stride() != k.stride():
         k, v = k.contiguous(), v.contiguous()
@@ -266,7 +155,7 @@ def gather_columns(
     out: Sequence[Tensor],
     max_count: int,
 ) -> None:
-    """See `torch.compaction.gather_columns`."""
+    """See `torch.gather.gather_columns`."""
     if max_count == 0 or not values:
         return
     assert len({column.shape for column in values}) == 1
@@ -313,14 +202,4 @@ def variants() -> list[Variant]:
         moved: dict[str, str | tuple[str, ...]] = {**lists, "values": columns, "out": columns}
         signature = typed(_columns, moved, constants)
         found.append(Variant(f"columns-{name}", _columns, signature, constants))
-    kinds = dict.fromkeys(("start", "length", "free_slot", "index", "at"), "*i64")
-    kinds |= {"pos": "*i32", "live": "*i1"}
-    signature = typed(_held_rows, kinds, constants)
-    found.append(Variant("held-rows", _held_rows, signature, constants))
-    kinds = lists | {"keep": "*i1", "order": "*i64"}
-    signature = typed(_survivors, kinds, constants)
-    found.append(Variant("survivors", _survivors, signature, constants))
-    tables = ("start", "length", "capacity", "cap", "free_slot")
-    kinds, constants = lists | dict.fromkeys(tables, "*i64"), {"HP": 32}
-    signature = typed(_lay_out, kinds, constants)
-    return [*found, Variant("lay-out", _lay_out, signature, constants)]
+    return found

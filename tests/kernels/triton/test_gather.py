@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from triton_device import draw, guarded, kernel, on_device, randoms, untouched
+from triton_device import draw, guarded, kernel, on_device, randoms
 
-from minikv.kernels.torch import compaction as plain_torch
+from minikv.kernels.torch import gather as plain_torch
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
@@ -38,10 +38,6 @@ def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int
     index, count = plain_torch.survivors(keep, order)
     for h in range(heads):
         assert pos[h, index[h, : count[h]]].tolist() == sorted(pos[h, keep[h]].tolist())
-    there, counted = kernel("triton.compaction").survivors(guarded(keep), guarded(order))
-    assert torch.equal(counted.cpu(), count)
-    for h in range(heads):
-        assert torch.equal(there[h, : count[h]].cpu(), index[h, : count[h]])
     start = torch.cumsum(count + 2, 0) - count
     total = int(start[-1] + count[-1]) + 3
     into = [guarded(torch.full((total, size), 7.0, dtype=dtype)) for _ in range(2)]
@@ -52,7 +48,7 @@ def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int
     want = [t.clone().cpu() for t in (*into, places, column, score)]
     lists = [guarded(t) for t in (index, count, start)]
     source = None if not before else (guarded(old[0]), guarded(old[1]), guarded(at))
-    gather = kernel("triton.compaction")
+    gather = kernel("triton.gather")
     staged = guarded(fresh[0]), guarded(fresh[1])
     most = before + tokens
     gather.gather_rows(*lists, staged, source, tuple(into), (guarded(pos), places), most)
@@ -75,33 +71,3 @@ def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int
         for r, row in enumerate(rows):
             assert torch.equal(want[0][begin + r], row)
     assert bool((want[0][: int(start[0])] == 7).all())
-
-
-@on_device
-@pytest.mark.parametrize("heads", [1, 5, 8])
-@pytest.mark.parametrize(
-    "room", [(0, -1, 3, -1), (4, -1, 1, -1), (0, 90, 2, -1), (0, -1, 0, 200), (0, 70, 1, 150)]
-)
-def test_segments_are_laid_out(heads: int, room: tuple[int, int, int, int]) -> None:
-    count = torch.randint(0, 12, (heads,), generator=randoms(heads))
-    want = [torch.full((heads,), 99) for _ in range(5)]
-    got = [guarded(t) for t in want]
-    plain_torch.lay_out(count, 70, tuple(want), *room)
-    kernel("triton.compaction").lay_out(guarded(count), 70, tuple(got), *room)
-    for mine, theirs in zip(got, want, strict=True):
-        assert torch.equal(mine.cpu(), theirs)
-        assert untouched(mine)
-
-
-@on_device
-@pytest.mark.parametrize("most", [0, 9, 1100])
-def test_the_rows_that_heads_hold(most: int) -> None:
-    start, length = torch.tensor([3, 3 + most, 5]), torch.tensor([most, max(0, most - 4), 0])
-    free_slot = torch.tensor([3 + most // 2, -1, -1])
-    pos = torch.randint(0, 5000, (3 * most + 2,), generator=randoms(1), dtype=torch.int32)
-    want = plain_torch.held_rows(start, length, free_slot, pos, most)
-    given = [guarded(t) for t in (start, length, free_slot, pos)]
-    got = kernel("triton.compaction").held_rows(*given, most)
-    for mine, theirs in zip(got, want, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert torch.equal(mine.cpu(), theirs)
