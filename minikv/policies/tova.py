@@ -26,10 +26,10 @@ def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
     are side by side. The mean is over the heads that hold a row of this position. Where pos is -1
     the result has no meaning.
     """
-    at = pos.view(-1, heads * pos.shape[1]) + 1
+    at = pos.reshape(-1, heads * pos.shape[1]) + 1
     sums = torch.zeros((len(at), context + 1), dtype=torch.float64, device=values.device)
     counts = torch.zeros(sums.shape, device=values.device)
-    own = values.to(torch.float64).view_as(at)
+    own = values.to(torch.float64).reshape(at.shape)
     sums.scatter_add_(1, at, own)
     counts.scatter_add_(1, at, counts.new_ones(1).expand(at.shape))
     mean = sums.gather(1, at) / counts.gather(1, at)
