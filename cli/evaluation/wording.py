@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from minikv.chat import reuse
+from minikv.chat import plan
 from minikv.chat.protocols import Template
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document, Message
@@ -97,7 +97,7 @@ def parts(chat: ChatSession, item: Item, number: int) -> tuple[list[int], ...]:
     if chat.reuse != "blind":
         return (ids,)
     with worded(chat, item, number):
-        return reuse.parts(ids, [(0, document(item).rendered())], _with(chat))
+        return plan.parts(ids, [(0, document(item).rendered())], _with(chat))
 
 
 def _with(chat: ChatSession) -> Callable[[int, str], list[int]]:

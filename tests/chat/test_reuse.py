@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import minikv
 import minikv.cli.turn
-from minikv.chat import reuse
+from minikv.chat import plan, reuse
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
 from minikv.cli import commands, refresh, render
@@ -68,7 +68,7 @@ def state(session: ChatSession) -> tuple[object, ...]:
         session.pending_token,
         session.turn,
         list(session.turns),
-        session.shaped_by,
+        session.evicted_for_turn,
         session.eviction,
         session.seed,
         session.reuse,
@@ -110,7 +110,7 @@ def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> N
     assert session.fed[: session.reports[1].tokens.prompt_new] == session.template.opening(
         session.messages[:-1]
     )
-    assert session.shaped_by == fresh.shaped_by == 2
+    assert session.evicted_for_turn == fresh.evicted_for_turn == 2
     assert [r.shaped_by_turn for r in session.reports] == [1, 2]
     # It was for one question: the next goes on from there.
     again = say(session, "And?"), say(fresh, "And?")
@@ -408,7 +408,7 @@ def test_a_transcript_is_read_again_with_a_cut_after_each_document(
     assert ends[1].endswith(f"{WELL}\n\n")
     assert ends[2] == "Three"
     assert [id for part in seen for id in part] == other.template.opening(other.messages[:-1])
-    assert other.shaped_by == 0
+    assert other.evicted_for_turn == 0
 
 
 def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
@@ -432,7 +432,7 @@ def cut(template: ChatTemplate, tokenizer: Tokenizer, document: str, question: s
         def again(at: int, content: str, messages: list[Message] = messages) -> list[int]:
             return template.opening([*messages[:at], Message("user", content)])
 
-        found = reuse.parts(ids, [(len(before), document)], again)
+        found = plan.parts(ids, [(len(before), document)], again)
         assert [id for part in found for id in part] == ids
         first, rest = found
         shown, bare = tokenizer.decode(first).rstrip(), document.strip()
@@ -485,17 +485,6 @@ def test_what_runs_have_in_common() -> None:
 
 
 # -- auto -----------------------------------------------------------------------------------
-
-
-def test_auto_reads_again_for_a_policy_that_asks_and_keeps_the_cache_of_others() -> None:
-    again = reuse.decide("adakv", True, False)
-    assert again.reuse == "refresh"
-    assert "adakv keeps what one question needs" in again.why
-    blunt = reuse.decide("streaming", False, False)
-    assert blunt.reuse == "once"
-    assert "streaming does not choose by what is asked" in blunt.why
-    kept = reuse.decide("adakv", True, True)
-    assert (kept.reuse, kept.why[:15]) == ("once", "the cache stays")
 
 
 def test_every_answer_from_another_questions_cache_says_so() -> None:
@@ -572,7 +561,7 @@ def test_a_saved_chat_keeps_the_setting() -> None:
         again.load(other, "one", given=given)
         again.close()
         assert other.reuse == want
-        assert other.shaped_by == 0
+        assert other.evicted_for_turn == 0
         assert other.report == session.report
     other.reuse = "once"
     keeper = Keeper(Terminal())

@@ -267,7 +267,7 @@ def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
     session = real.session
     session.attach("A mill stands by the river. " * 8, "more.txt")
     real.ask("Who?")
-    assert session.shaped_by == 1
+    assert session.evicted_for_turn == 1
     setting = next(c.run for c in settings_commands.COMMANDS if "set" in c.words)
     notes = {}
     real.terminal()
@@ -277,7 +277,7 @@ def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
     assert notes == {"once": False, "blind": True}
     session.reset(keep_documents=True)  # which is what /clear does
     real.ask("Who?")
-    assert (session.reports[-1].reuse, session.shaped_by) == ("blind", 0)
+    assert (session.reports[-1].reuse, session.evicted_for_turn) == ("blind", 0)
     setting(real.context, ["reuse", "blind"])
     assert "/clear" not in real.capsys.readouterr().err
 
