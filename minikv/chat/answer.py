@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 
 from torch import Tensor
 
+from minikv import checks
 from minikv.cache.tier_rows import TierError
 from minikv.chat.protocols import TextStream, Tokenizer
 from minikv.chat.recall import Recall
@@ -31,6 +32,26 @@ class AnswerSettings:
     sampling: Sampling
     max_tokens: int
     stop: tuple[str, ...]
+
+    @staticmethod
+    def read(
+        given: Sampling,
+        own: Sampling | None,
+        max_tokens: int,
+        stop: str | Sequence[str] | None,
+    ) -> AnswerSettings:
+        """Check the settings. own: the model's own sampling, if its temperature is wanted, and its
+        filters where those of `given` are off. Raises UsageError."""
+        checks.whole("max_tokens", max_tokens, 1)
+        if own is not None:
+            given = replace(
+                given,
+                temperature=own.temperature,
+                top_k=given.top_k or own.top_k,
+                top_p=own.top_p if given.top_p == 1.0 else given.top_p,
+                min_p=given.min_p or own.min_p,
+            )
+        return AnswerSettings(given, max_tokens, checks.stop_texts(stop))
 
     def record(self) -> dict[str, object]:
         """The settings for the turn record."""
@@ -206,16 +227,15 @@ class Answer:
 class Writer:
     """Writes answers after the tokens of `log`, and adds their tokens to it.
 
-    begins: where the answer begins in the log. again: how often the rows under the budget are
-    selected again. max_context: positions that the model was trained for. cancelled(): whether the
-    answer must end. began: when the turn began, as `perf_counter` seconds.
+    again: how often the rows under the budget are selected again. max_context: positions that the
+    model was trained for. cancelled(): whether the answer must end. began: when the turn began, as
+    `perf_counter` seconds.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     recall: Recall
     log: TokenLog
-    begins: int
     settings: AnswerSettings
     seed: int
     again: Reselection

@@ -145,15 +145,14 @@ def prompt_report(
     begun: Conversation,
     plan: PromptPlan,
     read: Read,
-    reused: int,
     settings: AnswerSettings,
     seed: int,
     eviction: EvictionConfig,
     facts: Facts,
     baseline_tok_s: float | None,
 ) -> TurnReport:
-    """The record of a turn whose answer is not written yet; `turn_report` adds the rest. reused:
-    tokens of the conversation that were not fed again."""
+    """The record of a turn whose answer is not written yet; `turn_report` adds the rest."""
+    reused = plan.given if plan.anew else begun.log.seen - plan.length
     return TurnReport(
         turn=begun.turn,
         policy=eviction.policy,

@@ -44,15 +44,16 @@ from minikv.chat.plan import (
 from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.reading import Read, Reader
 from minikv.chat.recall import Recall
-from minikv.chat.report import TurnReport, line, table
+from minikv.chat.report import line, table
 from minikv.chat.reuse import Stored, TokenLog, checked
 from minikv.chat.snapshot import (
     UNDO_BYTES,
     ChatSnapshot,
     Conversation,
+    ConversationView,
     UndoHistory,
     refuse_continuation,
-    refuse_undo,
+    taken_back,
 )
 from minikv.chat.stopping import Cancelling, Guard, answers, changes, closed, in_background
 from minikv.chat.transcript import Document, Message, Source, Turn, rendered, user_message
@@ -64,20 +65,10 @@ from minikv.settings import MAX_TOKENS
 
 _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
-    *("continuable", "continue_answer", "conversation", "curve", "documents", "eviction"),
-    *(
-        "evicted_for_turn",
-        "fidelity",
-        "finish",
-        "fits",
-        "kept",
-        "keeps_cache",
-        "known",
-        "max_context",
-        "messages",
-    ),
-    *("pending", "quality", "reads_again", "recalls", "refresh", "refresh_every", "report"),
-    *("reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
+    *("continuable", "continue_answer", "conversation", "curve", "documents", "evicted_for_turn"),
+    *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
+    *("messages", "pending", "quality", "reads_again", "recalls", "refresh", "refresh_every"),
+    *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
     *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
     *("verified", "verify"),
 )
@@ -87,7 +78,7 @@ Fit = Callable[[EvictionConfig, int, int], int]
 """See `ChatSession`."""
 
 
-class ChatSession:
+class ChatSession(ConversationView):
     """One conversation over one cache.
 
     max_context: positions that the model was trained for. seed: of every random draw.
@@ -188,86 +179,6 @@ class ChatSession:
         )
 
     @property
-    def conversation(self) -> int:
-        """See the class."""
-        return self._now.number
-
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation, with the question that is being answered."""
-        return self._now.messages
-
-    @property
-    def pending(self) -> list[Document]:
-        """Documents that come with the next question."""
-        return self._now.pending
-
-    @property
-    def documents(self) -> list[Document]:
-        """Documents that came with a question."""
-        return self._now.documents
-
-    @property
-    def turn(self) -> int:
-        """The number of the last question that was read; 0 before the first."""
-        return self._now.turn
-
-    @property
-    def turns(self) -> list[Turn]:
-        """See the class."""
-        return self._now.turns
-
-    @property
-    def undone(self) -> list[Turn]:
-        """See the class."""
-        return self._now.undone
-
-    @property
-    def curve(self) -> list[tuple[int, int, int]]:
-        """See the class."""
-        return self._now.curve
-
-    @property
-    def evicted_for_turn(self) -> int | None:
-        """See the class."""
-        return self._now.evicted_for_turn
-
-    @property
-    def rereads(self) -> bool:
-        """Whether the next question reads the whole conversation again."""
-        return self._now.rereads
-
-    @property
-    def report(self) -> TurnReport | None:
-        """The record of the last turn; None if there is none."""
-        return self.turns[-1].report if self.turns else None
-
-    @property
-    def history(self) -> UndoHistory:
-        """Copies of the chat from before its turns."""
-        return self._now.history
-
-    @property
-    def _log(self) -> TokenLog:
-        return self._now.log
-
-    @property
-    def fed(self) -> list[int]:
-        """The ids of the tokens that the cache has seen."""
-        return self._log.fed
-
-    @property
-    def pending_token(self) -> int | None:
-        """The last token of an answer, which was not fed and begins the next prompt; None if there
-        is none."""
-        return self._log.pending
-
-    @property
-    def known(self) -> list[int]:
-        """See the class."""
-        return self._log.known
-
-    @property
     def reuse(self) -> str:
         """What later questions find in the cache, one of `reuse.REUSES`. May be set between turns;
         raises UsageError for other values."""
@@ -296,11 +207,6 @@ class ChatSession:
     @undo_turns.setter
     def undo_turns(self, turns: int) -> None:
         self.history.turns = turns
-
-    @property
-    def reports(self) -> list[TurnReport]:
-        """The records of all turns so far."""
-        return [turn.report for turn in self.turns]
 
     @changes
     def attach(self, text: str, name: str | None = None, source: Source | None = None) -> None:
@@ -382,25 +288,11 @@ class ChatSession:
         reads the remaining conversation again. Raises UsageError if there are fewer turns; then
         nothing changes.
         """
-        refuse_undo(turns, len(self.turns))
-        finished = len(self.turns) - turns
-        taken, baseline = self.turns[finished:], self.baseline_tok_s
-        snapshot = self.history.before.get(finished)
-        if snapshot is None:
-            now = ChatSnapshot.of(self._now, self.eviction, self.seed)
-            snapshot = now.before(finished, self.template)
-        restored = snapshot.conversation(self._now)
-        rereads = restored.rereads or self.rereads or taken[0].report.reuse == "refresh"
-        restored = replace(
-            restored,
-            history=self.history.until(finished),
-            pending=[*restored.pending, *(d for d in self.pending if d not in restored.pending)],
-            undone=taken,
-            rereads=rereads and bool(restored.log.seen),
-        )
+        now, baseline = ChatSnapshot.of(self._now, self.eviction, self.seed), self.baseline_tok_s
+        snapshot, restored = taken_back(self._now, turns, now, self.template)
         self._restore(snapshot, self.eviction, self.seed, restored)
         self.baseline_tok_s = baseline
-        return taken
+        return restored.undone
 
     def cancel(self) -> None:
         """Stop the running turn at the next safe point. Safe to call from a signal handler.
@@ -529,9 +421,10 @@ class ChatSession:
         the chat is as it was before the question. After an error in the answer, the part that was
         written stays.
         """
-        settings = self._settings(
-            temperature, top_k, top_p, min_p, repeat_penalty, max_tokens, stop
+        given = Sampling(
+            0.0 if temperature == "auto" else temperature, top_k, top_p, min_p, repeat_penalty
         )
+        settings = AnswerSettings.read(given, self._own(temperature), max_tokens, stop)
         checks.function("progress", progress)
         checks.function("notice", notice)
         checks.unicode("the question", question)
@@ -562,9 +455,10 @@ class ChatSession:
         it. max_tokens: of the new part. Arguments and errors are those of `ask`. Raises UsageError
         if there is no such answer.
         """
-        settings = self._settings(
-            temperature, top_k, top_p, min_p, repeat_penalty, max_tokens, stop
+        given = Sampling(
+            0.0 if temperature == "auto" else temperature, top_k, top_p, min_p, repeat_penalty
         )
+        settings = AnswerSettings.read(given, self._own(temperature), max_tokens, stop)
         checks.function("notice", notice)
         self.continuable()
         return self._cancelling.during(self._longer(settings, notice))
@@ -603,34 +497,15 @@ class ChatSession:
         """Raise the UsageError that `continue_answer` would raise."""
         refuse_continuation(self.report, self.eviction, self._log, self.max_context)
 
-    def _settings(
-        self,
-        temperature: float | Literal["auto"],
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        repeat_penalty: float,
-        max_tokens: int,
-        stop: str | Sequence[str] | None,
-    ) -> AnswerSettings:
-        """How an answer is written. Raises UsageError."""
-        checks.whole("max_tokens", max_tokens, 1)
-        stop, own = checks.stop_texts(stop), self.own
+    def _own(self, temperature: float | Literal["auto"]) -> Sampling | None:
+        """The model's own way to draw tokens, if it is wanted."""
         if temperature != "auto":
-            sampling = Sampling(temperature, top_k, top_p, min_p, repeat_penalty)
-            return AnswerSettings(sampling, max_tokens, stop)
+            return None
         if self._not_own:
             why = f'{self._not_own}: `temperature="auto"` takes the likeliest token, as 0 does'
             self.engine.notices.append(why)
             self._not_own = ""  # said once
-        sampling = replace(
-            Sampling(0.0, top_k, top_p, min_p, repeat_penalty),
-            temperature=own.temperature,
-            top_k=top_k or own.top_k,
-            top_p=own.top_p if top_p == 1.0 else top_p,
-            min_p=min_p or own.min_p,
-        )
-        return AnswerSettings(sampling, max_tokens, stop)
+        return self.own
 
     def _turn(
         self,
@@ -662,12 +537,13 @@ class ChatSession:
             raise
         known = measured(self.engine.kv, known)
         begun = self._now.begun(messages, documents, found, read, known, self.recall.here)
-        reused = found.given if found.anew else log.seen
-        record = self._record(begun, found, read, reused, settings)
+        record = prompt_report(
+            begun, found, read, settings, self.seed, self.eviction, self.facts, self.baseline_tok_s
+        )
 
         # The prompt is in the cache. From here on the turn counts, even if the answer fails.
         every = self.refresh_every * found.recalled
-        writer = self._writer(begun.log, begun.log.seen, settings, every, read.fidelity, began)
+        writer = self._writer(begun.log, settings, every, read.fidelity, began)
         answer = Answer(self.tokenizer.stream(), settings.stop)
         last = Turn(question, "", documents, record)
         kept = self._keep(found, read, snapshot)
@@ -692,7 +568,7 @@ class ChatSession:
         answer.first_s = turn.report.time_s.first_token
         settings = replace(settings, max_tokens=answer.generated + settings.max_tokens)
         fidelity = turn.report.fidelity
-        writer = self._writer(log, begins, settings, self.refresh_every, fidelity, began)
+        writer = self._writer(log, settings, self.refresh_every, fidelity, began)
         last = replace(
             turn, report=replace(turn.report, seed=writer.seed, sampling=settings.record())
         )
@@ -716,9 +592,10 @@ class ChatSession:
         """Write the answer of the turn `last`, and close the turn, however that ends. now: the
         conversation meanwhile. begun: the one to which the turn is added. kept: lines to tell
         first."""
+        begins = len(writer.log.ids) - answer.generated
 
         def closing() -> Conversation:
-            ended = answer.ended(self.tokenizer, writer.log.ids[writer.begins :])
+            ended = answer.ended(self.tokenizer, writer.log.ids[begins:])
             stats = measured(self.engine.kv, known)
             lines = [*told.lines, *self._new_notices(), *self._looping(answer, writer.settings)]
             took = perf_counter() - writer.began
@@ -766,19 +643,6 @@ class ChatSession:
             self._told_auto = about if found.auto else self._told_auto
             yield found.why
         yield from self._told()
-
-    def _record(
-        self,
-        begun: Conversation,
-        found: PromptPlan,
-        read: Read,
-        reused: int,
-        settings: AnswerSettings,
-    ) -> TurnReport:
-        chosen, speed = self.eviction, self.baseline_tok_s
-        return prompt_report(
-            begun, found, read, reused, settings, self.seed, chosen, self.facts, speed
-        )
 
     def _keep(self, found: PromptPlan, read: Read, snapshot: ChatSnapshot | None) -> Iterator[str]:
         """Note what was read, and that the copies from before are needed no more or for `undo`
@@ -888,7 +752,6 @@ class ChatSession:
     def _writer(
         self,
         log: TokenLog,
-        begins: int,
         settings: AnswerSettings,
         every: int,
         fidelity: Fidelity | None,
@@ -901,7 +764,6 @@ class ChatSession:
             self.tokenizer,
             self.recall,
             log,
-            begins,
             settings,
             self.seed,
             Reselection(every, fidelity.budget if fidelity else None),

@@ -164,20 +164,6 @@ class UndoHistory:
         return made
 
 
-def refuse_undo(turns: int, count: int) -> None:
-    """Raise UsageError if a chat of `count` turns cannot take back `turns` of them."""
-    checks.whole("turns", turns)
-    if turns < 1:
-        raise UsageError(
-            f"a number of turns is 1 or more, got {turns:,}", "`chat.undo()` or `chat.undo(2)`"
-        )
-    if not count:
-        raise UsageError("there is no turn to take back", "ask something first")
-    if turns > count:
-        have = "1 turn" if count == 1 else f"{count:,} turns"
-        raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
-
-
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation; see `ChatSession` for what is not described here. It is replaced as a whole,
@@ -271,3 +257,126 @@ def refuse_continuation(
             "this answer cannot go on: the policy or the budget was changed since",
             "set them back, or ask again",
         )
+
+
+def taken_back(
+    now: Conversation, turns: int, copy: ChatSnapshot, template: Template
+) -> tuple[ChatSnapshot, Conversation]:
+    """The chat before its last `turns` turns, with its cache if there is a copy of it; and the
+    conversation that goes on from there. copy: of `now`. Raises UsageError if there are fewer
+    turns."""
+    count = len(now.turns)
+    checks.whole("turns", turns)
+    if turns < 1:
+        raise UsageError(
+            f"a number of turns is 1 or more, got {turns:,}", "`chat.undo()` or `chat.undo(2)`"
+        )
+    if not count:
+        raise UsageError("there is no turn to take back", "ask something first")
+    if turns > count:
+        have = "1 turn" if count == 1 else f"{count:,} turns"
+        raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
+    finished = count - turns
+    snapshot = now.history.before.get(finished) or copy.before(finished, template)
+    restored, undone = snapshot.conversation(now), now.turns[finished:]
+    rereads = restored.rereads or now.rereads or undone[0].report.reuse == "refresh"
+    waiting = [document for document in now.pending if document not in restored.pending]
+    restored = replace(
+        restored,
+        history=now.history.until(finished),
+        pending=[*restored.pending, *waiting],
+        undone=undone,
+        rereads=rereads and bool(restored.log.seen),
+    )
+    return snapshot, restored
+
+
+class ConversationView:
+    """What a chat says of its conversation; see `ChatSession` for what is not described here."""
+
+    _now: Conversation
+
+    @property
+    def conversation(self) -> int:
+        """See the class."""
+        return self._now.number
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, with the question that is being answered."""
+        return self._now.messages
+
+    @property
+    def pending(self) -> list[Document]:
+        """Documents that come with the next question."""
+        return self._now.pending
+
+    @property
+    def documents(self) -> list[Document]:
+        """Documents that came with a question."""
+        return self._now.documents
+
+    @property
+    def turn(self) -> int:
+        """The number of the last question that was read; 0 before the first."""
+        return self._now.turn
+
+    @property
+    def turns(self) -> list[Turn]:
+        """See the class."""
+        return self._now.turns
+
+    @property
+    def undone(self) -> list[Turn]:
+        """See the class."""
+        return self._now.undone
+
+    @property
+    def curve(self) -> list[tuple[int, int, int]]:
+        """See the class."""
+        return self._now.curve
+
+    @property
+    def evicted_for_turn(self) -> int | None:
+        """See the class."""
+        return self._now.evicted_for_turn
+
+    @property
+    def rereads(self) -> bool:
+        """Whether the next question reads the whole conversation again."""
+        return self._now.rereads
+
+    @property
+    def report(self) -> TurnReport | None:
+        """The record of the last turn; None if there is none."""
+        return self.turns[-1].report if self.turns else None
+
+    @property
+    def history(self) -> UndoHistory:
+        """Copies of the chat from before its turns."""
+        return self._now.history
+
+    @property
+    def _log(self) -> TokenLog:
+        return self._now.log
+
+    @property
+    def fed(self) -> list[int]:
+        """The ids of the tokens that the cache has seen."""
+        return self._log.fed
+
+    @property
+    def pending_token(self) -> int | None:
+        """The last token of an answer, which was not fed and begins the next prompt; None if there
+        is none."""
+        return self._log.pending
+
+    @property
+    def known(self) -> list[int]:
+        """See the class."""
+        return self._log.known
+
+    @property
+    def reports(self) -> list[TurnReport]:
+        """The records of all turns so far."""
+        return [turn.report for turn in self.turns]
