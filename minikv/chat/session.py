@@ -414,7 +414,7 @@ class ChatSession(ConversationView):
         `notice(line)` with each warning. Closing the iterator early
         is the same as `cancel`. From its first piece until it ends, is closed or is
         garbage-collected, everything else that would change the chat raises UsageError (see
-        `minikv.chat.guard`).
+        `minikv.chat.stopping`).
 
         Raises ContextError if the prompt does not fit (it is never cut), UsageError,
         MemoryShortError, Interrupted and NumericsError. After an error while the prompt was read,
@@ -627,11 +627,10 @@ class ChatSession(ConversationView):
         tokens = self._log.seen + len(question.ids)
         if told is not None:
             told.tell_all(self._decide(tokens, answer))
-        settings = self._plan_settings(alone=told is None)
-        if settings.refresh_every and self.eviction.evicts:
-            tokens = max(tokens, min(tokens + answer, self.max_context))
-        held = self.engine.kv.stats()
+        held, settings = self.engine.kv.stats(), self._plan_settings(alone=told is None)
         tier = self._stored(history, held, settings, tokens)
+        if tier.room and settings.refresh_every and self.eviction.evicts:
+            tier = self.recall.stored(min(tokens + answer, self.max_context))
         return plan(history, question, held, tier, settings)
 
     def _before(self, found: PromptPlan, question: str) -> Iterator[str]:
