@@ -24,6 +24,8 @@ Compose = Callable[[Sequence[Message]], list[int]]
 
 _PROBES = ("a", "7?")
 """Two questions without a common first or last character."""
+_NO_DOCUMENT = 'there is no document to evict beforehand: `reuse="blind"` changes nothing here'
+_NO_TIER = '`tier="none"`'
 _LONG = 256 << 10
 """Bytes of new text above which tokenizing takes noticeable time and memory."""
 _TOKENIZING = 100
@@ -60,11 +62,12 @@ class History:
 class Question:
     """The next question. messages: the conversation with it. documents: the text of those that come
     with it. ids: the tokens of `messages` that the cache has not seen, up to where the answer
-    begins. opening, following: see `Template`."""
+    begins; `compose` makes them. opening, following: see `Template`."""
 
     messages: Sequence[Message]
     documents: str
     ids: list[int]
+    compose: Compose
     opening: Compose
     following: Compose
 
@@ -173,8 +176,8 @@ def plan(
     |        | and the policy does not ask, or `keeps_cache`  |                          |         |
     | filled |                                                | new                      | once    |
 
-    * "refresh" if there were turns. ** Under "auto", the user may stop what is read again, and then
-    only the new tokens are read. Of a recall, that is what the tier has lost of earlier prompts.
+    * "refresh" if there were turns. ** The user may stop what `auto` reads again, if then the new
+    tokens fit: of a recall, what the tier has lost of earlier prompts.
 
     Raises ContextError if it does not fit the model; and UsageError if `reuse` is "recall" and the
     policies or the settings rule that out, or if a setting needs a tier and there is none.
@@ -191,33 +194,21 @@ def _from_the_beginning(
 ) -> PromptPlan:
     """The plan if the cache has seen nothing."""
     ids, fresh = question.ids, "refresh" if history.documents else "once"
+    recalled = recalls(history, held, tier, settings) and tier.room
+    if recalled and history.known:
+        ids = [*history.known, *question.following(question.messages)]
     whole = PromptPlan(fresh, (ids,), True, settings.pinned, begins=_last_turn(history, ids))
-    if recalls(history, held, tier, settings) and tier.room:
-        if history.known:
-            ids = [*history.known, *question.following(question.messages)]
+    if recalled:
         given = tier.gives(ids)
-        return replace(
-            whole,
-            reuse="recall" if given else fresh,
-            parts=(ids,),
-            recalled=True,
-            given=given,
-            begins=_last_turn(history, ids),
-        )
+        return replace(whole, reuse="recall" if given else fresh, recalled=True, given=given)
     asked = _asked(history, question)
     if not settings.blind:
         return replace(whole, asks=not asked)
-    cut = parts(ids, asked, with_content(question.opening, question.messages))
-    mode = "blind" if len(cut) > 1 else "once"
-    why = ""
-    if (
-        settings.reuse == "blind"
-        and mode == "once"
-        and fresh == "once"
-        and settings.eviction.evicts
-    ):
-        why = 'there is no document to evict beforehand: `reuse="blind"` changes nothing here'
-    return PromptPlan(mode, cut, True, settings.pinned, asks=True, why=why)
+    cut, by_name = parts(ids, asked, question.compose, question.messages), settings.reuse == "blind"
+    if len(cut) > 1:
+        return PromptPlan("blind", cut, True, settings.pinned, asks=True)
+    why = _NO_DOCUMENT if by_name and fresh == "once" and settings.eviction.evicts else ""
+    return PromptPlan("once", cut, True, settings.pinned, asks=True, why=why)
 
 
 def _behind_what_is_there(
@@ -249,10 +240,8 @@ def _behind_what_is_there(
             return replace(again, why=why, auto=True, instead=stop)
         why = ""
     if settings.blind and question.documents:
-        following = with_content(
-            lambda messages: [*history.unfed, *question.following(messages)], question.messages
-        )
-        cut = parts(question.ids, _asked(history, question)[-1:], following)
+        asked = _asked(history, question)[-1:]
+        cut = parts(question.ids, asked, question.compose, question.messages)
         return PromptPlan("blind", cut, False, asks=True)
     return replace(new, why=why, auto=chose)
 
@@ -272,9 +261,6 @@ def recalls(history: History, held: CacheStats, tier: Stored, settings: PlanSett
             '`reuse="auto"` reads everything again instead',
         )
     return True
-
-
-_NO_TIER = '`tier="none"`'
 
 
 def _auto(
@@ -325,30 +311,22 @@ def _asked(history: History, question: Question) -> list[tuple[int, str]]:
 def parts(
     ids: list[int],
     asked: Sequence[tuple[int, str]],
-    again: Callable[[int, str], list[int]],
+    compose: Compose,
+    messages: Sequence[Message],
 ) -> tuple[list[int], ...]:
-    """Cut `ids` where documents end and the questions about them begin.
+    """Cut `ids`, the tokens of `messages`, where documents end and the questions about them begin.
 
-    asked: for each message with documents, its index and the text of its documents. again(index,
-    content): the ids with another content of that message. A cut is where the ids begin to differ
-    if the question is replaced by either of two others. So no token of a question is before its
-    cut, whatever the template and the tokenizer do.
+    asked: for each message with documents, its index and the text of its documents. compose: makes
+    `ids` of `messages`. A cut is where the ids begin to differ if the question is replaced by
+    either of two others. So no token of a question is before its cut, whatever the template and the
+    tokenizer do.
     """
     cuts = {0, len(ids)}
     for at, documents in asked:
-        others = [again(at, documents + probe) for probe in _PROBES]
-        cuts.add(shared(ids, *others))
+        before, role, after = messages[:at], messages[at].role, messages[at + 1 :]
+        others = [[*before, Message(role, documents + probe), *after] for probe in _PROBES]
+        cuts.add(shared(ids, *map(compose, others)))
     return tuple(ids[a:b] for a, b in pairwise(sorted(cuts)))
-
-
-def with_content(compose: Compose, messages: Sequence[Message]) -> Callable[[int, str], list[int]]:
-    """A function (index, content) that replaces the content of that message, and returns `compose`
-    of the messages."""
-
-    def again(at: int, content: str) -> list[int]:
-        return compose([*messages[:at], Message(messages[at].role, content), *messages[at + 1 :]])
-
-    return again
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -478,8 +456,13 @@ class Composer:
 
     def question(self, history: History, messages: Sequence[Message], documents: str) -> Question:
         """The last message as a question after `history`."""
-        ids = [*history.unfed, *self.following(messages)] if history.fed else self.opening(messages)
-        return Question(messages, documents, ids, self.opening, self.following)
+
+        def new(messages: Sequence[Message]) -> list[int]:
+            return [*history.unfed, *self.following(messages)]
+
+        compose = new if history.fed else self.opening
+        ids = compose(messages)
+        return Question(messages, documents, ids, compose, self.opening, self.following)
 
     def _ids(
         self, compose: Compose, messages: Sequence[Message], new: Sequence[Message]

@@ -31,7 +31,7 @@ from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import header
 from minikv.cli.terminal import Terminal
-from minikv.errors import ContextError, Interrupted, NumericsError, UsageError
+from minikv.errors import Interrupted, NumericsError, UsageError
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -79,19 +79,6 @@ def state(session: ChatSession) -> tuple[object, ...]:
     )
 
 
-def prompts(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """What the engine is given to read from here on, prompt by prompt."""
-    seen: list[list[int]] = []
-    read = session.engine.prompt
-
-    def prompt(ids: Any, *more: Any) -> Any:
-        seen.append(list(ids))
-        return read(ids, *more)
-
-    monkeypatch.setattr(session.engine, "prompt", prompt)
-    return seen
-
-
 # -- refresh --------------------------------------------------------------------------------
 
 
@@ -117,16 +104,6 @@ def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> N
     assert again[0] == again[1]
     assert [r.reuse for r in session.reports] == ["once", "refresh", "once"]
     assert [r.shaped_by_turn for r in session.reports] == [1, 2, 2]
-
-
-def test_a_refresh_brings_back_what_the_first_question_let_go() -> None:
-    once, again = chat(), chat(reuse="refresh")
-    for session in (once, again):
-        session.attach(MILL)
-        say(session, "Who?")
-        say(session, "Why?")
-    gone = set(range(len(MILL))) - {p for head in held_of(once) for p in head}
-    assert gone & {p for head in held_of(again) for p in head}
 
 
 def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> None:
@@ -169,19 +146,6 @@ def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
     session.refresh()
     session.reset()
     assert not session.rereads
-
-
-def test_the_setting_reads_again_with_each_question() -> None:
-    session = make(reuse="refresh")
-    session.attach("doc")
-    for question in ("one", "two", "three"):
-        list(session.ask(question, 5))
-        check(session)
-    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
-    assert [r.tokens.prompt_reused for r in session.reports] == [0, 0, 0]
-    assert session.reports[2].tokens.prompt_new == len(
-        session.template.opening(session.messages[:-1])
-    )
 
 
 def test_pinned_rows_stay_pinned() -> None:
@@ -291,19 +255,6 @@ def test_numbers_gone_wrong_put_the_old_cache_back() -> None:
     check(session)
 
 
-def test_a_conversation_that_does_not_fit_again_is_refused_untouched() -> None:
-    session = make(max_context=64)
-    session.attach("y" * 30)
-    list(session.ask("q", 4))
-    session.refresh()
-    before = list(session.fed)
-    with pytest.raises(ContextError, match="and 63 are left"):
-        list(session.ask("z" * 20))
-    assert session.fed == before
-    assert session.rereads
-    check(session)
-
-
 # -- blind ----------------------------------------------------------------------------------
 
 
@@ -361,56 +312,6 @@ def test_blind_says_that_no_question_shaped_the_cache() -> None:
     assert session.reports[0].warnings == session.reports[1].warnings == ()
 
 
-def test_a_blind_document_comes_apart_at_any_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = chat(reuse="blind")
-    say(session, "Hello", 3)
-    assert session.report is not None
-    assert "no document to evict beforehand" in session.report.warnings[0]
-    seen = prompts(session, monkeypatch)
-    session.attach(WELL, "well.txt")
-    before = len(session.fed)
-    pending_token = [session.pending_token]
-    say(session, "7 or a?", 3)
-    assert len(seen) == 2
-    assert (
-        seen[0]
-        == [*pending_token, *session.template.following(session.messages[:-1])][: len(seen[0])]
-    )
-    assert session.tokenizer.decode(seen[0]).endswith(f"{WELL}\n\n")
-    assert session.report.tokens.prompt_new == sum(map(len, seen))
-    assert session.report.tokens.prompt_reused == before
-    del seen[:]
-    say(session, "And?", 3)
-    assert len(seen) == 1
-    session.reset(keep_documents=True)
-    del seen[:]
-    say(session, "And?", 3)
-    assert bytes(seen[0][2:]).decode() == f"Document: well.txt\n\n{WELL}\n\n"
-
-
-def test_a_transcript_is_read_again_with_a_cut_after_each_document(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    session = chat()
-    session.attach(MILL)
-    say(session, "One", 3)
-    say(session, "Two", 3)
-    session.attach(WELL)
-    whole = replace(session.snapshot(), held=None, fed=(), pending_token=None)
-    other = chat(reuse="blind")
-    other.restore(whole)
-    seen = prompts(other, monkeypatch)
-    say(other, "Three", 3)
-    ends = [bytes(i for i in part if i < 256).decode() for part in seen]
-    assert len(ends) == 3
-    assert ends[0] == f"{MILL}\n\n"
-    assert ends[1].startswith("One")
-    assert ends[1].endswith(f"{WELL}\n\n")
-    assert ends[2] == "Three"
-    assert [id for part in seen for id in part] == other.template.opening(other.messages[:-1])
-    assert other.evicted_for_turn == 0
-
-
 def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
     session = chat(reuse="blind", budget=600)
     session.attach(MILL)
@@ -429,10 +330,7 @@ def cut(template: ChatTemplate, tokenizer: Tokenizer, document: str, question: s
         messages = [*before, Message("user", document + question)]
         ids = template.opening(messages)
 
-        def again(at: int, content: str, messages: list[Message] = messages) -> list[int]:
-            return template.opening([*messages[:at], Message("user", content)])
-
-        found = plan.parts(ids, [(len(before), document)], again)
+        found = plan.parts(ids, [(len(before), document)], template.opening, messages)
         assert [id for part in found for id in part] == ids
         first, rest = found
         shown, bare = tokenizer.decode(first).rstrip(), document.strip()
@@ -535,17 +433,6 @@ def test_a_refreshed_question_that_is_taken_back_is_answered_as_it_was() -> None
     assert (say(session, "Why?"), cache(session)) == want
     session.undo(2)
     assert not session.rereads  # everything is read anyway
-
-
-def test_auto_answers_again_as_it_did() -> None:
-    session = chat(undo_turns=4, reuse="auto")
-    session.attach(MILL)
-    say(session, "Who?")
-    want = say(session, "Why?")
-    session.undo()
-    assert say(session, "Why?") == want
-    assert session.report is not None
-    assert session.report.reuse == "refresh"
 
 
 def test_a_saved_chat_keeps_the_setting() -> None:
@@ -749,14 +636,6 @@ def test_eval_reads_on_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["eval", "--tasks", "followup"])
     assert "built" in result.stderr
     assert [settings.reuse for settings in built] == ["once"]
-
-
-def test_a_fresh_question_is_no_refresh() -> None:
-    session = chat(reuse="refresh")
-    session.attach(MILL)
-    say(session, "Who?")
-    assert session.report is not None
-    assert (session.report.reuse, session.report.shaped_by_turn) == ("once", 1)
 
 
 def test_reading_again_judges_by_the_last_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
