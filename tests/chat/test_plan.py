@@ -112,6 +112,7 @@ CASES = [
     Case("again", SEEN, "auto", "recall", "recall", SEEN),
     Case("again", 7, "recall", "recall", "recall", 7),
     Case("again", 7, "auto", "recall", "recall", 7, policy="full"),  # another policy evicted
+    Case("again", 7, "auto", "recall", "recall", 7, policy="full", evicted=0),
     Case("again", 0, "recall", "refresh", "recall"),
     # empty, blind
     Case("empty", None, "blind", "blind", "cut", **FIRST),
@@ -119,6 +120,7 @@ CASES = [
     Case("again", None, "blind", "blind", "cut", **BOTH),
     Case("empty", None, "blind", "once", "cut", why=NONE),
     Case("empty", None, "blind", "once", "cut", policy="full"),
+    Case("empty", None, "auto", "once", "cut", policy="kvzip"),
     Case("again", None, "blind", "once", "cut", had=""),
     # empty
     *(Case("empty", None, reuse, "once", "all", brings=WELL) for reuse in ("auto", "once")),
@@ -246,6 +248,20 @@ def test_recall_by_name_without_a_tier_is_refused() -> None:
     *given, tier, settings = Case("filled", None, "recall", "", "").inputs()
     with pytest.raises(UsageError, match=r'is not possible: `tier="none"`\n'):
         plan(*given, replace(tier, kind="none"), settings)  # type: ignore[misc]
+
+
+def test_what_was_read_is_recalled_as_it_was_though_the_text_may_have_other_tokens() -> None:
+    history, question, held, tier, settings = Case("again", 7, "auto", "", "").inputs()
+    known = [*history.known[:-1], 900]
+    found = plan(replace(history, known=known), question, held, tier, settings)
+    assert found.ids == [*known, *question.following(question.messages)]
+
+
+def test_reading_again_cannot_be_stopped_where_only_that_fits() -> None:
+    limits = {"max_context": SEEN + 9}
+    history, question, *given = Case("filled", None, "auto", "", "", settings=limits).inputs()
+    found = plan(history, replace(question, opening=lambda _: [0] * 5), *given)  # type: ignore[arg-type]
+    assert (found.reuse, found.instead) == ("refresh", None)
 
 
 @pytest.mark.parametrize("length", [499, 500])
