@@ -22,7 +22,7 @@ from minikv.errors import ContextError, MemoryShortError, UsageError
 
 Compose = Callable[[Sequence[Message]], list[int]]
 
-_PROBES = ("a", "7?")
+PROBES = ("a", "7?")
 """Two questions without a common first or last character."""
 _NO_DOCUMENT = 'there is no document to evict beforehand: `reuse="blind"` changes nothing here'
 _NO_TIER = '`tier="none"`'
@@ -324,7 +324,7 @@ def parts(
     cuts = {0, len(ids)}
     for at, documents in asked:
         before, role, after = messages[:at], messages[at].role, messages[at + 1 :]
-        others = [[*before, Message(role, documents + probe), *after] for probe in _PROBES]
+        others = [[*before, Message(role, documents + probe), *after] for probe in PROBES]
         cuts.add(shared(ids, *map(compose, others)))
     return tuple(ids[a:b] for a, b in pairwise(sorted(cuts)))
 
@@ -429,7 +429,7 @@ def start(template: Template, system: str) -> list[int]:
     """Token ids before the text of the first user message, with the BOS token if the model has one.
     All conversations with this system prompt begin with them."""
     system_messages = [Message("system", system)] if system else []
-    one, two = (template.opening([*system_messages, Message("user", text)]) for text in _PROBES)
+    one, two = (template.opening([*system_messages, Message("user", text)]) for text in PROBES)
     return one[: shared(one, two)]
 
 

@@ -22,7 +22,7 @@ from minikv.cache.plan import RowsBefore
 from minikv.cache.stats import Fidelity, PromptFigures
 from minikv.cache.tier_rows import TierError
 from minikv.chat.fitting import too_much
-from minikv.chat.plan import PlanSettings, PromptPlan
+from minikv.chat.plan import PROBES, PlanSettings, PromptPlan
 from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.recall import Recall
 from minikv.chat.report import size
@@ -35,7 +35,6 @@ from minikv.policies.base import Wording
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with "
-_PROBES = ("a", "7?")  # two questions without a common last character
 _FEW = 256  # of fewer tokens that are read twice nothing is said: a question alone is read at once
 
 
@@ -238,7 +237,7 @@ class Reader:
 
 def wording(tokenizer: Tokenizer, template: Template) -> Wording:
     """The requests of KVzip's release, and the tokens that the template puts after a question."""
-    one, two = (template.opening([Message("user", text)]) for text in _PROBES)
+    one, two = (template.opening([Message("user", text)]) for text in PROBES)
     count = shared(one[::-1], two[::-1])
     return Wording(
         tuple(tokenizer.encode(_FIRST)),
