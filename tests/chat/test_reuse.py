@@ -191,13 +191,13 @@ def failing(session: ChatSession, at: int, how: BaseException | None) -> Callabl
     return progress
 
 
-@pytest.mark.parametrize("how", [None, MemoryError("none"), KeyboardInterrupt(), UsageError("x")])
+@pytest.mark.parametrize("how", [None, MemoryError("none")])
 @pytest.mark.parametrize("reads", ["refresh", "blind"])
-@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("place", [0.0, 1.0])
 def test_a_failed_reading_leaves_cache_and_chat_as_they_were(
     reads: str, place: float, how: BaseException | None
 ) -> None:
-    session, twin = chat(undo_turns=4 * (place != 0.5)), chat()
+    session, twin = chat(undo_turns=4 * (place == 1.0)), chat()
     for one in (session, twin):
         one.attach(MILL, "mill.txt")
         say(one, "Who?", 5)
@@ -419,20 +419,6 @@ def test_the_loss_is_against_all_that_was_read_or_not_known() -> None:
 
 
 # -- undo, saved chats ------------------------------------------------------------------------
-
-
-def test_a_refreshed_question_that_is_taken_back_is_answered_as_it_was() -> None:
-    session = chat(undo_turns=4)
-    session.attach(MILL)
-    say(session, "Who?")
-    session.refresh()
-    want = say(session, "Why?"), cache(session)
-    assert not session.rereads
-    session.undo()
-    assert session.rereads
-    assert (say(session, "Why?"), cache(session)) == want
-    session.undo(2)
-    assert not session.rereads  # everything is read anyway
 
 
 def test_a_saved_chat_keeps_the_setting() -> None:

@@ -24,36 +24,6 @@ from minikv.chat.stopping import Guard, left, stoppable
 from minikv.errors import Interrupted, UsageError
 
 
-def test_cancel_in_an_answer_keeps_it_and_the_next_turn_follows() -> None:
-    chat = make()
-    pieces = []
-    for piece in chat.ask("tell me"):
-        pieces.append(piece)
-        if len(pieces) == 3:
-            chat.cancel()
-    assert len(pieces) == 3
-    assert chat.report is not None
-    assert chat.report.stop_reason == "user"
-    assert chat.messages[-1].content == "".join(pieces)
-    check(chat)
-    list(chat.ask("go on"))
-    assert chat.report.stop_reason == "eos"
-    check(chat)
-
-
-def test_closing_the_iterator_is_a_cancel() -> None:
-    chat = make()
-    answer = chat.ask("tell me")
-    first = next(answer) + next(answer)
-    answer.close()  # type: ignore[attr-defined]
-    assert chat.report is not None
-    assert chat.report.stop_reason == "user"
-    assert chat.messages[-1].content == first
-    check(chat)
-    list(chat.ask("and now"))
-    check(chat)
-
-
 def test_cancel_while_reading_rolls_back_and_the_documents_stay_pending() -> None:
     chat, twin = make(), make()
     for c in (chat, twin):
