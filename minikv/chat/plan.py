@@ -17,7 +17,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.reuse import Stored, TokenLog, shared
 from minikv.chat.stopping import stoppable
-from minikv.chat.transcript import Message, Turn, rendered
+from minikv.chat.transcript import Document, Message, Turn, rendered
 from minikv.errors import ContextError, MemoryShortError, UsageError
 
 Compose = Callable[[Sequence[Message]], list[int]]
@@ -37,15 +37,15 @@ class History:
     """The conversation before the question.
 
     fed: the tokens that the cache has seen. unfed: those with which the next prompt begins. known:
-    if the cache is empty, the tokens as far as they are known. documents: the text of those that
-    came with each question, "" for none. read: tokens of the conversation up to the last answer;
-    seen: and with it, as far as it was fed.
+    if the cache is empty, the tokens as far as they are known. documents: those that came with each
+    question. read: tokens of the conversation up to the last answer; seen: and with it, as far as
+    it was fed.
     """
 
     fed: Sequence[int] = ()
     unfed: Sequence[int] = ()
     known: Sequence[int] = ()
-    documents: Sequence[str] = ()
+    documents: Sequence[Sequence[Document]] = ()
     read: int = 0
     seen: int = 0
 
@@ -53,19 +53,19 @@ class History:
     def of(turns: Sequence[Turn], log: TokenLog) -> History:
         if not turns:
             return History(log.fed, log.unfed, log.known)
-        documents, last = [rendered(turn.documents) for turn in turns], turns[-1].report.tokens
+        documents, last = [turn.documents for turn in turns], turns[-1].report.tokens
         read = last.prompt_reused + last.prompt_new
         return History(log.fed, log.unfed, log.known, documents, read, last.seen_total)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The next question. messages: the conversation with it. documents: the text of those that come
-    with it. ids: the tokens of `messages` that the cache has not seen, up to where the answer
-    begins; `compose` makes them. opening, following: see `Template`."""
+    """The next question. messages: the conversation with it. documents: those that come with it.
+    ids: the tokens of `messages` that the cache has not seen, up to where the answer begins;
+    `compose` makes them. opening, following: see `Template`."""
 
     messages: Sequence[Message]
-    documents: str
+    documents: Sequence[Document]
     ids: list[int]
     compose: Compose
     opening: Compose
@@ -305,7 +305,7 @@ def _asked(history: History, question: Question) -> list[tuple[int, str]]:
     """(index in the messages, text of its documents) of each message that has documents."""
     brought = [*history.documents, question.documents]
     first = len(question.messages) + 1 - 2 * len(brought)
-    return [(first + 2 * n, text) for n, text in enumerate(brought) if text]
+    return [(first + 2 * n, rendered(each)) for n, each in enumerate(brought) if each]
 
 
 def parts(
@@ -454,7 +454,9 @@ class Composer:
         """Token ids of what comes after the last answer, up to where the next one begins."""
         return self._ids(self.template.following, messages, messages[-1:])
 
-    def question(self, history: History, messages: Sequence[Message], documents: str) -> Question:
+    def question(
+        self, history: History, messages: Sequence[Message], documents: Sequence[Document]
+    ) -> Question:
         """The last message as a question after `history`."""
 
         def new(messages: Sequence[Message]) -> list[int]:

@@ -56,7 +56,7 @@ from minikv.chat.snapshot import (
     taken_back,
 )
 from minikv.chat.stopping import Cancelling, Guard, answers, changes, closed, in_background
-from minikv.chat.transcript import Document, Message, Source, Turn, rendered, user_message
+from minikv.chat.transcript import Document, Message, Source, Turn, user_message
 from minikv.chat.verify import Verification, rewritten
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
@@ -622,8 +622,8 @@ class ChatSession(ConversationView):
     ) -> PromptPlan:
         """What to read for the last message. answer: its most tokens. told: None if this is planned
         again because the tier failed; then the answer does without what needs a tier."""
-        history, documents = History.of(self.turns, self._log), rendered(self.pending)
-        question = self._composer().question(history, messages, documents)
+        history = History.of(self.turns, self._log)
+        question = self._composer().question(history, messages, self.pending)
         tokens = self._log.seen + len(question.ids)
         if told is not None:
             told.tell_all(self._decide(tokens, answer))
@@ -676,7 +676,7 @@ class ChatSession(ConversationView):
         if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
             return ""
         messages = [*self.messages, user_message(self.pending, "?")]
-        question = self._composer().question(History.of(self.turns, self._log), messages, "")
+        question = self._composer().question(History.of(self.turns, self._log), messages, ())
         tokens = self._log.seen + len(question.ids)
         return fit_words(self._rows_for(tokens, answer), tokens)
 

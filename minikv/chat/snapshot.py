@@ -298,7 +298,6 @@ class ConversationView:
 
     @property
     def conversation(self) -> int:
-        """See the class."""
         return self._now.number
 
     @property
@@ -323,22 +322,18 @@ class ConversationView:
 
     @property
     def turns(self) -> list[Turn]:
-        """See the class."""
         return self._now.turns
 
     @property
     def undone(self) -> list[Turn]:
-        """See the class."""
         return self._now.undone
 
     @property
     def curve(self) -> list[tuple[int, int, int]]:
-        """See the class."""
         return self._now.curve
 
     @property
     def evicted_for_turn(self) -> int | None:
-        """See the class."""
         return self._now.evicted_for_turn
 
     @property
@@ -373,7 +368,6 @@ class ConversationView:
 
     @property
     def known(self) -> list[int]:
-        """See the class."""
         return self._log.known
 
     @property

@@ -29,7 +29,7 @@ from minikv.chat.plan import (
     reads_again,
 )
 from minikv.chat.reuse import Stored
-from minikv.chat.transcript import Message
+from minikv.chat.transcript import Document, Message
 from minikv.errors import ContextError, Interrupted, MemoryShortError, UsageError
 
 MILL = "A mill stands by the river and grinds. " * 8
@@ -38,6 +38,10 @@ ASKED, ANSWERED = Message("user", "mill\n\nWho?"), Message("assistant", "Ada")
 READ = COMPOSER.opening([ASKED])
 SEEN = [*READ, *b"Ad"]  # the last token of the answer was not fed
 STATS = CacheStats(0, 0, 0.0, *[0] * 8, None, None, None, 0.0, None, False, False)
+
+
+def documents(text: str) -> tuple[Document, ...]:
+    return (Document(text.strip()),) if text else ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Case:
             read = COMPOSER.opening([asked])
             seen = [*read, *b"Ad"]  # the last token of the answer was not fed
             messages = [asked, Message("assistant", "Ada"), *messages]
-            history = History([], [], [*seen, *b"a"], [self.had], len(read), len(seen))
+            had = documents(self.had)
+            history = History([], [], [*seen, *b"a"], [had], len(read), len(seen))
         if self.cache == "filled":
             history = replace(history, fed=seen, unfed=[*b"a"], known=[])
         eviction = EvictionConfig.read(self.policy, budget=64)
@@ -87,7 +92,7 @@ class Case:
             tier = Stored([*seen[: self.tier], *[-1] * 9], True, "", "ram")
         return (
             history,
-            COMPOSER.question(history, messages, self.brings),
+            COMPOSER.question(history, messages, documents(self.brings)),
             replace(STATS, evicted=self.evicted, gaps=self.evicted > 0),
             tier,
             PlanSettings(eviction, eviction.rules(), self.reuse, **limits),
