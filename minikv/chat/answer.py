@@ -168,11 +168,6 @@ class Answer:
         return len(self.ids)
 
     @property
-    def rate(self) -> float | None:
-        """Tokens per second of the decode steps; None if there was no step."""
-        return self.steps / self.decode_s if self.steps and self.decode_s else None
-
-    @property
     def stopped(self) -> bool:
         """Whether a stop text ended it."""
         return self._stop.found
