@@ -395,8 +395,9 @@ def test_ten_megabytes_are_refused_before_tokenizing() -> None:
     longest_token(chat.tokenizer)
     tokenizer = chat.tokenizer
     before = tokenizer.encoded  # type: ignore[attr-defined]
-    with pytest.raises(ContextError, match=r"needs at least [\d,]+ tokens"):
-        list(chat.ask("q"))
+    for _ in range(2):  # the vocabulary is looked through once
+        with pytest.raises(ContextError, match=r"needs at least [\d,]+ tokens"):
+            list(chat.ask("q"))
     assert tokenizer.encoded - before < 1000  # type: ignore[attr-defined]
     assert len(chat.pending) == 1
 
