@@ -88,7 +88,7 @@ def chat(
     refuse_without_torch()
     settings.check_eviction()
     texts = sources.opened(files, errors, config.loaders, terminal, lambda: piped)
-    from minikv.chat.undo import UNDO_TURNS
+    from minikv.chat.snapshot import UNDO_TURNS
 
     if typed:
         terminal.open_keyboard()
@@ -229,7 +229,7 @@ def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
     terminal.say(
         f"for the best answer, {session.reads_again:,} tokens are read again, and so for each "
         "later question; from the cache as it is, the answer may miss what question "
-        f"{session.shaped_by} did not need"
+        f"{session.evicted_for_turn} did not need"
     )
     while True:
         terminal.say("read them again? y or Enter: yes, n: answer from the cache as it is")

@@ -126,8 +126,7 @@ def forecast(
     import torch
 
     from minikv.cache.second_pass import PassCost
-    from minikv.chat.fitting import Machine, begun, peak, tier_beside, usable
-    from minikv.chat.repeating import too_much
+    from minikv.chat.fitting import Machine, begun, peak, tier_beside, too_much, usable
     from minikv.loader import shape_of, workspace
     from minikv.models.config import ModelConfig
     from minikv.models.packed import LEAST

@@ -116,7 +116,7 @@ def _decode(context: Context, value: str) -> None:
 def _reuse(context: Context, value: str) -> None:
     session = context.session
     session.reuse = value
-    if value == "blind" and session.documents and session.shaped_by != 0:
+    if value == "blind" and session.documents and session.evicted_for_turn != 0:
         context.terminal.say(
             "what was read stays as it is; /clear reads it again, and evicts before any question"
         )

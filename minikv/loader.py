@@ -53,7 +53,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     import torch
 
     from minikv.cache.kv_cache import KVCache
-    from minikv.chat.facts import Facts
+    from minikv.chat.closing import Facts
     from minikv.chat.fitting import USEFUL, Machine, tier_beside
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession

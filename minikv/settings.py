@@ -18,7 +18,6 @@ from minikv import checks
 from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig, read_budget
 from minikv.chat.reuse import REREAD_LIMIT, REUSES, TIER_DTYPES, TIERS
-from minikv.chat.stop import stop_texts
 from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies import (
@@ -458,7 +457,7 @@ class Generation:
     )
 
     def __post_init__(self) -> None:
-        stop_texts(self.stop)
+        checks.stop_texts(self.stop)
         for name, one in settings_of(Generation).items():
             value = getattr(self, name)
             if isinstance(value, tuple) or value in one.words:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minikv.chat.shown import clipped
+from minikv.chat.report import clipped
 from minikv.cli.paths import chats_folder
 from minikv.errors import UsageError
 from minikv.models.packed_files import make

@@ -17,6 +17,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
 from minikv.errors import ContextError, UsageError
 from minikv.policies.base import ALL, Wording, largest_block
 
@@ -98,6 +99,14 @@ class Machine:
 def usable(free: int) -> int:
     """The part of the free bytes beside the weights that a chat plans with."""
     return free - free // 8
+
+
+def too_much(nbytes: int, free: int | None) -> str:
+    """Why host memory has no room for `nbytes` bytes; "" if it has. free: free bytes, None if not
+    known."""
+    if free is None or nbytes <= usable(free):
+        return ""
+    return f"that takes {size(nbytes)} of RAM, and {size(free)} are free"
 
 
 def fit_words(rows: int, tokens: int) -> str:

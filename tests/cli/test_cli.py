@@ -29,7 +29,7 @@ from typer.testing import CliRunner, Result
 import minikv
 import minikv.cli.turn
 from minikv.cache.rules import Rules
-from minikv.chat.facts import Facts
+from minikv.chat.closing import Facts
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.cli import documents

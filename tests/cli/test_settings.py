@@ -21,8 +21,8 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 from typer.testing import CliRunner, Result
 
 import minikv
+from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
 from minikv.cli import (
     config,

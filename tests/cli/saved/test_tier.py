@@ -383,7 +383,7 @@ def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
     session.attach(MILL)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UsageError, match=r"tier=.file.. cannot be had: .*No space left"):
+        with pytest.raises(UsageError, match=r"tier=.file.. is not possible: .*No space left"):
             list(session.ask("Who?"))
     assert (session.fed, len(session.pending), os.listdir(home)) == ([], 1, [])
     say(session, "Who?")
@@ -425,7 +425,7 @@ def test_a_directory_that_cannot_be_written(
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
     _, session = start()
     session.attach(MILL)
-    with pytest.raises(UsageError, match=r"tier=.file.. cannot be had"):
+    with pytest.raises(UsageError, match=r"tier=.file.. is not possible"):
         list(session.ask("Who?"))
     _, other = start("auto")
     said: list[str] = []

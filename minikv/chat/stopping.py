@@ -1,9 +1,10 @@
-"""Ensures that a chat does one thing at a time: it writes an answer, or it is changed. Nothing
-waits.
+"""Stopping, and one thing at a time: `cancel` and `skip` set `Cancelling`; `Guard` lets an answer
+or a change hold the chat; `in_background` computes an answer in a thread; `stoppable` leaves work
+that cannot be interrupted.
 
 An answer holds the chat from its first piece until its iterator ends, is closed or is
 garbage-collected. An iterator that was not started holds nothing. Other calls during that time,
-from the same thread or another one, raise UsageError, and the answer goes on.
+from the same thread or another one, raise UsageError, and the answer goes on; nothing waits.
 
 An interrupt (Ctrl-C in a script) may come between any two instructions. So nothing is locked and
 unlocked: what holds the chat is in a list, and is over by one assignment. An answer whose iterator
@@ -12,20 +13,81 @@ has ended holds nothing, whether or not it could say so.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from minikv.chat.shown import clipped
+from minikv.chat.report import clipped
 from minikv.engine.threads import forked, refuse_fork
-from minikv.errors import UsageError
+from minikv.errors import Interrupted, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_AGAIN = 0.02  # seconds between two calls of `cancel`
+_LOOK = 0.05  # seconds between two calls of `stopped`
+_NAME = "minikv-stoppable"
+
+
+class Cancelling:
+    """`cancel` and `skip` are safe to call from a signal handler.
+
+    rereading: `auto` is reading the conversation again, and `skip` stops only that. skipped: `skip`
+    was called for that.
+    """
+
+    def __init__(self) -> None:
+        self.rereading = self.skipped = False
+        self._calls = self._handled = 0  # calls of `cancel`, and how many of them are done
+
+    def cancel(self) -> None:
+        """Stop the turn."""
+        self._calls += 1
+
+    def skip(self) -> None:
+        """Stop reading the conversation again; if it is not read again, stop the turn."""
+        if self.rereading:
+            self.skipped = True
+        else:
+            self.cancel()
+
+    def cancelled(self) -> bool:
+        """Whether the turn must stop."""
+        return self._calls > self._handled
+
+    def stopped(self) -> bool:
+        """Whether reading must stop, with the turn or without it."""
+        return self.cancelled() or self.skipped
+
+    def forget(self, before: int | None = None) -> None:
+        """Forget earlier calls of `skip` and `cancel`; with `before`, only the first `before` calls
+        of `cancel`."""
+        self._handled = max(self._handled, self._calls if before is None else before)
+        self.skipped = False
+
+    def during(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
+        """Return `pieces`. A call of `cancel` applies to them from now until they end, also before
+        the first piece is requested."""
+        calls = self._calls
+
+        def yielded() -> Generator[str, None, None]:
+            self.forget(calls)
+            try:
+                yield from pieces
+            finally:
+                self.forget()
+
+        return yielded()
+
+
+# -- one thing at a time -------------------------------------------------------------------------
 
 
 class _Hold:
@@ -235,3 +297,130 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
         return self.guard.change(lambda: method(self, *given, **named))
 
     return guarded
+
+
+# -- in a thread ---------------------------------------------------------------------------------
+
+
+class Cancellable(Protocol):
+    """An object with a `cancel` that any thread may call."""
+
+    def cancel(self) -> None: ...
+
+
+C = TypeVar("C", bound=Cancellable)
+
+
+def in_background(
+    method: Callable[Concatenate[C, P], Generator[str, None, None]],
+) -> Callable[Concatenate[C, P], AsyncGenerator[str, None]]:
+    """Wrap a method so that `async for` gets the pieces that it yields, which one thread computes,
+    because OpenMP keeps a pool for every thread that does. If the task is cancelled or the iterator
+    is closed, the answer ends as with `cancel`; this waits until the chat is free."""
+
+    @functools.wraps(method)
+    def background(self: C, /, *given: P.args, **named: P.kwargs) -> AsyncGenerator[str, None]:
+        return _steps(method(self, *given, **named), self.cancel)
+
+    returned = AsyncGenerator[str, None]
+    background.__annotations__ = {**method.__annotations__, "return": returned}
+    whole = inspect.signature(method).replace(return_annotation=returned)
+    background.__signature__ = whole  # type: ignore[attr-defined]
+    return background
+
+
+class _Worker:
+    """Computes the pieces in its thread. Its futures have no exception, which the event loop would
+    report if nobody asked for it: `next` returns a piece or None, and the error that it raised."""
+
+    def __init__(self, pieces: Generator[str, None, None], cancel: Callable[[], None]) -> None:
+        self._pieces, self._cancel = pieces, cancel
+        self._threads = ThreadPoolExecutor(1, "minikv-answer")
+        self._step: Future[tuple[str | None, BaseException | None]] | None = None
+
+    def next(self) -> Future[tuple[str | None, BaseException | None]]:
+        def compute() -> tuple[str | None, BaseException | None]:
+            try:
+                return next(self._pieces, None), None
+            except BaseException as error:
+                return None, error
+
+        self._step = self._threads.submit(compute)
+        return self._step
+
+    def end(self) -> Future[BaseException | None]:
+        """End the answer behind the step under way."""
+
+        def close() -> BaseException | None:
+            try:
+                self._pieces.close()
+            except BaseException as error:
+                return error
+            return None
+
+        ended = self._threads.submit(close)
+        self._threads.shutdown(wait=False)
+        return ended
+
+    def stop(self) -> None:
+        """Stop the step under way. Repeated, because a turn that begins ignores earlier calls."""
+        if self._step is not None and not self._step.done():
+            self._cancel()
+
+
+async def _steps(
+    pieces: Generator[str, None, None], cancel: Callable[[], None]
+) -> AsyncGenerator[str, None]:
+    worker = _Worker(pieces, cancel)
+    try:
+        while True:
+            piece, error = await asyncio.shield(asyncio.wrap_future(worker.next()))
+            if error is not None:
+                raise error
+            if piece is None:
+                return
+            yield piece
+    finally:
+        ended, cancelled = worker.end(), None
+        while not ended.done():
+            worker.stop()
+            try:
+                await asyncio.wait([asyncio.wrap_future(ended)], timeout=_AGAIN)
+            except asyncio.CancelledError as again:  # once more: the chat must be free first
+                cancelled = again
+        if cancelled is not None:
+            raise cancelled
+        if (failed := ended.result()) is not None:
+            raise failed
+
+
+def stoppable(work: Callable[[], R], stopped: Callable[[], bool]) -> R:
+    """Run `work` in another thread; return what it returns, or raise what it raises.
+
+    Raises Interrupted soon after `stopped()` is true. The work is not ended then: it goes on in its
+    thread, and its result is not used. So its side effects must be harmless.
+    """
+    made: list[R] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name=_NAME, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK)
+        if stopped():
+            raise Interrupted("stopped before anything was read", "nothing was added")
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+def left() -> bool:
+    """Whether stopped work still runs in its thread. The interpreter would wait for it at its
+    end."""
+    return any(thread.name == _NAME for thread in threading.enumerate())
