@@ -23,6 +23,7 @@ ELSEWHERE = {
     "minikv/engine/engine.py": "engine/test_decode_loop.py",
     "minikv/engine/threads.py": "cli/test_threads.py",
     "minikv/errors.py": "cli/test_cli.py",
+    "minikv/policies/bits.py": "policies/test_scissorhands.py",
     "minikv/policies/base.py": "policies/test_invariants.py",
     "minikv/policies/expected.py": "policies/test_fixtures.py",
     "minikv/policies/streaming.py": "policies/test_fixtures.py",
