@@ -132,9 +132,12 @@ class Staging:
             return buffer
         with contextlib.nullcontext() if self._copies is None else self._copies.run():
             if self._length:
+                first = self._rows.first(layer)
                 columns = self._rows.read(layer, self._length)
                 for name, into in (("k", buffer.key), ("v", buffer.value)):
-                    self._fill(into[:, : self._length], columns[name], columns.get(f"{name}_scale"))
+                    into[:, :first] = 0.0  # nothing sees these rows, but they must be finite
+                    place = into[:, first : self._length]
+                    self._fill(place, columns[name], columns.get(f"{name}_scale"))
         if self._copies is not None:  # also if length is 0: new rows may still be copied from here
             buffer.there = self._copies.mark()
         buffer.layer = layer
@@ -154,12 +157,13 @@ class Staging:
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """The network is done with the layer: write its rows from `length` on to `rows`."""
         with contextlib.nullcontext() if self._copies is None else self._copies.run():
-            new = {"k": key[:, self._length :], "v": value[:, self._length :]}
+            begin = max(self._length, self._rows.first(layer))
+            new = {"k": key[:, begin:], "v": value[:, begin:]}
             if self._coded:
                 for name in ("k", "v"):
                     new[name], scale = kernels.to_codes(new[name])
                     new[f"{name}_scale"] = scale.to(SCALE)
-            self._rows.write(layer, self._length, new)
+            self._rows.write(layer, begin, new)
 
     def close(self) -> None:
         """Wait for the copies. Cannot fail: if a copy failed, the next computation raises."""

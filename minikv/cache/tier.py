@@ -41,17 +41,19 @@ class Tier:
         *,
         coded: bool = False,
         rows: Rows | None = None,
+        ahead: bool = True,
     ) -> None:
         """dtype: the network's. coded: keys and values are stored as int8 with a scale per row.
-        rows: the storage, with the columns of `columns_of`; by default host memory."""
+        rows: the storage, with the columns of `columns_of`; by default host memory. ahead: on a
+        GPU, copy the next layer while this one is computed, into a second staging buffer."""
         self.shape, self.dtype, self.device, self.coded = shape, dtype, device, coded
         columns = columns_of(shape, dtype, coded)
         gpu = device.type == "cuda"
         self._rows = rows or RamRows(
-            shape.layers, shape.kv_heads, columns, shape.max_context, pinned=gpu
+            shape.layers, shape.kv_heads, columns, shape.max_context, device
         )
         self._direct = not gpu and not coded
-        self._copies = CudaCopies(device) if gpu and self._rows.apart else None
+        self._copies = CudaCopies(device) if gpu and ahead and self._rows.apart else None
         self._staging: Staging | None = None
         self._room = 0  # rows per layer that `stage` has room for
         self.length = 0
@@ -87,20 +89,19 @@ class Tier:
         self._rows.reserve(rows, self.length)
         self._open(rows)
 
-    def reread(self, rows: int, beside: int) -> None:
-        """Commit the prompt's `rows` rows and open them again: `stage` then gives all of them, with
-        room for up to `beside` further rows, which are not kept. For a tier in a file. Raises
-        TierError if the rows could not be kept."""
+    def reread(self, rows: int) -> None:
+        """Commit the prompt's `rows` rows and open them again: `stage` then gives all of them.
+        Raises TierError if the rows could not be kept."""
         self.commit(rows)
         if self.failed is not None:
             raise self.failed
-        self._open(rows + beside)
+        self._open(rows)
 
     def _open(self, room: int) -> None:
-        """Allocate a staging buffer of `room` rows, unless rows are staged directly in the
+        """Allocate a staging buffer of `room` rows, unless all layers are staged directly in the
         storage."""
         self._room = room
-        if not self._direct:
+        if not self._direct or any(map(self._rows.first, range(self.shape.layers))):
             self._staging = Staging(
                 self._rows,
                 self.shape,
@@ -115,7 +116,7 @@ class Tier:
     def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [H, rows, D] on the device. The first `length` rows are filled; the
         caller writes the others."""
-        if self._direct:
+        if self._is_direct(layer):
             columns = self._rows.read(layer, self._room)
             key, value = columns["k"], columns["v"]
         else:
@@ -125,12 +126,16 @@ class Tier:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """The layer was read: keep the rows that were written to the buffers of `stage`."""
-        if self._direct:
+        if self._is_direct(layer):
             new = {"k": key[:, self.length :], "v": value[:, self.length :]}
             self._rows.write(layer, self.length, new)
         else:
             assert self._staging is not None
             self._staging.store(layer, key, value)
+
+    def _is_direct(self, layer: int) -> bool:
+        """Whether the layer is staged in the memory of its rows."""
+        return self._direct and not self._rows.first(layer)
 
     def _close(self) -> None:
         staging, self._staging = self._staging, None

@@ -219,6 +219,10 @@ class FileRows:
             raise TierError(said(self.path, error)) from None
         self._begin, self._rows = have, rows
 
+    def first(self, layer: int) -> int:
+        """See `Rows`."""
+        return 0
+
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
         """See `Rows`. Raises TierError if the file is damaged. After `reserve`, `commit` or `drop`,
         the first call must have the largest `count`."""

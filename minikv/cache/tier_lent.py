@@ -29,6 +29,10 @@ class LentRows:
         self.drop()
         self._rows, self._have = rows, have
 
+    def first(self, layer: int) -> int:
+        """See `Rows`."""
+        return 0
+
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
         """See `Rows`."""
         if count <= self._have:
