@@ -75,9 +75,7 @@ class PassCost:
         )
 
 
-def _text_nbytes(
-    shape: Shape, tokens: int, repeats: Sequence[Repeat], dtype: torch.dtype
-) -> int:
+def _text_nbytes(shape: Shape, tokens: int, repeats: Sequence[Repeat], dtype: torch.dtype) -> int:
     """Bytes of the rows of the longest text in one layer; in a layer with a window also of a copy
     of these and of the prompt's that they see."""
     windows = [window for window in shape.windows if window is not None]

@@ -118,6 +118,11 @@ class Pinned:
         _unpin(self._runtime, mine)
 
 
+def pinned_memory() -> Pinned:  # pragma: no cover - CUDA only
+    """Memory that is pinned with CUDA."""
+    return Pinned(torch.cuda.cudart())  # type: ignore[no-untyped-call]
+
+
 def _forget_error() -> None:
     """CUDA notes a call that failed, and the next launch would raise for it."""
     if torch.cuda.is_available():  # pragma: no cover - CUDA only
@@ -158,9 +163,8 @@ class RamRows:
         self._heads, self._columns, self._most = heads, columns, most
         self._windows = windows or (None,) * layers
         self._meta = device is not None and device.type == "meta"  # nothing is allocated
-        self._pinned: Pinned | None = None
-        if device is not None and device.type == "cuda":  # pragma: no cover - CUDA only
-            self._pinned = Pinned(torch.cuda.cudart())  # type: ignore[no-untyped-call]
+        gpu = device is not None and device.type == "cuda"
+        self._pinned = pinned_memory() if gpu else None
         self._layers = [self._blank(0) for _ in range(layers)]
         self._capacity = 0  # rows
         self._used = 0  # rows that were reserved: memory after them was never touched

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import small
 import torch
 from test_prefill import Fails, contents
-from tiers import tiered
+from tiers import Runtime, tiered
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -260,26 +259,6 @@ def test_memory_for_rows_grows_by_whole_steps_and_stays_where_it_is_enough() -> 
     assert rows.read(0, 1024)["k"].data_ptr() == before
     rows.reserve(1025)
     assert rows.read(0, 1025)["k"].shape == (2, 1025, 4)
-
-
-class Runtime:
-    """CUDA's, for memory that is registered with it. most: bytes that it accepts at once."""
-
-    cudaError = SimpleNamespace(success=0)
-
-    def __init__(self, most: int) -> None:
-        self.most, self.held = most, dict[int, int]()
-
-    def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:
-        assert begin not in self.held, "twice"
-        assert begin % 4096 == 0, "a page of another tensor's"
-        if sum(self.held.values()) + size > self.most:
-            return 2
-        self.held[begin] = size
-        return 0
-
-    def cudaHostUnregister(self, begin: int) -> None:
-        del self.held[begin]
 
 
 def test_memory_that_a_gpu_copies_from_is_exact_and_given_back() -> None:
