@@ -170,9 +170,9 @@ def _with_ids(handle: int, header: Header, segments: Sequence[Segment]) -> list[
     """The first segments, with their ids, up to one that is damaged. Raises OSError."""
     size, found = os.fstat(handle).st_size, list[Segment]()
     for one in segments:
-        data = bytearray(4 * one.rows)
         if one.at + header.segment(one.rows) > size:
             break
+        data = bytearray(4 * one.rows)
         _whole(os.preadv, handle, [data], one.at)
         if zlib.crc32(data) != one.checks[0]:
             break
@@ -262,8 +262,6 @@ class FileRows:
         """See `create` and `open`. folder: an open directory; None for a file without a name.
         handle: the file `rows`."""
         self._folder, self._handle, self.path, self.header = folder, handle, path, header
-        self._closing = weakref.finalize(self, _close, handle, folder)  # if nobody calls `close`
-        self._closing.atexit = False
         self._memory = pinned_memory() if pinned else None
         self.damage, self.kept = "", True
         self._named = folder is not None
@@ -275,6 +273,8 @@ class FileRows:
         self._begin = self._rows = 0  # the prompt's first new row, and the row after its last
         self._checks: dict[int, int] = {}
         self._buffers: list[_Buffer | None] = [None, None]
+        self._closing = weakref.finalize(self, _close, handle, folder)  # if nobody calls `close`
+        self._closing.atexit = False
 
     # -- a tier's life --------------------------------------------------------------------------
 
@@ -708,7 +708,7 @@ def _allocate(handle: int, at: int, size: int) -> None:
 def _checksum(pieces: Sequence[Bytes]) -> int:
     found = 0
     for piece in pieces:
-        found = zlib.crc32(piece, found)
+        found = zlib.crc32(memoryview(piece), found)  # type: ignore[arg-type]
     return found
 
 
