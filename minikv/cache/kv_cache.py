@@ -395,7 +395,8 @@ class KVCache:
         if not repeats:
             return None
         gpu = self.device.type == "cuda"
-        return PassCost.of(self.shape, tokens, repeats, self.dtype, gpu=gpu)
+        later = position > 0
+        return PassCost.of(self.shape, tokens, repeats, self.dtype, gpu=gpu, later=later)
 
     @property
     def scoring(self) -> bool:

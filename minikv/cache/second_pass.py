@@ -57,13 +57,15 @@ class PassCost:
         dtype: torch.dtype,
         *,
         gpu: bool,
+        later: bool = False,
     ) -> PassCost:
-        """The cost for a prompt of `tokens` tokens and the texts `repeats`."""
+        """The cost for a prompt of `tokens` tokens and the texts `repeats`. later: the cache has
+        rows of earlier prompts."""
         texts = [len(repeat.ids) for repeat in repeats]
         row = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
         kept = [seen(tokens, window) for window in shape.windows]
         ram, two, layer = row * sum(kept), min(2, shape.layers) * row * tokens, row * tokens
-        text = _text_nbytes(shape, tokens, repeats, dtype)
+        text = _text_nbytes(shape, tokens, repeats, dtype, later=later)
         trimmed = layer if min(kept) < tokens else 0  # such layers have a staging buffer
         return cls(
             sum(texts),
@@ -75,12 +77,14 @@ class PassCost:
         )
 
 
-def _text_nbytes(shape: Shape, tokens: int, repeats: Sequence[Repeat], dtype: torch.dtype) -> int:
-    """Bytes of the rows of the longest text in one layer; in a layer with a window also of a copy
-    of these and of the prompt's that they see."""
-    windows = [window for window in shape.windows if window is not None]
+def _text_nbytes(
+    shape: Shape, tokens: int, repeats: Sequence[Repeat], dtype: torch.dtype, *, later: bool
+) -> int:
+    """Bytes of the rows of the longest text in one layer; in a layer with a window, and in every
+    one of a later prompt, also of a copy of these and of the prompt's that they see."""
     text = max(len(repeat.ids) for repeat in repeats)
-    rows = text + (text + seen(tokens, max(windows)) if windows else 0)
+    copies = [seen(tokens, window) for window in shape.windows if later or window is not None]
+    rows = text + (text + max(copies) if copies else 0)
     return 2 * shape.kv_heads * shape.head_dim * dtype.itemsize * rows
 
 
@@ -230,7 +234,8 @@ class SecondPass:
 
     def cost(self, *, gpu: bool) -> PassCost:
         """What the second pass costs."""
-        return PassCost.of(self.shape, self.plan.tokens, self.repeats, self.dtype, gpu=gpu)
+        tokens, later = self.plan.tokens, self.plan.position > 0
+        return PassCost.of(self.shape, tokens, self.repeats, self.dtype, gpu=gpu, later=later)
 
     def planned(self, rows: int) -> int:
         """The peak of bytes that a first prompt will allocate, known before it is read. rows: bytes
@@ -248,7 +253,7 @@ class SecondPass:
             pool = GlobalPool.planned(target, self.plan.pool)
         column = max(column.nbytes for column in target.columns.values())
         copied = max(2 * layer * shape.head_dim * self.dtype.itemsize, column)
-        text = _text_nbytes(shape, tokens, self.repeats, self.dtype)
+        text = _text_nbytes(shape, tokens, self.repeats, self.dtype, later=False)
         other = self.peak - self._ram - self.tier.staging_nbytes
         return other + rows - text + noted + max(text, scratch, pool + copied)
 
@@ -314,31 +319,34 @@ class TextPass:
         twice, ops = self._twice, self._twice.ops
         begin, end, first = self._repeat.begin, self._repeat.end, self._first
         key, value = self._own[0, :, :hi], self._own[1, :, :hi]
-        compared, rest, copied = [], [], 0
-        if self._old is not None:
-            rest.append(self._old.attention(ops, query, at, window))
-            copied = self._old.copied
-        if window is None:
-            spans = [(0, first), (begin, end), (first, begin), (end, self._key.shape[1])]
-            parts = [
-                None
-                if a == b
-                else ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
+        staged, tokens = twice.tier.staging_nbytes + self._own.nbytes, self._key.shape[1]
+
+        def rows(spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+            return [
+                ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
                 for a, b in spans
+                if a < b
             ]
-            compared = [part for part in parts[:2] if part is not None]
+
+        if window is None and self._old is None:
+            compared = rows([(0, first), (begin, end)])
             compared.append(ops.last_rows_attention(query, key, value))
-            rest += [part for part in parts[2:] if part is not None]
+            rest = rows([(first, begin), (end, tokens)])
+            twice.note_peak(twice.arena.nbytes + staged)
+            return ops.merge([*compared, *rest])[0], kernels.total(compared)
+        parts, copied = [], 0
+        if self._old is not None:
+            parts.append(self._old.attention(ops, query, at, window))
+            copied = self._old.copied
+        begin = tokens - seen(tokens, window)
+        key = torch.cat((self._key[:, begin:], key), 1)
+        value = torch.cat((self._value[:, begin:], value), 1)
+        if window is None:
+            parts.append(ops.last_rows_attention(query, key, value))
         else:
-            begin = self._key.shape[1] - seen(self._key.shape[1], window)
-            key = torch.cat((self._key[:, begin:], key), 1)
-            value = torch.cat((self._value[:, begin:], value), 1)
-            copied += key.nbytes + value.nbytes
-            rest.append(kernels.window_attention(query, key, value, window, ops.rows_attention))
-        staged = twice.tier.staging_nbytes + self._own.nbytes
-        twice.note_peak(twice.arena.nbytes + staged + copied)
-        lse = kernels.total(compared) if compared and self._old is None else None
-        return ops.merge([*compared, *rest])[0], lse
+            parts.append(kernels.window_attention(query, key, value, window, ops.rows_attention))
+        twice.note_peak(twice.arena.nbytes + staged + copied + key.nbytes + value.nbytes)
+        return ops.merge(parts)[0], None
 
     def _score(
         self, layer: int, query: Tensor, at: Tensor, hi: int, window: int | None, lse: Tensor | None

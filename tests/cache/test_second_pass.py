@@ -549,11 +549,11 @@ def test_a_file_that_fails_is_said_and_changes_nothing(
     def spoil(tokens: Tensor, kv: object) -> Tensor:
         if how == "full" or next(calls) == 3:
             if how == "damaged":
-                with open(tmp_path / "rows.kv", "r+b") as file:
+                with open(tmp_path / "rows.kv" / "rows", "r+b") as file:
                     file.seek(-9000, os.SEEK_END)
                     file.write(b"\xff" * 4096)
             elif how == "short":
-                os.truncate(tmp_path / "rows.kv", 5 * 4096)
+                os.truncate(tmp_path / "rows.kv" / "rows", 5 * 4096)
             else:
                 monkeypatch.setattr(os, "pwritev", lambda *given: 0)
         return forward(tokens, kv)  # type: ignore[arg-type]
