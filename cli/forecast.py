@@ -207,10 +207,8 @@ def forecast(
         in_file = cost.tokens > 0 and (
             settings.tier == "file" or (settings.tier == "auto" and bool(too_much(cost.ram, ram)))
         )
-        if where.type == "cuda":
-            reading -= cost.ram
-        elif in_file and twice is not None:
-            reading = twice.planned_in_file
+        if twice is not None and (where.type == "cuda" or in_file):
+            reading = twice.planned(cost.device or cost.file_ram)
         work = work_space(tokens, foresees=kv.foresees)
         needs = max(weights + work + max(reading, writing) + machine.tier(kv, tokens), load)
         return Row(

@@ -102,8 +102,8 @@ def _lost_by_answer(chat: ChatSession, item: Item) -> list[float]:
     for ids in prompts:
         heard = _Heard(network)
         Engine(heard, kv, capture=None).prompt(ids)
-        # A prompt that was read before is not computed again, so nothing was heard.
-        if not heard.keys and isinstance(network, Rereading):
+        # Of a prompt that was read before only the end is computed again.
+        if not keys and isinstance(network, Rereading):
             new = network.keys()
         else:
             new = [torch.cat(layer, 1) for layer in heard.keys]

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -134,7 +135,9 @@ def prune(folder: Path, named: Collection[str]) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             old = _PART.fullmatch(name) is not None and name not in named
-            if old or (name.startswith(".") and name.endswith(".tmp")):
+            if name.startswith(".") and name.endswith(".tmp") and (folder / name).is_dir():
+                shutil.rmtree(folder / name, ignore_errors=True)  # an unfinished copy of a tier
+            elif old or (name.startswith(".") and name.endswith(".tmp")):
                 os.unlink(folder / name)
 
 

@@ -94,7 +94,7 @@ def main() -> None:
                 twice = kv.scored_twice
                 planned = fitting.peak(kv, len(ids))
                 if tier == "file" and twice is not None:
-                    planned = twice.planned_in_file
+                    planned = twice.planned(twice.cost(gpu=False).file_ram)
                 row = {
                     "network": name,
                     "layers": network.config.layers,

@@ -24,7 +24,7 @@ from minikv.cache.fidelity import LastToken
 from minikv.cache.plan import Plan, RowsBefore, plan_prompt
 from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules
-from minikv.cache.second_pass import PassCost, SecondPassPrefill
+from minikv.cache.second_pass import PassCost, SecondPass, TextPass
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.cache.stats import (
     CacheStats,
@@ -166,7 +166,7 @@ class KVCache:
         self._pinned = 0
         if self.rules.takes_share:
             self._open, self._rows = True, None
-        self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
+        self._reading: Prefill | BlockPrefill | SecondPass | None = None
         self._last = Outcome()
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._stepping = False
@@ -309,7 +309,7 @@ class KVCache:
         each: int | None,
         *,
         recalls: bool,
-    ) -> Prefill | BlockPrefill | SecondPassPrefill:
+    ) -> Prefill | BlockPrefill | SecondPass:
         """The object that reads the prompt, with its own target arena."""
         shape, rules = self.shape, self.rules
         prompt, step = rules.prompt, rules.step
@@ -329,7 +329,7 @@ class KVCache:
             if self.scoring_tier is not None:
                 self.scoring_tier.truncate(0)
                 self.scoring_tier.open(plan.tokens)
-            return SecondPassPrefill(
+            return SecondPass(
                 shape,
                 arena,
                 held,
@@ -374,13 +374,21 @@ class KVCache:
 
     def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
         """Texts to feed after the prompt of these ids went through the network and before
-        `advance`: each between `begin_pass` and `end_pass`. Empty if there is no second pass."""
+        `advance`: each to its own `text`. Empty if there is no second pass."""
         reading = self._reading
-        if not isinstance(reading, SecondPassPrefill):
+        if not isinstance(reading, SecondPass) or reading.scored:
             return ()
         first = max(0, self.rules.first_rows(self._pinned) - reading.plan.position)
         left = self.shape.max_context - reading.end
         return reading.prompt.scorer.second_pass(ids, first, self.words, left)
+
+    def text(self, repeat: Repeat) -> TextPass:
+        """`Attend` for a text of `second_pass`. Raises TierError if the prompt's rows could not be
+        kept."""
+        reading = self._reading
+        assert isinstance(reading, SecondPass)
+        work, progress = reading.work, self.progress
+        return reading.text(repeat, lambda done: progress(done, work) if progress else None)
 
     def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost | None:
         """What the second pass costs for a prompt of `tokens` tokens at this position; None if
@@ -390,24 +398,13 @@ class KVCache:
         if not repeats:
             return None
         gpu = self.device.type == "cuda"
-        return PassCost.of(self.shape, tokens, repeats, self.dtype, gpu=gpu)
+        later = position > 0
+        return PassCost.of(self.shape, tokens, repeats, self.dtype, gpu=gpu, later=later)
 
     @property
     def scoring(self) -> bool:
         """Whether a second pass is scoring the prompt that was read."""
-        return isinstance(self._reading, SecondPassPrefill) and self._reading.scoring
-
-    def begin_pass(self, repeat: Repeat) -> int:
-        """Announce that the next forward is a text of `second_pass`. Returns the position at which
-        it begins. Raises TierError if the prompt's rows could not be kept."""
-        assert isinstance(self._reading, SecondPassPrefill)
-        self._reading.begin_pass(repeat)
-        return self._reading.end
-
-    def end_pass(self) -> None:
-        """The text went through the network in every layer."""
-        assert isinstance(self._reading, SecondPassPrefill)
-        self._reading.end_pass()
+        return isinstance(self._reading, SecondPass) and self._reading.scoring
 
     @property
     def foresees(self) -> bool:
@@ -429,9 +426,7 @@ class KVCache:
     def watch(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
         reading = self._reading
-        if not isinstance(reading, Prefill | SecondPassPrefill) or not reading.watches:
-            return None
-        return reading.watch
+        return reading.watch if isinstance(reading, Prefill) and reading.watches else None
 
     @property
     def attend_unrotated(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor] | None:
@@ -479,12 +474,11 @@ class KVCache:
             self.count_step()
             return
         reading, plan = self._reading, self._reading.plan
-        assert tokens == plan.read
+        assert tokens in (plan.read, plan.tokens)
         with self._evicting.running():
             outcome = reading.complete()
         evict_s = self._evicting.total()
-        recalled = isinstance(reading, Prefill) and reading.tier is not None
-        if recalled and self.tier is not None:
+        if self.tier is not None and isinstance(reading, Prefill) and reading.tier is self.tier:
             self.tier.commit(plan.tokens)
         if self.scoring_tier is not None:
             self.scoring_tier.drop()
@@ -817,10 +811,10 @@ class KVCache:
         return reading if isinstance(reading, Prefill) and not self.position else None
 
     @property
-    def scored_twice(self) -> SecondPassPrefill | None:
+    def scored_twice(self) -> SecondPass | None:
         """The prompt under way, if it is read twice."""
         reading = self._reading
-        return reading if isinstance(reading, SecondPassPrefill) else None
+        return reading if isinstance(reading, SecondPass) else None
 
     @property
     def target(self) -> Arena | None:

@@ -52,7 +52,9 @@ class Machine:
             return None
         assert kv.target is not None
         twice = kv.scored_twice
-        reading = peak(kv, tokens) if twice is None else twice.planned_in_file
+        reading = peak(kv, tokens)
+        if twice is not None:
+            reading = twice.planned(twice.cost(gpu=False).file_ram)
         first = max(reading, kv.target.nbytes) + self.tier(kv, tokens) + self.work(tokens)
         return first, first + kv.target.nbytes
 
@@ -149,8 +151,8 @@ def peak(kv: KVCache, tokens: int) -> int:
     """Bytes of KV cache that exist at once while the prompt is read, as the turn record counts."""
     shape, arena, prompt, step = kv.shape, kv.target, kv.rules.prompt, kv.rules.step
     assert arena is not None
-    if kv.scored_twice is not None:
-        return kv.scored_twice.planned
+    if (twice := kv.scored_twice) is not None:
+        return twice.planned(twice.cost(gpu=False).ram)
     state = arena.row_nbytes(arena.extra)
     heads, reading = shape.kv_heads, kv.first
     if kv.rules.stride:

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.tier import Tier
-from minikv.cache.tier_lent import LentRows
-from minikv.cache.tier_rows import TierError
+from minikv.cache.tier_rows import LentRows, TierError
 from minikv.chat.recall import Recall
 from minikv.chat.reuse import Stored
 

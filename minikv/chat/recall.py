@@ -234,12 +234,11 @@ class Recall:
             kv.shape.kv_heads,
             columns or self.columns,
             place.identity,
+            named=place.named,
             pinned=kv.device.type == "cuda",
         )
         rows.kept = False
         try:
-            if not place.named:
-                rows.unlink()
             if have:
                 assert self.tier is not None
                 copy_rows(self.tier.rows, rows, kv.shape.layers, have, self._ids)

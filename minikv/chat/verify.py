@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from minikv.cache.tier_steps import TierSteps
+from minikv.cache.tier import TierSteps
 from minikv.chat.answer import Answer
 from minikv.chat.protocols import Tokenizer
 from minikv.chat.recall import Recall

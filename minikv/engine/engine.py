@@ -111,9 +111,7 @@ class Engine:
             logits = self.network.forward(self._tensor(ids), _Withheld(kv))
             _check(logits, "reading the prompt")
             for repeat in kv.second_pass(ids):
-                position = kv.begin_pass(repeat)
-                self.network.forward(self._tensor(repeat.ids), _Withheld(kv, position))
-                kv.end_pass()
+                self.network.forward(self._tensor(repeat.ids), kv.text(repeat))
             kv.advance(len(ids))
         return logits
 

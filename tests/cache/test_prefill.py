@@ -453,27 +453,6 @@ def test_the_peak_of_layers_that_share_a_budget(kv: torch.dtype | None) -> None:
         assert run.kv.stats().peak_bytes == want
 
 
-@pytest.mark.parametrize(
-    ("policy", "kept"), [("snapkv", False), ("snapkv+global", False), ("h2o", True)]
-)
-def test_what_a_layer_leaves_for_other_policies_is_not_what_one_observed(
-    policy: str, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The sums of all queries are the same for all policies, those of a window are not."""
-    traces = []
-    finish = Prefill.finish
-
-    def noting(reading: Prefill, layer: int) -> None:
-        finish(reading, layer)
-        traces.append(reading.trace())
-
-    monkeypatch.setattr(Prefill, "finish", noting)
-    small.engine(small.network(), policy, "none", 40).prompt(small.ids(90))
-    assert len(traces) == 3
-    assert all((trace.mass is not None) == kept for trace in traces)
-    assert all((trace.squares is not None) == kept for trace in traces)
-
-
 # -- each summand of the peak ------------------------------------------------------------------
 
 ROW = 2 * 8 * 4 + 4  # a key, a value and a position

@@ -365,7 +365,7 @@ def tidy(home: Path) -> None:
     for path in folder.rglob("*.tmp") if folder.is_dir() else ():
         raise AssertionError(path)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_dir():
+        if path.is_dir() and not path.name.startswith(".tier-"):  # of a chat that goes on
             read(path.name)
 
 

@@ -626,6 +626,7 @@ def test_08_a_damaged_tier_or_cache_costs_what_is_damaged(
     for file in ("cache-", "tier.kv"):
         broken = Path(shutil.copytree(saved, saved.parent / f"{damage}-{file.partition('.')[0]}"))
         (path,) = (p for p in broken.iterdir() if p.name.startswith(file))
+        path = path / "rows" if path.is_dir() else path
         data = path.read_bytes()
         if damage == "missing":
             path.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -456,7 +457,7 @@ def test_a_chat_that_is_opened_says_what_the_next_question_reads(
     first.ask("Who?")
     first.run("save mine")
     if tier != "file":  # a tier in memory is not there in the next process
-        (home / "mine" / "tier.kv").unlink(missing_ok=True)
+        shutil.rmtree(home / "mine" / "tier.kv", ignore_errors=True)
     first.context.keeper.close()
     first.session.recall.leave()
     second = started()
