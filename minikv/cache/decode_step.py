@@ -21,7 +21,7 @@ No shape depends on a value on the device, and nothing is read from it while ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -480,7 +480,7 @@ class DecodeStep:
             arena.cap[part].flatten(),
             self._layer[each],
             self._head[each],
-            {name: at_rows(arena.columns[name]) for name in policy.columns},
+            _Each(policy.columns, lambda name: at_rows(arena.columns[name])),
             attention,
             probes[0],
             probes[1],
@@ -569,6 +569,22 @@ class DecodeStep:
         arena = self.arena
         tables = arena.start, length, arena.cap, self._positions, self.position
         return kernels.Rows(*tables, policy.sinks, policy.recent, self.pinned)
+
+
+class _Each(Mapping[str, Tensor]):
+    """Columns by name, each of which is made when it is asked for."""
+
+    def __init__(self, names: Collection[str], make: Callable[[str], Tensor]) -> None:
+        self._names, self._make = names, make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _in_place(old: Tensor | None, new: Tensor | None) -> Tensor | None:

@@ -32,7 +32,8 @@ attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScissorHands(StepPolicy):
     """The columns `below0`, `below1`, ... are a shift register of `history` bits per row, the
-    newest query in the lowest bit of `below0`. `queries` counts how many of the bits are valid."""
+    newest query in the lowest bit of `below0`. `queries` counts how many of the bits are valid, and
+    `lows` how many are set."""
 
     sinks: int = options.sinks()
     recent: int = options.recent(low=1)
@@ -46,7 +47,7 @@ class ScissorHands(StepPolicy):
     @property
     def columns(self) -> dict[str, torch.dtype]:
         words = {f"below{i}": torch.int64 for i in range(self._words)}
-        return words | {"queries": torch.float32}
+        return words | {"queries": torch.float32, "lows": torch.float32}
 
     @property
     def _words(self) -> int:
@@ -64,27 +65,27 @@ class ScissorHands(StepPolicy):
         words, count = after_prompt(
             self._of(old), old["queries"], view.below(), view.pos, end, observed, self.history
         )
-        return {f"below{i}": word for i, word in enumerate(words)} | {"queries": count}
+        lows = torch.stack([ones(word) for word in words]).sum(0).to(torch.float32)
+        columns = {f"below{i}": word for i, word in enumerate(words)}
+        return columns | {"queries": count, "lows": lows}
 
     def update(
         self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        carry = (attention < 1.0 / visible()).to(torch.int64)
-        full = (1 << BITS) - 1
-        words = self._words
-        for i in range(words):
-            word = columns[f"below{i}"]
-            out = word >> (BITS - 1)
-            word.bitwise_left_shift_(1).bitwise_and_(full).bitwise_or_(carry)
-            carry = out
-        spare = words * BITS - self.history
-        if spare:  # clear bits of queries older than `history`
-            columns[f"below{words - 1}"].bitwise_and_(full >> spare)
+        low = attention < 1.0 / visible()
+        columns["lows"].add_(low)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))
+        carry, words = low.to(torch.int64), self._of(columns)
+        for word in words[:-1]:
+            out = word >> (BITS - 1)
+            word.bitwise_left_shift_(1).bitwise_or_(carry).bitwise_and_((1 << BITS) - 1)
+            carry = out
+        bits = self.history - BITS * (len(words) - 1)  # of the last word
+        columns["lows"].sub_(words[-1] >> (bits - 1))  # of the oldest query, which drops out
+        words[-1].bitwise_left_shift_(1).bitwise_or_(carry).bitwise_and_((1 << bits) - 1)
 
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        below = torch.stack([ones(word) for word in self._of(view.columns)]).sum(0)
-        share = below / view.columns["queries"].clamp(min=1.0)
+        share = view.columns["lows"] / view.columns["queries"].clamp(min=1.0)
         return protect(-share, view, self)
 
 
