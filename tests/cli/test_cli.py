@@ -233,19 +233,22 @@ def test_a_dash_as_question_is_the_whole_message_but_for_one_line_end(
 
 
 def test_an_answer_that_repeats_itself_is_told_of_below_it(world: World, document: str) -> None:
-    world.engine.script = [*(b"no, " * 40)]
-    world.engine.length = 150
-    for arguments in (["ask", "Who?", document], ["chat", document, "--no-save"]):
-        result = world.run(*arguments, input="Who?\n")
+    def run(*arguments: str) -> Result:
+        world.engine = FakeEngine(150)
+        world.engine.script = [*(b"no, " * 40)]
+        return world.run(*arguments, input="Who?\n")
+
+    text = ("no, " * 40)[:150]
+    line = "! the answer repeats itself; --repeat-penalty 1.1 or --temperature 0.7 may help\n"
+    for arguments in (("ask", "Who?", document), ("chat", document, "--no-save")):
+        result = run(*arguments)
         assert result.exit_code == 0
-        text = ("no, " * 40)[:150]
-        line = "! the answer repeats itself; --repeat-penalty 1.1 or --temperature 0.7 may help\n"
         assert text in result.stdout
         assert result.output.index(line) > result.output.index(text) + len(text)
         assert result.stderr.count(line) == 1
-    quiet = world.run("ask", "Who?", document, "-q")
+    quiet = run("ask", "Who?", document, "-q")
     assert (quiet.stdout, quiet.stderr) == (f"{text}\n", "")
-    record = json.loads(world.run("ask", "Who?", document, "--json", "-q").stdout)
+    record = json.loads(run("ask", "Who?", document, "--json", "-q").stdout)
     assert [one[:25] for one in record["warnings"]] == ["the answer repeats itself"]
     assert record["sampling"]["repeat_penalty"] == 1.0
 
