@@ -25,6 +25,7 @@ from minikv.cli.terminal import Terminal
 from minikv.cli.turn import open_chat, run_turn
 from minikv.cli.verify import check
 from minikv.errors import UsageError
+from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def ask(
     question, files, note = sorted_out(question, files)
     if note:
         terminal.note(note)
-    settings.eviction()  # refuse a wrong policy before a large document is read
+    refuse_without_torch()
+    settings.check_eviction()  # refuse a wrong policy before a large document is read
     if chat is not None and go_on:
         raise UsageError("--continue is the chat that was saved last", "give --chat NAME alone")
     go_on = go_on or chat is not None

@@ -29,6 +29,7 @@ from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.cli.verify import check
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ def chat(
     if resume is not None:  # refused, if at all, before the model is loaded
         resume = resume or newest()
         settings = resumed(settings, header(resume), given)
-    settings.eviction()
+    refuse_without_torch()
+    settings.check_eviction()
     texts = sources.opened(files, errors, config.loaders, terminal, lambda: piped)
-    from minikv.chat.undo import UNDO_TURNS
+    from minikv.chat.snapshot import UNDO_TURNS
 
     if typed:
         terminal.open_keyboard()
@@ -227,7 +229,7 @@ def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
     terminal.say(
         f"for the best answer, {session.reads_again:,} tokens are read again, and so for each "
         "later question; from the cache as it is, the answer may miss what question "
-        f"{session.shaped_by} did not need"
+        f"{session.evicted_for_turn} did not need"
     )
     while True:
         terminal.say("read them again? y or Enter: yes, n: answer from the cache as it is")

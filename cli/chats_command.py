@@ -236,6 +236,6 @@ def _bytes(name: str) -> int:
     """What the files of a chat take."""
     total = 0
     with contextlib.suppress(OSError):
-        for path in (chats_folder() / name).iterdir():
+        for path in (chats_folder() / name).rglob("*"):
             total += path.lstat().st_size
     return total

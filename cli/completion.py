@@ -1,4 +1,4 @@
-"""What Tab completes, in a chat and in the shell. Nothing here loads torch."""
+"""What Tab completes, in a chat and in the shell. Only the options of policies load torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from minikv.cli.evaluation.names import TASKS
 from minikv.errors import UsageError
-from minikv.policies import PARTS, POLICIES, find, prompt_names, step_names
+from minikv.policies import find, method_names, part_names, prompt_names, registry, step_names
 from minikv.settings import Setting
 
 BUDGETS = ("auto", "128", "256", "512", "1024", "10%", "20%", "64MiB")
@@ -21,7 +21,7 @@ def policies(word: str = "") -> list[str]:
     begin, plus, _ = word.rpartition("+")
     if not plus:
         return prompt_names()
-    return [f"{begin}+{part.name}" for part in PARTS.values() if part.axis != "scorer"]
+    return [f"{begin}+{part}" for part in part_names()]
 
 
 def steps() -> list[str]:
@@ -84,7 +84,7 @@ def policy_options(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def rows(incomplete: str) -> list[str]:
     """The names that `minikv policies show` takes."""
-    return [*POLICIES, *(name for name in PARTS if name not in POLICIES)]
+    return list(dict.fromkeys((*method_names(), *registry.SCORERS, *part_names())))
 
 
 def tasks(incomplete: str) -> list[str]:

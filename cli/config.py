@@ -21,7 +21,7 @@ from minikv.cli import paths
 from minikv.cli.terminal import clean
 from minikv.cli.values import spelled
 from minikv.errors import UsageError
-from minikv.policies import find, step_names
+from minikv.policies import check_name, step_names
 from minikv.settings import (
     ADVANCED,
     CACHE,
@@ -377,9 +377,9 @@ def _known(name: str, value: str) -> None:
     if name == "budget" and value:
         read_budget(value)
     elif name == "policy" and value and value not in step_names():  # those go with a stride
-        find(value)
+        check_name(value)
     elif name == "decode" and value not in ("", "auto"):
-        find(value, step=True)
+        check_name(value, step=True)
     elif name == "device" and value:
         Settings(device=value)
 

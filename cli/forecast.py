@@ -126,8 +126,7 @@ def forecast(
     import torch
 
     from minikv.cache.second_pass import PassCost
-    from minikv.chat.fitting import Machine, begun, peak, tier_beside, usable
-    from minikv.chat.repeating import too_much
+    from minikv.chat.fitting import Machine, begun, peak, tier_beside, too_much, usable
     from minikv.loader import shape_of, workspace
     from minikv.models.config import ModelConfig
     from minikv.models.packed import LEAST
@@ -208,10 +207,8 @@ def forecast(
         in_file = cost.tokens > 0 and (
             settings.tier == "file" or (settings.tier == "auto" and bool(too_much(cost.ram, ram)))
         )
-        if where.type == "cuda":
-            reading -= cost.ram
-        elif in_file and twice is not None:
-            reading = twice.planned_in_file
+        if twice is not None and (where.type == "cuda" or in_file):
+            reading = twice.planned(cost.device or cost.file_ram)
         work = work_space(tokens, foresees=kv.foresees)
         needs = max(weights + work + max(reading, writing) + machine.tier(kv, tokens), load)
         return Row(

@@ -190,14 +190,14 @@ def run() -> None:
         Terminal().fail(f"cannot write the output: {error.strerror}")
         hush()
         code = 1
-    if "minikv.chat.stoppable" in sys.modules:
+    if "minikv.chat.stopping" in sys.modules:
         _leave_what_goes_on(int(code or 0))
     sys.exit(code or 0)
 
 
 def _leave_what_goes_on(code: int) -> None:
     """End the process now if another thread still works on something that Ctrl-C abandoned."""
-    from minikv.chat.stoppable import left
+    from minikv.chat.stopping import left
 
     if left():
         atexit._run_exitfuncs()

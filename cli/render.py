@@ -12,19 +12,11 @@ from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
 from minikv.cli.config_command import text
 from minikv.cli.tables import grid
 from minikv.cli.turn import TOY, is_toy
-from minikv.policies import (
-    PARTS,
-    POLICIES,
-    Option,
-    Part,
-    PolicyInfo,
-    find,
-    prompt_names,
-    step_names,
-)
+from minikv.policies import Option, find, part_names, prompt_names, registry, step_names
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
+    from minikv.policies.facts import Method, Part
 
 _QUESTIONS = {
     "scorer": "how much a token is worth, and which are always kept",
@@ -206,29 +198,32 @@ def toolbar(session: ChatSession, width: int) -> str:
 def policies(*, as_json: bool) -> str:
     """Every method in the registry, as JSON or as a table."""
     if as_json:
-        return json.dumps([_policy_record(info) for info in POLICIES.values()])
+        return json.dumps([_policy_record(info) for info in registry.methods()])
     return _policies_table()
 
 
 def policy(name: str, *, as_json: bool) -> str:
     """One method or part of one. Raises UsageError for an unknown name."""
-    if name in PARTS and name not in POLICIES:
-        part = PARTS[name]
+    if name in registry.method_names():
+        info = registry.method(name)
+    elif name in (*registry.SCORERS, *part_names()):
+        part = registry.part(name)
         return json.dumps(_part_record(part)) if as_json else _part_card(part)
-    info = POLICIES[name] if name in POLICIES else find(name)
+    else:
+        info = find(name)
     return json.dumps(_policy_record(info)) if as_json else _policy_card(info)
 
 
 def _policies_table() -> str:
     """Every method in the registry, one line of at most 80 characters each."""
     rows = [("POLICY", "WHEN", "SCORES WITH", "2ND QUESTION", "PAPER")]
-    parts = [part.name for part in PARTS.values() if part.axis != "scorer"]
-    rows += [(i.name, i.when, i.scores, i.second, i.paper) for i in POLICIES.values()]
+    parts = ", ".join(part_names())
+    rows += [(i.name, i.when, i.scores, i.second, i.paper) for i in registry.methods()]
     return (
         f"{_columns(rows)}\n\n"
         f"{_wrapped('--policy takes ' + ', '.join(prompt_names()))}\n"
         f"{_wrapped('--decode takes ' + ', '.join(step_names()))}\n"
-        f"{_wrapped('parts to add to a policy: ' + ', '.join(parts) + ' (as in h2o+ada)')}\n"
+        f"{_wrapped('parts to add to a policy: ' + parts + ' (as in h2o+ada)')}\n"
         "minikv policies show NAME   budget, extra state, options and defaults"
     )
 
@@ -237,10 +232,10 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 80, subsequent_indent="    ")
 
 
-def _policy_card(info: PolicyInfo) -> str:
+def _policy_card(info: Method) -> str:
     """One method: what it does, and its options with defaults and limits."""
     rows = [
-        ("flag", _flags(info)),
+        ("flag", " ".join(_flags(info))),
         ("when", info.when),
         ("budget", info.shape),
         ("scores", info.scores),
@@ -256,7 +251,7 @@ def _policy_card(info: PolicyInfo) -> str:
 
 def _part_card(part: Part) -> str:
     """One part of a policy: which question it answers, and its options."""
-    used = [info.name for info in POLICIES.values() if part.name in info.parts]
+    used = [info.name for info in registry.methods() if part in info.parts]
     rows = [
         ("answers", _QUESTIONS[part.axis]),
         ("part of", ", ".join(used) or "no preset"),
@@ -303,12 +298,12 @@ def _differs(lines: Sequence[str]) -> str:
     return "\n".join(["\n\ndifferences from paper and release", *items])
 
 
-def _policy_record(info: PolicyInfo) -> dict[str, object]:
-    """A registry row as JSON has it."""
+def _policy_record(info: Method) -> dict[str, object]:
+    """A method as JSON has it."""
     return {
         "name": info.name,
-        "prompt": info.prompt,
-        "decode": info.step,
+        "prompt": "--policy" in _flags(info),
+        "decode": "--decode" in _flags(info),
         "when": info.when,
         "budget_shape": info.shape,
         "scores": info.scores,
@@ -333,9 +328,11 @@ def _option_record(option: Option) -> dict[str, object]:
     }
 
 
-def _flags(info: PolicyInfo) -> str:
-    flags = [flag for flag, on in (("--policy", info.prompt), ("--decode", info.step)) if on]
-    return " ".join(flags)
+def _flags(info: Method) -> list[str]:
+    """The flags that take it; --policy, if it is composed."""
+    composed = info.name not in registry.method_names()
+    takes = ("--policy", prompt_names()), ("--decode", step_names())
+    return ["--policy"] if composed else [flag for flag, names in takes if info.name in names]
 
 
 def _limits(option: Option) -> str:

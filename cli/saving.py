@@ -188,7 +188,7 @@ def origins(
 
 def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
     """What to say about a chat that was loaded in so many `seconds`."""
-    how = f"taken up in {1000 * seconds:.0f} ms"
+    how = f"resumed in {1000 * seconds:.0f} ms"
     if not session.fed and not (session.recall.tokens and session.recalls):
         how = "your next question reads it again"
     elif not session.fed:
@@ -196,7 +196,7 @@ def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
     elif again := _read_again(session):
         how += f"; your next question reads {again:,} tokens again"
     else:
-        how += ", nothing was read again"
+        how += "; nothing was read again"
     lines = [f"{saved.name}: {_turns(len(saved.turns))}, {how}", f"  {render.policy_line(session)}"]
     lines += [
         f"  {document.name or 'piped text'}: {len(document.text):,} characters"

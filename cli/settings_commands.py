@@ -19,7 +19,7 @@ from minikv.cli.context_command import count_tokens
 from minikv.cli.tables import cells, padded
 from minikv.cli.values import spelled
 from minikv.errors import UsageError
-from minikv.policies import POLICIES
+from minikv.policies import registry
 from minikv.settings import Generation, settings_of
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _decode(context: Context, value: str) -> None:
 def _reuse(context: Context, value: str) -> None:
     session = context.session
     session.reuse = value
-    if value == "blind" and session.documents and session.shaped_by != 0:
+    if value == "blind" and session.documents and session.evicted_for_turn != 0:
         context.terminal.say(
             "what was read stays as it is; /clear reads it again, and evicts before any question"
         )
@@ -322,8 +322,8 @@ def _show_policy(context: Context) -> None:
         (eviction.decode, eviction.decode_options),
     ):
         rows += [(f"{name}.{key}", str(value)) for key, value in options.items()]
-        if name in POLICIES and (name, POLICIES[name].summary) not in rows:
-            rows.append((name, POLICIES[name].summary))
+        if name in registry.method_names():
+            rows.append((name, registry.method(name).summary))
     _say_rows(context, list(dict.fromkeys(rows)))
 
 

@@ -32,7 +32,7 @@ def _verify(context: Context, arguments: list[str]) -> None:
         terminal.say("as without eviction: nothing was evicted")
         return
     found = _written_again(session, terminal, context.interrupts)
-    if found.parts or found.complete:
+    if found.differs or found.complete:
         terminal.page(shown(session.turns[-1].answer, found, Screen.of(terminal)))
     if not found.complete:
         raise Interrupted(
@@ -56,7 +56,7 @@ def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> b
     except Interrupted as stopped:
         terminal.note(f"  {worded(str(stopped))}")
         return True
-    if found.parts or found.complete:
+    if found.differs or found.complete:
         terminal.note(f"  {session.report.against_full.words}" if session.report else "")
     return True
 
@@ -94,7 +94,7 @@ def _written_again(
 def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
     """The lines of /verify: that the answers are the same, or both and where they first differ."""
     took = f"{found.seconds:.1f} s"
-    if not found.parts:
+    if not found.differs:
         said = f"the same: all {_tokens(found.same)}, each written from all that was read ({took})"
         return folded(said, screen.width, "  ", screen.encoding)
     lines = []

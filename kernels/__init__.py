@@ -19,34 +19,38 @@ from minikv.kernels.torch.attention_mass import (
     add_attention_mass,
     each_attention,
     peak_attention,
+    rows_lse,
 )
-from minikv.kernels.torch.compaction import gather_columns, gather_rows, held_rows
-from minikv.kernels.torch.decode import Hashing, Rows, lowest_step, ragged_attention
-from minikv.kernels.torch.history import below_uniform
+from minikv.kernels.torch.choose import NOT_FREE, order_key
+from minikv.kernels.torch.decode import HashRule, NewRow, Rows, lowest, ragged_attention
+from minikv.kernels.torch.gather import gather_columns, gather_rows, survivors
 from minikv.kernels.torch.int8 import from_codes, to_codes
 from minikv.kernels.torch.ragged_prefill import ragged_prefill
 from minikv.kernels.torch.window import window_attention
 
 __all__ = [
-    "Hashing",
+    "NOT_FREE",
+    "HashRule",
+    "NewRow",
     "Part",
     "Rows",
     "add_attention_mass",
     "advance",
     "append",
-    "below_uniform",
     "each_attention",
     "from_codes",
     "gather_columns",
     "gather_rows",
-    "held_rows",
     "last_rows_attention",
-    "lowest_step",
+    "lowest",
     "merge",
+    "order_key",
     "peak_attention",
     "ragged_attention",
     "ragged_prefill",
     "rows_attention",
+    "rows_lse",
+    "survivors",
     "to_codes",
     "total",
     "visible_attention",

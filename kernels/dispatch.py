@@ -6,26 +6,9 @@
     advance                triton/append            cpu/append          torch/append
     append                 -                        cpu/append          torch/append
     rotate_append          triton/append            cpu/append          torch/append
-    key_norms              triton/append            -                   torch/append
-    hash_append            triton/hash_append       cpu/hash_append     policies
-    lowest_step            triton/step              cpu/step            torch/decode
-    overwrite_step         triton/overwrite         -                   torch/decode
-    shown_positions        triton/overwrite         -                   torch/decode
-    unseen_rows            triton/overwrite         -                   torch/decode
-    streaming_step         triton/overwrite         cpu/overwrite       policies
-    l2_step                triton/overwrite         cpu/overwrite       policies
-    random_step            triton/overwrite         cpu/overwrite       policies
-    h2o_step               triton/step              cpu/step            policies
-    tova_step              -                        cpu/step            policies
-    roco_step              triton/step              cpu/step            policies
-    scissorhands_step      triton/step              cpu/step            policies
-    shift_step             triton/step              -                   policies
-    roco_start             triton/start_values      -                   policies
-    lowest_block           triton/blocks            -                   torch/blocks
-    unprotected_block      triton/blocks            -                   policies
-    h2o_block              triton/blocks            -                   policies
-    roco_block             triton/blocks            -                   policies
-    compacted              triton/blocks            -                   torch/blocks
+    evict                  triton/step              cpu/step            policies
+    append_evict           triton/hash_append       cpu/hash_append     policies
+    lowest                 triton/step              cpu/step            torch/decode
     rows_attention         -                        cpu/prefill         torch/attention
     last_rows_attention    triton/attention         cpu/prefill         torch/attention
     visible_attention      triton/attention         -                   torch/attention
@@ -33,52 +16,16 @@
     ragged_prefill         triton/ragged_prefill    cpu/prefill         torch/ragged_prefill
     add_attention_mass     triton/attention_mass    cpu/attention_mass  torch/attention_mass
     each_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
-    largest_attention      triton/attention_mass    -                   policies
-    mean_attention         triton/attention_mass    -                   torch/attention_mass
-    add_queries            triton/attention_mass    -                   torch/attention_mass
     peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
-    rows_lse               triton/attention_mass    -                   torch/attention_mass
-    rows_seen              triton/history           -                   torch/history
-    low_bits               triton/history           -                   torch/history
-    prompt_history         triton/history           -                   torch/history
-    block_history          triton/history           -                   torch/history
-    low_share              triton/history           -                   torch/history
-    output_lengths         triton/outputs           -                   torch/outputs
-    output_norms           triton/outputs           -                   torch/outputs
-    added_moments          triton/expected          -                   torch/expected
-    turned_moments         triton/expected          -                   torch/expected
-    expected_attention     triton/expected          -                   torch/expected
-    key_distances          triton/distances         -                   torch/distances
-    hash_codes             triton/hash_codes        -                   torch/hash_codes
-    code_distances         triton/hash_codes        -                   torch/hash_codes
-    divide                 triton/selection         -                   torch/selection
-    remaining              triton/selection         -                   torch/selection
-    order_key              triton/selection         -                   torch/selection
-    best                   triton/selection         -                   torch/selection
-    wanted                 triton/selection         -                   torch/selection
-    pool                   triton/selection         -                   torch/selection
-    pool_mass              triton/selection         -                   torch/selection
-    stayed                 triton/selection         -                   torch/selection
-    share                  triton/selection         -                   torch/selection
-    ensure_least           triton/selection         -                   torch/selection
-    row_uniform            triton/counter_rng       -                   torch/counter_rng
-    heads_mean             triton/heads_mean        -                   torch/heads_mean
-    crush_keys             triton/crush             -                   torch/crush
-    represent              triton/crush             -                   torch/crush
-    held_rows              triton/compaction        -                   torch/compaction
-    survivors              triton/compaction        -                   torch/compaction
-    lay_out                triton/compaction        -                   torch/compaction
-    gather_rows            triton/compaction        -                   torch/compaction
-    gather_columns         triton/compaction        -                   torch/compaction
-    carried_columns        triton/columns           -                   torch/columns
-    to_codes               triton/int8              -                   torch/int8
-    codes_at               triton/int8              -                   torch/int8
+    order_key              triton/choose            -                   torch/choose
+    best                   triton/choose            -                   torch/choose
+    wanted                 triton/choose            -                   torch/choose
+    gather_rows            triton/gather            -                   torch/gather
+    gather_columns         triton/gather            -                   torch/gather
     add_norm               triton/layer             cpu/layer           torch/layer
     rotate                 triton/layer             cpu/layer           torch/layer
     rotary_table           triton/layer             -                   torch/layer
     silu_mul               triton/layer             cpu/layer           torch/layer
-    greedy                 triton/sampling          -                   torch/sampling
-    sample                 triton/sampling          -                   torch/sampling
     drawn                  -                        cpu/sampling        torch/sampling
     row_product            -                        cpu/product         torch/product
     rest                   triton/rest              cpu/rest            models
@@ -109,7 +56,7 @@ operations are left to torch. rows_product exists only with tiles (AMX).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 
 import torch
@@ -120,26 +67,15 @@ from minikv.kernels.torch import append as append_row
 from minikv.kernels.torch import (
     attention,
     attention_mass,
-    blocks,
-    columns,
-    compaction,
-    counter_rng,
-    crush,
     cudnn,
     decode,
     decode_cpu,
-    distances,
-    expected,
-    history,
-    int8,
+    gather,
     layer,
-    outputs,
     product,
     sampling,
-    selection,
 )
-from minikv.kernels.torch import hash_codes as hashes
-from minikv.kernels.torch import heads_mean as heads
+from minikv.kernels.torch import choose as choose_rows
 from minikv.kernels.torch import ragged_prefill as ragged
 
 _OLDEST_TRITON = (3, 6)  # the oldest Triton that the kernels were built with
@@ -171,28 +107,15 @@ class Kernels:
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
-    key_norms = staticmethod(append_row.key_norms)
-    hash_append: Callable[..., None] | None = None
-    appends_any = False
-    """Whether hash_append takes int8 rows, further columns, and rows that are evicted last."""
-    lowest_step: Callable[..., None] | None = staticmethod(decode.lowest_step)
-    overwrite_step = staticmethod(decode.overwrite_step)
-    shown_positions = staticmethod(decode.shown_positions)
-    unseen_rows = staticmethod(decode.unseen_rows)
-    streaming_step: Callable[..., None] | None = None
-    l2_step: Callable[..., None] | None = None
-    random_step: Callable[..., None] | None = None
-    h2o_step: Callable[..., None] | None = None
-    tova_step: Callable[..., None] | None = None
-    roco_step: Callable[..., None] | None = None
-    scissorhands_step: Callable[..., None] | None = None
-    shift_step: Callable[..., None] | None = None
-    roco_start: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
-    lowest_block = staticmethod(blocks.lowest_block)
-    unprotected_block: Callable[..., tuple[Tensor, Tensor]] | None = None
-    h2o_block: Callable[..., tuple[Tensor, Tensor]] | None = None
-    roco_block: Callable[..., tuple[Tensor, Tensor]] | None = None
-    compacted = staticmethod(blocks.compacted)
+    evict: Mapping[str, Callable[..., None]] = {}
+    """Of step policies, by name: all that the end of a step does, for all heads, in one kernel. It
+    takes this step's logits [L, H, G, C] and lse [L, H, G], which it may overwrite, `Rows`,
+    free_slot [L, H], which gets each head's victim or -1, the policy's columns in its order, and
+    what `StepPolicy.quota` returned."""
+    append_evict: Mapping[str, Callable[..., bool]] = {}
+    """Of step policies that choose by the query, by name: choose the victims and write the new
+    rows of one layer. It takes the policy and `NewRow`, and returns False where it cannot."""
+    lowest = staticmethod(decode.lowest)
     rows_attention = staticmethod(attention.rows_attention)
     last_rows_attention = staticmethod(attention.last_rows_attention)
     visible_attention = staticmethod(attention.visible_attention)
@@ -200,52 +123,16 @@ class Kernels:
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
-    largest_attention: Callable[..., Tensor] | None = None
-    mean_attention = staticmethod(attention_mass.mean_attention)
-    add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)
-    rows_lse = staticmethod(attention_mass.rows_lse)
-    rows_seen = staticmethod(history.rows_seen)
-    low_bits = staticmethod(history.low_bits)
-    prompt_history = staticmethod(history.prompt_history)
-    block_history = staticmethod(history.block_history)
-    low_share = staticmethod(history.low_share)
-    output_lengths = staticmethod(outputs.output_lengths)
-    output_norms = staticmethod(outputs.output_norms)
-    added_moments = staticmethod(expected.added_moments)
-    turned_moments = staticmethod(expected.turned_moments)
-    expected_attention = staticmethod(expected.expected_attention)
-    key_distances = staticmethod(distances.key_distances)
-    hash_codes = staticmethod(hashes.hash_codes)
-    code_distances = staticmethod(hashes.code_distances)
-    divide = staticmethod(selection.divide)
-    remaining = staticmethod(selection.remaining)
-    order_key = staticmethod(selection.order_key)
-    best = staticmethod(selection.best)
-    wanted = staticmethod(selection.wanted)
-    pool = staticmethod(selection.pool)
-    pool_mass = staticmethod(selection.pool_mass)
-    stayed = staticmethod(selection.stayed)
-    share = staticmethod(selection.share)
-    ensure_least = staticmethod(selection.ensure_least)
-    row_uniform = staticmethod(counter_rng.row_uniform)
-    heads_mean = staticmethod(heads.heads_mean)
-    crush_keys = staticmethod(crush.crush_keys)
-    represent = staticmethod(crush.represent)
-    held_rows = staticmethod(compaction.held_rows)
-    survivors = staticmethod(compaction.survivors)
-    lay_out = staticmethod(compaction.lay_out)
-    gather_rows = staticmethod(compaction.gather_rows)
-    gather_columns = staticmethod(compaction.gather_columns)
-    carried_columns = staticmethod(columns.carried_columns)
-    to_codes = staticmethod(int8.to_codes)
-    codes_at = staticmethod(int8.codes_at)
+    order_key = staticmethod(choose_rows.order_key)
+    best = staticmethod(choose_rows.best)
+    wanted = staticmethod(choose_rows.wanted)
+    gather_rows = staticmethod(gather.gather_rows)
+    gather_columns = staticmethod(gather.gather_columns)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     rotary_table = staticmethod(layer.rotary_table)
     silu_mul = staticmethod(layer.silu_mul)
-    greedy = staticmethod(sampling.greedy)
-    sample = staticmethod(sampling.sample)
     drawn = staticmethod(sampling.drawn)
     row_product = staticmethod(product.row_product)
     rest: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
@@ -267,7 +154,6 @@ class TorchOnCPU(Kernels):
     """Every operation in torch on a CPU, where reading a number of a tensor does not wait."""
 
     ragged_attention = staticmethod(decode_cpu.ragged_attention)
-    lowest_step = None  # a step then evicts in its own code, which reads the positions
 
     def __init__(self, processor: str = "") -> None:
         self.float_rows = choice.FLOAT_ROWS.get(processor or choice.processor())

@@ -68,14 +68,16 @@ def load(
     ("20%") or memory for all layers ("64MiB"); "auto" evicts nothing while everything fits. The
     other arguments are fields of
     `minikv.settings.Settings`, which describes them and their allowed values. `policy_options` are
-    checked against `minikv.policies.POLICIES`. Raises MinikvError or ModelError, both with
+    checked against those of all policies. Raises MinikvError or ModelError, both with
     `exit_code`.
     """
     from inspect import signature
 
+    from minikv.engine.threads import wait_briefly
     from minikv.loader import build, check_budget, check_names
     from minikv.settings import Settings
 
+    wait_briefly()  # before torch is imported, to know the options of policies
     check_names(policy_options, list(signature(load).parameters)[:-1])
     check_budget(budget)
 

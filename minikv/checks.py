@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 from minikv.errors import UsageError
 
@@ -76,3 +77,18 @@ def function(name: str, value: object) -> None:
     """Raise UsageError if `value` is neither None nor callable."""
     if value is not None and not callable(value):
         raise UsageError(f"`{name}` must be a function, got {quoted(value)}")
+
+
+def stop_texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The given stop texts, each once; None: none. A single text need not be in a sequence. Raises
+    UsageError for one that is empty or not a str."""
+    if isinstance(given, str | None):
+        given = () if given is None else (given,)
+    if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
+        raise UsageError(f"`stop` must be a text (str) or several, got {quoted(given)}")
+    texts = tuple(given)
+    for one in texts:
+        text("each text of `stop`", one)
+        if not one:
+            raise UsageError("a stop text is empty", "every answer would end before it begins")
+    return tuple(dict.fromkeys(texts))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from minikv.checks import quoted
 from minikv.engine import threads
 from minikv.errors import UsageError
-from minikv.policies import PARTS, POLICIES
+from minikv.policies import registry
 from minikv.settings import Generation, Settings, no_cuda, settings_of
 
 if TYPE_CHECKING:
@@ -43,17 +43,17 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     Raises UsageError, if possible before anything is loaded, and ModelError if the model is
     missing, unsupported or damaged.
     """
-    eviction = settings.eviction()
     threads.refuse_fork()
     threads.wait_briefly()
     from minikv.models import refuse_without_torch
 
     refuse_without_torch()
+    eviction = settings.eviction()
     # torch is imported here, so that commands without a model start fast.
     import torch
 
     from minikv.cache.kv_cache import KVCache
-    from minikv.chat.facts import Facts
+    from minikv.chat.closing import Facts
     from minikv.chat.fitting import USEFUL, Machine, tier_beside
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
@@ -189,8 +189,8 @@ def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packin
 def check_names(named: Iterable[str], own: Sequence[str]) -> None:
     """Raise UsageError for a name that is not an option of any policy. The hint says where it
     belongs, or suggests similar names. own: the arguments of `minikv.load`."""
-    options = {o.name for info in POLICIES.values() for o in (*info.prompt_options, *info.own)}
-    options |= {option.name for part in PARTS.values() for option in part.options}
+    options = {option.name for method in registry.methods() for option in method.options}
+    options |= {option.name for part in registry.parts() for option in part.options}
     for name in named:
         if name in settings_of(Generation):
             raise UsageError(

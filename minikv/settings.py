@@ -16,12 +16,17 @@ from typing import Any, Literal
 
 from minikv import checks
 from minikv.cache.budget import Budget
-from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig
+from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig, read_budget
 from minikv.chat.reuse import REREAD_LIMIT, REUSES, TIER_DTYPES, TIERS
-from minikv.chat.stop import stop_texts
 from minikv.checks import quoted
 from minikv.errors import UsageError
-from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, prompt_names, step_names
+from minikv.policies import (
+    DEFAULT_BUDGET,
+    DEFAULT_PROMPT,
+    check_name,
+    prompt_names,
+    step_names,
+)
 
 WEIGHTS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
 """Values of --weights, as `models.linear` knows them."""
@@ -365,8 +370,19 @@ class Settings:
             "give a size with its unit, such as 20GiB",
         )
 
+    def check_eviction(self) -> None:
+        """Raise the UsageError of `eviction`. Imports torch only if there are options to check."""
+        if self.options or self.stride:
+            self.eviction()
+            return
+        check_name(self.policy)
+        if self.decode != "auto":
+            check_name(self.decode, step=True)
+        read_budget(self.budget)
+
     def eviction(self) -> EvictionConfig:
-        """The eviction settings, checked without torch. Raises UsageError."""
+        """The eviction settings, checked. Imports torch, unless a policy is unknown. Raises
+        UsageError."""
         return EvictionConfig.read(
             self.policy, self.decode, self.budget, self.options, self.seed, self.stride
         )
@@ -441,7 +457,7 @@ class Generation:
     )
 
     def __post_init__(self) -> None:
-        stop_texts(self.stop)
+        checks.stop_texts(self.stop)
         for name, one in settings_of(Generation).items():
             value = getattr(self, name)
             if isinstance(value, tuple) or value in one.words:

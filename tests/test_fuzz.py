@@ -57,12 +57,12 @@ def test_a_reader_that_fails_is_found() -> None:
 # What long runs found, each once more.
 FOUND = [
     ("history", b'{"a":' * 1200),
-    ("a tier's header", b'{"layers": 2, "heads": "x", "columns": {"k": ["float32", [8]]}}'),
+    ("a tier's manifest", b'{"layers": 2, "heads": "x", "columns": {"k": ["float32", [8]]}}'),
     (
-        "a tier's header",
+        "a tier's manifest",
         b'{"layers": 2, "heads": 2, "columns": {"k": ["float32", [{}]]}, "identity": {}}',
     ),
-    ("a tier's header", b"[" * 2000),
+    ("a tier's manifest", b"[" * 2000),
 ]
 
 

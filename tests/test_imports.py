@@ -247,10 +247,10 @@ _GO = (
 
 def test_light_commands_load_no_torch() -> None:
     loaded = loaded_after(
-        f"{_GO}go('--help'); go('--version'); go('policies'); go('policies', 'show', 'adakv')\n"
-        "go('ask', '--help'); go('ask', 'q', '--policy', 'nonsense', 'x')"
+        f"{_GO}go('--help'); go('--version'); go('policies', '--help'); go('ask', '--help')\n"
+        "go('ask', 'q', '--policy', 'nonsense', 'x'); go('chat', 'no/such/file')"
     )
-    assert "minikv.cli.render" in loaded  # the commands did run
+    assert "minikv.cli.sources" in loaded  # the commands did run
     assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
 
 

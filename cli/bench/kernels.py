@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from minikv.cli.bench import machine, shapes
 from minikv.cli.bench.arguments import Arguments
@@ -25,8 +24,9 @@ from minikv.cli.bench.results import Results, Timing
 from minikv.cli.bench.shapes import Sizes
 from minikv.engine.decode_loop import captured
 from minikv.errors import UsageError
-from minikv.kernels import Rows, dispatch
+from minikv.kernels import NewRow, Rows, dispatch
 from minikv.models.linear import Matrix
+from minikv.policies.hashevict import HashEvict
 
 Call = Callable[[Any], object]
 """A function of a table of kernels: it calls one operation, on inputs that it holds."""
@@ -42,7 +42,7 @@ class Case:
 
     make(device, seed): a call with fresh inputs. nbytes: read and written at the least; flops: of
     its products, 0 where the floor is that of the bytes. needs: the operation, if it is one of the
-    table.
+    table, and the policy behind it, if it is one of a policy.
     """
 
     name: str
@@ -56,6 +56,14 @@ class Case:
         """Run the operation on the inputs of `make`."""
         return call(operations)
 
+    def is_missing(self, operations: Any) -> bool:
+        """Whether these kernels do not have the operation."""
+        name, _, policy = self.needs.partition(" ")
+        if not name:
+            return False
+        found = getattr(operations, name)
+        return found is None or (policy != "" and policy not in found)
+
 
 def measure(arguments: Arguments, device: torch.device, rates: Rates, results: Results) -> None:
     """Every case of the shape and the lengths, which are tokens per head here."""
@@ -68,7 +76,7 @@ def measure(arguments: Arguments, device: torch.device, rates: Rates, results: R
         for number, case in enumerate(table):
             what = f"{case.name}, {case.case}"
             results.progress(f"kernels: {what}", number, len(table))
-            if case.needs and getattr(operations, case.needs, None) is None:
+            if case.is_missing(operations):
                 results.note(f"{case.name}: {operations.name} has no {case.needs}")
                 continue
             try:
@@ -143,13 +151,8 @@ def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], Non
 
 # -- the table ------------------------------------------------------------------------------
 
-_STEPS: dict[str, tuple[torch.dtype, ...]] = {
-    "h2o_step": (torch.float32,),
-    "tova_step": (),
-    "roco_step": (torch.float32,) * 3,
-    "scissorhands_step": (torch.int64, torch.int64, torch.float32),
-}
-"""What a step policy reads and writes for every token."""
+_COLUMNS = {"h2o": 1, "roco": 3}
+"""Numbers of float32 that a step policy reads and writes for every token."""
 
 
 def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[Case]:
@@ -177,21 +180,20 @@ def cases(sizes: Sizes, dtype: torch.dtype, lengths: Sequence[int]) -> Iterator[
     for n in lengths:
         moved = heads * (n * (2 + 4) + 3 * row)
         make = partial(_hash_append, sizes, dtype, n)
-        yield Case("hash append", f"{n:,} rows", make, moved, needs="hash_append")
+        yield Case("hash append", f"{n:,} rows", make, moved, needs="append_evict hashevict")
     for n in lengths:
-        for name, columns in _STEPS.items():
+        for name, count in _COLUMNS.items():
             yield Case(
-                name.replace("_", " "),
+                f"{name} step",
                 f"{n:,} rows, all layers",
-                partial(_step, sizes, n, name, columns),
-                sizes.layers * heads * n * (4 * group + 4 + 2 * sum(c.itemsize for c in columns)),
-                needs=name,
+                partial(_step, sizes, n, name, count),
+                sizes.layers * heads * n * (4 * group + 4 + 8 * count),
+                needs=f"evict {name}",
             )
     for n in lengths:
         every = sizes.layers * heads * n
-        make = partial(_lowest_step, sizes, n)
-        case = f"{n:,} rows, all layers"
-        yield Case("lowest step", case, make, every * (4 + 1), needs="lowest_step")
+        make = partial(_lowest, sizes, n)
+        yield Case("lowest", f"{n:,} rows, all layers", make, every * (4 + 8), needs="lowest")
     for n in lengths:
         few = min(64, n)
         yield Case(
@@ -299,88 +301,60 @@ def _rotate_append(
 
 def _hash_append(sizes: Sizes, dtype: torch.dtype, n: int, device: torch.device, seed: int) -> Call:
     heads, size, bits = sizes.kv_heads, sizes.head_dim, 16
-    probe = normal(device, seed, dtype, heads, sizes.heads // heads, size)
+    query = normal(device, seed, dtype, heads, sizes.heads // heads, size)
     key, value = (normal(device, seed + i, dtype, heads, size) for i in (1, 2))
-    matrix = normal(device, seed + 3, torch.float32, size, bits)
+    matrices = {0: normal(device, seed + 3, torch.float32, size, bits)}
+    rule = HashEvict(sinks=4, recent=10, bits=bits, hash_with="query", seed=0, matrices=matrices)
     k, v = (normal(device, seed + i, dtype, heads * n, size) for i in (4, 5))
     pos = torch.arange(n, device=device, dtype=torch.int32).repeat(heads)
-    code = torch.randint(-(1 << 15), 1 << 15, (heads * n,), device=device).to(torch.int16)
+    code = torch.randint(1 << bits, (heads * n,), device=device).to(rule.columns["code"])
     start, full = torch.arange(heads, device=device) * n, torch.full((heads,), n, device=device)
     free_slot, position = torch.full_like(full, -1), torch.tensor(n, device=device)
-    undo_rows = tuple(torch.empty_like(column[:heads]) for column in (k, v, pos, code))
-    arrived = torch.zeros(heads, dtype=torch.int32, device=device)
+    columns = {"k": k, "v": v, "pos": pos, "code": code}
+    new = NewRow(
+        0,
+        query,
+        key,
+        value,
+        start,
+        full,
+        full,
+        free_slot,
+        position,
+        columns,
+        width=n,
+        pinned=0,
+        shown=pos,
+        arrived=torch.zeros(heads, dtype=torch.int32, device=device),
+    )
 
-    def call(ops: Any) -> object:
+    def call(ops: Any) -> None:
         free_slot.fill_(-1)  # so that a token has to leave in every call
-        more = {"arrived": arrived} if ops.appends_any else {}
-        return ops.hash_append(
-            probe,
-            key,
-            value,
-            matrix,
-            start,
-            full,
-            full,
-            free_slot,
-            position,
-            k,
-            v,
-            pos,
-            code,
-            undo_rows,
-            width=n,
-            sinks=4,
-            recent=10,
-            pinned=0,
-            **more,
-        )
+        ops.append_evict["hashevict"](rule, new)
 
     return call
 
 
-def _full_heads(sizes: Sizes, n: int, device: torch.device) -> tuple[Rows, Tensor, Tensor]:
-    """All heads of all layers with n tokens, of which n - 1 may stay: rows, go and free_slot."""
-    heads = sizes.layers * sizes.kv_heads
-    full = torch.full((sizes.layers, sizes.kv_heads), n, device=device)
-    rows = Rows(
-        (torch.arange(heads, device=device) * n).view_as(full),
-        full,
-        full - 1,
-        torch.arange(n, device=device, dtype=torch.int32).repeat(heads),
-        torch.tensor(n - 1, device=device),
-        4,
-        10,
-        0,
-    )
-    return rows, torch.tensor(True, device=device), torch.full_like(full, -1)
-
-
-def _step(
-    sizes: Sizes,
-    n: int,
-    name: str,
-    kinds: Sequence[torch.dtype],
-    device: torch.device,
-    seed: int,
-) -> Call:
+def _step(sizes: Sizes, n: int, name: str, count: int, device: torch.device, seed: int) -> Call:
+    """All heads of all layers with n tokens, of which n - 1 may stay."""
     layers, heads, group = sizes.layers, sizes.kv_heads, sizes.heads // sizes.kv_heads
     logits = normal(device, seed, torch.float32, layers, heads, group, n)
-    shared = (logits, logits.logsumexp(-1), *_full_heads(sizes, n, device))
-    columns = [torch.ones(layers * heads * n, dtype=kind, device=device) for kind in kinds]
-    if name == "scissorhands_step":
-        window = torch.full((layers,), n, device=device)
-        return lambda ops: ops.scissorhands_step(*shared, columns[:2], columns[2], 64, window)
-    if name == "tova_step":
-        return lambda ops: ops.tova_step(*shared, layerwise=False)
-    half = torch.full((layers, heads), n // 2, device=device)
+    full = torch.full((layers, heads), n, device=device)
+    start = (torch.arange(layers * heads, device=device) * n).view_as(full)
+    pos = torch.arange(n, device=device, dtype=torch.int32).repeat(layers * heads)
+    rows = Rows(start, full, full - 1, pos, torch.tensor(n - 1, device=device), 4, 10, 0)
+    columns = [torch.ones(layers * heads * n, device=device) for _ in range(count)]
+    given = logits.logsumexp(-1), rows, torch.full_like(full, -1), columns, full // 2
     # RoCo's kernel overwrites the logits. Its time does not depend on their values.
-    return lambda ops: getattr(ops, name)(*shared, *columns, half)
+    return lambda ops: ops.evict[name](logits, *given)
 
 
-def _lowest_step(sizes: Sizes, n: int, device: torch.device, seed: int) -> Call:
-    scores = normal(device, seed, torch.float32, sizes.layers, sizes.kv_heads, n)
-    allowed, full = torch.ones_like(scores, dtype=torch.bool), _full_heads(sizes, n, device)
-    return lambda ops: ops.lowest_step(scores, allowed, *full)
+def _lowest(sizes: Sizes, n: int, device: torch.device, seed: int) -> Call:
+    heads = sizes.layers * sizes.kv_heads
+    scores = normal(device, seed, torch.float32, heads, n)
+    pos, start = (torch.arange(count, device=device) for count in (n, heads))
+    pos, over = pos.repeat(heads, 1), torch.ones_like(start, dtype=torch.bool)
+    return lambda ops: ops.lowest(scores, pos, start * n, over, torch.empty_like(start))
 
 
 def _observe(

@@ -8,6 +8,7 @@ from minikv.cli import completion
 from minikv.cli.entry.shared import Json
 from minikv.cli.flags import Call, command
 from minikv.cli.help import Group
+from minikv.models import refuse_without_torch
 
 app = typer.Typer(
     cls=Group,
@@ -25,6 +26,7 @@ def policies(
 ) -> None:
     if call.subcommand is not None:
         return
+    refuse_without_torch()
     from minikv.cli import render
 
     call.terminal.data(render.policies(as_json=as_json))
@@ -43,6 +45,7 @@ def show(
     ],
     as_json: Json = False,
 ) -> None:
+    refuse_without_torch()
     from minikv.cli import render
 
     call.terminal.data(render.policy(name, as_json=as_json))

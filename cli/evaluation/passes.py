@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.attend import Attend
-from minikv.chat import repeating
+from minikv.chat import reading
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Message
 from minikv.cli.evaluation import wording
@@ -70,7 +70,7 @@ def _opening(chat: ChatSession, item: Item) -> int:
 
 def _perplexity(chat: ChatSession, item: Item) -> list[float]:
     """Nats of each token in the last quarter of the document."""
-    repeating.prepare(chat.engine.kv, chat.tokenizer, chat.template)
+    reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
     return negative_log_likelihood(chat.engine, *_scored(chat, item))
 
 
@@ -95,15 +95,15 @@ def _lost_by_answer(chat: ChatSession, item: Item) -> list[float]:
     kv, network = chat.engine.kv, chat.engine.network
     prompts, answer = wording.parts(chat, item, 0), _answer(chat, item)
     with wording.worded(chat, item, 0):
-        repeating.prepare(kv, chat.tokenizer, chat.template)
+        reading.prepare(kv, chat.tokenizer, chat.template)
     if sum(map(len, prompts)) + len(answer) > chat.max_context:
         raise ContextError("a document does not fit the model", "choose a smaller --length")
     keys: list[Tensor] = []
     for ids in prompts:
         heard = _Heard(network)
         Engine(heard, kv, capture=None).prompt(ids)
-        # A prompt that was read before is not computed again, so nothing was heard.
-        if not heard.keys and isinstance(network, Rereading):
+        # Of a prompt that was read before only the end is computed again.
+        if not keys and isinstance(network, Rereading):
             new = network.keys()
         else:
             new = [torch.cat(layer, 1) for layer in heard.keys]

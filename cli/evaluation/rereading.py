@@ -1,13 +1,13 @@
 """Compute a document once for many policies, and evict it once for many questions under one policy.
 
-The states of a first prompt do not depend on the policy, because every layer attends before it
-evicts. So policies that observe the same queries get the same traces.
+The keys and values of a first prompt do not depend on the policy, because every layer attends
+before it evicts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -15,46 +15,50 @@ from torch import Tensor
 
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.prefill import LayerTrace, Prefill
-from minikv.cache.second_pass import SecondPassPrefill
+from minikv.cache.prefill import Prefill
+from minikv.cache.second_pass import SecondPass
 from minikv.cache.snapshot import CacheSnapshot
+from minikv.cache.tier import Tier
 from minikv.engine.engine import Engine, Network, Predicting
 
 
 class Rereading:
-    """A `Network` over `kv` that stores the last first prompt: the traces and logits that policies
-    needed.
+    """A `Network` over `kv` that keeps the rows of the last first prompt in a tier, and its scores.
+    For another policy only the end of the same prompt is fed, unless the policy needs the queries
+    of all tokens.
 
-    What a policy keeps, and every logit, is bit for bit the same as without it.
+    What a policy keeps, and every logit, is bit for bit the same as without it, if the network says
+    how many tokens it reads together (`rows`).
     """
 
     def __init__(self, network: Network, kv: KVCache) -> None:
         self.network, self.kv = network, kv
+        self._chunk: int = getattr(network, "rows", 1)
+        self._tier = Tier(kv.shape, kv.dtype, kv.device)
         self._ids: Tensor | None = None
         self._hidden: Tensor | None = None
-        self._known: dict[object, tuple[list[LayerTrace], Tensor]] = {}
-        self._scored: dict[object, tuple[SecondPassPrefill, Tensor]] = {}
+        self._scored: dict[object, SecondPass] = {}
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
-        """See `Network`; `kv` stands for this object's cache."""
-        twice = self.kv.scored_twice
-        if twice is not None and not self.kv.position:
-            return self._twice(twice, ids, kv)
-        reading = self.kv.first
-        if reading is None or reading.plan.given:
+        """See `Network`; `kv` stands for this object's cache, or is a text that scores."""
+        reading = self.kv.first or self.kv.scored_twice
+        if reading is None or kv.position or self.kv.position or self._has_tier(reading):
             return self.network.forward(ids, kv)
         self._renew(ids)
-        if reading.needs not in self._known:
-            recorder = _Recorder(kv, self.kv)
-            logits = self.network.forward(ids, recorder)
-            self._known[reading.needs] = recorder.traces, logits
-            return logits.clone()
-        traces, logits = self._known[reading.needs]
-        for layer, trace in enumerate(traces):
-            reading.replay(_staged(reading, layer, trace))
-            reading.finish(layer)
-        kv.advance(len(ids))
-        return logits.clone()
+        if isinstance(reading, SecondPass):
+            needs = reading.prompt.scorer, *reading.repeats
+            known = self._scored.setdefault(needs, reading)
+            if known.scored:
+                reading.score_as(known)
+            else:
+                self._scored[needs] = reading
+        given = reading.take(self._tier, self._chunk)
+        logits = self.network.forward(ids[given:], _Behind(kv, given))
+        self._tier.commit(len(ids))
+        return logits
+
+    def _has_tier(self, reading: Prefill | SecondPass) -> bool:
+        return isinstance(reading, Prefill) and reading.tier is not None
 
     def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `minikv.engine.engine.Predicting`."""
@@ -66,76 +70,34 @@ class Rereading:
             self._hidden = network.hidden(ids, kv).clone()
         return self._hidden
 
-    def _twice(self, reading: SecondPassPrefill, ids: Tensor, kv: Attend) -> Tensor:
-        """The forward pass of a first prompt that is read twice: of the prompt, or of a text of the
-        second pass."""
-        if reading.replayed:
-            return self._scored[reading.needs][1]
-        if reading.scoring:
-            return self.network.forward(ids, kv)
-        self._renew(ids)
-        known, logits = self._scored.get(reading.needs, (None, None))
-        if known is not None and known.scored and logits is not None:
-            reading.replay(known)
-            return logits.clone()
-        logits = self.network.forward(ids, kv)
-        if reading.needs is not None:
-            self._scored[reading.needs] = reading, logits.clone()
-        return logits
-
     def _renew(self, ids: Tensor) -> None:
-        """If these are other tokens, forget the stored prompt."""
+        """Discard what an error left. If these are other tokens, forget the stored prompt."""
+        self._tier.drop()
         if self._ids is None or not torch.equal(ids, self._ids):
-            self._ids, self._known, self._hidden = ids.clone(), {}, None
-            self._scored = {}
+            self._ids, self._hidden, self._scored = ids.clone(), None, {}
+            self._tier.truncate(0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `minikv.engine.engine.Predicting`."""
         return cast(Predicting, self.network).logits(hidden)
 
     def keys(self) -> list[Tensor]:
-        """Each layer's keys [H, T, D] of the remembered prompt. In a layer with a sliding window,
-        those that the next token does not see may be any finite numbers."""
-        if self._known:
-            traces, _ = next(iter(self._known.values()))
-            return [trace.key for trace in traces]
-        known = next(known for known, _ in self._scored.values() if known.scored)
-        tokens, layers = known.plan.tokens, range(known.shape.layers)
-        # `stage` returns the same buffer for every layer.
-        return [known.rows.stage(layer, tokens)[0].clone() for layer in layers]
+        """Each layer's keys [H, T, D] of the remembered prompt."""
+        tier = self._tier
+        return [tier.rows.read(i, tier.length)["k"].clone() for i in range(self.kv.shape.layers)]
 
 
-def _staged(reading: Prefill, layer: int, trace: LayerTrace) -> LayerTrace:
-    """The trace; if the prompt has a tier, with its rows copied to the tier's buffer."""
-    if reading.tier is None:
-        return trace
-    key, value = reading.tier.stage(layer, reading.plan.tokens)
-    key.copy_(trace.key)
-    value.copy_(trace.value)
-    return replace(trace, key=key, value=value)
+class _Behind:
+    """An `Attend` whose first `given` tokens are not fed."""
 
-
-class _Recorder:
-    """Passes a prompt on to `kv` and keeps the trace of each layer of the `cache` behind it."""
-
-    def __init__(self, kv: Attend, cache: KVCache) -> None:
-        self.position, self.advance = kv.position, kv.advance
-        self.traces: list[LayerTrace] = []
-        self._kv, self._cache = kv, cache
+    def __init__(self, kv: Attend, given: int) -> None:
+        self.position, self.attend, self.advance = given, kv.attend, kv.advance
+        self._kv = kv
 
     @property
     def watch(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
-        return self._cache.watch
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attend`."""
-        out = self._kv.attend(layer, q, k, v)
-        reading = self._cache.first
-        assert reading is not None
-        if reading.layer_complete:
-            self.traces.append(reading.trace())
-        return out
+        return getattr(self._kv, "watch", None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

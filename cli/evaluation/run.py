@@ -195,9 +195,10 @@ class Run:
         return any(c.reuse == "blind" for c in chain.from_iterable(self._choices.values()))
 
     def measure(self, progress: Progress) -> None:
-        """Go through the items. A document is computed once for all policies that look at the same
-        queries, and evicted once for all questions that are asked apart and find it evicted (see
-        `rereading`). Raises ContextError if an item does not fit, unless such are skipped."""
+        """Go through the items. A document is computed once for all policies that do not need the
+        queries of all its tokens, and evicted once for all questions that are asked apart and find
+        it evicted (see `rereading`). Raises ContextError if an item does not fit, unless such are
+        skipped."""
         chat, engine = self.chat, self.chat.engine
         before = chat.reuse, chat.recall.kind
         chat.engine = restoring = Restoring(Rereading(engine.network, engine.kv), engine.kv)

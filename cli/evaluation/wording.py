@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from minikv.chat import reuse
+from minikv.chat import plan
 from minikv.chat.protocols import Template
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document, Message
@@ -88,7 +88,8 @@ def opening(chat: ChatSession, item: Item, number: int) -> list[int]:
     """The prompt with the document and a question, as the first of a chat."""
     with worded(chat, item, number):
         asked = item.questions[number] if number else item.opening
-        return _with(chat)(0, document(item).rendered() + asked)
+        content = document(item).rendered() + asked
+        return chat.template.opening([*chat.messages, Message("user", content)])
 
 
 def parts(chat: ChatSession, item: Item, number: int) -> tuple[list[int], ...]:
@@ -97,8 +98,6 @@ def parts(chat: ChatSession, item: Item, number: int) -> tuple[list[int], ...]:
     if chat.reuse != "blind":
         return (ids,)
     with worded(chat, item, number):
-        return reuse.parts(ids, [(0, document(item).rendered())], _with(chat))
-
-
-def _with(chat: ChatSession) -> Callable[[int, str], list[int]]:
-    return lambda at, content: chat.template.opening([*chat.messages, Message("user", content)])
+        messages = [*chat.messages, Message("user", "")]
+        asked = [(len(chat.messages), document(item).rendered())]
+        return plan.parts(ids, asked, chat.template.opening, messages)

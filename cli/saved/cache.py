@@ -40,7 +40,7 @@ def write_cache(
     state = {
         "held": snapshot.held.record(),
         "owed": snapshot.pending_token,
-        "shaped_by": snapshot.shaped_by,
+        "shaped_by": snapshot.evicted_for_turn,
         "rereads": snapshot.rereads,
     }
     tensors = {f"column.{name}": column for name, column in snapshot.held.columns.items()}
@@ -88,7 +88,7 @@ def read_cache(saved: Saved) -> ChatSnapshot:
             known=(),
             fed=fed,
             pending_token=state["owed"],
-            shaped_by=state["shaped_by"],
+            evicted_for_turn=state["shaped_by"],
             rereads=bool(state.get("rereads")),  # chats of older versions do not say
         )
 

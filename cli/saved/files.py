@@ -7,12 +7,13 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minikv.chat.shown import clipped
+from minikv.chat.report import clipped
 from minikv.cli.paths import chats_folder
 from minikv.errors import UsageError
 from minikv.models.packed_files import make
@@ -134,7 +135,9 @@ def prune(folder: Path, named: Collection[str]) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             old = _PART.fullmatch(name) is not None and name not in named
-            if old or (name.startswith(".") and name.endswith(".tmp")):
+            if name.startswith(".") and name.endswith(".tmp") and (folder / name).is_dir():
+                shutil.rmtree(folder / name, ignore_errors=True)  # an unfinished copy of a tier
+            elif old or (name.startswith(".") and name.endswith(".tmp")):
                 os.unlink(folder / name)
 
 

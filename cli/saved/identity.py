@@ -83,7 +83,7 @@ def differences(
 ) -> str:
     """In what the chat of this header differs from a session, in words; "" if in nothing. Policy
     and budget count only where the user `stated` them."""
-    from minikv.chat.facts import Facts
+    from minikv.chat.closing import Facts
 
     # Chats of versions without --kv and --weights lack these two.
     form = Facts(weights=header["run"].get("weights", "auto")).form

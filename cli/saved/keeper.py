@@ -337,7 +337,7 @@ class Keeper:
             "turns": len(session.turns),
             "documents": document_hashes(documents),
             "fed": fed_hash(session.fed),
-            "shaped_by": session.shaped_by,
+            "shaped_by": session.evicted_for_turn,
         }
         self._settle(session, folder, whole, forked)
         with all_or_nothing(folder):

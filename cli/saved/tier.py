@@ -1,7 +1,7 @@
 """The tier of a chat on disk, beside its transcript: the chat can continue without reading again.
 
-Before the first save, the file has a hidden name among the chats. For a chat that is not saved, it
-is in the user's cache directory, without a name.
+Before the first save, it has a hidden name among the chats. For a chat that is not saved, it is a
+file in the user's cache directory, without a name.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ def place(identity: Mapping[str, object], *, saved: bool) -> Place:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the files of chats that were killed before their first save."""
-    from minikv.cache.tier_file import is_open
+    """Remove the tiers of chats that were killed before their first save."""
+    from minikv.cache.tier_file import is_open, remove
 
     for name in filter(_WAITING.fullmatch, os.listdir(folder)):
         with contextlib.suppress(OSError):
             if not is_open(folder / name):
-                os.unlink(folder / name)
+                remove(folder / name)
 
 
 def find(session: ChatSession, folder: Path, identity: Mapping[str, object]) -> FileRows | None:
     """The tier of a saved chat; None if there is none, or none of this model, or the session has it
     already. Raises TierError where it is damaged or open elsewhere."""
-    from minikv.cache.tier_file import FileRows, header_of
-    from minikv.cache.tier_format import Header
+    from minikv.cache.tier_file import FileRows, Header, header_of
     from minikv.cache.tier_rows import columns_of
 
     path = folder / TIER

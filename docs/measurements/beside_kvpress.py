@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 import minikv
-from minikv.chat import repeating
+from minikv.chat import reading
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.evaluation import intervals, run, tasks, wording
@@ -361,7 +361,7 @@ class _Requests:
     chat_template = "minikv's"
 
     def __init__(self, chat: ChatSession) -> None:
-        self._chat, self._words = chat, repeating.wording(chat.tokenizer, chat.template)
+        self._chat, self._words = chat, reading.wording(chat.tokenizer, chat.template)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: Any) -> str:
         return "[start]" + messages[0]["content"] + "[answer]"
@@ -402,7 +402,7 @@ def ours(chat: ChatSession, pair: Pair, budget: int, ids: Sequence[int]) -> Kept
     """The same by minikv."""
     chat.reset()
     chat.configure(configured(pair, budget))
-    chat.engine.kv.words = repeating.wording(chat.tokenizer, chat.template)  # as `ask` does
+    chat.engine.kv.words = reading.wording(chat.tokenizer, chat.template)  # as `ask` does
     chat.engine.prompt(list(ids))
     shape = chat.engine.kv.shape
     return [

@@ -22,7 +22,7 @@ import torch
 
 import minikv
 from minikv.cache.kv_cache import KVCache
-from minikv.chat import fitting, repeating
+from minikv.chat import fitting, reading
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
@@ -54,10 +54,10 @@ def read(
         rotary=network.rotary.inverse,
     )
     network.use(kv.ops)
-    kv.words = repeating.wording(chat.tokenizer, chat.template)
+    kv.words = reading.wording(chat.tokenizer, chat.template)
     recall, engine = Recall(kv, tier), Engine(network, kv)
     if tier == "file":
-        assert repeating.keep(recall, choice.policy, repeating.scoring(engine, [ids], 0, False))
+        assert reading.keep(recall, choice.policy, reading.scoring(engine, [ids], 0, False))
     began = process_time()
     engine.prompt(ids, room=1)
     seconds = process_time() - began
@@ -94,7 +94,7 @@ def main() -> None:
                 twice = kv.scored_twice
                 planned = fitting.peak(kv, len(ids))
                 if tier == "file" and twice is not None:
-                    planned = twice.planned_in_file
+                    planned = twice.planned(twice.cost(gpu=False).file_ram)
                 row = {
                     "network": name,
                     "layers": network.config.layers,

@@ -69,28 +69,18 @@ void minikv_rotate_append(
     );
 }
 
-/* advance: make an accepted step final, and choose where the next row of each head goes. start,
-   length, cap, free_slot, count, slot and overwritten [heads], of all layers. before: the policy
-   evicts before attention. */
+/* advance: count the token of a step, and choose where the next row of each head goes. start,
+   length, cap, free_slot, count and slot [heads], of all layers. before: the policy evicts before
+   attention. */
 void minikv_advance(
-    int64_t heads, int before, uint8_t *accepted, const int64_t *start, int64_t *length,
-    const int64_t *cap, const int64_t *free_slot, int64_t *position, int64_t *count, int64_t *slot,
-    uint8_t *overwritten
+    int64_t heads, int before, const int64_t *start, int64_t *length, const int64_t *cap,
+    const int64_t *free_slot, int64_t *position, int64_t *count, int64_t *slot
 ) {
-    const int final = *accepted;
-    *position += final;
-    *accepted = 0;
+    ++*position;
     for (int64_t i = 0; i < heads; i++) {
-        if (final) {
-            length[i] = count[i];
-            overwritten[i] = 0;
-        }
-        int stays = free_slot[i] >= 0;
+        length[i] = count[i];
+        const int stays = free_slot[i] >= 0;
         slot[i] = stays ? free_slot[i] : start[i] + length[i];
-        if (before && !stays && length[i] >= cap[i]) {
-            overwritten[i] = 1;
-            stays = 1;
-        }
-        count[i] = length[i] + !stays;
+        count[i] += !stays && !(before && length[i] >= cap[i]);
     }
 }

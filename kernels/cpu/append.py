@@ -25,7 +25,7 @@ def _library() -> ctypes.CDLL:
     found.minikv_append.restype = None
     found.minikv_rotate_append.argtypes = [i, i, i, i, p, p, p, p, p, p, p, p, p, p, i, p, p, p]
     found.minikv_rotate_append.restype = None
-    found.minikv_advance.argtypes = [n, i] + [p] * 9
+    found.minikv_advance.argtypes = [n, i] + [p] * 7
     found.minikv_advance.restype = None
     return found
 
@@ -117,7 +117,6 @@ def rotate_append(
 
 
 def advance(
-    accepted: Tensor,
     start: Tensor,
     length: Tensor,
     cap: Tensor,
@@ -125,21 +124,9 @@ def advance(
     position: Tensor,
     count: Tensor,
     slot: Tensor,
-    overwritten: Tensor,
     *,
     before: bool,
 ) -> None:
     """See `torch.append.advance`."""
-    _library().minikv_advance(
-        length.numel(),
-        before,
-        accepted.data_ptr(),
-        start.data_ptr(),
-        length.data_ptr(),
-        cap.data_ptr(),
-        free_slot.data_ptr(),
-        position.data_ptr(),
-        count.data_ptr(),
-        slot.data_ptr(),
-        overwritten.data_ptr(),
-    )
+    tensors = start, length, cap, free_slot, position, count, slot
+    _library().minikv_advance(length.numel(), before, *(t.data_ptr() for t in tensors))

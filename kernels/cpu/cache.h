@@ -45,15 +45,11 @@ typedef struct {
 } Hashing;
 
 /* HashEvict in one layer: the projection [D, bits]; length (without the new row), cap and free_slot
-   [H]; and where overwritten rows of each head are copied. The fields are those of step_arena.py.
- */
+   [H]. The fields are those of step_arena.py. */
 typedef struct {
     const float *matrix;
     const int64_t *length, *cap;
     int64_t *free_slot;
-    void *undo_k, *undo_v;
-    int32_t *undo_pos;
-    void *undo_code;
 } HashLayer;
 
 /* Evict from head h, whose rows begin at `start`, if it is full, by P probes [P, D], and write its

@@ -67,11 +67,6 @@ static inline __attribute__((always_inline)) void subtract_distance(
         score[j] -= (float)__builtin_popcountll(probe ^ (uint64_t)code_at(code, size, begin + j));
 }
 
-/* Where a row of `bytes` bytes is. */
-static inline char *row_of(void *rows, int64_t row, int64_t bytes) {
-    return (char *)rows + row * bytes;
-}
-
 /* See cache.h. */
 void minikv_hash_row(
     const Cache *c, const Hashing *a, const HashLayer *l, int kind, int64_t h, int64_t start,
@@ -96,17 +91,12 @@ void minikv_hash_row(
         int found = lowest(score, at, n, evictable_span(newest, a->sinks, a->recent, a->pinned));
         if (found < 0)
             found = lowest(score, at, n, fallback_span(newest, a->pinned));
-        const int64_t row = start + (found < 0 ? 0 : found);
-        memcpy(row_of(l->undo_k, h, row_size), row_of(c->k, row, row_size), row_size);
-        memcpy(row_of(l->undo_v, h, row_size), row_of(c->v, row, row_size), row_size);
-        memcpy(row_of(l->undo_code, h, size), row_of(a->code, row, size), size);
-        l->undo_pos[h] = c->pos[row];
-        l->free_slot[h] = row;
+        l->free_slot[h] = start + (found < 0 ? 0 : found);
     }
     const int64_t row = l->free_slot[h] >= 0 ? l->free_slot[h] : start + l->length[h];
     const uint64_t code = code_of(key, kind, c->D, l->matrix, bits);
-    memcpy(row_of(c->k, row, row_size), key, row_size);
-    memcpy(row_of(c->v, row, row_size), value, row_size);
+    memcpy((char *)c->k + row * row_size, key, row_size);
+    memcpy((char *)c->v + row * row_size, value, row_size);
     c->pos[row] = (int32_t)*c->position;
     if (size == 2)
         ((int16_t *)a->code)[row] = (int16_t)code;
@@ -118,20 +108,17 @@ void minikv_hash_row(
 
 /* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full head
    and write the new rows. Arguments and results as in hash_append in kernels/cpu/hash_append.py;
-   kind: dtype of probes, keys and values; code_size: bytes of a code; undo_*: undo_rows. Returns 0,
-   or 1 if there is no memory; then nothing was written. */
+   kind: dtype of probes, keys and values; code_size: bytes of a code. Returns 0, or 1 if there is
+   no memory. */
 int minikv_hash_append(
     int kind, int code_size, int64_t H, int64_t P, int64_t D, int64_t B, const void *probe,
     const void *key, const void *value, const float *matrix, const int64_t *start,
     const int64_t *length, const int64_t *cap, int64_t *free_slot, const int64_t *position, void *k,
-    void *v, int32_t *pos, void *code, void *undo_k, void *undo_v, int32_t *undo_pos,
-    void *undo_code, int64_t width, int64_t sinks, int64_t recent, int64_t pinned
+    void *v, int32_t *pos, void *code, int64_t width, int64_t sinks, int64_t recent, int64_t pinned
 ) {
     const Cache cache = {D, 0, k, v, pos, NULL, NULL, NULL, NULL, position};
     const Hashing hashing = {code_size, B, 0, sinks, recent, pinned, code};
-    const HashLayer layer = {
-        matrix, length, cap, free_slot, undo_k, undo_v, undo_pos, undo_code,
-    };
+    const HashLayer layer = {matrix, length, cap, free_slot};
     const int64_t row_size = D * item_size(kind);
     float *score = scratch(width, sizeof(float));
     for (int64_t h = 0; score && h < H; h++)

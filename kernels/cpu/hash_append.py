@@ -11,13 +11,14 @@ from ctypes import c_int, c_int64, c_void_p
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from minikv.kernels.cpu.binding import FLOAT16, KINDS, loaded, plain
+from minikv.kernels.torch.decode import HashRule, NewRow
 
 _KINDS = {**KINDS, torch.float16: FLOAT16}
 _CODE_BYTES = {torch.int16: 2, torch.int32: 4, torch.int64: 8}
 _MAX_BITS = 64
+_COLUMNS = {"k", "v", "pos", "code"}
 _TAKES = "hash_append in C takes contiguous CPU tensors: "
 
 
@@ -26,51 +27,34 @@ def _library() -> ctypes.CDLL:
     """The library, the arguments of its functions declared."""
     found = loaded()
     p, i, n = c_void_p, c_int, c_int64
-    found.minikv_hash_append.argtypes = [i, i] + [n] * 4 + [p] * 17 + [n] * 4
+    found.minikv_hash_append.argtypes = [i, i] + [n] * 4 + [p] * 13 + [n] * 4
     found.minikv_hash_append.restype = c_int
     return found
 
 
-def hash_append(
-    probe: Tensor,
-    key: Tensor,
-    value: Tensor,
-    matrix: Tensor,
-    start: Tensor,
-    length: Tensor,
-    cap: Tensor,
-    free_slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    code: Tensor,
-    undo_rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    *,
-    width: int,
-    sinks: int,
-    recent: int,
-    pinned: int,
-) -> None:
+def hash_append(rule: HashRule, new: NewRow) -> bool:
     """Write each head's new row; in a full head, over the row whose code is least like the probes.
-
-    probe [H, P, D], key and value [H, D], matrix float32 [D, B], start, length, cap, free_slot
-    int64 [H], position int64 []; k, v [R, D], pos int32 [R], code [R]. undo_rows (k, v, pos and
-    code of each head) gets the row that is overwritten, free_slot its index. Raises MemoryError.
-    """
+    False, with nothing done, if there are columns that C does not write. Raises MemoryError."""
+    columns, key = new.columns, new.key
+    if {*columns} != _COLUMNS or new.shown is not columns["pos"] or new.turn is not None:
+        return False
+    probe = key[:, None] if rule.hash_with == "key" else new.query
+    matrix = rule.matrix(new.layer, key)
+    k, v, pos, code = (columns[name] for name in ("k", "v", "pos", "code"))
     dtype = key.dtype
     assert dtype in _KINDS, f"hash_append in C takes no {dtype}"
     assert code.dtype in _CODE_BYTES, f"hash_append in C takes no codes of {code.dtype}"
     assert matrix.shape[1] <= _MAX_BITS, f"codes have at most {_MAX_BITS} bits"
-    assert key.shape == value.shape, "keys and values have the same size"
+    assert key.shape == new.value.shape, "keys and values have the same size"
     assert k.shape[1] == v.shape[1], "keys and values have the same size"
-    assert plain(dtype, probe, key, value, k, v, *undo_rows[:2]), _TAKES + "rows of one dtype"
+    assert plain(dtype, probe, key, new.value, k, v), _TAKES + "rows of one dtype"
     assert plain(torch.float32, matrix), _TAKES + "a float32 matrix"
-    assert plain(torch.int64, start, length, cap, free_slot, position), _TAKES + "int64 layouts"
-    assert plain(torch.int32, pos, undo_rows[2]), _TAKES + "int32 positions"
-    assert plain(code.dtype, code, undo_rows[3]), _TAKES + "codes of one dtype"
+    tables = new.start, new.length, new.cap, new.free_slot, new.position
+    assert plain(torch.int64, *tables), _TAKES + "int64 layouts"
+    assert plain(torch.int32, pos), _TAKES + "int32 positions"
+    assert plain(code.dtype, code), _TAKES + "codes"
     heads, probes, size = probe.shape
-    tensors = (probe, key, value, matrix, start, length, cap, free_slot, position, k, v, pos, code)
+    tensors = probe, key, new.value, matrix, *tables, k, v, pos, code
     failed = _library().minikv_hash_append(
         _KINDS[dtype],
         _CODE_BYTES[code.dtype],
@@ -78,11 +62,12 @@ def hash_append(
         probes,
         size,
         matrix.shape[1],
-        *[t.data_ptr() for t in (*tensors, *undo_rows)],
-        width,
-        sinks,
-        recent,
-        pinned,
+        *[t.data_ptr() for t in tensors],
+        new.width,
+        rule.sinks,
+        rule.recent,
+        new.pinned,
     )
     if failed:
         raise MemoryError("a step found no memory")
+    return True

@@ -42,27 +42,20 @@ static inline int count_within(const int32_t *pos, int n, Span s) {
     return found;
 }
 
-/* Whether row j may leave: by `allowed` if that is given, else by its position. */
-static inline int may_leave(Span s, const uint8_t *allowed, const int32_t *pos, int j) {
-    return allowed ? allowed[j] != 0 : within(s, pos[j]);
-}
-
-/* Of n rows with score and pos [n], the index of the row with the lowest score among those that may
-   leave. Of equal scores, the smallest position wins. -1 if no row may leave. A row whose score is
-   NaN does not leave. */
-static inline __attribute__((always_inline)) int lowest_of(
-    const float *score, const int32_t *pos, int n, Span s, const uint8_t *allowed
-) {
+/* Of n rows with score and pos [n], the index of the row with the lowest score among those whose
+   position is in the span. Of equal scores, the smallest position wins. -1 if there is none. A row
+   whose score is NaN does not leave. */
+static inline int lowest(const float *score, const int32_t *pos, int n, Span s) {
     float least = INFINITY;
 #pragma omp simd reduction(min : least)
     for (int j = 0; j < n; j++) {
-        float x = may_leave(s, allowed, pos, j) ? score[j] : INFINITY;
+        float x = within(s, pos[j]) ? score[j] : INFINITY;
         least = x < least ? x : least;
     }
     int ties = 0, first = INT32_MAX;
 #pragma omp simd reduction(+ : ties) reduction(min : first)
     for (int j = 0; j < n; j++) {
-        int tied = may_leave(s, allowed, pos, j) & (score[j] <= least);
+        int tied = within(s, pos[j]) & (score[j] <= least);
         int here = tied ? j : INT32_MAX;
         ties += tied;
         first = here < first ? here : first;
@@ -72,22 +65,17 @@ static inline __attribute__((always_inline)) int lowest_of(
     int32_t oldest = INT32_MAX;
 #pragma omp simd reduction(min : oldest)
     for (int j = 0; j < n; j++) {
-        int32_t at = may_leave(s, allowed, pos, j) & (score[j] <= least) ? pos[j] : INT32_MAX;
+        int32_t at = within(s, pos[j]) & (score[j] <= least) ? pos[j] : INT32_MAX;
         oldest = at < oldest ? at : oldest;
     }
     first = INT32_MAX;
 #pragma omp simd reduction(min : first)
     for (int j = 0; j < n; j++) {
-        int same = may_leave(s, allowed, pos, j) & (pos[j] == oldest) & (score[j] <= least);
+        int same = within(s, pos[j]) & (pos[j] == oldest) & (score[j] <= least);
         int here = same ? j : INT32_MAX;
         first = here < first ? here : first;
     }
     return first;
-}
-
-/* `lowest_of` among the rows whose position is in the span. */
-static inline int lowest(const float *score, const int32_t *pos, int n, Span s) {
-    return lowest_of(score, pos, n, s, NULL);
 }
 
 #endif

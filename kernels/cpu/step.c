@@ -1,5 +1,5 @@
 /* The end of a decode step: update the statistics of all rows, and choose the victim of each head
-   that is over its cap. The arguments are those of kernels/cpu/step.py and of `lowest_step` in
+   that is over its cap. The arguments are those of kernels/cpu/step.py and of `lowest` in
    kernels/torch/decode.py.
 
    The rows that may leave have positions in a span, and the victim is the row with the lowest score
@@ -39,16 +39,9 @@ typedef struct {
 #define HEAD_PARAMS                                                                          \
     int64_t L, int64_t H, int64_t G, int64_t C, const float *logits, const float *lse,       \
         const int64_t *start, const int64_t *length, const int64_t *cap, const int32_t *pos, \
-        const int64_t *newest, int64_t sinks, int64_t recent, int64_t pinned,                \
-        const uint8_t *accepted, int64_t *free_slot
+        const int64_t *newest, int64_t sinks, int64_t recent, int64_t pinned, int64_t *free_slot
 #define HEAD_FACTS \
     {L, H, G, C, logits, lse, start, length, cap, pos, *newest, sinks, recent, pinned}
-
-/* `lowest` among the evictable rows of a head. */
-static int lowest_evictable(const Heads *a, const float *score, const int32_t *pos, int n) {
-    int found = lowest(score, pos, n, evictable_span(a->newest, a->sinks, a->recent, a->pinned));
-    return found >= 0 ? found : lowest(score, pos, n, fallback_span(a->newest, a->pinned));
-}
 
 /* p [n] = the probabilities of head i's rows, exp(logit - lse), averaged over its G queries. */
 static void mean_probs(const Heads *a, int64_t i, int n, float *p) {
@@ -162,8 +155,6 @@ static int h2o_victim(
    head's victim, a row of the arena, or -1, to free_slot [L, H]. newest_rows [L, H]: how many of
    the newest rows are kept. Returns 0, or 1 if there is no memory; then nothing was written. */
 int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
-    if (!*accepted)
-        return 0;
     const Heads a = HEAD_FACTS;
     const int threads = thread_count(&a);
     float *memory = scratch(threads * C, sizeof(float));
@@ -184,162 +175,6 @@ int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
     }
     free(memory);
     return 0;
-}
-
-/* The sum of the probabilities of the rows at one position, and how many rows there are. */
-typedef struct {
-    double sum;
-    int32_t at, count;
-} PositionSum;
-
-/* Whether the heads `first` .. `end` - 1 that are over their cap hold the same positions in the
-   same order. So it is for heads that evicted together from the beginning. */
-static int same_positions(const Heads *a, int64_t first, int64_t end) {
-    const int64_t n = a->length[first];
-    for (int64_t i = first + 1; i < end; i++)
-        if (over(a, i) &&
-            (a->length[i] != n ||
-             memcmp(a->pos + a->start[i], a->pos + a->start[first], n * sizeof(int32_t))))
-            return 0;
-    return 1;
-}
-
-/* The size of a hash table for this many positions: a power of two, at most half full. */
-static int64_t table_size(int64_t rows) {
-    int64_t size = 16;
-    while (size < 2 * rows)
-        size *= 2;
-    return size;
-}
-
-/* Replace each probability in p [H, C] of a layer by the mean over the layer's rows at the same
-   position. slot [H, C] and table: workspace. */
-static void mean_by_position(
-    const Heads *a, int64_t first, int64_t end, float *p, int32_t *slot, PositionSum *table
-) {
-    int64_t rows = 0;
-    for (int64_t i = first; i < end; i++)
-        rows += over(a, i) ? a->length[i] : 0;
-    const int64_t size = table_size(rows);
-    int shift = 32;
-    while ((int64_t)1 << (32 - shift) < size)
-        shift--;
-    memset(table, 0, size * sizeof(PositionSum));
-    for (int64_t i = first; i < end; i++) {
-        if (!over(a, i))
-            continue;
-        const int32_t *pos = a->pos + a->start[i];
-        const int64_t mine = (i - first) * a->C;
-        for (int64_t j = 0; j < a->length[i]; j++) {
-            if (pos[j] < a->pinned)
-                continue; /* it never leaves */
-            uint32_t s = (uint32_t)pos[j] * 2654435769u >> shift;
-            while (table[s].count && table[s].at != pos[j])
-                s = (s + 1) & (uint32_t)(size - 1);
-            table[s].at = pos[j];
-            table[s].sum += p[mine + j];
-            table[s].count++;
-            slot[mine + j] = (int32_t)s;
-        }
-    }
-    for (int64_t i = first; i < end; i++) {
-        if (!over(a, i))
-            continue;
-        const int32_t *pos = a->pos + a->start[i];
-        const int64_t mine = (i - first) * a->C;
-        for (int64_t j = 0; j < a->length[i]; j++)
-            if (pos[j] >= a->pinned) {
-                const PositionSum *all = table + slot[mine + j];
-                p[mine + j] = (float)(all->sum / (double)all->count);
-            }
-    }
-}
-
-/* Layer-wise TOVA in one layer, heads `first` .. `end` - 1. p and slot [H, C] and table: workspace.
- */
-static void tova_layer(
-    const Heads *a, int64_t first, int64_t end, int64_t *free_slot, float *p, int32_t *slot,
-    PositionSum *table
-) {
-    int64_t one = end, heads = 0;
-    for (int64_t i = end - 1; i >= first; i--) {
-        free_slot[i] = -1;
-        if (!over(a, i))
-            continue;
-        mean_probs(a, i, (int)a->length[i], p + (i - first) * a->C);
-        one = i;
-        heads++;
-    }
-    if (one == end)
-        return;
-    if (same_positions(a, one, end)) {
-        const int n = (int)a->length[one];
-        float *mean = p + (one - first) * a->C;
-        for (int begin = 0; begin < n; begin += BLOCK) {
-            const int size = n - begin < BLOCK ? n - begin : BLOCK;
-            double sum[BLOCK] = {0};
-            for (int64_t i = one; i < end; i++)
-                if (over(a, i)) {
-                    const float *mine = p + (i - first) * a->C + begin;
-#pragma omp simd
-                    for (int j = 0; j < size; j++)
-                        sum[j] += mine[j];
-                }
-#pragma omp simd
-            for (int j = 0; j < size; j++)
-                mean[begin + j] = (float)(sum[j] / (double)heads);
-        }
-        const int found = lowest_evictable(a, mean, a->pos + a->start[one], n);
-        for (int64_t i = one; i < end; i++)
-            if (over(a, i))
-                free_slot[i] = victim_row(a, i, found);
-        return;
-    }
-    mean_by_position(a, first, end, p, slot, table);
-    for (int64_t i = one; i < end; i++)
-        if (over(a, i)) {
-            const int n = (int)a->length[i];
-            free_slot[i] = victim_row(
-                a, i, lowest_evictable(a, p + (i - first) * a->C, a->pos + a->start[i], n)
-            );
-        }
-}
-
-/* TOVA (arXiv 2401.06104). The victim is the evictable row with the lowest probability of this
-   step; with `layerwise`, the mean over the heads of its layer. Returns as minikv_h2o_step. */
-int minikv_tova_step(HEAD_PARAMS, int layerwise) {
-    if (!*accepted)
-        return 0;
-    const Heads a = HEAD_FACTS;
-    const int threads = thread_count(&a);
-    const int64_t rows = layerwise ? H * C : C, size = layerwise ? table_size(rows) : 0;
-    float *memory = scratch(threads * rows, sizeof(float));
-    int32_t *slot = scratch(size ? threads * rows : 0, sizeof(int32_t));
-    PositionSum *table = scratch(threads * size, sizeof(PositionSum));
-    const int good = memory && slot && table;
-    if (good && layerwise) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-        for (int64_t l = 0; l < L; l++)
-            tova_layer(
-                &a, l * H, l * H + H, free_slot, memory + thread_number() * rows,
-                slot + thread_number() * rows, table + thread_number() * size
-            );
-    } else if (good) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-        for (int64_t i = 0; i < L * H; i++) {
-            const int n = (int)length[i];
-            float *p = memory + thread_number() * rows;
-            free_slot[i] = -1;
-            if (over(&a, i)) {
-                mean_probs(&a, i, n, p);
-                free_slot[i] = victim_row(&a, i, lowest_evictable(&a, p, pos + start[i], n));
-            }
-        }
-    }
-    free(table);
-    free(slot);
-    free(memory);
-    return !good;
 }
 
 /* How many rows in the span have a variance below the limit. */
@@ -398,8 +233,6 @@ static int roco_victim(
 int minikv_roco_step(
     HEAD_PARAMS, float *sums, float *squares, float *count, const int64_t *steady_rows
 ) {
-    if (!*accepted)
-        return 0;
     const Heads a = HEAD_FACTS;
     const int threads = thread_count(&a);
     float *memory = scratch(2 * threads * C, sizeof(float));
@@ -433,94 +266,27 @@ int minikv_roco_step(
     return 0;
 }
 
-/* The number of set bits. The compiler can vectorize loops over it, with an instruction for it or
-   without. */
-static inline uint32_t popcount(uint32_t x) {
-#ifdef __AVX512VPOPCNTDQ__
-    return (uint32_t)__builtin_popcount(x);
-#else
-    x = x - ((x >> 1) & 0x55555555u);
-    x = (x & 0x33333333u) + ((x >> 2) & 0x33333333u);
-    x = (x + (x >> 4)) & 0x0f0f0f0fu;
-    return x * 0x01010101u >> 24;
-#endif
-}
-
-/* ScissorHands (arXiv 2305.17118, section 4). The victim is the evictable row that got less than a
-   uniform share in the largest fraction of the last queries. words: `count` columns [R], together
-   one shift register of `history` bits per row, 32 in each; queries [R]: how many of the bits
-   count; window [L]: rows that a query of the layer sees at most. Returns as minikv_h2o_step. */
-int minikv_scissorhands_step(
-    HEAD_PARAMS, int64_t count, int64_t *const *words, float *queries, int64_t history,
-    const int64_t *window
+/* lowest: in each of the F heads that is over its cap, free_slot gets the row with the lowest
+   score, of equal scores the one with the smallest position; the first row if none may leave. score
+   and pos [F, C]; start, over and free_slot [F]. A row whose score is infinite or NaN may not
+   leave. */
+void minikv_lowest(
+    int64_t F, int64_t C, const float *score, const int64_t *pos, const int64_t *start,
+    const uint8_t *over, int64_t *free_slot
 ) {
-    if (!*accepted)
-        return 0;
-    const Heads a = HEAD_FACTS;
-    const int threads = thread_count(&a);
-    float *memory = scratch(threads * C, sizeof(float));
-    if (!memory)
-        return 1;
-    const float most = (float)history;
-    const int64_t bits = history - 32 * (count - 1);
-    const uint32_t last = bits < 32 ? ((uint32_t)1 << bits) - 1 : UINT32_MAX;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < L * H; i++) {
-        const int n = (int)length[i];
-        const int64_t sees = window[i / H] < n ? window[i / H] : n;
-        const float even = 1.0f / (float)sees;
-        float *p = memory + thread_number() * C, *counts = queries + start[i];
-        mean_probs(&a, i, n, p);
-        for (int begin = 0; begin < n; begin += BLOCK) {
-            const int size = n - begin < BLOCK ? n - begin : BLOCK;
-            uint32_t carry[BLOCK], below[BLOCK];
-            float *score = p + begin, *seen_by = counts + begin;
-#pragma omp simd
-            for (int j = 0; j < size; j++) {
-                carry[j] = score[j] < even;
-                below[j] = 0;
-            }
-            for (int64_t w = 0; w < count; w++) {
-                const uint32_t mask = w < count - 1 ? UINT32_MAX : last;
-                int64_t *word = words[w] + start[i] + begin;
-#pragma omp simd
-                for (int j = 0; j < size; j++) {
-                    const uint32_t old = (uint32_t)word[j], new = (old << 1 & mask) | carry[j];
-                    carry[j] = old >> 31;
-                    below[j] += popcount(new);
-                    word[j] = (int64_t)new;
-                }
-            }
-#pragma omp simd
-            for (int j = 0; j < size; j++) {
-                const float one = seen_by[j] + 1.0f, all = one > most ? most : one;
-                seen_by[j] = all;
-                score[j] = -((float)(int32_t)below[j] / (all < 1.0f ? 1.0f : all));
-            }
-        }
-        free_slot[i] =
-            over(&a, i) ? victim_row(&a, i, lowest_evictable(&a, p, pos + start[i], n)) : -1;
-    }
-    free(memory);
-    return 0;
-}
-
-/* lowest_step: in each of the F heads of all layers that is over its cap, the allowed row with the
-   lowest score is the victim; free_slot [F] gets its row in the arena, or -1. score and allowed
-   [F, C]; the rest as in `Rows`. */
-void minikv_lowest_step(
-    int64_t F, int64_t C, const float *score, const uint8_t *allowed, const int64_t *start,
-    const int64_t *length, const int64_t *cap, const int32_t *pos, const uint8_t *accepted,
-    int64_t *free_slot
-) {
-    if (!*accepted)
-        return;
-    for (int64_t i = 0; i < F; i++) {
-        free_slot[i] = -1;
-        if (length[i] <= cap[i])
+    for (int64_t i = 0; i < F; i++, score += C, pos += C) {
+        if (!over[i])
             continue;
-        const int found =
-            lowest_of(score + i * C, pos + start[i], (int)length[i], (Span){0, 0}, allowed + i * C);
-        free_slot[i] = start[i] + (found < 0 ? 0 : found);
+        float least = INFINITY;
+#pragma omp simd reduction(min : least)
+        for (int64_t j = 0; j < C; j++)
+            least = score[j] < least ? score[j] : least;
+        int64_t oldest = INT64_MAX, found = 0;
+        for (int64_t j = 0; j < C; j++)
+            if (score[j] == least && least < INFINITY && pos[j] < oldest) {
+                oldest = pos[j];
+                found = j;
+            }
+        free_slot[i] = start[i] + found;
     }
 }

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv import kernels
 from minikv.kernels.cpu.binding import address, plain
+from minikv.kernels.torch.decode import HashRule, Rows
 
 
 class _Cache(ctypes.Structure):
@@ -38,13 +38,7 @@ class _Hashing(ctypes.Structure):
 class _HashLayer(ctypes.Structure):
     """`HashLayer` of cache.h."""
 
-    _fields_ = tuple(
-        (name, c_void_p)
-        for name in (
-            *("matrix", "length", "cap", "free_slot"),
-            *("undo_k", "undo_v", "undo_pos", "undo_code"),
-        )
-    )
+    _fields_ = tuple((name, c_void_p) for name in ("matrix", "length", "cap", "free_slot"))
 
 
 class Heads(ctypes.Structure):
@@ -87,8 +81,9 @@ def step_arena(
     oldest: Tensor,
     logits: Tensor | None,
     lse: Tensor | None,
-    arrived: Tensor,
-    hashing: kernels.Hashing | None = None,
+    rule: HashRule | None,
+    rows: Rows | None,
+    free_slot: Tensor,
     *,
     tiles: bool = False,
 ) -> StepArena | None:
@@ -97,8 +92,9 @@ def step_arena(
     columns: k, v, pos and perhaps k_scale and v_scale; these, blank and position: as in
     `rotate_append`. start, length and slot int64 [L, H]: each head's rows and its new row. oldest
     int64 [L], which counts for layers with a window; logits [L, H, G, N] and lse [L, H, G]: as in
-    `ragged_attention`, which gets those of one layer. arrived: not used here. hashing: for
-    HashEvict. tiles: as in `decode.Decode`.
+    `ragged_attention`, which gets those of one layer. rule and rows: of a policy that chooses
+    victims by the query, of which C has HashEvict. free_slot int64 [L, H] gets these. tiles: as in
+    `decode.Decode`.
     """
     k, v, pos = columns["k"], columns["v"], columns["pos"]
     k_scale, v_scale = columns.get("k_scale"), columns.get("v_scale")
@@ -110,8 +106,13 @@ def step_arena(
         and plain(torch.int64, position, start, length, slot, oldest)
         and plain(torch.float32, *exact)
         and all(column.is_contiguous() and column.dim() == 1 for column in blank)
-        and (hashing is None or _takes(hashing, kind))
     )
+    matrices: list[Tensor] = []
+    if rule is not None and fits:
+        assert rows is not None
+        fits = {*columns} == {"k", "v", "pos", "code"} and rows.pos is pos and kind == k.dtype
+        fits = fits and kind == torch.bfloat16
+        matrices = [rule.matrix(layer, k[:1]) for layer in range(len(start))] if fits else []
     if not fits:
         return None
     addresses = (c_void_p * len(blank))(*(column.data_ptr() for column in blank))
@@ -123,7 +124,19 @@ def step_arena(
                 *(t[layer].data_ptr() for t in (start, length, slot)),
                 None if window is None else oldest[layer].data_ptr(),
                 *(None if t is None else t[layer].data_ptr() for t in (logits, lse)),
-                _HashLayer() if hashing is None else _hash_layer(hashing, layer),
+                _HashLayer()
+                if rows is None
+                else _HashLayer(
+                    *(
+                        t.data_ptr()
+                        for t in (
+                            matrices[layer],
+                            rows.length[layer],
+                            rows.cap[layer],
+                            free_slot[layer],
+                        )
+                    )
+                ),
             )
             for layer, window in enumerate(windows)
         )
@@ -143,12 +156,14 @@ def step_arena(
             ctypes.addressof(sizes),
             position.data_ptr(),
         ),
-        None if hashing is None else _hashing(hashing),
+        None if rule is None or rows is None else _hashing(rule, rows, columns, matrices[0]),
         each,
         (
             dict(columns),
             blank,
-            hashing,
+            matrices,
+            rows,
+            free_slot,
             position,
             start,
             length,
@@ -162,27 +177,7 @@ def step_arena(
     )
 
 
-def _takes(hashing: kernels.Hashing, kind: torch.dtype) -> bool:
-    """Whether C can compute HashEvict over rows of this dtype."""
-    k, v, pos, code = hashing.undo_rows
-    return (
-        plain(torch.bfloat16, k, v)
-        and kind == torch.bfloat16
-        and plain(torch.int32, pos)
-        and plain(hashing.code.dtype, hashing.code, code)
-        and plain(torch.float32, *hashing.matrices)
-        and plain(torch.int64, hashing.length, hashing.cap, hashing.free_slot)
-    )
-
-
-def _hashing(given: kernels.Hashing) -> _Hashing:
-    bits = given.matrices[0].shape[1]
-    rows = given.sinks, given.recent, given.pinned
-    return _Hashing(given.code.itemsize, bits, given.keyed, *rows, given.code.data_ptr())
-
-
-def _hash_layer(given: kernels.Hashing, layer: int) -> _HashLayer:
-    tables = (t[layer].data_ptr() for t in (given.length, given.cap, given.free_slot))
-    head = layer * given.length.shape[1]
-    undo = (rows[head:].data_ptr() for rows in given.undo_rows)
-    return _HashLayer(given.matrices[layer].data_ptr(), *tables, *undo)
+def _hashing(rule: HashRule, rows: Rows, columns: Mapping[str, Tensor], matrix: Tensor) -> _Hashing:
+    code, keyed = columns["code"], rule.hash_with == "key"
+    numbers = code.itemsize, matrix.shape[1], keyed, rule.sinks, rule.recent, rows.pinned
+    return _Hashing(*numbers, code.data_ptr())

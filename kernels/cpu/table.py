@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -18,7 +18,6 @@ from minikv.kernels.cpu import (
     layer,
     layers,
     merge,
-    overwrite,
     packing,
     prefill,
     product,
@@ -75,15 +74,9 @@ class Native(Kernels):
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
-    hash_append = staticmethod(hash_append.hash_append)
-    lowest_step = staticmethod(step.lowest_step)
-    streaming_step = staticmethod(overwrite.streaming_step)
-    l2_step = staticmethod(overwrite.l2_step)
-    random_step = staticmethod(overwrite.random_step)
-    h2o_step = staticmethod(step.h2o_step)
-    tova_step = staticmethod(step.tova_step)
-    roco_step = staticmethod(step.roco_step)
-    scissorhands_step = staticmethod(step.scissorhands_step)
+    lowest = staticmethod(step.lowest)
+    evict: Mapping[str, Callable[..., None]] = {"h2o": step.h2o_step, "roco": step.roco_step}
+    append_evict: Mapping[str, Callable[..., bool]] = {"hashevict": hash_append.hash_append}
     rows_attention = staticmethod(prefill.BF16.rows_attention)
     ragged_prefill = staticmethod(prefill.BF16.ragged_prefill)
     last_rows_attention = staticmethod(prefill.BF16.last_rows_attention)

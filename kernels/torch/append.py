@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minikv.kernels.torch.int8 import codes_at, to_codes
+from minikv.kernels.torch.int8 import to_codes
 from minikv.kernels.torch.layer import rotate
 
 
@@ -66,28 +66,7 @@ def rotate_append(
     return query, key
 
 
-def key_norms(
-    k: Tensor,
-    k_scale: Tensor | None,
-    slot: Tensor,
-    accepted: Tensor,
-    norm: Tensor,
-    dtype: torch.dtype,
-) -> None:
-    """Compute the norms of the keys in the new rows of a decode step, if it is `accepted` bool [].
-
-    norm float32 [R], in place: the rows `slot` int64 [L, H] become the Euclidean norms of their
-    keys. k [R, D]; with k_scale float32 [R] it has codes, and the keys are as `codes_at` makes them
-    of `dtype`. If the step is not accepted, nothing changes, and `slot` may have no meaning.
-    """
-    at = slot.flatten() * accepted  # if not, a row that there is
-    key = k[at] if k_scale is None else codes_at(k, k_scale, at, dtype)
-    length = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
-    norm.index_copy_(0, at, torch.where(accepted, length, norm[at]))
-
-
 def advance(
-    accepted: Tensor,
     start: Tensor,
     length: Tensor,
     cap: Tensor,
@@ -95,35 +74,22 @@ def advance(
     position: Tensor,
     count: Tensor,
     slot: Tensor,
-    overwritten: Tensor,
     *,
     before: bool,
 ) -> None:
-    """Make the last decode step final, then choose the rows of the next one. In place, all heads.
+    """Count the token of a decode step, then choose the rows of the next one. In place, all heads.
 
-    accepted bool []: the last step is to become final; start, length, cap, free_slot, count, slot
-    int64 [L, H]; overwritten bool [L, H]; position int64 []: tokens so far.
+    start, length, cap, free_slot, count, slot int64 [L, H]; position int64 []: tokens so far.
 
-    If `accepted`: length = count, position += 1, overwritten = false, accepted = false. After that,
-    for either value: a head with free_slot >= 0 does not grow. With `before` (eviction before
-    attention) a head with free_slot < 0 and length >= cap does not grow either, and gets
-    overwritten = true; the others keep theirs. count = length, plus one where a head grows. slot =
-    free_slot where that is >= 0, else start + length. If a head's victim is not chosen yet, its
-    slot has no meaning.
+    length = count, position += 1. Then a head with free_slot >= 0 does not grow. With `before`
+    (eviction before attention) a full head, length >= cap, does not grow either. count = length,
+    plus one where a head grows. slot = free_slot where that is >= 0, else start + length, which has
+    no meaning in a full head.
     """
-    # What can fail comes first, and all is written in one call, which no interrupt divides. So a
-    # step is counted completely or not at all.
-    final = torch.where(accepted, count, length)
+    length.copy_(count)
+    position.add_(1)
     grows = free_slot < 0
-    target = torch.where(grows, start + final, free_slot)
-    marked = overwritten & ~accepted
+    slot.copy_(torch.where(grows, start + length, free_slot))
     if before:
-        evicts = grows & (final >= cap)
-        marked = marked | evicts
-        grows = grows & ~evicts
-    used = final + grows
-    now, done = position + accepted, torch.zeros_like(accepted)
-    torch._foreach_copy_(
-        (length, position, overwritten, slot, count, accepted),
-        (final, now, marked, target, used, done),
-    )
+        grows &= length < cap
+    count.add_(grows)

@@ -1,5 +1,5 @@
-"""The attention that a prompt's queries give each row. Sums never hold T x N probabilities at once;
-`mean_attention` does, for the queries of a block."""
+"""The attention that a prompt's queries give each row. Sums never hold T x N probabilities at
+once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from minikv.kernels.torch.attention import visible
 
 _LOGITS = 1 << 19
 """About the most logits of one block: 2 MiB, which fit a processor's cache."""
+_LOGITS_ON_GPU, _LEAST = 1 << 24, 256  # of one block of `rows_lse`, and the rows that it has then
 
 Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """Keys [H, n, D] and their positions [H or 1, n], -1 for padding. Or an arena's keys [R, D], the
@@ -51,44 +52,10 @@ def each_attention(
     return found
 
 
-def mean_attention(
-    q: Tensor, q_pos: Tensor, k: Tensor, k_pos: Tensor, window: int | None, lse: Tensor
-) -> Tensor:
-    """The attention that each query of a block gives each row, the mean over G: float32 [H, T, N].
-
-    q [H, G, T, D]; q_pos [T], not decreasing; k [H, N, D]; k_pos [H, N]; lse float32 [H, G, T]: the
-    log-sum-exp over all rows that a query sees. Rows that a query does not see get 0; which these
-    are: see `torch.attention.visible_attention`.
-    """
-    p = (block_logits(q, k) - lse.transpose(1, 2)[..., None]).exp_().mean(-2)
-    return p.masked_fill_(~visible(q_pos, k_pos, window), 0.0)
-
-
 def block_logits(q: Tensor, k: Tensor) -> Tensor:
     """The logits of queries [H, G, T, D] and keys [H, N, D], float32 [H, T, G, N]."""
     logits = q.float() @ k[:, None].float().transpose(2, 3)
     return (logits * (1.0 / math.sqrt(q.shape[-1]))).transpose(1, 2)
-
-
-def add_queries(
-    p: Tensor, sums: Tensor, squares: Tensor | None = None, counts: Tensor | None = None
-) -> None:
-    """Add the attention of a block's queries to its rows, one query after the other, in place.
-
-    p float32 [H, T, N]; the last T of the N rows are those of the queries, and a query gives no
-    attention to a later row. sums and squares float32 [H, N]: p and its square are added; counts
-    float32 [H, N], whole numbers: how many queries there were from the row's own on.
-    """
-    queries, rows = p.shape[1:]
-    for i in range(queries):
-        end = rows - queries + i + 1
-        given = p[:, i, :end]
-        sums[:, :end].add_(given)
-        if squares is not None:
-            squares[:, :end].add_(given * given)
-    if counts is not None:  # exact below 2^24
-        later = torch.arange(rows, 0, -1, device=p.device, dtype=counts.dtype)
-        counts.add_(later.clamp_(max=queries))
 
 
 def _probabilities(
@@ -214,14 +181,22 @@ def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None
     q [H, G, T, D] at q_pos [T]. Returns float32 [H, G, T]; -inf for a query that sees no row.
     """
     heads, group, rows, size = q.shape
-    whole = q.new_full((heads, group, rows), -math.inf, dtype=torch.float32)
-    step = max(1, _LOGITS // max(1, group * rows))
-    for h in range(heads):
-        query = q[h].float() * (1.0 / math.sqrt(size))
-        for k, at in (_of_head(part, h) for part in parts):
-            for lo in range(0, len(k), step):
-                logits = torch.matmul(query, k[lo : lo + step].float().T)
-                unseen = ~visible(q_pos, at[None, lo : lo + step], window)
-                found = logits.masked_fill_(unseen, -math.inf).logsumexp(-1)
-                whole[h] = torch.logaddexp(whole[h], found)
-    return whole
+    most = _LOGITS if q.device.type == "cpu" else _LOGITS_ON_GPU
+    count = max(1, most // max(1, _LEAST * group * rows))  # heads at once
+    found = []
+    for first in range(0, heads, count):
+        query = q[first : first + count].flatten(1, 2).float() * (1.0 / math.sqrt(size))
+        whole = query.new_full((len(query), group, rows), -math.inf)
+        step = max(1, most // max(1, len(query) * group * rows))
+        for k, k_pos, index in map(with_index, parts):
+            at = k_pos if len(k_pos) == 1 else k_pos[first : first + count]
+            mine = (k if index is None else index)[first : first + count]
+            for lo in range(0, k_pos.shape[1], step):
+                key = mine[:, lo : lo + step] if index is None else k[mine[:, lo : lo + step]]
+                logits = torch.matmul(query, key.float().transpose(1, 2))
+                logits = logits.view(*whole.shape, -1)
+                seen = visible(q_pos, at[:, lo : lo + step], window)[:, None]
+                logits.masked_fill_(~seen, -math.inf)
+                whole = torch.logaddexp(whole, logits.logsumexp(-1))
+        found.append(whole)
+    return torch.cat(found)

@@ -8,8 +8,9 @@ on values. Indices are int64. Rows that are not in use may hold any value, also 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,26 +41,51 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Hashing:
-    """What a kernel of all layers needs for HashEvict (arXiv 2412.16187), which chooses victims by
-    the query and writes the new row.
+class NewRow:
+    """The row of a new token in each head of one layer, for a kernel that first chooses the row
+    which it overwrites in a full head.
 
-    matrices: each layer's projection, float32 [D, bits]; keyed: the probe is the key, not the
-    queries; code [R]: the column of codes; length, cap and free_slot int64 [L, H], as in `Arena`;
-    undo_rows: overwritten keys, values, positions and codes are copied there, [L * H, ...] each.
-    sinks, recent and pinned: as in `Rows`.
+    query [H, G, D]; key and value [H, D]: of the token. start, length, cap, free_slot int64 [H]: as
+    in `Arena`; the kernel writes the victims to free_slot. position int64 []: the token's. columns:
+    those of the arena [R, ...], and bool "leaves_last" [R] if some rows leave after all others.
+    width: no length exceeds it. pinned: positions below it never leave. shown int32 [R]: the
+    positions as the policy sees them; columns["pos"] if no row leaves last. turn: cosine and sine
+    [1, 1, D], and the output for rotated queries [H, G, D]; None if queries and keys are already
+    rotated. arrived int32 [H]: zeros before and after, in which a GPU kernel counts its programs.
     """
 
-    matrices: Sequence[Tensor]
-    keyed: bool
-    code: Tensor
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    start: Tensor
     length: Tensor
     cap: Tensor
     free_slot: Tensor
-    undo_rows: tuple[Tensor, Tensor, Tensor, Tensor]
-    sinks: int
-    recent: int
+    position: Tensor
+    columns: Mapping[str, Tensor]
+    width: int
     pinned: int
+    shown: Tensor
+    turn: tuple[Tensor, Tensor, Tensor] | None = None
+    arrived: Tensor | None = None
+
+
+class HashRule(Protocol):
+    """What a kernel needs of HashEvict (arXiv 2412.16187). matrix: the projection [D, bits] of a
+    layer, float32, on the device of `like`. hash_with: "key" if the new key is the probe, else the
+    queries are. sinks and recent: as in `Rows`."""
+
+    @property
+    def sinks(self) -> int: ...
+
+    @property
+    def recent(self) -> int: ...
+
+    @property
+    def hash_with(self) -> str: ...
+
+    def matrix(self, layer: int, like: Tensor) -> Tensor: ...
 
 
 def ragged_attention(
@@ -117,115 +143,18 @@ def ragged_attention(
     return out, sums
 
 
-def lowest_step(
-    scores: Tensor, allowed: Tensor, rows: Rows, accepted: Tensor, free_slot: Tensor
-) -> None:
-    """The row with the lowest score leaves: the end of a step of any policy that scores rows.
+def lowest(scores: Tensor, pos: Tensor, start: Tensor, over: Tensor, free_slot: Tensor) -> None:
+    """In place, in the heads that are `over` bool [F]: free_slot int64 [F] becomes the row (index
+    into the columns) with the lowest score, of equal scores the one with the smallest position; the
+    head's first row if none may leave.
 
-    scores, compared in float32, and allowed bool [L, H, C] or [L * H, C], C >= every length: column
-    j is row start + j of the head, `allowed` whether the policy lets it leave. Beyond a head's
-    length both may hold any value. rows: start, length, cap and pos are used. accepted bool []: if
-    it is false, nothing is written.
-
-    In place, free_slot int64 [L, H]: for a head that is over its cap, the row (index into the
-    columns) with the lowest score among the allowed ones, of equal scores the one with the smallest
-    position; the head's first row if no row is allowed; -1 for all other heads. A row whose score
-    is NaN counts as not allowed.
+    scores float32 [F, N]: infinite for rows that may not leave, and so is NaN. pos int64 [F, N].
+    start int64 [F]: the head's first row.
     """
-    wide = (*free_slot.shape, scores.shape[-1])
-    scores, allowed = scores.view(wide), allowed.view(wide)
-    index, live = in_use(rows.start, rows.length, wide[-1], len(rows.pos))
-    allowed = allowed & live & ~scores.isnan()
-    leaves = rows.start + lowest_row(scores, rows.pos[index].to(torch.int64), allowed)
-    leaves = torch.where(rows.length > rows.cap, leaves, -1)
-    free_slot.copy_(torch.where(accepted, leaves, free_slot))
-
-
-def overwrite_step(
-    scores: Tensor,
-    allowed: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    slot: Tensor,
-    columns: Mapping[str, Tensor],
-    undo_rows: Mapping[str, Tensor],
-) -> None:
-    """The row with the lowest score makes room for the new one, before attention.
-
-    scores and allowed [F, C], as in `lowest_step`, of the F heads of `rows`, free_slot and slot,
-    whose shape is [F], or [L, H] with F = L * H. rows do not include the new row. A head is full if
-    it has no free slot and length >= cap.
-
-    In place, for full heads only: free_slot and slot int64, the row (index into the columns) that
-    leaves, chosen as by `lowest_step`; undo_rows [F, ...] by name: a copy of this row, from columns
-    [R, ...].
-    """
-    wide = (*free_slot.shape, scores.shape[-1])
-    scores, allowed = scores.view(wide), allowed.view(wide)
-    index, live = in_use(rows.start, rows.length, wide[-1], len(rows.pos))
-    allowed = allowed & live & ~scores.isnan()
-    victim = rows.start + lowest_row(scores, rows.pos[index].to(torch.int64), allowed)
-    full = (free_slot < 0) & (rows.length >= rows.cap)
-    row = torch.where(full, victim, index[..., 0]).flatten()
-    for name, saved in undo_rows.items():
-        mask = full.view(-1, *[1] * (saved.dim() - 1))
-        saved.copy_(torch.where(mask, columns[name][row], saved))
-    slot.copy_(torch.where(full, victim, slot))
-    free_slot.copy_(torch.where(full, victim, free_slot))
-
-
-def shown_positions(
-    start: Tensor,
-    length: Tensor,
-    pos: Tensor,
-    leaves_last: Tensor,
-    out: Tensor,
-    *,
-    width: int,
-    pinned: int,
-    least: int,
-) -> None:
-    """The positions that a policy sees if some rows leave after all others (leaves_last).
-
-    start, length int64 [L, H]; pos int32 [R]; leaves_last bool [R]; no length exceeds `width`. In
-    place, out int32 [R]: the position of each row in use; -1 if it is below `pinned`; also -1 for
-    rows of leaves_last, in heads with at least `least` other rows that are not pinned. `out` has no
-    meaning for rows that are not in use.
-    """
-    index, live = in_use(start, length, width, len(pos))
-    at = pos[index]
-    may = live & (at >= pinned)
-    others = may & ~leaves_last[index]
-    enough = others.sum(-1, keepdim=True) >= least
-    shown = at.masked_fill(~torch.where(enough, others, may), -1)
-    # Padding is written to an extra row behind the last one.
-    place = torch.where(live, index, len(pos)).flatten()
-    out.copy_(out.new_zeros(len(pos) + 1).scatter_(0, place, shown.flatten())[:-1])
-
-
-def unseen_rows(
-    start: Tensor,
-    length: Tensor,
-    pos: Tensor,
-    newest: Tensor,
-    window: Tensor,
-    accepted: Tensor,
-    out: Tensor,
-    *,
-    width: int,
-) -> None:
-    """Rows outside the window of the next token, in layers with sliding-window attention.
-
-    start, length int64 [L, H]; pos int32 [R]; newest int64 []: the position of the last token;
-    window int64 [L]: how many positions a query of the layer sees; no length exceeds `width`. In
-    place, out int64 [L, H]: the oldest of a head's rows that the token after `newest` does not see,
-    of equal positions the first; -1 if it sees all rows, or if `accepted` bool [] is false.
-    """
-    index, live = in_use(start, length, width, len(pos))
-    at = pos[index].to(torch.int64).masked_fill(~live, 1 << 40)
-    oldest, j = at.min(-1)
-    unseen = accepted & (oldest <= newest + 1 - window[:, None])
-    out.copy_(torch.where(unseen, start + j, -1))
+    free = scores < math.inf
+    tied = free & (scores <= scores.masked_fill(~free, math.inf).amin(1, keepdim=True))
+    victim = start + pos.masked_fill(~tied, 1 << 40).argmin(1)
+    free_slot.copy_(torch.where(over, victim, free_slot))
 
 
 def in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -238,13 +167,3 @@ def in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor
     last = (length[..., None] - 1).clamp(min=0)
     index = start[..., None] + torch.minimum(reach, last)
     return index.clamp(max=rows - 1), reach < length[..., None]
-
-
-def lowest_row(scores: Tensor, at: Tensor, allowed: Tensor) -> Tensor:
-    """The row with the lowest score, of equal ones that with the smallest position: int64 [...].
-
-    scores and at (positions) [..., C], allowed bool [..., C]; 0 if no row is allowed.
-    """
-    scores = scores.to(torch.float32).masked_fill(~allowed, math.inf)
-    tied = allowed & (scores <= scores.amin(-1, keepdim=True))
-    return at.masked_fill(~tied, 1 << 40).argmin(-1)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 
-def greedy(logits: Tensor, token: Tensor, found: Tensor, finite: Tensor) -> None:
+def greedy(logits: Tensor, token: Tensor, found: Tensor) -> None:
     """Choose the token of the largest logit; of equal ones, the first.
 
-    logits float32 [V]. In place: token int64 [1]; finite bool []: whether all logits are finite (if
-    not, the token is any of the V); found int64 [2]: both of them.
+    logits float32 [V]. In place: token int64 [1]; found int64 [2]: the token, and whether all
+    logits are finite (if not, the token is any of the V).
     """
-    _note(logits.argmax(), logits, token, found, finite)
+    _note(logits.argmax(), logits, token, found)
 
 
 def sample(
@@ -26,18 +26,16 @@ def sample(
     position: Tensor,
     token: Tensor,
     found: Tensor,
-    finite: Tensor,
 ) -> None:
     """Choose the token after the one at `position` int64 [] from logits float32 [V], as `drawn`
     does.
 
     draws float64 [N]: random numbers in [0, 1), for the tokens at positions first, first + 1 and so
-    on; first int64 []. In place, as in `greedy`: token, found and finite.
+    on; first int64 []. In place, as in `greedy`: token and found.
     """
     place = (position + 1 - first).clamp(0, len(draws) - 1)
     point = draws.gather(0, place[None])[0]
-    best = drawn(logits, temperature, top_k, top_p, min_p, point)
-    _note(best, logits, token, found, finite)
+    _note(drawn(logits, temperature, top_k, top_p, min_p, point), logits, token, found)
 
 
 def drawn(
@@ -79,8 +77,6 @@ def scale(vocab: int) -> float:
     return float(2.0 ** min(44, 62 - vocab.bit_length()))
 
 
-def _note(best: Tensor, logits: Tensor, token: Tensor, found: Tensor, finite: Tensor) -> None:
-    good = torch.isfinite(logits).all()
+def _note(best: Tensor, logits: Tensor, token: Tensor, found: Tensor) -> None:
     token.copy_(best)
-    finite.copy_(good)
-    found.copy_(torch.stack((best, good)))
+    found.copy_(torch.stack((best, torch.isfinite(logits).all())))

@@ -1,6 +1,6 @@
 """The row of a new token, in Triton. `rotate_append` rotates and writes it, in one launch for a
-layer. `key_norms` computes the norm of its key, and `advance` chooses where the next one goes, each
-in one launch for all layers. Specification: `torch/append.py`."""
+layer. `advance` chooses where the next one goes, in one launch for all layers. Specification:
+`torch/append.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.triton.int8 import quantized
 from minikv.kernels.triton.tiles import power, typed
-from minikv.kernels.triton.variants import WIDE, Variant
-
-_HEADS = 4  # of which a program computes the norms
+from minikv.kernels.triton.variants import Variant
 
 
 @triton.jit
@@ -82,36 +79,7 @@ def _rotate_append(
 
 
 @triton.jit
-def _key_norms(
-    k,
-    k_scale,
-    slot,
-    accepted,
-    norm,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BN: tl.constexpr,
-    KIND: tl.constexpr,
-):
-    """Grid (N / BN,): a program has BN of the N heads of all layers. KIND: the type of keys that
-    are made of codes, None if there are no codes."""
-    if tl.load(accepted):
-        i = tl.program_id(0) * BN + tl.arange(0, BN)
-        d = tl.arange(0, DP)
-        ok = i < N
-        at = tl.load(slot + i, mask=ok, other=0)
-        mine = ok[:, None] & (d < D)[None, :]
-        key = tl.load(k + at[:, None] * D + d[None, :], mask=mine, other=0).to(tl.float32)
-        if KIND is not None:
-            scale = tl.load(k_scale + at, mask=ok, other=0.0)
-            key = (key * scale[:, None]).to(KIND).to(tl.float32)
-        tl.store(norm + at, tl.sqrt_rn(tl.sum(key * key, 1)), mask=ok)
-
-
-@triton.jit
 def _advance(
-    accepted,
     start,
     length,
     cap,
@@ -119,32 +87,23 @@ def _advance(
     position,
     count,
     slot,
-    overwritten,
     N: tl.constexpr,
     NP: tl.constexpr,
     BEFORE: tl.constexpr,
 ):
     i = tl.arange(0, NP)
     ok = i < N
-    final = tl.load(accepted)
-    rows = tl.where(
-        final, tl.load(count + i, mask=ok, other=0), tl.load(length + i, mask=ok, other=0)
-    )
-    tl.store(length + i, rows, mask=ok)
+    rows = tl.load(count + i, mask=ok, other=0)
     free = tl.load(free_slot + i, mask=ok, other=-1)
     stays = free >= 0
+    tl.store(length + i, rows, mask=ok)
     tl.store(slot + i, tl.where(stays, free, tl.load(start + i, mask=ok, other=0) + rows), mask=ok)
-    marked = (tl.load(overwritten + i, mask=ok, other=0) != 0) & (final == 0)
     if BEFORE:
-        evicts = (free < 0) & (rows >= tl.load(cap + i, mask=ok, other=0))
-        marked = marked | evicts
-        stays = stays | evicts
-    tl.store(overwritten + i, marked, mask=ok)
+        stays = stays | (rows >= tl.load(cap + i, mask=ok, other=0))
     tl.store(count + i, tl.where(stays, rows, rows + 1), mask=ok)
     before_step = tl.load(position)
-    tl.debug_barrier()  # every thread has read them
-    tl.store(position, before_step + final.to(tl.int64))
-    tl.store(accepted, final & (final == 0))
+    tl.debug_barrier()  # every thread has read it
+    tl.store(position, before_step + 1)
 
 
 def rotate_append(
@@ -190,34 +149,7 @@ def rotate_append(
     return query, key
 
 
-def key_norms(
-    k: Tensor,
-    k_scale: Tensor | None,
-    slot: Tensor,
-    accepted: Tensor,
-    norm: Tensor,
-    dtype: torch.dtype,
-) -> None:
-    """See `torch.append.key_norms`."""
-    assert all(t.is_contiguous() for t in (k, slot, norm))
-    heads, size = slot.numel(), k.shape[1]
-    _key_norms[(-(-heads // _HEADS),)](
-        k,
-        k_scale,
-        slot,
-        accepted,
-        norm,
-        N=heads,
-        D=size,
-        DP=power(size),
-        BN=_HEADS,
-        KIND=None if k_scale is None else getattr(tl, str(dtype).removeprefix("torch.")),
-        num_warps=1,
-    )
-
-
 def advance(
-    accepted: Tensor,
     start: Tensor,
     length: Tensor,
     cap: Tensor,
@@ -225,29 +157,14 @@ def advance(
     position: Tensor,
     count: Tensor,
     slot: Tensor,
-    overwritten: Tensor,
     *,
     before: bool,
 ) -> None:
     """See `torch.append.advance`."""
-    given = (start, length, cap, free_slot, count, slot, overwritten)
+    given = (start, length, cap, free_slot, position, count, slot)
     assert all(t.is_contiguous() for t in given)
     heads = length.numel()
-    _advance[(1,)](
-        accepted,
-        start,
-        length,
-        cap,
-        free_slot,
-        position,
-        count,
-        slot,
-        overwritten,
-        N=heads,
-        NP=power(heads),
-        BEFORE=before,
-        num_warps=4,
-    )
+    _advance[(1,)](*given, N=heads, NP=power(heads), BEFORE=before, num_warps=4)
 
 
 def variants() -> list[Variant]:
@@ -273,17 +190,9 @@ def variants() -> list[Variant]:
     )
     for before in (False, True):
         fixed: dict[str, object] = {"N": 256, "NP": 256, "BEFORE": before}
-        signature = typed(_advance, sides | {"accepted": "*i1", "overwritten": "*i1"}, fixed)
+        signature = typed(_advance, sides, fixed)
         name = "advance" + "-before" * before
         found.append(Variant(name, _advance, signature, fixed))
-    for size, kind in ((128, "bf16"), (80, "fp16"), (64, "fp32"), (128, "i8"), (256, "i8")):
-        coded = kind == "i8"
-        fixed = {"N": 256, "D": size, "DP": power(size), "BN": _HEADS}
-        fixed |= {"KIND": tl.bfloat16} if coded else {"KIND": None, "k_scale": None}
-        given = {"k": f"*{kind}", "slot": "*i64", "accepted": "*i1", "norm": "*fp32"}
-        signature = typed(_key_norms, given | ({"k_scale": "*fp32"} if coded else {}), fixed)
-        name = f"key-norms-{kind}-d{size}"
-        found.append(Variant(name, _key_norms, signature, fixed, 1, reads={"k": WIDE}))
     for size, names in _BUILDS:
         for name in names:
             coded = name == "int8"

@@ -3,8 +3,8 @@
 
 A program has a block of keys of one KV head and reads all queries that see them, so no two programs
 add to the same number. Keys are the rows of its products, so sums over queries stay inside a warp.
-It needs the log-sum-exp of each query. If attention did not store it, another kernel computes it,
-over spans of keys in parallel. Specification: `torch/attention_mass.py`.
+It needs the log-sum-exp of each query, which attention leaves. Specification:
+`torch/attention_mass.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.torch.attention_mass import Part, with_index
+from minikv.kernels.torch.attention_mass import Part, rows_lse, with_index
 from minikv.kernels.triton.tiles import (
     FAR,
     Tile,
@@ -33,9 +33,6 @@ from minikv.kernels.triton.tiles import (
 )
 from minikv.kernels.triton.variants import WIDE, Variant
 
-_PROGRAMS = 512  # enough to occupy the device: a few for every multiprocessor
-_VALUES = 128  # rows of a head in a program of `_add_queries`
-_AHEAD = 8  # queries whose attention it loads at once
 _FEW = 64  # queries at the end of a prompt, which see nearly all rows
 _INTEGERS = [
     "q_head",
@@ -51,7 +48,6 @@ _INTEGERS = [
     "lse_line",
     "rows",
     "keys",
-    "span",
     "window",
     "first",
     "begin",
@@ -74,7 +70,7 @@ def _first(positions, rows, least):
 
 # Slices may have any alignment. A build for each would take seconds in the middle of a turn.
 @triton.jit(
-    do_not_specialize=["fresh", *(n for n in _INTEGERS[:-3] if n != "span")],
+    do_not_specialize=["fresh", *_INTEGERS[:-3]],
     do_not_specialize_on_alignment=["index", "lse", "q_pos", "k_pos", "mass", "squares"],
 )
 def _mass(
@@ -264,130 +260,6 @@ def _each(
     tl.store(out + target[:, None] + j[None, :], p, mask=real[:, None] & inside[None, :])
 
 
-@triton.jit(
-    do_not_specialize=["sums_head", "squares_head", "counts_head", "queries", "rows"],
-    do_not_specialize_on_alignment=["sums", "squares", "counts"],
-)
-def _add_queries(
-    p,
-    sums,
-    squares,
-    counts,
-    sums_head,
-    squares_head,
-    counts_head,
-    queries,
-    rows,
-    SQUARES: tl.constexpr,
-    COUNTS: tl.constexpr,
-    BN: tl.constexpr,
-    BT: tl.constexpr,
-):
-    h = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = j < rows
-    total = tl.load(sums + h * sums_head + j, mask=inside, other=0.0)
-    power = tl.zeros((BN,), tl.float32)
-    if SQUARES:
-        power = tl.load(squares + h * squares_head + j, mask=inside, other=0.0)
-    for first in tl.range(0, queries, BT):
-        for t in tl.static_range(BT):  # their loads do not wait for each other
-            i = tl.full((BN,), 0, tl.int32) + first + t
-            here = p + (h * queries + i) * rows + j
-            given = tl.load(here, mask=inside & (i < queries), other=0.0)
-            total += given
-            power += given * given
-    tl.store(sums + h * sums_head + j, total, mask=inside)
-    if SQUARES:
-        tl.store(squares + h * squares_head + j, power, mask=inside)
-    if COUNTS:
-        count = tl.load(counts + h * counts_head + j, mask=inside, other=0.0)
-        count += tl.minimum(rows - j, queries).to(tl.float32)
-        tl.store(counts + h * counts_head + j, count, mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=_INTEGERS[:-3], do_not_specialize_on_alignment=["index", "q_pos", "k_pos"]
-)
-def _lse(
-    q,
-    k,
-    index,
-    q_pos,
-    k_pos,
-    out,
-    q_head,
-    q_group,
-    q_row,
-    k_head,
-    k_row,
-    index_head,
-    pos_head,
-    rows,
-    keys,
-    span,
-    window,
-    scale,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    INDEXED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr,
-    FAR: tl.constexpr,
-):
-    h = tl.program_id(1).to(tl.int64)
-    r = tl.program_id(2) * BM + tl.arange(0, BM)
-    i = r // G
-    g = r % G
-    real = i < rows
-    d = tl.arange(0, DP)
-    line = h * q_head + g.to(tl.int64) * q_group + i.to(tl.int64) * q_row
-    query = tl.load(
-        q + line[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
-    )
-    if UPCAST:
-        query = query.to(tl.float32)
-    now = tl.load(q_pos + i, mask=real, other=-1).to(tl.int32)
-    best = tl.full((BM,), -float("inf"), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    lo = tl.program_id(0) * span
-    hi = tl.minimum(lo + span, keys)
-    for s in tl.range(lo, hi, BN):
-        j = s + tl.arange(0, BN)
-        inside = j < hi
-        at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
-        at = tl.where(at < 0, FAR, at)
-        if INDEXED:
-            row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
-        else:
-            row = h * k_head + j.to(tl.int64) * k_row
-        key = tl.load(
-            k + row[None, :] * D + d[:, None],
-            mask=(at < FAR)[None, :] & (d < D)[:, None],
-            other=0.0,
-        )
-        if UPCAST:
-            key = key.to(tl.float32)
-        x = tl.dot(query, key, input_precision="ieee") * scale
-        seen = now[:, None] >= at[None, :]
-        if WINDOW:
-            seen = seen & (now[:, None] - at[None, :] < window)
-        x = tl.where(seen, x, -float("inf"))
-        top = tl.maximum(best, tl.max(x, 1))
-        base = tl.where(top == -float("inf"), 0.0, top)  # no row seen yet: avoids inf - inf
-        total = total * tl.exp2(best - base) + tl.sum(tl.exp2(x - base[:, None]), 1)
-        best = top
-    # As a natural logarithm; -inf, from the logarithm of 0, if no row is seen.
-    base = tl.where(best == -float("inf"), 0.0, best)
-    result = (base + tl.log2(total)) * 0.6931471805599453
-    heads = tl.num_programs(1)
-    at_out = ((tl.program_id(0) * heads + h) * G + g) * rows + i
-    tl.store(out + at_out, result, mask=real)
-
-
 _LOG2E = 1.4426950408889634
 
 
@@ -404,7 +276,7 @@ def _tile(dtype: torch.dtype, size: int, rows: int) -> Tile:
 
 
 def _span_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
-    """How many queries and keys one product of `_lse` has; `lines`: queries of all heads of a
+    """How many queries and keys one product of `_each` has; `lines`: queries of all heads of a
     group."""
     wide = width(size)
     if dtype == torch.float32:
@@ -483,58 +355,6 @@ def each_attention(
     return out
 
 
-def largest_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    by: Tensor | None = None,
-) -> Tensor:
-    """The largest attention that any of a prompt's last queries gives each row, float32 [H, G, N].
-    That of each query is divided by `by` float32 [W].
-
-    Other arguments: as in `each_attention`.
-    """
-    if by is not None:
-        lse = lse + by.log()
-    counts = [part[1].shape[1] for part in parts]
-    found = q.new_empty((*q.shape[:2], sum(counts)), dtype=torch.float32)
-    for part, some in zip(parts, found.split(counts, 2), strict=True):
-        _launch(some, some[:, 0], q, lse, q_pos, with_index(part), window, peak=True)
-    return found
-
-
-def mean_attention(
-    q: Tensor, q_pos: Tensor, k: Tensor, k_pos: Tensor, window: int | None, lse: Tensor
-) -> Tensor:
-    """See `torch.attention_mass.mean_attention`."""
-    return each_attention(q, q_pos, ((k, k_pos),), window, lse, slice(0, len(q))).mean(1)
-
-
-def add_queries(
-    p: Tensor, sums: Tensor, squares: Tensor | None = None, counts: Tensor | None = None
-) -> None:
-    """See `torch.attention_mass.add_queries`."""
-    p = p.contiguous()
-    heads, queries, rows = p.shape
-    noted = [sums if t is None else t for t in (sums, squares, counts)]
-    assert all(t.stride(1) == 1 for t in noted)
-    _add_queries[(-(-rows // _VALUES), heads)](
-        p,
-        *noted,
-        *(t.stride(0) for t in noted),
-        queries,
-        rows,
-        SQUARES=squares is not None,
-        COUNTS=counts is not None,
-        BN=_VALUES,
-        BT=_AHEAD,
-        num_warps=4,
-        enable_fp_fusion=False,  # a product is rounded before it is added, as torch does
-    )
-
-
 def peak_attention(
     q: Tensor,
     q_pos: Tensor,
@@ -552,56 +372,6 @@ def peak_attention(
     peak = q.new_empty((*q.shape[:2], part[1].shape[1]), dtype=torch.float32)
     _launch(peak, peak[:, 0], q, lse, q_pos, part, window, peak=True)
     return peak
-
-
-def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
-    """See `torch.attention_mass.rows_lse`."""
-    q, q_pos = in_rows(q), q_pos.contiguous()
-    heads, group, rows, size = q.shape
-    lines = rows * group
-    sums = []
-    for k, k_pos, index in map(with_index, parts):
-        keys = k_pos.shape[1]
-        if keys == 0:
-            continue
-        k = in_rows(k)
-        tile = _span_tile(q.dtype, size, lines)
-        blocks = -(-lines // tile.left)
-        spans = max(1, min(-(-keys // tile.right), _PROGRAMS // (heads * blocks)))
-        span = -(-keys // (spans * tile.right)) * tile.right
-        spans = -(-keys // span)
-        out = q.new_empty((spans, heads, group, rows), dtype=torch.float32)
-        _lse[(spans, heads, blocks)](
-            q,
-            k,
-            k if index is None else index,
-            q_pos,
-            k_pos,
-            out,
-            *(row_stride(q, dim) for dim in (0, 1, 2)),
-            *_key_strides(k, index),
-            head_stride(k_pos),
-            rows,
-            keys,
-            span,
-            window or 0,
-            _LOG2E / math.sqrt(size),
-            G=group,
-            D=size,
-            DP=width(size),
-            BM=tile.left,
-            BN=tile.right,
-            INDEXED=index is not None,
-            WINDOW=window is not None,
-            UPCAST=upcast(q.dtype),
-            FAR=FAR,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-        sums.append(out)
-    if not sums:
-        return q.new_full((heads, group, rows), -math.inf, dtype=torch.float32)
-    return torch.logsumexp(sums[0] if len(sums) == 1 else torch.cat(sums), 0)
 
 
 def _launch(
@@ -736,18 +506,6 @@ def variants() -> list[Variant]:
         constants = same | {"BM": tile.left, "BN": tile.right}
         found.append(
             Variant(
-                f"lse-{name}",
-                _lse,
-                typed(_lse, kinds, constants),
-                constants,
-                tile.warps,
-                tile.stages,
-                mma=kind != "fp32",
-                reads={"q": WIDE, "k": WIDE},
-            )
-        )
-        found.append(
-            Variant(
                 f"each-{name}",
                 _each,
                 typed(_each, kinds, constants),
@@ -758,12 +516,6 @@ def variants() -> list[Variant]:
                 reads={"q": WIDE, "k": WIDE},
             )
         )
-    for more in (False, True):
-        constants = {"SQUARES": more, "COUNTS": more, "BN": _VALUES, "BT": _AHEAD}
-        kinds = dict.fromkeys(("p", "sums", "squares", "counts"), "*fp32")
-        signature = typed(_add_queries, kinds, constants)
-        name = "add-queries" + "-squares" * more
-        found.append(Variant(name, _add_queries, signature, constants))
     return found
 
 

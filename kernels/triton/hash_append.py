@@ -2,27 +2,26 @@
 
 The tiles of a full head's rows are divided among several programs. Each hashes the queries, and
 finds among its rows the one that is least similar to them, by the Hamming distance of hash codes.
-The program that is last to finish takes the least similar of these rows, copies it to `undo_rows`,
-and overwrites it with the new row. Source: arXiv 2412.16187, section 3.
+The program that is last to finish takes the least similar of these rows, and overwrites it with the
+new row. Source: arXiv 2412.16187, section 3.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from minikv.kernels.torch.decode import HashRule, NewRow
 from minikv.kernels.triton.append import turned_rows
 from minikv.kernels.triton.int8 import quantized
-from minikv.kernels.triton.step import NONE, lower, lowest, may_leave, popcount
+from minikv.kernels.triton.step import NONE, lower, lowest_of, may_leave, popcount
 from minikv.kernels.triton.tiles import power, typed
 from minikv.kernels.triton.variants import Variant
 
+_OWN = ("k", "v", "pos", "code", "k_scale", "v_scale")
 _BLOCK, _WARPS = 1024, 8
 _PARTS = 16  # programs of a head at most
 _AT_ONCE = 8192  # numbers of probes times the matrix that fit the registers
@@ -66,10 +65,6 @@ def _code(x, matrix, d, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr):
         "cap",
         "free_slot",
         "position",
-        "undo_k",
-        "undo_v",
-        "undo_pos",
-        "undo_code",
     ],
 )
 def _hash_append(
@@ -87,14 +82,9 @@ def _hash_append(
     pos,
     code,
     shown,
-    undo_k,
-    undo_v,
-    undo_pos,
-    undo_code,
     k_scale,
     v_scale,
     others,
-    undo_others,
     cos,
     sin,
     turned,
@@ -183,7 +173,7 @@ def _hash_append(
                 rank = ((P * B - distance).to(tl.int64) << 32) | at.to(tl.int64)
                 rank += tl.where(first, 0, _AFTER)
                 best, row = lower(best, row, rank, j, first | after)
-            least, found = lowest(best, row)
+            least, found = lowest_of(best, row)
             if parts > 1:
                 note = notes + head * parts * 2
                 tl.store(note + part, least)
@@ -198,24 +188,16 @@ def _hash_append(
                     row_of = tl.load(
                         note + parts + i, mask=i < parts, other=0, cache_modifier=".cg"
                     )
-                    found = lowest(key_of, row_of.to(tl.int32))[1]
+                    found = lowest_of(key_of, row_of.to(tl.int32))[1]
             if writes:
                 slot = begin + found
-                old_k = tl.load(k + slot * D + d, mask=d < D)
-                old_v = tl.load(v + slot * D + d, mask=d < D)
-                tl.store(undo_k + head * D + d, old_k, mask=d < D)
-                tl.store(undo_v + head * D + d, old_v, mask=d < D)
-                tl.store(undo_pos + head, tl.load(pos + slot))
-                tl.store(undo_code + head, tl.load(code + slot))
-                for i in tl.static_range(len(others)):
-                    tl.store(undo_others[i] + head, tl.load(others[i] + slot))
+                tl.debug_barrier()  # every thread has read that the head is full
                 tl.store(free_slot + head, slot)
-                tl.debug_barrier()  # every thread has read the row before any overwrites it
     if writes:
         new_code = _code(new_key, matrix, d, B, BP, D)
         tl.store(code + slot, new_code.to(code.dtype.element_ty))
         new_value = tl.load(value + head * value_row + d, mask=d < D, other=0.0)
-        for i in tl.static_range(2 if CODED else 0, len(others)):
+        for i in tl.static_range(len(others)):
             tl.store(others[i] + slot, tl.zeros((), tl.int32).to(others[i].dtype.element_ty))
         if CODED:
             key_codes, scale = quantized(new_key)
@@ -230,60 +212,27 @@ def _hash_append(
         tl.store(pos + slot, now.to(tl.int32))
 
 
-def hash_append(
-    probe: Tensor,
-    key: Tensor,
-    value: Tensor,
-    matrix: Tensor,
-    start: Tensor,
-    length: Tensor,
-    cap: Tensor,
-    free_slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    code: Tensor,
-    undo_rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    *,
-    width: int,
-    sinks: int,
-    recent: int,
-    pinned: int,
-    shown: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    others: Sequence[Tensor] = (),
-    undo_others: Sequence[Tensor] = (),
-    turn: tuple[Tensor, Tensor, Tensor] | None = None,
-    keyed: bool = False,
-    arrived: Tensor | None = None,
-    block: int = _BLOCK,
-) -> None:
+def hash_append(rule: HashRule, new: NewRow, *, block: int = _BLOCK) -> bool:
     """Write each head's new row; in a full head, over the row whose code is least like the probes.
+    Returns True. `block`: rows that a program reads at once.
 
-    probe [H, P, D], key and value [H, D], matrix float32 [D, B], start, length, cap, free_slot
-    int64 [H], position int64 []; k, v [R, D], pos int32 [R], code [R]. undo_rows (k, v, pos and
-    code of each head) gets the row that is overwritten, free_slot its index. No length exceeds
-    `width`. `block`: rows that a program reads at once.
-
-    shown int32 [R]: positions that decide which rows may leave, in place of `pos`. With k_scale and
-    v_scale float32 [R], k and v are int8 (`torch.int8.to_codes`). others: further columns [R],
-    which are copied to undo_others [H] and become 0 in the new row; the scales are the first two.
-    turn: cosine, sine [1, 1, D] and turned [H, G, D]: then `probe` has the queries. They and the
-    keys are rotated first, and the rotated queries are written to `turned`. keyed: with `turn`, the
-    key is the probe, not the queries. arrived int32 [H], zeros before and after: in it programs
-    count which of them have finished; allocated here if it is None.
+    Keys and values may be int8 (`torch.int8.to_codes`). Further columns become 0 in the new row.
     """
+    columns, query, key, value = new.columns, new.query, new.key, new.value
+    scales = [columns[name] for name in ("k_scale", "v_scale") if name in columns]
+    others = [column for name, column in columns.items() if name not in _OWN]
+    keyed, matrix = rule.hash_with == "key", rule.matrix(new.layer, key)
+    probe = key[:, None] if keyed and new.turn is None else query
     heads, group, size = probe.shape
-    assert not keyed or turn is not None
     probes = 1 if keyed else group
-    cos, sin, turned = turn or (None, None, None)
+    cos, sin, turned = new.turn or (None, None, None)
     bits = matrix.shape[1]
+    k, v, pos, code = (columns[name] for name in ("k", "v", "pos", "code"))
+    tables = new.start, new.length, new.cap, new.free_slot
     assert probe.stride(2) == key.stride(1) == value.stride(1) == 1
-    assert all(t.is_contiguous() for t in (matrix, start, length, cap, free_slot, k, v, *undo_rows))
-    assert all(t.is_contiguous() for t in (*others, *undo_others))
-    parts = max(1, min(_PARTS, -(-width // block)))
+    assert all(t.is_contiguous() for t in (matrix, *tables, k, v, *others))
+    parts = max(1, min(_PARTS, -(-new.width // block)))
+    arrived = new.arrived
     if arrived is None:
         arrived = torch.zeros(heads, dtype=torch.int32, device=key.device)
     _hash_append[(heads, parts)](
@@ -291,21 +240,15 @@ def hash_append(
         key,
         value,
         matrix,
-        start,
-        length,
-        cap,
-        free_slot,
-        position,
+        *tables,
+        new.position,
         k,
         v,
         pos,
         code,
-        pos if shown is None else shown,
-        *undo_rows,
-        k_scale,
-        v_scale,
+        new.shown,
+        *(scales or (None, None)),
         tuple(others),
-        tuple(undo_others),
         cos,
         sin,
         turned,
@@ -315,9 +258,9 @@ def hash_append(
         probe.stride(1),
         key.stride(0),
         value.stride(0),
-        sinks,
-        recent,
-        pinned,
+        rule.sinks,
+        rule.recent,
+        new.pinned,
         P=probes,
         PP=power(probes),
         B=bits,
@@ -325,13 +268,14 @@ def hash_append(
         D=size,
         DP=power(size),
         BN=block,
-        CODED=k_scale is not None,
-        G=0 if turn is None else group,
+        CODED=bool(scales),
+        G=0 if new.turn is None else group,
         KEYED=keyed,
         PARTS=_PARTS,
         AT_ONCE=_AT_ONCE,
         num_warps=_WARPS,
     )
+    return True
 
 
 def variants() -> list[Variant]:
@@ -339,10 +283,10 @@ def variants() -> list[Variant]:
     found = []
     kinds: dict[str, str | tuple[str, ...]]
     kinds = dict.fromkeys(("cos", "sin", "turned"), "*bf16")
-    kinds |= dict.fromkeys(("probe", "key", "value", "k", "v", "undo_k", "undo_v"), "*bf16")
+    kinds |= dict.fromkeys(("probe", "key", "value", "k", "v"), "*bf16")
     kinds |= dict.fromkeys(("start", "length", "cap", "free_slot", "position"), "*i64")
     kinds |= {"notes": "*i64", "arrived": "*i32"}
-    kinds |= {"matrix": "*fp32", "pos": "*i32", "shown": "*i32", "undo_pos": "*i32"}
+    kinds |= {"matrix": "*fp32", "pos": "*i32", "shown": "*i32"}
     for size, bits, probes, coded in (
         (80, 8, 4, False),
         (128, 16, 4, False),
@@ -365,11 +309,10 @@ def variants() -> list[Variant]:
             "AT_ONCE": _AT_ONCE,
         }
         scales = ("k_scale", "v_scale")
-        own: dict[str, str | tuple[str, ...]] = {"code": code, "undo_code": code}
-        own |= dict.fromkeys(("others", "undo_others"), ("*fp32",) * (2 * coded))
+        own: dict[str, str | tuple[str, ...]] = {"code": code, "others": ("*i1",) * coded}
         if coded:
             own |= dict.fromkeys(scales, "*fp32")
-            own |= dict.fromkeys(("k", "v", "undo_k", "undo_v"), "*i8")
+            own |= dict.fromkeys(("k", "v"), "*i8")
         else:
             constants |= dict.fromkeys(scales)
         if size == 80:

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.triton import append as append_row
 from minikv.kernels.triton import (
     attention,
     attention_mass,
-    blocks,
-    columns,
-    compaction,
-    counter_rng,
-    crush,
+    choose,
     decode,
-    distances,
-    expected,
+    gather,
     hash_append,
-    history,
-    int8,
     layer,
-    outputs,
-    overwrite,
     packed_product,
-    sampling,
-    selection,
-    start_values,
     step,
 )
-from minikv.kernels.triton import hash_codes as hashes
-from minikv.kernels.triton import heads_mean as heads
 from minikv.kernels.triton import ragged_prefill as ragged
 from minikv.kernels.triton import rest as rest_of_layer
 
@@ -42,72 +30,21 @@ class Triton(Kernels):
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     rotate_append = staticmethod(append_row.rotate_append)
-    key_norms = staticmethod(append_row.key_norms)
-    appends_any = True
-    hash_append = staticmethod(hash_append.hash_append)
-    lowest_step = staticmethod(step.lowest_step)
-    overwrite_step = staticmethod(overwrite.overwrite_step)
-    shown_positions = staticmethod(overwrite.shown_positions)
-    unseen_rows = staticmethod(overwrite.unseen_rows)
-    streaming_step = staticmethod(overwrite.streaming_step)
-    l2_step = staticmethod(overwrite.l2_step)
-    random_step = staticmethod(overwrite.random_step)
-    h2o_step = staticmethod(step.h2o_step)
-    roco_step = staticmethod(step.roco_step)
-    scissorhands_step = staticmethod(step.scissorhands_step)
-    shift_step = staticmethod(step.shift_step)
-    roco_start = staticmethod(start_values.roco_start)
-    lowest_block = staticmethod(blocks.lowest_block)
-    unprotected_block = staticmethod(blocks.unprotected_block)
-    h2o_block = staticmethod(blocks.h2o_block)
-    roco_block = staticmethod(blocks.roco_block)
-    compacted = staticmethod(blocks.compacted)
+    lowest = staticmethod(step.lowest)
+    evict: Mapping[str, Callable[..., None]] = {"h2o": step.h2o_step, "roco": step.roco_step}
+    append_evict: Mapping[str, Callable[..., bool]] = {"hashevict": hash_append.hash_append}
     last_rows_attention = staticmethod(attention.last_rows_attention)
     visible_attention = staticmethod(attention.visible_attention)
     merge = staticmethod(attention.merge)
     ragged_prefill = staticmethod(ragged.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
-    largest_attention = staticmethod(attention_mass.largest_attention)
-    mean_attention = staticmethod(attention_mass.mean_attention)
-    add_queries = staticmethod(attention_mass.add_queries)
     peak_attention = staticmethod(attention_mass.peak_attention)
-    rows_lse = staticmethod(attention_mass.rows_lse)
-    rows_seen = staticmethod(history.rows_seen)
-    low_bits = staticmethod(history.low_bits)
-    prompt_history = staticmethod(history.prompt_history)
-    block_history = staticmethod(history.block_history)
-    low_share = staticmethod(history.low_share)
-    output_lengths = staticmethod(outputs.output_lengths)
-    output_norms = staticmethod(outputs.output_norms)
-    added_moments = staticmethod(expected.added_moments)
-    turned_moments = staticmethod(expected.turned_moments)
-    expected_attention = staticmethod(expected.expected_attention)
-    key_distances = staticmethod(distances.key_distances)
-    hash_codes = staticmethod(hashes.hash_codes)
-    code_distances = staticmethod(hashes.code_distances)
-    divide = staticmethod(selection.divide)
-    remaining = staticmethod(selection.remaining)
-    order_key = staticmethod(selection.order_key)
-    best = staticmethod(selection.best)
-    wanted = staticmethod(selection.wanted)
-    pool = staticmethod(selection.pool)
-    pool_mass = staticmethod(selection.pool_mass)
-    stayed = staticmethod(selection.stayed)
-    share = staticmethod(selection.share)
-    ensure_least = staticmethod(selection.ensure_least)
-    row_uniform = staticmethod(counter_rng.row_uniform)
-    heads_mean = staticmethod(heads.heads_mean)
-    crush_keys = staticmethod(crush.crush_keys)
-    represent = staticmethod(crush.represent)
-    held_rows = staticmethod(compaction.held_rows)
-    survivors = staticmethod(compaction.survivors)
-    lay_out = staticmethod(compaction.lay_out)
-    gather_rows = staticmethod(compaction.gather_rows)
-    gather_columns = staticmethod(compaction.gather_columns)
-    carried_columns = staticmethod(columns.carried_columns)
-    to_codes = staticmethod(int8.to_codes)
-    codes_at = staticmethod(int8.codes_at)
+    order_key = staticmethod(choose.order_key)
+    best = staticmethod(choose.best)
+    wanted = staticmethod(choose.wanted)
+    gather_rows = staticmethod(gather.gather_rows)
+    gather_columns = staticmethod(gather.gather_columns)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     rotary_table = staticmethod(layer.rotary_table)
@@ -117,5 +54,3 @@ class Triton(Kernels):
     w8a16_product = staticmethod(packed_product.w8a16_product)
     w4a16_product = staticmethod(packed_product.w4a16_product)
     unpack_int4_rows = staticmethod(packed_product.unpack_int4_rows)
-    greedy = staticmethod(sampling.greedy)
-    sample = staticmethod(sampling.sample)

@@ -22,6 +22,7 @@ from torch import Tensor
 from minikv import kernels
 from minikv.kernels.dispatch import Kernels
 from minikv.pages import large
+from minikv.policies.base import blocks
 
 _CORE = ("k", "v", "k_scale", "v_scale", "pos")
 _FIRST = 1 << 40  # above every position
@@ -119,14 +120,23 @@ class Arena:
         v, and for int8 also k_scale and v_scale [...]."""
         if not self.coded:
             return {"k": k, "v": v}
-        (k, k_scale), (v, v_scale) = ops.to_codes(k), ops.to_codes(v)
-        return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+        found: dict[str, Tensor] = {}
+        for name, x in (("k", k), ("v", v)):
+            codes = found[name] = torch.empty_like(x, dtype=torch.int8)
+            scale = found[f"{name}_scale"] = x.new_empty(x.shape[:-1], dtype=torch.float32)
+            for some in blocks(len(x), x[:1].numel(), ops.block):
+                codes[some], scale[some] = kernels.to_codes(x[some])
+        return found
 
     def read(self, ops: Kernels, name: str, index: Tensor) -> Tensor:
         """Keys ("k") or values ("v") of the rows `index` [...]: [..., D] in the network's dtype."""
         if not self.coded:
             return self.columns[name][index]
-        return ops.codes_at(self.columns[name], self.columns[f"{name}_scale"], index, self.dtype)
+        codes, scale = self.columns[name], self.columns[f"{name}_scale"]
+        found = codes.new_empty((*index.shape, self.head_dim), dtype=self.dtype)
+        for some in blocks(len(index), index[:1].numel() * self.head_dim, ops.block):
+            found[some] = kernels.from_codes(codes[index[some]], scale[index[some]], self.dtype)
+        return found
 
     def declare(self, extra: Mapping[str, torch.dtype], *, anew: Collection[str] = ()) -> None:
         """Make the policies' columns exactly `extra`. New columns, and those in `anew`, start at
@@ -283,7 +293,7 @@ class Arena:
         if most is None:
             most = int(self.length[layer].max())
         tables = self.start[layer], self.length[layer], self.free_slot[layer]
-        index, live, _ = kernels.held_rows(*tables, self.columns["pos"], most)
+        index, live, _ = held_rows(*tables, self.columns["pos"], most)
         return index, live
 
     def count_from(self, layer: int, position: int) -> Tensor:
@@ -319,6 +329,23 @@ class Arena:
         for name, rows in columns.items():
             made.columns[name][used] = rows.to(self.device)
         return made
+
+
+def held_rows(
+    start: Tensor, length: Tensor, free_slot: Tensor, pos: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of a layer's heads: (index int64, live bool, position int64), [H, most] each.
+
+    start, length, free_slot int64 [H]: see `Arena`; pos int32 [R]. No length exceeds `most`. A free
+    slot is not live, nor is padding: their position is -1. Padding points at the head's last row;
+    if the head has no row, at a row that may be unwritten.
+    """
+    start, length = start[:, None], length[:, None]
+    reach = torch.arange(most, device=pos.device)
+    index = start + torch.minimum(reach, (length - 1).clamp(min=0))
+    index = index.clamp(max=max(0, len(pos) - 1))
+    live = (reach < length) & (start + reach != free_slot[:, None])
+    return index, live, pos[index].to(torch.int64).masked_fill(~live, -1)
 
 
 def _used(layout: Layout) -> Tensor:

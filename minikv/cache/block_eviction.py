@@ -3,8 +3,7 @@ a head can be full, and how the gaps between the rows that stay are closed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -58,6 +57,17 @@ class Schedule:
         return position <= at or left <= position - 1 - at
 
 
+def leaving(scores: Tensor, pos: Tensor, counts: Tensor) -> Tensor:
+    """bool [F, N]: each head's counts [F] rows with the lowest scores, of equal scores the oldest;
+    all that may leave, if they are fewer. scores float32 [F, N]: infinite if a row may not."""
+    young = pos.argsort(dim=1, stable=True)
+    ranked = scores.gather(1, young).argsort(dim=1, stable=True)
+    order = young.gather(1, ranked)
+    places = torch.arange(pos.shape[1], device=pos.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
+    return (rank < counts[:, None]) & (scores < torch.inf)
+
+
 def close_gaps(
     columns: Collection[Tensor],
     index: Tensor,
@@ -65,14 +75,12 @@ def close_gaps(
     count: Tensor,
     newest: Tensor,
     many: int,
-    undo: list[Callable[[], object]],
 ) -> None:
     """Move each head's last rows into the gaps of the rows that are `gone` bool [F, N], in every
     column [R, ...], so that a head's rows stay side by side. At most `many` rows of a head move.
 
     index int64 [F, N]: the heads' rows. count int64 [F]: how many of them are real. newest int64
-    [F]: a row of each head that never leaves. Adds functions to `undo` that take the moves back.
-    Allocates everything before it changes anything.
+    [F]: a row of each head that never leaves.
     """
     place = torch.arange(index.shape[1], device=index.device)
     inside = place < count[:, None]
@@ -85,6 +93,5 @@ def close_gaps(
     into = torch.where(valid, index.gather(1, order), still).flatten()
     order = (~tails).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
     moved = torch.where(valid, index.gather(1, order), still).flatten()
-    for column, rows, old in [(column, column[moved], column[into]) for column in columns]:
-        undo.append(partial(column.index_copy_, 0, into, old))
-        column.index_copy_(0, into, rows)
+    for column in columns:
+        column.index_copy_(0, into, column[moved])

@@ -7,22 +7,24 @@ left, so the result is an approximation; in return no layer's keys are ever held
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import Arena, Layout, held_rows
+from minikv.cache.block_eviction import leaving
 from minikv.cache.compaction import Room, gather_survivors
 from minikv.cache.plan import Plan
 from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
+from minikv.kernels import survivors
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.torch.attention import visible
 from minikv.kernels.torch.attention_mass import block_logits
-from minikv.policies.base import BlockEnd, StepPolicy, StepView
+from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.selection import order_of
 
 
@@ -61,7 +63,6 @@ class BlockPrefill:
         self._positions = torch.arange(begin, begin + plan.tokens, device=arena.device)
         self._heads = torch.arange(shape.kv_heads, device=arena.device)
         self._caps = torch.full_like(self._heads, cap)
-        self._quota = self.step.quota(self._caps)
         self.peak = arena.nbytes + target.nbytes
 
     def complete(self) -> Outcome:
@@ -118,28 +119,35 @@ class BlockPrefill:
         if not most:
             return
         tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
-        index, _, held = self._ops.held_rows(*tables, arena.columns["pos"], most)
+        index, _, held = held_rows(*tables, arena.columns["pos"], most)
         for name in ("k", "v"):
             self._columns[name][:, :most] = arena.read(self._ops, name, index)
         for name in self.step.columns:
             self._columns[name][:, :most] = arena.columns[name][index]
         # Columns that are computed from keys may be missing: another policy may have been in force.
-        key = self._columns["k"][:, :most]
-        for name, values in self.step.init_state(self._ops, layer, key).items():
-            self._columns[name][:, :most] = values
+        self._note_keys(layer, slice(0, most))
         pos = self._columns["pos"]
         pos[:, :most] = held
-        self._move(self._ops.survivors(pos >= 0, order_of(held)))
+        self._move(survivors(pos >= 0, order_of(held)))
+
+    def _note_keys(self, layer: int, rows: slice) -> None:
+        """Write the columns that depend on a row's key, for these rows of each head."""
+        for name, values in self.step.of_key(layer, self._columns["k"][None, :, rows]).items():
+            self._columns[name][:, rows] = values[0]
 
     def _move(self, found: tuple[Tensor, Tensor]) -> None:
-        """Move the rows that stay, which `survivors` found, to the front."""
-        (index, count), columns, names = found, self._columns, [*self.step.columns]
-        extra, pos = [columns[name] for name in names], columns["pos"]
-        key, value, pos, others = self._ops.compacted(
-            index, count, columns["k"], columns["v"], pos, extra
-        )
-        self._columns = {"k": key, "v": value, "pos": pos, **dict(zip(names, others, strict=True))}
-        self._count, self._added = count, 0
+        """Move the rows that stay, which `survivors` found, to the front. Behind them positions are
+        -1, the policy's columns 0, and keys and values have any values."""
+        (index, count), columns = found, self._columns
+        rows = columns["pos"].shape[1]
+        gone = torch.arange(rows, device=index.device) >= count[:, None]
+        index = index.masked_fill(gone, 0)
+        at = (index + self._heads[:, None] * rows).flatten()
+        moved = {n: columns[n].flatten(0, 1).index_select(0, at).view_as(columns[n]) for n in "kv"}
+        moved["pos"] = columns["pos"].gather(1, index).masked_fill_(gone, -1)
+        for name in self.step.columns:
+            moved[name] = columns[name].gather(1, index).masked_fill_(gone, 0)
+        self._columns, self._count, self._added = moved, count, 0
 
     def _block(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape, step, columns = self.shape, self.step, self._columns
@@ -154,9 +162,8 @@ class BlockPrefill:
             self._evict(layer, first, rows, None, query, key)
             columns = self._columns
         new = slice(self._front, self._front + rows)
-        for name, values in step.init_state(self._ops, layer, key).items():
-            columns[name][:, new] = values
         columns["k"][:, new], columns["v"][:, new] = key, v.transpose(0, 1)
+        self._note_keys(layer, new)
         at = self._positions[self._done : self._done + rows]
         columns["pos"][:, new] = at
         seen_k, seen_v, pos = (columns[name][:, : new.stop] for name in ("k", "v", "pos"))
@@ -172,20 +179,19 @@ class BlockPrefill:
         Returns the attention that the last query gave each row, float32 [H, N]."""
         step, wide = self.step, self._front + self.stride
         end = self._front + len(at)
-        columns = {name: column[:, :end] for name, column in self._columns.items()}
-        key, pos = columns["k"], columns["pos"]
-
-        @cache
-        def seen() -> Tensor:
-            return visible(at, pos, window)
-
-        if step.means:
-            p = self._ops.mean_attention(query, at, key, pos, window, lse)
-        else:
-            p = step.attention(block_logits(query, key), lse.transpose(1, 2), seen())
-        noted = {name: columns[name] for name in step.columns}
-        count = cache(lambda: self._ops.rows_seen(at, pos, window))
-        step.update_block(self._ops, noted, p, count)
+        key, pos = self._columns["k"][:, :end], self._columns["pos"][:, :end]
+        seen = visible(at, pos, window)
+        p = step.attention(block_logits(query, key), lse.transpose(1, 2), seen)
+        count = seen.sum(2, dtype=torch.float32)  # [H, t]
+        noted = {name: self._columns[name] for name in step.columns}
+        for i in range(len(at) if noted else 0):  # a query leaves later rows as they are
+            rows = slice(0, self._front + i + 1)
+            given = p[:, i, rows]
+            step.update(
+                {name: column[:, rows] for name, column in noted.items()},
+                given,
+                partial(count[:, i, None].expand_as, given),
+            )
         last = p[:, -1]
         return last if end == wide else F.pad(last, (0, wide - end))
 
@@ -201,57 +207,51 @@ class BlockPrefill:
         """Evict until every head's rows and `coming` new ones fit its cap, and move the others to
         the front."""
         pos, limit = self._columns["pos"], self.cap - coming
-        if self._most <= limit:
-            self._move(self._ops.survivors(pos >= 0, pos[:, :0]))
-            return
-        live, added = self._count, self._added
-        if self.shape.windows[layer] is not None:  # some may have slid out
-            live, added = (pos >= 0).sum(1), 0
-        columns = {name: self._columns[name] for name in self.step.columns}
-        end = BlockEnd(
-            layer,
-            pos,
-            live,
-            limit - added,
-            position,
-            self.plan.pinned,
-            columns,
-            self._quota,
-            attention,
-            query.flatten(1, 2) if query is not None and self.step.needs_query else None,
-            key,
-        )
-        found = self.step.block_kernel(self._ops, end)
-        if found is None:
-            found = self._chosen(end)
+        stays = pos >= 0
+        if self._most > limit:
+            live, added = self._count, self._added
+            if self.shape.windows[layer] is not None:  # some may have slid out
+                live, added = stays.sum(1), 0
+            stays &= ~self._leaving(layer, live - (limit - added), position, attention, query, key)
+            self._most = limit
+        found = survivors(stays, pos[:, :0])
         # A GPU would make the host wait.
         if pos.device.type == "cpu":  # pragma: no branch - the other one is that of a GPU
             assert bool((found[1] <= limit).all()), "too few rows may leave"
         self._move(found)
-        self._most = limit
 
-    def _chosen(self, end: BlockEnd) -> tuple[Tensor, Tensor]:
-        """The rows that stay by the policy's scores: what `lowest_block` returns."""
-        most: int | Tensor = (end.live - end.limit).clamp(min=0).max()
-        if end.pos.device.type == "cpu":
+    def _leaving(
+        self,
+        layer: int,
+        many: Tensor,
+        position: int,
+        attention: Tensor | None,
+        query: Tensor | None,
+        key: Tensor | None,
+    ) -> Tensor:
+        """bool [H, N]: the rows that leave by the policy's scores: many [H] of each head."""
+        pos, counts = self._columns["pos"], many.clamp(min=0)
+        most: int | Tensor = counts.max()
+        if pos.device.type == "cpu":
             most = int(most)
             if not most:
-                return self._ops.survivors(end.pos >= 0, end.pos[:, :0])
+                return torch.zeros_like(pos, dtype=torch.bool)
         view = StepView(
-            end.position,
-            end.pos.masked_fill(end.pos < end.pinned, -1),
+            position,
+            pos.masked_fill(pos < self.plan.pinned, -1),
             self._caps,
-            torch.full_like(self._heads, end.layer),
+            torch.full_like(self._heads, layer),
             self._heads,
-            end.columns,
-            end.attention,
-            end.query,
-            end.key,
+            {name: self._columns[name] for name in self.step.columns},
+            attention,
+            query.flatten(1, 2) if query is not None and self.step.needs_query else None,
+            key,
             lambda heads: self._columns["k"][heads],
-            end.layer,
+            layer,
+            heads=len(self._heads),
+            context=position + 1,
         )
-        scores, free = self.step.score(view, most)
-        return self._ops.lowest_block(scores, free, end.pos, end.live, end.limit)
+        return leaving(self.step.score(view, most), pos, counts)
 
     def _note_peak(self) -> None:
         held = self.arena.nbytes + self.target.nbytes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import Arena, Layout, held_rows
 from minikv.kernels.dispatch import Kernels
 
 
@@ -52,7 +52,7 @@ class EarlierRows:
         most = int(length.max())
         tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
         column = arena.columns["pos"]
-        index, live, pos = ops.held_rows(*tables, column, most)
+        index, live, pos = held_rows(*tables, column, most)
         full = bool((free_slot < 0).all())
         even = bool((length == most).all()) and full
         if arena.coded:
@@ -82,6 +82,13 @@ class EarlierRows:
     def part(self) -> kernels.Part:
         """The keys and positions as a `kernels.Part`."""
         return (self.key, self.pos, self.index) if self.listed else (self.key, self.pos)
+
+    def carried(self, column: Tensor, new: int) -> Tensor:
+        """A column of the arena [R] as [H, N + new]: zero for padding and for `new` more rows."""
+        heads, rows = self.index.shape
+        carried = column.new_zeros((heads, rows + new))
+        carried[:, :rows] = column[self.index].masked_fill(~self.live, 0)
+        return carried
 
     def keys(self) -> Tensor:
         """[H, N, D]. Padding rows may hold any value."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from minikv.cache.arena import Arena
-from minikv.policies.selection import NOT_FREE, fill
+from minikv.kernels import NOT_FREE
+from minikv.policies.selection import fill
 
 
 class GlobalPool:

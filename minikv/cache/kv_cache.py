@@ -11,7 +11,6 @@ never changed.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from minikv.cache.fidelity import LastToken
 from minikv.cache.plan import Plan, RowsBefore, plan_prompt
 from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules
-from minikv.cache.second_pass import PassCost, SecondPassPrefill
+from minikv.cache.second_pass import PassCost, SecondPass, TextPass
 from minikv.cache.snapshot import CacheSnapshot, Outcome
 from minikv.cache.stats import (
     CacheStats,
@@ -68,7 +67,9 @@ class KVCache:
     """`Attend` over an arena, for one conversation. By default the rules evict nothing.
 
     Raises UsageError if the budget is too small for the policies. `progress(done, total)` is called
-    while a prompt is read, with tokens. It may raise; then `rollback` restores the cache.
+    while a prompt is read, with tokens. It may raise; then `rollback` restores the cache. After an
+    error inside of a step `rollback` drops the cache: it is then empty, and the conversation must
+    be read or recalled again.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class KVCache:
         self.decode = DecodeStep(shape, self.device, self.ops)
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
+        self._stepping = False  # a step was begun, and its token is not counted yet
         self._full = 0  # see `full_at`
         self._mark: Mark | None = None  # `go_back` may need the arena as it is
         self.keeps_addresses = self.device.type == "cuda"
@@ -164,9 +166,10 @@ class KVCache:
         self._pinned = 0
         if self.rules.takes_share:
             self._open, self._rows = True, None
-        self._reading: Prefill | BlockPrefill | SecondPassPrefill | None = None
+        self._reading: Prefill | BlockPrefill | SecondPass | None = None
         self._last = Outcome()
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
+        self._stepping = False
         self._peak = 0
         self._evict_s = 0.0
 
@@ -306,7 +309,7 @@ class KVCache:
         each: int | None,
         *,
         recalls: bool,
-    ) -> Prefill | BlockPrefill | SecondPassPrefill:
+    ) -> Prefill | BlockPrefill | SecondPass:
         """The object that reads the prompt, with its own target arena."""
         shape, rules = self.shape, self.rules
         prompt, step = rules.prompt, rules.step
@@ -326,7 +329,7 @@ class KVCache:
             if self.scoring_tier is not None:
                 self.scoring_tier.truncate(0)
                 self.scoring_tier.open(plan.tokens)
-            return SecondPassPrefill(
+            return SecondPass(
                 shape,
                 arena,
                 held,
@@ -371,13 +374,21 @@ class KVCache:
 
     def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
         """Texts to feed after the prompt of these ids went through the network and before
-        `advance`: each between `begin_pass` and `end_pass`. Empty if there is no second pass."""
+        `advance`: each to its own `text`. Empty if there is no second pass."""
         reading = self._reading
-        if not isinstance(reading, SecondPassPrefill):
+        if not isinstance(reading, SecondPass) or reading.scored:
             return ()
         first = max(0, self.rules.first_rows(self._pinned) - reading.plan.position)
         left = self.shape.max_context - reading.end
         return reading.prompt.scorer.second_pass(ids, first, self.words, left)
+
+    def text(self, repeat: Repeat) -> TextPass:
+        """`Attend` for a text of `second_pass`. Raises TierError if the prompt's rows could not be
+        kept."""
+        reading = self._reading
+        assert isinstance(reading, SecondPass)
+        work, progress = reading.work, self.progress
+        return reading.text(repeat, lambda done: progress(done, work) if progress else None)
 
     def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost | None:
         """What the second pass costs for a prompt of `tokens` tokens at this position; None if
@@ -387,24 +398,13 @@ class KVCache:
         if not repeats:
             return None
         gpu = self.device.type == "cuda"
-        return PassCost.of(self.shape, tokens, repeats, self.dtype, gpu=gpu)
+        later = position > 0
+        return PassCost.of(self.shape, tokens, repeats, self.dtype, gpu=gpu, later=later)
 
     @property
     def scoring(self) -> bool:
         """Whether a second pass is scoring the prompt that was read."""
-        return isinstance(self._reading, SecondPassPrefill) and self._reading.scoring
-
-    def begin_pass(self, repeat: Repeat) -> int:
-        """Announce that the next forward is a text of `second_pass`. Returns the position at which
-        it begins. Raises TierError if the prompt's rows could not be kept."""
-        assert isinstance(self._reading, SecondPassPrefill)
-        self._reading.begin_pass(repeat)
-        return self._reading.end
-
-    def end_pass(self) -> None:
-        """The text went through the network in every layer."""
-        assert isinstance(self._reading, SecondPassPrefill)
-        self._reading.end_pass()
+        return isinstance(self._reading, SecondPass) and self._reading.scoring
 
     @property
     def foresees(self) -> bool:
@@ -426,9 +426,7 @@ class KVCache:
     def watch(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
         reading = self._reading
-        if not isinstance(reading, Prefill | SecondPassPrefill) or not reading.watches:
-            return None
-        return reading.watch
+        return reading.watch if isinstance(reading, Prefill) and reading.watches else None
 
     @property
     def attend_unrotated(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor] | None:
@@ -441,11 +439,13 @@ class KVCache:
         return None if self._reading is not None else self._step_arena
 
     def _step_arena(self) -> object | None:
-        return self.open_steps().step_arena()
+        found = self.begin_step().step_arena()
+        self._stepping = found is not None  # else `attend` begins the step
+        return found
 
     def _step_unrotated(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if layer == 0:
-            self.open_steps()
+            self.begin_step()
         return self.decode.attend_unrotated(layer, qkv, cos, sin)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -454,7 +454,7 @@ class KVCache:
         reading = self._reading
         if reading is None:
             if layer == 0:
-                self.open_steps()
+                self.begin_step()
             return self.decode.attend(layer, q, k, v)
         out = reading.stage(layer, q, k, v)
         if reading.layer_complete:
@@ -470,20 +470,15 @@ class KVCache:
         """See `Attend`. Ends a prompt or a decode step."""
         if self._reading is None:
             assert tokens == 1
-            try:
-                self.decode.end()
-            finally:
-                # Also after an interrupt: the decode step knows whether its token counts. If it is
-                # half ended, `open_steps` or `settle` ends it before the next step.
-                self.position = self.decode.tokens
+            self.decode.end()
+            self.count_step()
             return
         reading, plan = self._reading, self._reading.plan
-        assert tokens == plan.read
+        assert tokens in (plan.read, plan.tokens)
         with self._evicting.running():
             outcome = reading.complete()
         evict_s = self._evicting.total()
-        recalled = isinstance(reading, Prefill) and reading.tier is not None
-        if recalled and self.tier is not None:
+        if self.tier is not None and isinstance(reading, Prefill) and reading.tier is self.tier:
             self.tier.commit(plan.tokens)
         if self.scoring_tier is not None:
             self.scoring_tier.drop()
@@ -511,8 +506,8 @@ class KVCache:
             torch.cuda.empty_cache()
 
     def rollback(self) -> None:
-        """Undo an unfinished prompt or step. Then rows exist for exactly the tokens fed before
-        it."""
+        """Undo an unfinished prompt: rows then exist for exactly the tokens fed before it. After an
+        unfinished step the cache is empty."""
         if self._open:
             self._rows = None
         for tier in (self.tier, self.scoring_tier):
@@ -520,8 +515,14 @@ class KVCache:
                 tier.drop()
         if self._reading is not None:
             self._reading = None
-        elif self.decode.is_open:
-            self.decode.drop()
+        elif self._stepping:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the rows: a step failed, and may have changed some."""
+        empty = self._empty(self.rules)
+        self.decode.close()
+        self._restart(empty)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -531,19 +532,24 @@ class KVCache:
         self.settle()
         return self._arena
 
-    def open_steps(self, *, speculative: bool = False) -> DecodeStep:
-        """The decode step, ready for the next token: every head has room for its row.
+    def begin_step(self, *, captured: bool = False) -> DecodeStep:
+        """The decode step, ready for the next token: every head has room for its row. `count_step`
+        ends what begins here.
 
-        speculative: see `DecodeStep.open`. May raise what torch raises; then nothing has changed.
-        `settle` closes it.
+        captured: see `DecodeStep.open`. `settle` closes the steps.
         """
         assert self._reading is None, "a prompt is under way"
         step, decode = self.rules.step, self.decode
-        self._end_step()
-        ready = decode.is_open and decode.speculative == speculative
-        if ready and (step is not None or self.position < self._full):
-            return decode
-        self.settle()
+        if self._stepping:  # an interrupt has left the last one unfinished
+            self.drop()
+        ready = decode.is_open and decode.captured == captured
+        if not ready or (step is None and self.position >= self._full):
+            self.settle()
+            self._open_steps(captured=captured)
+        self._stepping = True
+        return decode
+
+    def _open_steps(self, *, captured: bool) -> None:
         self._exact = []
         with torch.inference_mode(False):  # these tensors are also written outside of a forward
             before = self._arena.nbytes
@@ -553,16 +559,20 @@ class KVCache:
                 if before > _MUCH:
                     self._give_back()
             arena = self._arena
-            decode.open(
+            self.decode.open(
                 arena,
-                step,
+                self.rules.step,
                 self.position,
                 pinned=self._pinned,
                 leaves_last=self._leaves_last(arena),
-                speculative=speculative,
+                captured=captured,
             )
         self._full = self.position + int((arena.capacity - arena.held).min())
-        return decode
+
+    def count_step(self) -> None:
+        """The token of the step counts."""
+        self.position += 1
+        self._stepping = False
 
     def _with_room(self) -> Arena:
         """The arena, or a copy of it, in which every head has room for a row and holds no more rows
@@ -588,25 +598,16 @@ class KVCache:
         """Finish steps that were begun, and free their working memory. Between steps only."""
         if self.before_settling is not None:
             self.before_settling()
-        self._end_step()
-        if self.decode.is_open:
-            self.decode.close()
+        if self._stepping:
+            self.drop()
+        self.decode.close()
 
     def put_right(self) -> int:
-        """Undo what an interrupt left of a prompt, and finish what it left of a step, if there is
-        memory for that. Between turns only. Returns the position."""
-        if self.reading:
-            self.rollback()
-        with contextlib.suppress(MemoryError, RuntimeError):
-            self.settle()
+        """Undo what an interrupt left of a prompt, and drop the cache if it left a step. Between
+        turns only. Returns the position."""
+        self.rollback()
+        self.settle()
         return self.position
-
-    def _end_step(self) -> None:
-        """Finish what an interrupt left of a step: its end, or noting the position here."""
-        if self.decode.half_ended:
-            self.decode.end_if_accepted()
-        if self.decode.is_open and not self.decode.speculative:
-            self.position = self.decode.tokens
 
     @property
     def full_at(self) -> int:
@@ -810,10 +811,10 @@ class KVCache:
         return reading if isinstance(reading, Prefill) and not self.position else None
 
     @property
-    def scored_twice(self) -> SecondPassPrefill | None:
+    def scored_twice(self) -> SecondPass | None:
         """The prompt under way, if it is read twice."""
         reading = self._reading
-        return reading if isinstance(reading, SecondPassPrefill) else None
+        return reading if isinstance(reading, SecondPass) else None
 
     @property
     def target(self) -> Arena | None:

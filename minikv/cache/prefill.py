@@ -8,9 +8,9 @@ never changed, so a prompt is undone by dropping its target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from minikv.cache.global_pool import GlobalPool
 from minikv.cache.plan import Plan
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
+from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import (
     ALL,
@@ -30,59 +31,15 @@ from minikv.policies.base import (
     PromptPolicy,
     PromptView,
     StepPolicy,
+    largest_block,
     policy_columns,
 )
-from minikv.policies.selection import fill, order_key
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTrace:
-    """What `finish` needs of a layer of a first prompt, whatever the policy.
-
-    key and value [H, T, D]. tail [t, H * G, D]: the last t queries. tail_lse float32 [H, G, t]:
-    their log-sum-exps. lengths float32 [t]: the norms of the layer's input at these queries; None
-    if not needed. mass, squares and moments: as in `PromptView`; None unless the policy uses the
-    queries of all tokens.
-    """
-
-    key: Tensor
-    value: Tensor
-    tail: Tensor
-    tail_lse: Tensor
-    mass: Tensor | None
-    squares: Tensor | None
-    moments: Moments | None
-    lengths: Tensor | None
-
-
-class Staging(Protocol):
-    """Where a prompt's keys and values come from and go to: a `Tier`, or a class with the same
-    methods."""
-
-    @property
-    def length(self) -> int:
-        """How many first rows of the prompt are already stored. They do not change."""
-        ...
-
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes of the staging buffers on the device."""
-        ...
-
-    def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Buffers for keys and values [H, rows, D]. The caller writes the rows from `length` on."""
-        ...
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """The layer was read: keep the rows that were written to the buffers of `stage`."""
-        ...
+from minikv.policies.scissorhands import below_uniform
+from minikv.policies.selection import fill, stayed
 
 
 class Prefill:
     """Reads a prompt layer by layer. Chunks of a layer come in order; see `Attend`."""
-
-    compared = True
-    """With a tier: whether `exact` is noted, for `Engine.fidelity`."""
 
     def __init__(
         self,
@@ -95,7 +52,7 @@ class Prefill:
         plan: Plan,
         dtype: torch.dtype,
         ops: Kernels | None = None,
-        tier: Staging | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """arena: the rows before the prompt. held: its tables on the host. target: gets the rows
         that stay; if `plan.shares`, it shares its memory with `arena`. dtype: of keys and values.
@@ -123,7 +80,7 @@ class Prefill:
         self.glancing = False
         """The tokens are read only to get the network's probability of each of them."""
         self._moments: Moments | None = None
-        self._shared: dict[object, Tensor] = {}
+        self._shared: dict[object, Any] = {}
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
         self._queries = plan.tokens if self._all else 0  # how many queries mass and squares sum
@@ -189,29 +146,21 @@ class Prefill:
         region = self.target.capacity.sum(1).cumsum(0).tolist()
         self.target.region = [0, *region[:-1], self.target.rows]
 
-    @property
-    def needs(self) -> tuple[bool, int, int | None, bool]:
-        """What a trace has to contain. First prompts of the same tokens and equal needs have equal
-        traces."""
-        return self._all, len(self._tail), self._from, self._lengths is not None
+    def take(self, tier: Tier, chunk: int) -> int:
+        """Before a first prompt is fed: keep its rows in `tier`, which may have all of them already
+        and becomes open for this prompt. Returns how many of its first tokens need not be fed.
 
-    def trace(self) -> LayerTrace:
-        """A copy of what was recorded of the layer just completed. For a first prompt only."""
-        assert self._old is None
-        key, value, tail = (t.clone() for t in (self._key, self._value, self._tail))
-        lengths = None if self._lengths is None else self._lengths.clone()
-        sums = (self._mass, self._squares) if self._all else (None, None)
-        noted = *sums, self._moments
-        return LayerTrace(key, value, tail, self._tail_lse.clone(), *noted, lengths)
-
-    def replay(self, trace: LayerTrace) -> None:
-        """Instead of staging a layer of a first prompt, use the trace of another one with equal
-        `needs`."""
-        assert not self.plan.position
-        self._key, self._value = trace.key, trace.value
-        self._tail, self._tail_lse = trace.tail, trace.tail_lse
-        self._mass, self._squares, self._moments = trace.mass, trace.squares, trace.moments
-        self._lengths = trace.lengths
+        What is fed begins where one of the network's chunks of `chunk` tokens begins, so every
+        number is that of reading all of it, if the tier's rows were read in the same chunks.
+        """
+        tokens = self.plan.tokens
+        tier.open(tokens)
+        # A single token would be read as a step is, with other sums.
+        given = 0 if self._all or self._from is not None else tokens - max(2, len(self._tail))
+        given = max(0, min(given, tier.length))
+        self.tier, self.plan = tier, replace(self.plan, given=given - given % chunk)
+        self._key, self._value = tier.stage(0, tokens)
+        return self.plan.given
 
     @property
     def foresees(self) -> bool:
@@ -250,7 +199,7 @@ class Prefill:
             if self._from is not None:
                 heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
                 size = self.shape.head_dim
-                self._moments = Moments(heads, group, size, q.device, self._ops)
+                self._moments = Moments(heads, group, size, q.device, self._ops.block)
         lo, hi = self._done, self._done + len(q)
         # Rows that the tier has are not written again, so a prompt that fails changes nothing.
         new = lo if self.tier is None else min(hi, max(lo, self.tier.length))
@@ -310,7 +259,7 @@ class Prefill:
         if self._all:
             self._add_sums(query, lse, at, self._sources(hi), window)
         out = mixed.permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
-        if self.compared and self.tier is not None and self.layer_complete:
+        if self.tier is not None and self.layer_complete:
             self.exact.append((q[-1].clone(), out[-1].clone()))
         return out
 
@@ -373,11 +322,37 @@ class Prefill:
         """The layer is complete: choose which rows stay and write them to the target."""
         if self.glancing:
             return
-        plan, prompt = self.plan, self.prompt
         if self.tier is not None:
             self.tier.store(layer, self._key, self._value)
+        self._choose(layer)
+
+    def record(self, layer: int) -> dict[str, Tensor]:
+        """The layer is complete: keep its rows in the tier, and choose none yet. Returns the step
+        policy's columns [H, N] after the prompt."""
+        assert self.tier is not None
+        self.tier.store(layer, self._key, self._value)
+        return self._noted(self._judged(layer))
+
+    def choose(self, layer: int, peak: Tensor, noted: dict[str, Tensor]) -> None:
+        """Choose which rows of a layer stay, all of which the tier has, and write them to the
+        target. peak [H, T]: the scores of the prompt's rows. noted: what `record` returned."""
+        assert self.tier is not None
+        self._key, self._value = self.tier.stage(layer, self.plan.tokens)
+        self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
+        earlier = 0 if self._old is None else self._old.pos.shape[1]
+        self._peak = torch.cat((peak.new_zeros((len(peak), earlier)), peak), 1)
+        self._choose(layer, noted)
+
+    def _choose(self, layer: int, noted: dict[str, Tensor] | None = None) -> None:
+        """noted: the step policy's columns; None: not taken yet."""
+        plan, prompt = self.plan, self.prompt
         view = self._judged(layer)
-        pos, extra = view.pos, self._state(view)
+        pos, extra = view.pos, dict(view.carried)
+        extra |= self._noted(view) if noted is None else noted
+        if prompt is not None:
+            extra |= prompt.scorer.state(view)
+        if prompt is not None and plan.evicts(layer) and prompt.evidence.vectors:
+            self._note_peak(*extra.values(), more=2 * self._block_nbytes(pos.shape[1]))
         if self._pool is not None:
             self._add(self._pool, view, extra)
             return
@@ -388,12 +363,12 @@ class Prefill:
             self._shaped = self._shaped or prompt.evidence.asks
             if prompt.evidence.observe and view.mass is not None:
                 # Rows that slid out of a window do not count as evicted.
-                self._stayed[layer] = self._ops.stayed(view.mass, keep, view.pos)
+                self._stayed[layer] = stayed(view.mass, keep, view.pos)
         else:
             keep = view.live
         order = None if plan.shares else view.order
         del view
-        if not self._all:  # `trace` may still need them
+        if not self._all:  # those sums are there until the next layer begins
             self._mass = self._squares = None
         self._store(layer, pos, order, keep, extra)
 
@@ -408,14 +383,9 @@ class Prefill:
             pos = pos.masked_fill(pos <= end - window, -1)
         return self._view(layer, pos, new, self._carried(pos))
 
-    def _state(self, view: PromptView) -> dict[str, Tensor]:
-        """The policies' columns [H, N] after the prompt."""
-        extra = dict(view.carried)
-        if self.step is not None:
-            extra |= self.step.prompt(view, view.carried)
-        if self.prompt is not None:
-            extra |= self.prompt.scorer.state(view)
-        return extra
+    def _noted(self, view: PromptView) -> dict[str, Tensor]:
+        """The step policy's columns [H, N] after the prompt."""
+        return {} if self.step is None else self.step.init(view)
 
     def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
         """Add the layer's rows to the pool, where they compete with those of all layers before
@@ -425,13 +395,15 @@ class Prefill:
         if evicts:
             key = self.prompt.global_key(view, self.plan.pinned, self._least)
         else:  # all rows stay, and nothing may have been observed
-            key = order_key(torch.zeros_like(view.pos, dtype=torch.float32), view.pos, view.live)
+            key = kernels.order_key(
+                torch.zeros_like(view.pos, dtype=torch.float32), view.pos, view.live
+            )
         self._shaped = self._shaped or (evicts and self.prompt.evidence.asks)
         share = None
         if evicts and self.prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live
             share = mass / mass.sum(1, keepdim=True) / len(mass)
-        staged = self.target.stored(self._ops, self._key, self._value)
+        staged = self._staged()
         copies = pool.entering_nbytes(view.pos.numel(), staged, earlier=self._old is not None)
         self._note_peak(*(staged.values() if self.target.coded else ()), more=copies)
         old = None if self._old is None else (self.arena, self._old.index)
@@ -452,8 +424,7 @@ class Prefill:
         if plan.totals is not None and not plan.evicts(layer):
             total = plan.totals[layer]
         floor = plan.floor if plan.totals is None else 0
-        staged = target.stored(self._ops, self._key, self._value)
-        self._note_peak(*(staged.values() if target.coded else ()))
+        staged = self._staged()
         if plan.shares:
             kept = keep.sum(1)
             caps = fill(kept, total) if total >= 0 else kept.clamp(min=floor)
@@ -463,6 +434,19 @@ class Prefill:
         room = Room(floor, total, plan.spare, plan.needed[layer] if self.step is None else -1)
         old = None if self._old is None else (self.arena, self._old.index)
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old, order=order)
+
+    def _staged(self) -> dict[str, Tensor]:
+        """The prompt's rows as the target stores them."""
+        staged = self.target.stored(self._ops, self._key, self._value)
+        made = [*staged.values()] if self.target.coded else []
+        self._note_peak(*made, more=self._block_nbytes(self.plan.tokens) if made else 0)
+        return staged
+
+    def _block_nbytes(self, rows: int) -> int:
+        """Bytes of so many keys of some heads in float32: of as many heads as are computed with at
+        once."""
+        heads, size = self.shape.kv_heads, self.shape.head_dim
+        return 4 * largest_block(heads, rows * size, self._ops.block)
 
     def _view(self, layer: int, pos: Tensor, new: Tensor, carried: dict[str, Tensor]) -> PromptView:
         observed, old = self._observed, self._old
@@ -484,7 +468,7 @@ class Prefill:
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
             if not self._causal:
                 at = new[-1:].expand(observed)
-                lse = ops.rows_lse(query, at, sources, window)
+                lse = kernels.rows_lse(query, at, sources, window)
             self._make_sums(torch.empty)
             self._add_sums(query, lse, at, sources, window, fresh=True)
             self._note_peak(*carried.values())
@@ -493,25 +477,23 @@ class Prefill:
         def below() -> Tensor:
             assert self.step is not None
             queries, sums, where = last(min(len(tail), self.step.prompt_history))
-            own = ops.each_attention, ops.low_bits, ops.block
-            return kernels.below_uniform(queries, where, sources, window, sums, *own)
+            return below_uniform(queries, where, sources, window, sums, ops)
 
         def attention(heads: slice) -> Tensor:
             found = ops.each_attention(query, at, sources, window, lse, heads)
             self._note_peak(*carried.values(), found)
             return found
 
-        def largest(by: Tensor | None) -> Tensor:
-            assert ops.largest_attention is not None
-            found = ops.largest_attention(query, at, sources, window, lse, by)
+        def joined(early: Tensor, new: Tensor) -> Tensor:
+            found = torch.cat((early, new), 1)
             self._note_peak(*carried.values(), found)
             return found
 
         def key() -> Tensor:
-            return self._key if old is None else torch.cat((old.keys(), self._key), 1)
+            return self._key if old is None else joined(old.keys(), self._key)
 
         def value() -> Tensor:
-            return self._value if old is None else torch.cat((old.values(), self._value), 1)
+            return self._value if old is None else joined(old.values(), self._value)
 
         end = self.plan.position + self.plan.tokens
         plan, each_query = self.plan, self._each and observed and not self._queries
@@ -546,7 +528,6 @@ class Prefill:
             asks=self.plan.asks,
             ops=ops,
             earlier=pos.shape[1] - self.plan.tokens,
-            largest=largest if each_query and ops.largest_attention is not None else None,
             shared=self._shared,
         )
 
@@ -554,9 +535,8 @@ class Prefill:
         """The policies' columns [H, N] from before the prompt; zero for new rows."""
         kinds = policy_columns(self.prompt, self.step)
         if self._old is not None:
-            columns = [self.arena.columns[name] for name in kinds]
-            given = self._old.index, self._old.live, self.plan.tokens
-            return dict(zip(kinds, self._ops.carried_columns(columns, *given), strict=True))
+            columns, new = self.arena.columns, self.plan.tokens
+            return {name: self._old.carried(columns[name], new) for name in kinds}
         carried: dict[str, Tensor] = {}
         for kind in dict.fromkeys(kinds.values()):  # one launch for all columns of a dtype
             names = [name for name in kinds if kinds[name] == kind]

@@ -1,20 +1,18 @@
-"""Reads a prompt whose rows are scored by a second pass over further texts before any row leaves.
+"""Reads a prompt whose rows are scored by further texts before any row leaves.
 
-First the keys and values of all layers are kept beside the cache: in the host's memory (`FullRows`)
-or in a tier in a file. Then further texts are fed after the prompt, each on its own, over one
-layer's rows at a time. None of their rows is stored, but the attention of their queries scores the
-rows of the prompt. At the end the rows that stay are chosen, layer by layer.
+First the prompt is read, and a tier keeps its rows exactly: in host memory, or in a file. Then the
+texts are fed behind the prompt, each on its own (`TextPass`). None of their rows is kept, but the
+attention of their queries scores the rows of the prompt. At the end the rows that stay are chosen,
+layer by layer.
 
-These exist at the same time: the rows of all layers (on the host, or of two layers of a file), one
-layer's rows with those of a further text (on the device), the scores, and the cache before and
-after.
+These exist at the same time: the tier, one layer's rows of a text, the scores, and the cache before
+and after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,103 +22,23 @@ from minikv.cache.arena import Arena, Layout
 from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
 from minikv.cache.plan import Plan
-from minikv.cache.prefill import Prefill, Staging
+from minikv.cache.prefill import Prefill
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
-from minikv.cache.tier_rows import row_nbytes
+from minikv.cache.tier import Tier
+from minikv.cache.tier_rows import RamRows, columns_of, row_nbytes, seen
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import PromptPolicy, PromptView, Repeat, RepeatView, StepPolicy
-
-T = TypeVar("T", bound=Prefill)
-
-
-class KeptRows(Staging, Protocol):
-    """Keeps the rows of a prompt until they are scored: `FullRows`, or a `Tier` in a file.
-
-    `store` keeps a layer before `reread` is called; afterwards it keeps nothing.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows of all layers, wherever they are."""
-        ...
-
-    def reread(self, rows: int, beside: int) -> None:
-        """See `Tier`."""
-        ...
-
-
-class FullRows:
-    """`KeptRows` with all layers on the host and a staging buffer of one layer on the device.
-
-    Of a layer with a sliding window it keeps only the rows that the next token can still see.
-    """
-
-    def __init__(
-        self, shape: Shape, tokens: int, longest: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """tokens: of the prompt. longest: tokens of the longest further text."""
-        gpu = device.type == "cuda"
-        host = torch.device("cpu") if gpu else device
-        wide = (2, shape.kv_heads, tokens + longest, shape.head_dim)
-        self._rows = [
-            torch.empty(
-                (2, shape.kv_heads, _kept(tokens, window), shape.head_dim),
-                dtype=dtype,
-                device=host,
-                pin_memory=gpu,
-            )
-            for window in shape.windows
-        ]
-        self._staging = torch.zeros(wide, dtype=dtype, device=device)
-        self._tokens, self._counted = tokens, not gpu
-        self.length = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows of all layers, wherever they are."""
-        return sum(rows.nbytes for rows in self._rows)
-
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes on the device; if that is the host, `nbytes` is included."""
-        return self._staging.nbytes + (self.nbytes if self._counted else 0)
-
-    def reread(self, rows: int, beside: int) -> None:
-        """See `KeptRows`."""
-        assert (rows, rows + beside) == (self._tokens, self._staging.shape[2])
-        self.length = rows
-
-    def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """See `Staging`. Rows that were not kept hold arbitrary finite values."""
-        if self.length:
-            kept = self._rows[layer]
-            begin = self._tokens - kept.shape[2]
-            self._staging[:, :, begin : self._tokens].copy_(kept, non_blocking=True)
-        return self._staging[0, :, :rows], self._staging[1, :, :rows]
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """See `Staging`. Waits for the device: the next layer uses the same buffer."""
-        if not self.length:
-            kept = self._rows[layer]
-            begin = self._tokens - kept.shape[2]
-            kept[0].copy_(key[:, begin:])
-            kept[1].copy_(value[:, begin:])
-
-
-def _kept(tokens: int, window: int | None) -> int:
-    """How many of the rows the next token sees."""
-    return tokens if window is None else max(1, min(tokens, window - 1))
+from minikv.policies.base import PromptPolicy, Repeat, RepeatView, StepPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
     """What the second pass over a prompt costs beside reading the prompt.
 
-    tokens: of all further texts. reads: how often each layer's rows are staged. ram: bytes of host
+    tokens: of all further texts. reads: how often each layer's rows are read. ram: bytes of host
     memory if the rows are kept there. file: bytes of the file if they are kept in one. file_ram:
-    bytes of host memory in that case. ram and file_ram include the staging buffer unless it is on a
-    GPU.
+    bytes of host memory in that case. device: bytes of a GPU's memory. Without a GPU, ram and
+    file_ram include what would be there.
     """
 
     tokens: int = 0
@@ -128,6 +46,7 @@ class PassCost:
     ram: int = 0
     file: int = 0
     file_ram: int = 0
+    device: int = 0
 
     @classmethod
     def of(
@@ -138,135 +57,43 @@ class PassCost:
         dtype: torch.dtype,
         *,
         gpu: bool,
+        later: bool = False,
     ) -> PassCost:
-        """The cost for a prompt of `tokens` tokens and the texts `repeats`."""
+        """The cost for a prompt of `tokens` tokens and the texts `repeats`. later: the cache has
+        rows of earlier prompts."""
         texts = [len(repeat.ids) for repeat in repeats]
         row = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
-        wide = row * (tokens + max(texts))  # a layer with a text
-        rows = row * sum(_kept(tokens, window) for window in shape.windows)
+        kept = [seen(tokens, window) for window in shape.windows]
+        ram, two, layer = row * sum(kept), min(2, shape.layers) * row * tokens, row * tokens
+        text = _text_nbytes(shape, tokens, repeats, dtype, later=later)
+        trimmed = layer if min(kept) < tokens else 0  # such layers have a staging buffer
         return cls(
             sum(texts),
             len(texts) + 1,
-            rows if gpu else rows + wide,
+            ram if gpu else ram + trimmed + text,
             row_nbytes(shape, dtype) * tokens,
-            min(2, shape.layers) * (row * tokens if gpu else wide),
+            two if gpu else two + text,
+            layer + text if gpu else 0,
         )
 
 
-class _Reading(Prefill):
-    """Reads the prompt itself: keeps every row, and the step policy's columns in `noted`."""
-
-    compared = False
-    noted: list[dict[str, Tensor]]
-
-    def finish(self, layer: int) -> None:
-        assert self.tier is not None
-        self.tier.store(layer, self._key, self._value)
-        view = self._judged(layer)
-        self.noted.append(self.step.prompt(view, view.carried) if self.step is not None else {})
+def _text_nbytes(
+    shape: Shape, tokens: int, repeats: Sequence[Repeat], dtype: torch.dtype, *, later: bool
+) -> int:
+    """Bytes of the rows of the longest text in one layer; in a layer with a window, and in every
+    one of a later prompt, also of a copy of these and of the prompt's that they see."""
+    text = max(len(repeat.ids) for repeat in repeats)
+    copies = [seen(tokens, window) for window in shape.windows if later or window is not None]
+    rows = text + (text + max(copies) if copies else 0)
+    return 2 * shape.kv_heads * shape.head_dim * dtype.itemsize * rows
 
 
-class _Pass(Prefill):
-    """Feeds a further text after the prompt, and updates `peaks`, the scores of the prompt's
-    rows."""
+class SecondPass:
+    """Has the methods of `Prefill` for the prompt itself. Then each further text is fed to a
+    `text`; at last `complete` chooses.
 
-    compared = False
-    prompt_policy: PromptPolicy
-    repeat: Repeat
-    peaks: Sequence[Tensor]
-    first: int
-    lengths: Tensor | None = None
-
-    def watch(self, states: Tensor) -> None:
-        """See `Attend`. Takes the norms of the layer's input, for the chunk that is staged next."""
-        self.lengths = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
-
-    def finish(self, layer: int) -> None:
-        """The layer is complete: keep nothing of the text."""
-
-    def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
-        plan, repeat, shape = self.plan, self.repeat, self.shape
-        query = q.view(len(q), shape.kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
-        lse: Tensor | None = None
-        if self._old is None and shape.windows[layer] is None:
-            out, lse = self._mix_apart(query, hi)
-        else:
-            out = super()._mix(layer, q, lo, hi)
-        at = torch.arange(plan.position, plan.position + hi, device=q.device)
-        begin, end = repeat.begin, repeat.end
-        # The conversation's first rows, except those that are among the scored ones.
-        first: list[kernels.Part] = []
-        if self._old is not None and self.first:
-            pos = self._old.pos
-            first.append((self._old.keys(), pos.masked_fill(pos >= self.first, -1)))
-        count = min(max(0, self.first - plan.position), begin)
-        if count:
-            first.append((self._key[:, :count], at[None, :count]))
-        known = plan.output
-        view = RepeatView(
-            layer,
-            query,
-            at[lo:hi],
-            first,
-            (self._key[:, begin:end], at[None, begin:end]),
-            (self._key[:, plan.given : hi], at[None, plan.given : hi]),
-            shape.windows[layer],
-            lambda: self._value[:, begin:end],
-            None if known is None else lambda: known(layer),
-            self.lengths,
-            lse,
-            self._ops,
-        )
-        scores = self.peaks[layer][:, begin:end]
-        torch.maximum(scores, self.prompt_policy.scorer.peak(view), out=scores)
-        return out
-
-    def _mix_apart(self, query: Tensor, hi: int) -> tuple[Tensor, Tensor]:
-        """Exact attention of the text's queries [H, G, T, D], [T, H * G, D], over the rows up to
-        `hi`. Also the log-sum-exp [H, G, T] over only the rows that the scores compare: the first
-        ones, the scored ones and the text's own. For this, they are attended to apart from the
-        prompt's other rows."""
-        plan, begin, end = self.plan, self.repeat.begin, self.repeat.end
-        first = min(max(0, self.first - plan.position), begin)
-
-        def rows(spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
-            return [
-                self._ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
-                for a, b in spans
-                if a < b
-            ]
-
-        own = self._key[:, plan.given : hi], self._value[:, plan.given : hi]
-        compared = [*rows([(0, first), (begin, end)]), self._ops.last_rows_attention(query, *own)]
-        rest = rows([(first, begin), (end, plan.given)])
-        out = self._ops.merge([*compared, *rest])[0].permute(2, 0, 1, 3)
-        return out.reshape(query.shape[2], self.shape.heads, -1), kernels.total(compared)
-
-
-class _Choice(Prefill):
-    """Chooses which rows of the prompt stay, when all of them are kept and scored."""
-
-    noted: dict[str, Tensor]
-
-    def choose(self, layer: int, peak: Tensor, noted: dict[str, Tensor]) -> None:
-        """Choose and write a layer's rows. peak [H, T]: the scores of the prompt's rows. noted: the
-        step policy's columns."""
-        assert self.tier is not None
-        self._key, self._value = self.tier.stage(layer, self.plan.tokens)
-        self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
-        earlier = 0 if self._old is None else self._old.pos.shape[1]
-        self._peak = torch.cat((peak.new_zeros((len(peak), earlier)), peak), 1)
-        self.noted = noted
-        self.finish(layer)
-
-    def _state(self, view: PromptView) -> dict[str, Tensor]:
-        assert self.prompt is not None
-        return {**view.carried, **self.noted, **self.prompt.scorer.state(view)}
-
-
-class SecondPassPrefill:
-    """Has the methods of `Prefill`. After the prompt itself, each further text needs `begin_pass`,
-    the calls of a forward, and `end_pass`; at last `complete`."""
+    tier: keeps the prompt's rows. scores: float32 [H, T] by layer, of the prompt's rows.
+    """
 
     def __init__(
         self,
@@ -281,87 +108,79 @@ class SecondPassPrefill:
         first: int,
         dtype: torch.dtype,
         ops: Kernels,
-        rows: KeptRows | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """As `Prefill`. repeats: the further texts; only their lengths are used here. first:
-        positions below it are the conversation's first rows. rows: keeps the prompt's rows until
-        they are scored; it must be open for this prompt, and empty. By default `FullRows`."""
-        self.shape, self.arena, self.target = shape, arena, target
+        positions below it are the conversation's first rows. tier: open for this prompt and empty;
+        by default one in host memory."""
+        self.shape, self.arena, self.held, self.target = shape, arena, held, target
         self.prompt, self.step, self.plan = prompt, step, plan
-        self.repeats, self._first = repeats, first
-        self._dtype, self._ops, self._held = dtype, ops, held
-        self._nothing = arena.fresh([0] * shape.layers, {})
-        self._longest = max(len(repeat.ids) for repeat in repeats)
-        self.rows: KeptRows = rows or FullRows(
-            shape, plan.tokens, self._longest, dtype, arena.device
-        )
-        self._peaks = [
+        self.repeats, self.first = repeats, first
+        self.dtype, self.ops = dtype, ops
+        if tier is None:
+            columns, device = columns_of(shape, dtype, coded=False), arena.device
+            rows = RamRows(
+                shape.layers, shape.kv_heads, columns, plan.tokens, device, shape.windows
+            )
+            tier = Tier(shape, dtype, device, rows=rows, ahead=False)
+            tier.open(plan.tokens)
+        self.tier = tier
+        self.scores = [
             torch.zeros((shape.kv_heads, plan.tokens), device=arena.device)
             for _ in range(shape.layers)
         ]
-        self.replayed = False
-        """Whether `replay` took over the forwards of another prompt."""
-        self._passed = 0  # tokens of the further texts that are done
-        self._in_pass = False
+        self.scoring = False
+        """Whether a further text is under way or done."""
+        self.fed = 0  # tokens of the further texts that are done
         self._noted: list[dict[str, Tensor]] = []
+        nothing = arena.fresh([0] * shape.layers, {})
         whole = replace(plan, totals=None, shares=False, pool=None)
-        reading = self._made(_Reading, None, step, whole)
-        reading.noted = self._noted
-        self._reading: Prefill = reading
-        self.peak = reading.peak + self._beside
+        self._reading = self._prefill(nothing, None, whole)
+        self.peak = 0
+        self.note_peak(self._reading.peak)
 
-    def _made(
-        self, kind: type[T], prompt: PromptPolicy | None, step: StepPolicy | None, plan: Plan
-    ) -> T:
-        """A `Prefill` for one part of the work, over the same rows."""
-        return kind(
-            self.shape,
-            self.arena,
-            self._held,
-            self.target if prompt is not None else self._nothing,
-            prompt,
-            step,
-            plan,
-            self._dtype,
-            self._ops,
-            self.rows,
-        )
+    def _prefill(self, target: Arena, prompt: PromptPolicy | None, plan: Plan) -> Prefill:
+        given = self.shape, self.arena, self.held, target, prompt, self.step, plan
+        return Prefill(*given, self.dtype, self.ops, self.tier)
+
+    # -- the prompt itself ----------------------------------------------------------------------
+
+    def take(self, tier: Tier, chunk: int) -> int:
+        """See `Prefill`."""
+        self.tier = tier
+        return self._reading.take(tier, chunk)
 
     @property
-    def _beside(self) -> int:
-        """Bytes that the present `Prefill` does not count: the target, the step policy's columns
-        and the scores."""
-        noted = sum(column.nbytes for columns in self._noted for column in columns.values())
-        return self.target.nbytes + noted + sum(peak.nbytes for peak in self._peaks)
+    def layer_complete(self) -> bool:
+        """See `Prefill`."""
+        return self._reading.layer_complete
 
-    @property
-    def planned(self) -> int:
-        """The peak of bytes that a first prompt will allocate, known before it is read."""
-        shape, tokens, target = self.shape, self.plan.tokens, self.target
-        layer = shape.kv_heads * tokens  # rows
-        noted = scratch = 0
-        if self.step is not None:
-            state = sum(dtype.itemsize for dtype in self.step.columns.values())
-            noted = shape.layers * layer * state
-            if self.step.observe:  # mass and squares, float32, and the columns from before
-                scratch = layer * (4 * (shape.heads // shape.kv_heads + 1) + state)
-        pool = 0
-        if self.plan.pool is not None:
-            pool = GlobalPool.planned(target, self.plan.pool)
-        column = max(column.nbytes for column in target.columns.values())
-        copied = max(2 * layer * shape.head_dim * self._dtype.itemsize, column)
-        return self.peak + noted + scratch + pool + copied
+    def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Prefill`."""
+        return self._reading.stage(layer, q, k, v)
 
-    @property
-    def planned_in_file(self) -> int:
-        """What `planned` would be if the rows were kept in a file. Only where the device is the
-        host."""
-        cost = self.cost(gpu=False)
-        return self.planned - cost.ram + cost.file_ram
+    def finish(self, layer: int) -> None:
+        """The layer is complete: the tier keeps its rows."""
+        self._noted.append(self._reading.record(layer))
 
-    def cost(self, *, gpu: bool) -> PassCost:
-        """What the second pass costs."""
-        return PassCost.of(self.shape, self.plan.tokens, self.repeats, self._dtype, gpu=gpu)
+    def done(self, layer: int) -> int:
+        """Progress over all layers, as a number of the tokens of `work`."""
+        return self._reading.done(layer)
+
+    # -- the further texts ------------------------------------------------------------------------
+
+    def text(self, repeat: Repeat, progress: Callable[[int], None]) -> TextPass:
+        """`Attend` for a text. progress(done): called with a number of the tokens of `work`. Raises
+        TierError if the prompt's rows could not be kept."""
+        if not self.scoring:
+            self._reread()
+        self.scoring = True
+        done = self.plan.tokens + self.fed
+        return TextPass(self, repeat, lambda fed: progress(done + fed))
+
+    def _reread(self) -> None:
+        self.note_peak(self._reading.peak)
+        self.tier.reread(self.plan.tokens)
 
     @property
     def end(self) -> int:
@@ -374,97 +193,188 @@ class SecondPassPrefill:
         return self.plan.tokens + sum(len(repeat.ids) for repeat in self.repeats)
 
     @property
-    def scoring(self) -> bool:
-        """Whether a further text is under way or done."""
-        return self.rows.length > 0
-
-    @property
-    def watches(self) -> bool:
-        """Whether the network should call `watch`."""
-        return self._in_pass and self.prompt.evidence.lengths
-
-    def watch(self, states: Tensor) -> None:
-        """See `Attend`."""
-        assert isinstance(self._reading, _Pass)
-        self._reading.watch(states)
-
-    @property
-    def needs(self) -> object:
-        """First prompts of the same tokens and equal needs get equal scores. None: the work cannot
-        be shared, because there is a step policy or the rows are in a file."""
-        if self.step is not None or not isinstance(self.rows, FullRows):
-            return None
-        return self.prompt.scorer, *self.repeats
-
-    @property
     def scored(self) -> bool:
-        """Whether all further texts are done."""
-        return self._passed == self.work - self.plan.tokens
+        """Whether all further texts were fed."""
+        return self.plan.tokens + self.fed == self.work
 
-    def replay(self, other: SecondPassPrefill) -> None:
-        """Instead of all forwards, use the rows and scores of another prompt with equal `needs`."""
+    def score_as(self, other: SecondPass) -> None:
+        """Take the scores of another prompt of the same tokens, scorer and `repeats`, instead of
+        feeding the texts."""
         assert other.scored
-        self.rows, self._peaks = other.rows, other._peaks
-        self._noted[:] = other._noted
-        self.replayed = True
-
-    @property
-    def layer_complete(self) -> bool:
-        """Whether every row of the layer has been staged and attended to."""
-        return self._reading.layer_complete
-
-    def done(self, layer: int) -> int:
-        """Progress over all layers and texts, as a number of the tokens of `work`."""
-        prompt = self.plan.tokens if self.scoring else 0
-        return prompt + self._passed + self._reading.done(layer)
-
-    def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take in a chunk of rows and attend: shapes as in `Attend.attend`."""
-        return self._reading.stage(layer, q, k, v)
-
-    def finish(self, layer: int) -> None:
-        """The layer is complete: keep the prompt's rows, but nothing of a further text."""
-        self._reading.finish(layer)
-
-    def begin_pass(self, repeat: Repeat) -> None:
-        """Announce that the next forward is a further text, which begins at position `end`. Raises
-        TierError if the prompt's rows could not be kept."""
-        self._note_peak()
-        if not self.scoring:
-            del self._reading  # frees its buffers of a layer
-            self.rows.reread(self.plan.tokens, self._longest)
-        plan = replace(
-            self.plan,
-            tokens=self.plan.tokens + len(repeat.ids),
-            given=self.plan.tokens,
-            totals=None,
-            shares=False,
-            pool=None,
-        )
-        reading = self._made(_Pass, None, None, plan)
-        reading.prompt_policy, reading.repeat = self.prompt, repeat
-        reading.peaks, reading.first = self._peaks, self._first
-        self._reading, self._in_pass = reading, True
-
-    def end_pass(self) -> None:
-        """The forward of the further text is over."""
-        self._note_peak()
-        self._passed += self._reading.plan.read
-        self._in_pass = False
+        self.scores, self.fed = other.scores, other.fed
 
     def complete(self) -> Outcome:
         """Choose the rows that stay and write them to the target, layer by layer. Waits for the
         device."""
-        assert self.scoring, "no pass scored the rows"
-        plan = replace(self.plan, given=self.plan.tokens)
-        beside = self._beside - self.target.nbytes
-        last = self._made(_Choice, self.prompt, self.step, plan)
-        self._reading = last
-        for layer, peak in enumerate(self._peaks):
-            last.choose(layer, peak, self._noted[layer])
-        outcome = last.complete()
-        self.peak = max(self.peak, last.peak + beside)
+        assert self.scored, "not all texts scored the rows"
+        if not self.scoring:
+            self._reread()
+        choice = self._prefill(self.target, self.prompt, replace(self.plan, given=self.plan.tokens))
+        for layer, scores in enumerate(self.scores):
+            choice.choose(layer, scores, self._noted[layer])
+        outcome = choice.complete()
+        self.note_peak(choice.peak - self.target.nbytes)
         return outcome
 
-    def _note_peak(self) -> None:
-        self.peak = max(self.peak, self._reading.peak + self._beside)
+    # -- memory -----------------------------------------------------------------------------------
+
+    def note_peak(self, more: int) -> None:
+        """Note the bytes that are allocated. more: beside the target, the tier's rows, the step
+        policy's columns and the scores."""
+        noted = sum(column.nbytes for columns in self._noted for column in columns.values())
+        scores = sum(scores.nbytes for scores in self.scores)
+        held = self.target.nbytes + self._ram + noted + scores
+        self.peak = max(self.peak, held + more)
+
+    @property
+    def _ram(self) -> int:
+        """Bytes of the tier's rows, if they are in the memory of the device."""
+        here = self.tier.kind == "ram" and self.arena.device.type != "cuda"
+        return self.tier.nbytes if here else 0
+
+    def cost(self, *, gpu: bool) -> PassCost:
+        """What the second pass costs."""
+        tokens, later = self.plan.tokens, self.plan.position > 0
+        return PassCost.of(self.shape, tokens, self.repeats, self.dtype, gpu=gpu, later=later)
+
+    def planned(self, rows: int) -> int:
+        """The peak of bytes that a first prompt will allocate, known before it is read. rows: bytes
+        of the tier's rows, its staging buffers and a text, as a `PassCost` counts them."""
+        shape, tokens, target = self.shape, self.plan.tokens, self.target
+        layer = shape.kv_heads * tokens  # rows
+        noted = scratch = 0
+        if self.step is not None:
+            state = sum(dtype.itemsize for dtype in self.step.columns.values())
+            noted = shape.layers * layer * state
+            if self.step.observe:  # mass and squares, float32, and the columns from before
+                scratch = layer * (4 * (shape.heads // shape.kv_heads + 1) + state)
+        pool = 0
+        if self.plan.pool is not None:
+            pool = GlobalPool.planned(target, self.plan.pool)
+        column = max(column.nbytes for column in target.columns.values())
+        copied = max(2 * layer * shape.head_dim * self.dtype.itemsize, column)
+        text = _text_nbytes(shape, tokens, self.repeats, self.dtype, later=False)
+        other = self.peak - self._ram - self.tier.staging_nbytes
+        return other + rows - text + noted + max(text, scratch, pool + copied)
+
+
+class TextPass:
+    """`Attend` for one text behind the prompt, which scores rows of the prompt: each keeps the
+    largest score that it got."""
+
+    def __init__(self, twice: SecondPass, repeat: Repeat, progress: Callable[[int], None]) -> None:
+        shape, size = twice.shape, len(repeat.ids)
+        wide = (2, shape.kv_heads, size, shape.head_dim)
+        self.position = twice.end
+        self._twice, self._repeat, self._progress = twice, repeat, progress
+        self._own = torch.empty(wide, dtype=twice.dtype, device=twice.arena.device)
+        self._key = self._value = self._own[0]  # of the prompt, in the layer under way
+        self._old: EarlierRows | None = None
+        self._size = self._done = size
+        self._lengths: Tensor | None = None
+
+    @property
+    def watch(self) -> Callable[[Tensor], None] | None:
+        """See `Attend`."""
+        return self._watch if self._twice.prompt.evidence.lengths else None
+
+    def _watch(self, states: Tensor) -> None:
+        """Take the norms of the layer's input, for the chunk that comes next."""
+        self._lengths = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`."""
+        twice = self._twice
+        if self._done == self._size:
+            self._done = 0
+            self._key, self._value = twice.tier.stage(layer, twice.plan.tokens)
+            self._old = EarlierRows.of(twice.ops, twice.arena, twice.held, layer)
+        lo, hi = self._done, self._done + len(q)
+        self._own[0, :, lo:hi], self._own[1, :, lo:hi] = k.transpose(0, 1), v.transpose(0, 1)
+        self._done = hi
+        query = q.view(len(q), twice.shape.kv_heads, -1, twice.shape.head_dim).permute(1, 2, 0, 3)
+        at = torch.arange(self.position + lo, self.position + hi, device=q.device)
+        window = twice.shape.windows[layer]
+        mixed, lse = self._mixed(query, at, hi, window)
+        self._score(layer, query, at, hi, window, lse)
+        self._progress((layer * self._size + hi) // twice.shape.layers)
+        return mixed.permute(2, 0, 1, 3).reshape(q.shape)
+
+    def advance(self, tokens: int) -> None:
+        """See `Attend`."""
+        assert self._done == tokens == self._size
+        self._twice.fed += tokens
+
+    @property
+    def _first(self) -> int:
+        """How many of the prompt's rows are among the conversation's first ones and not scored."""
+        return min(max(0, self._twice.first - self._twice.plan.position), self._repeat.begin)
+
+    def _mixed(
+        self, query: Tensor, at: Tensor, hi: int, window: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Exact attention of the queries [H, G, t, D], over all rows up to `hi` of the text. Also
+        the log-sum-exp [H, G, t] over only the rows that the scores compare: the first ones, the
+        scored ones and the text's own. None where it is not a by-product."""
+        twice, ops = self._twice, self._twice.ops
+        begin, end, first = self._repeat.begin, self._repeat.end, self._first
+        key, value = self._own[0, :, :hi], self._own[1, :, :hi]
+        staged, tokens = twice.tier.staging_nbytes + self._own.nbytes, self._key.shape[1]
+
+        def rows(spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+            return [
+                ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
+                for a, b in spans
+                if a < b
+            ]
+
+        if window is None and self._old is None:
+            compared = rows([(0, first), (begin, end)])
+            compared.append(ops.last_rows_attention(query, key, value))
+            rest = rows([(first, begin), (end, tokens)])
+            twice.note_peak(twice.arena.nbytes + staged)
+            return ops.merge([*compared, *rest])[0], kernels.total(compared)
+        parts, copied = [], 0
+        if self._old is not None:
+            parts.append(self._old.attention(ops, query, at, window))
+            copied = self._old.copied
+        begin = tokens - seen(tokens, window)
+        key = torch.cat((self._key[:, begin:], key), 1)
+        value = torch.cat((self._value[:, begin:], value), 1)
+        if window is None:
+            parts.append(ops.last_rows_attention(query, key, value))
+        else:
+            parts.append(kernels.window_attention(query, key, value, window, ops.rows_attention))
+        twice.note_peak(twice.arena.nbytes + staged + copied + key.nbytes + value.nbytes)
+        return ops.merge(parts)[0], None
+
+    def _score(
+        self, layer: int, query: Tensor, at: Tensor, hi: int, window: int | None, lse: Tensor | None
+    ) -> None:
+        """Let the queries score the rows of the prompt that the text scores."""
+        twice, prompt = self._twice, self._twice.plan
+        begin, end, count = self._repeat.begin, self._repeat.end, self._first
+        pos = torch.arange(prompt.position, self.position + hi, device=query.device)[None]
+        first: list[kernels.Part] = []
+        if self._old is not None and twice.first:
+            old = self._old.pos
+            first.append((self._old.keys(), old.masked_fill(old >= twice.first, -1)))
+        if count:
+            first.append((self._key[:, :count], pos[:, :count]))
+        value, known = self._value, prompt.output
+        view = RepeatView(
+            layer,
+            query,
+            at,
+            first,
+            (self._key[:, begin:end], pos[:, begin:end]),
+            (self._own[0, :, :hi], pos[:, prompt.tokens :]),
+            window,
+            lambda: value[:, begin:end],
+            None if known is None else lambda: known(layer),
+            self._lengths,
+            lse,
+            twice.ops,
+        )
+        scores = twice.scores[layer][:, begin:end]
+        torch.maximum(scores, twice.prompt.scorer.peak(view), out=scores)

@@ -8,18 +8,181 @@ they are never stored here; the next prompt reads the answer's tokens again inst
 
 The first `length` rows are final. A prompt writes its rows after them, and `commit` makes these
 final. So a prompt that fails leaves nothing to undo.
+
+One layer's keys and values are on the device at a time (`Staging`). On CUDA there are two buffers
+and a stream for copies: while the network computes with one layer, the next layer's rows are copied
+from the host, and the last layer's new rows are copied to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from minikv.cache.staging import CudaCopies, Staging
+from minikv import kernels
 from minikv.cache.stats import Shape
-from minikv.cache.tier_rows import RamRows, Rows, TierError, columns_of
+from minikv.cache.tier_rows import SCALE, RamRows, Rows, TierError, columns_of, copy_heads
+from minikv.kernels.dispatch import Kernels
+
+_ROOM = 64  # tokens by which the own rows of `TierSteps` grow
+
+
+class Copies(Protocol):
+    """A stream for copies, separate from the stream that computes."""
+
+    def run(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, launches go to this stream, after all that was launched on the
+        computing stream."""
+        ...
+
+    def mark(self) -> Any:
+        """A point after everything launched so far on this stream."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Later launches on the computing stream wait for that point."""
+        ...
+
+    def finish(self) -> None:
+        """Block the host until everything launched on this stream is done."""
+        ...
+
+
+class CudaCopies:  # pragma: no cover - CUDA only
+    """`Copies` on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """See `Copies`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Copies`."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """See `Copies`."""
+        torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+    def finish(self) -> None:
+        """See `Copies`."""
+        self._stream.synchronize()
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """key and value [H, N, D]. layer: whose rows they hold, or will hold once the copies are done.
+    there: the point of the copy stream at which the copies are done."""
+
+    key: Tensor
+    value: Tensor
+    layer: int | None = None
+    there: Any = None
+
+
+class Staging:
+    """Staging for one prompt of `tokens` tokens, the first `length` of which are in `rows`.
+
+    coded: `rows` holds int8 codes with a scale per row. copies: a stream with which the next layer
+    is copied while the network computes with the present one. Only for `rows` whose `read` of one
+    layer leaves another layer's result valid (`Rows.apart`).
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokens: int,
+        length: int,
+        *,
+        coded: bool = False,
+        copies: Copies | None = None,
+    ) -> None:
+        self._rows, self._layers, self._length = rows, shape.layers, length
+        self._dtype, self._coded, self._copies = dtype, coded, copies
+        wide = (shape.kv_heads, tokens, shape.head_dim)
+        self._buffers = [
+            _Buffer(
+                torch.empty(wide, dtype=dtype, device=device),
+                torch.empty(wide, dtype=dtype, device=device),
+            )
+            for _ in range(1 if copies is None else 2)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(buffer.key.nbytes + buffer.value.nbytes for buffer in self._buffers)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, N, D]. Work launched from now on finds the rows below `length` in
+        them."""
+        buffer = self._fetched(layer)
+        if self._copies is not None:
+            self._copies.wait(buffer.there)
+            if layer + 1 < self._layers:
+                self._fetched(layer + 1)
+        return buffer.key, buffer.value
+
+    def _fetched(self, layer: int) -> _Buffer:
+        """The layer's buffer. Its rows are in it, or their copy has been launched."""
+        buffer = self._buffers[layer % len(self._buffers)]
+        if buffer.layer == layer:
+            return buffer
+        with contextlib.nullcontext() if self._copies is None else self._copies.run():
+            if self._length:
+                first = self._rows.first(layer)
+                columns = self._rows.read(layer, self._length)
+                for name, into in (("k", buffer.key), ("v", buffer.value)):
+                    into[:, :first] = 0.0  # nothing sees these rows, but they must be finite
+                    place = into[:, first : self._length]
+                    self._fill(place, columns[name], columns.get(f"{name}_scale"))
+        if self._copies is not None:  # also if length is 0: new rows may still be copied from here
+            buffer.there = self._copies.mark()
+        buffer.layer = layer
+        return buffer
+
+    def _fill(self, into: Tensor, rows: Tensor, scales: Tensor | None) -> None:
+        """Copy rows [H, n, D] to the device, and decode them if they have scales [H, n]."""
+        wait = self._copies is None
+        if scales is None:
+            copy_heads(into, rows, wait=wait)
+            return
+        codes, scale = (torch.empty_like(t, device=into.device) for t in (rows, scales))
+        copy_heads(codes, rows, wait=wait)
+        copy_heads(scale, scales, wait=wait)
+        into.copy_(kernels.from_codes(codes, scale.float(), self._dtype))
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """The network is done with the layer: write its rows from `length` on to `rows`."""
+        with contextlib.nullcontext() if self._copies is None else self._copies.run():
+            begin = max(self._length, self._rows.first(layer))
+            new = {"k": key[:, begin:], "v": value[:, begin:]}
+            if self._coded:
+                for name in ("k", "v"):
+                    new[name], scale = kernels.to_codes(new[name])
+                    new[f"{name}_scale"] = scale.to(SCALE)
+            self._rows.write(layer, begin, new)
+
+    def close(self) -> None:
+        """Wait for the copies. Cannot fail: if a copy failed, the next computation raises."""
+        if self._copies is not None:
+            with contextlib.suppress(RuntimeError):
+                self._copies.finish()
 
 
 class Tier:
@@ -41,17 +204,19 @@ class Tier:
         *,
         coded: bool = False,
         rows: Rows | None = None,
+        ahead: bool = True,
     ) -> None:
         """dtype: the network's. coded: keys and values are stored as int8 with a scale per row.
-        rows: the storage, with the columns of `columns_of`; by default host memory."""
+        rows: the storage, with the columns of `columns_of`; by default host memory. ahead: on a
+        GPU, copy the next layer while this one is computed, into a second staging buffer."""
         self.shape, self.dtype, self.device, self.coded = shape, dtype, device, coded
         columns = columns_of(shape, dtype, coded)
         gpu = device.type == "cuda"
         self._rows = rows or RamRows(
-            shape.layers, shape.kv_heads, columns, shape.max_context, pinned=gpu
+            shape.layers, shape.kv_heads, columns, shape.max_context, device
         )
         self._direct = not gpu and not coded
-        self._copies = CudaCopies(device) if gpu and self._rows.apart else None
+        self._copies = CudaCopies(device) if gpu and ahead and self._rows.apart else None
         self._staging: Staging | None = None
         self._room = 0  # rows per layer that `stage` has room for
         self.length = 0
@@ -87,20 +252,19 @@ class Tier:
         self._rows.reserve(rows, self.length)
         self._open(rows)
 
-    def reread(self, rows: int, beside: int) -> None:
-        """Commit the prompt's `rows` rows and open them again: `stage` then gives all of them, with
-        room for up to `beside` further rows, which are not kept. For a tier in a file. Raises
-        TierError if the rows could not be kept."""
+    def reread(self, rows: int) -> None:
+        """Commit the prompt's `rows` rows and open them again: `stage` then gives all of them.
+        Raises TierError if the rows could not be kept."""
         self.commit(rows)
         if self.failed is not None:
             raise self.failed
-        self._open(rows + beside)
+        self._open(rows)
 
     def _open(self, room: int) -> None:
-        """Allocate a staging buffer of `room` rows, unless rows are staged directly in the
+        """Allocate a staging buffer of `room` rows, unless all layers are staged directly in the
         storage."""
         self._room = room
-        if not self._direct:
+        if not self._direct or any(map(self._rows.first, range(self.shape.layers))):
             self._staging = Staging(
                 self._rows,
                 self.shape,
@@ -115,7 +279,7 @@ class Tier:
     def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [H, rows, D] on the device. The first `length` rows are filled; the
         caller writes the others."""
-        if self._direct:
+        if self._is_direct(layer):
             columns = self._rows.read(layer, self._room)
             key, value = columns["k"], columns["v"]
         else:
@@ -125,12 +289,16 @@ class Tier:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """The layer was read: keep the rows that were written to the buffers of `stage`."""
-        if self._direct:
+        if self._is_direct(layer):
             new = {"k": key[:, self.length :], "v": value[:, self.length :]}
             self._rows.write(layer, self.length, new)
         else:
             assert self._staging is not None
             self._staging.store(layer, key, value)
+
+    def _is_direct(self, layer: int) -> bool:
+        """Whether the layer is staged in the memory of its rows."""
+        return self._direct and not self._rows.first(layer)
 
     def _close(self) -> None:
         staging, self._staging = self._staging, None
@@ -163,3 +331,55 @@ class Tier:
         self.length = 0  # first: after an interrupt no row counts
         self._close()
         self._rows.clear()
+
+
+class TierSteps:
+    """`Attend` for one token at a time, over the first `rows` rows of a tier and the tokens fed
+    here: what a cache without eviction would compute. The tier is only read. Call `close` after the
+    last one."""
+
+    def __init__(self, tier: Tier, rows: int, ops: Kernels) -> None:
+        assert 0 <= rows <= tier.length
+        self._tier, self._rows, self._ops = tier, rows, ops
+        self.position = rows
+        shape = tier.shape
+        self._own = [self._blank(0) for _ in range(shape.layers)]  # keys and values, by layer
+
+    def _blank(self, rows: int) -> Tensor:
+        shape, tier = self._tier.shape, self._tier
+        wide = (2, shape.kv_heads, rows, shape.head_dim)
+        return torch.empty(wide, dtype=tier.dtype, device=tier.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`; one token."""
+        assert len(q) == 1
+        tier, shape, fed = self._tier, self._tier.shape, self.position - self._rows
+        if layer == 0:
+            tier.open(tier.length)
+        if fed == self._own[layer].shape[2]:
+            grown = self._blank(fed + _ROOM)
+            grown[:, :, :fed] = self._own[layer]
+            self._own[layer] = grown
+        own = self._own[layer]
+        own[0, :, fed], own[1, :, fed] = k[0], v[0]
+        query = q[0].view(shape.kv_heads, -1, 1, shape.head_dim)
+        window = shape.windows[layer]
+        oldest = 0 if window is None else max(0, self.position + 1 - window)
+        parts = []
+        if oldest < self._rows:
+            key, value = tier.stage(layer, tier.length)
+            seen = slice(oldest, self._rows)
+            parts.append(self._ops.rows_attention(query, key[:, seen], value[:, seen]))
+        seen = slice(max(0, oldest - self._rows), fed + 1)
+        parts.append(self._ops.rows_attention(query, own[0, :, seen], own[1, :, seen]))
+        return self._ops.merge(parts)[0].reshape(1, shape.heads, shape.head_dim)
+
+    def advance(self, tokens: int) -> None:
+        """See `Attend`."""
+        assert tokens == 1
+        self.position += 1
+        self.close()
+
+    def close(self) -> None:
+        """Free the working memory of the tier. Cannot fail."""
+        self._tier.drop()

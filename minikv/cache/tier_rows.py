@@ -1,8 +1,10 @@
-"""The storage of a tier's rows: its interface `Rows`, and `RamRows`, which uses host memory."""
+"""The storage of a tier's rows: its interface `Rows`, `RamRows` in host memory, and `LentRows` of
+another chat."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -48,14 +50,18 @@ class Rows(Protocol):
         stay, also after an error; stored rows after them are discarded."""
         ...
 
+    def first(self, layer: int) -> int:
+        """How many first rows of a layer are not stored."""
+        ...
+
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """Memory for the first `count` rows of a layer, in which the stored rows are filled. Valid
-        until the next call for another layer."""
+        """Memory for the first `count` rows of a layer, but those below `first`, in which the
+        stored rows are filled. Valid until the next call for another layer."""
         ...
 
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
-        """Store the layer's rows from `begin` on, which is the `have` of `reserve`. The columns may
-        be the memory that `read` returned."""
+        """Store the layer's rows from `begin` on: the `have` of `reserve`, or `first` if that is
+        larger. The columns may be the memory that `read` returned."""
         ...
 
     def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
@@ -113,6 +119,11 @@ class Pinned:
         _unpin(self._runtime, mine)
 
 
+def pinned_memory() -> Pinned:  # pragma: no cover - CUDA only
+    """Memory that is pinned with CUDA."""
+    return Pinned(torch.cuda.cudart())  # type: ignore[no-untyped-call]
+
+
 def _forget_error() -> None:
     """CUDA notes a call that failed, and the next launch would raise for it."""
     if torch.cuda.is_available():  # pragma: no cover - CUDA only
@@ -125,8 +136,16 @@ def _unpin(runtime: Any, begins: set[int]) -> None:
         runtime.cudaHostUnregister(begin)
 
 
+def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
 class RamRows:
-    """`Rows` in host memory; `pinned` if a GPU copies from it."""
+    """`Rows` in host memory, pinned for a device that is a GPU.
+
+    With `windows`, the rows are those of one prompt (`have` of `reserve` is 0), and of a layer with
+    a sliding window only rows that the next token sees are stored.
+    """
 
     kind = "ram"
     apart = True
@@ -137,20 +156,24 @@ class RamRows:
         heads: int,
         columns: Columns,
         most: int,
-        *,
-        pinned: bool = False,
+        device: torch.device | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         """columns: dtype and size of one row of each. most: the greatest number of rows that can
-        ever be needed."""
+        ever be needed. device: of the network, by default the CPU."""
         self._heads, self._columns, self._most = heads, columns, most
-        self._pinned: Pinned | None = None
-        if pinned:  # pragma: no cover - CUDA only
-            self._pinned = Pinned(torch.cuda.cudart())  # type: ignore[no-untyped-call]
+        self._windows = windows or (None,) * layers
+        self._meta = device is not None and device.type == "meta"  # nothing is allocated
+        gpu = device is not None and device.type == "cuda"
+        self._pinned = pinned_memory() if gpu else None
         self._layers = [self._blank(0) for _ in range(layers)]
+        self._capacity = 0  # rows
         self._used = 0  # rows that were reserved: memory after them was never touched
 
     def _blank(self, rows: int) -> dict[str, Tensor]:
         make = empty if self._pinned is None else self._pinned.empty
+        if self._meta:
+            make = _on_meta
         made: dict[str, Tensor] = {}
         try:
             with torch.inference_mode(False):
@@ -171,13 +194,14 @@ class RamRows:
 
     def reserve(self, rows: int, have: int = 0) -> None:
         """See `Rows`. Grows layer by layer, so that at most one layer exists twice at a time."""
-        if rows > self._room:
+        if rows > self._capacity:
+            capacity = self.room(rows, self._most)
             for i, old in enumerate(self._layers):
-                new = self._blank(self.room(rows, self._most))
+                new = self._blank(seen(capacity, self._windows[i]))
                 for name, column in old.items():
                     new[name][:, :have] = column[:, :have]
                 self._replace(i, new)
-            self._used = have
+            self._capacity, self._used = capacity, have
         self._used = max(self._used, rows)
 
     @staticmethod
@@ -186,17 +210,19 @@ class RamRows:
         fit, too."""
         return max(rows, min(most, -(-(rows + rows // 4) // _STEP) * _STEP))
 
-    @property
-    def _room(self) -> int:
-        return min(layer["k"].shape[1] for layer in self._layers)
+    def first(self, layer: int) -> int:
+        """See `Rows`."""
+        return self._used - seen(self._used, self._windows[layer])
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
         """See `Rows`. Returns views. count: at most the rows that were reserved."""
+        count -= self.first(layer)
         assert count <= self._layers[layer]["k"].shape[1]
         return {name: column[:, :count] for name, column in self._layers[layer].items()}
 
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
         """See `Rows`. Does not wait for a GPU."""
+        begin -= self.first(layer)
         for name, rows in columns.items():
             place = self._layers[layer][name][:, begin : begin + rows.shape[1]]
             if place.data_ptr() != rows.data_ptr():
@@ -212,20 +238,91 @@ class RamRows:
         """See `Rows`."""
         for i in range(len(self._layers)):
             self._replace(i, self._blank(0))
-        self._used = 0
+        self._capacity = self._used = 0
 
     @property
     def nbytes(self) -> int:
         """See `Rows`. Pinned memory is held whole, other memory once it was touched."""
-        held = sum(column.nbytes for layer in self._layers for column in layer.values())
-        if self._pinned is None and self._room:
-            held = held // self._room * self._used
-        return held
+        if self._pinned is not None:
+            return sum(column.nbytes for layer in self._layers for column in layer.values())
+        each = sum(kind.itemsize * math.prod(size) for kind, size in self._columns.values())
+        return self._heads * each * sum(seen(self._used, window) for window in self._windows)
 
     @property
     def working(self) -> int:
         """See `Rows`."""
         return 0
+
+
+class LentRows:
+    """`Rows` of which another tier has the first ones; that tier is read and never changes. The
+    rows of a prompt are in memory while their layer is read, and are not kept: `commit` raises
+    TierError."""
+
+    kind = "ram"
+    apart = False
+
+    def __init__(self, lender: Rows) -> None:
+        self._lender = lender
+        self._have = self._rows = 0
+        self._columns: dict[str, Tensor] = {}  # of one layer
+        self._layer: int | None = None
+
+    def reserve(self, rows: int, have: int = 0) -> None:
+        """See `Rows`."""
+        self.drop()
+        self._rows, self._have = rows, have
+
+    def first(self, layer: int) -> int:
+        """See `Rows`."""
+        return 0
+
+    def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
+        """See `Rows`."""
+        if count <= self._have:
+            return self._lender.read(layer, count)
+        if layer != self._layer:
+            for name, column in self._lender.read(layer, self._have).items():
+                if name not in self._columns:
+                    with torch.inference_mode(False):
+                        shape = (column.shape[0], self._rows, *column.shape[2:])
+                        self._columns[name] = torch.empty(shape, dtype=column.dtype)
+                self._columns[name][:, : self._have] = column
+            self._layer = layer
+        return {name: column[:, :count] for name, column in self._columns.items()}
+
+    def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
+        """See `Rows`. Writes nothing."""
+
+    def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
+        """See the class."""
+        self.drop()
+        raise TierError("another chat's tier keeps no rows of this one", self._have)
+
+    def drop(self) -> None:
+        """See `Rows`."""
+        self._lender.drop()
+        self._columns, self._layer = {}, None
+
+    def clear(self) -> None:
+        """See `Rows`."""
+        self.drop()
+        self._have = self._rows = 0
+
+    @property
+    def nbytes(self) -> int:
+        """See `Rows`. The rows are counted where they belong."""
+        return 0
+
+    @property
+    def working(self) -> int:
+        """See `Rows`."""
+        return self._lender.working + sum(column.nbytes for column in self._columns.values())
+
+
+def seen(tokens: int, window: int | None) -> int:
+    """How many of the rows of `tokens` tokens the next token sees; at least one."""
+    return tokens if window is None else max(min(tokens, 1), min(tokens, window - 1))
 
 
 def copy_heads(into: Tensor, rows: Tensor, *, wait: bool) -> None:
@@ -262,8 +359,6 @@ def columns_of(
 
 def row_nbytes(shape: Shape, dtype: torch.dtype, coded: bool = False) -> int:
     """Bytes that a tier needs for one token, over all layers and heads."""
-    each = sum(
-        kind.itemsize * (size[0] if size else 1)
-        for kind, size in columns_of(shape, dtype, coded).values()
-    )
+    columns = columns_of(shape, dtype, coded).values()
+    each = sum(kind.itemsize * math.prod(size) for kind, size in columns)
     return each * shape.layers * shape.kv_heads

@@ -1,14 +1,27 @@
-"""An answer while it is written: turns its tokens into text and looks for stop texts."""
+"""Writing an answer: one token after another (`Writer`), as text (`Answer`), until a stop text, a
+stop token or a limit ends it; and whether it repeats itself (`loops`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
 
+from torch import Tensor
+
+from minikv import checks
+from minikv.cache.tier_rows import TierError
 from minikv.chat.protocols import TextStream, Tokenizer
-from minikv.chat.stop import StopTexts
-from minikv.engine.sampling import Sampling
+from minikv.chat.recall import Recall
+from minikv.chat.reuse import TokenLog
+from minikv.engine.engine import Engine
+from minikv.engine.sampling import WINDOW, Sampling, pick
+from minikv.errors import Interrupted
+
+_RUN = 32  # tokens in a row that were there before; rows of a table share fewer
+_LAST = 128  # tokens at the end that are looked at
+_LEAST = 48  # of them, in such runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +33,26 @@ class AnswerSettings:
     max_tokens: int
     stop: tuple[str, ...]
 
+    @staticmethod
+    def read(
+        given: Sampling,
+        own: Sampling | None,
+        max_tokens: int,
+        stop: str | Sequence[str] | None,
+    ) -> AnswerSettings:
+        """Check the settings. own: the model's own sampling, if its temperature is wanted, and its
+        filters where those of `given` are off. Raises UsageError."""
+        checks.whole("max_tokens", max_tokens, 1)
+        if own is not None:
+            given = replace(
+                given,
+                temperature=own.temperature,
+                top_k=given.top_k or own.top_k,
+                top_p=own.top_p if given.top_p == 1.0 else given.top_p,
+                min_p=given.min_p or own.min_p,
+            )
+        return AnswerSettings(given, max_tokens, checks.stop_texts(stop))
+
     def record(self) -> dict[str, object]:
         """The settings for the turn record."""
         return {
@@ -30,8 +63,8 @@ class AnswerSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Anew:
-    """How often the rows under the budget are chosen anew during an answer, by a recall of the
+class Reselection:
+    """How often the rows under the budget are selected again during an answer, by a recall of the
     whole conversation: after every `every` tokens; 0: never. rows: the budget in rows per head, if
     it is not the user's."""
 
@@ -39,8 +72,54 @@ class Anew:
     rows: int | None = None
 
     def due(self, generated: int) -> bool:
-        """Whether to choose anew after `generated` tokens of the answer."""
+        """Whether to select again after `generated` tokens of the answer."""
         return self.every > 0 and generated > 0 and generated % self.every == 0
+
+
+class StopTexts:
+    """Takes pieces of text and returns those that belong to the answer, until one of `texts` is
+    complete, even over several tokens. Text that may be the beginning of a stop text is held back
+    until that is decided. The result depends only on the text, not on how it is divided.
+
+    found: whether a stop text was complete. held: the end of the text so far that may be the
+    beginning of a stop text.
+    """
+
+    def __init__(self, texts: Sequence[str], held: str = "") -> None:
+        self.texts = texts
+        self.held = held
+        self.found = False
+
+    @classmethod
+    def after(cls, texts: Sequence[str], text: str) -> StopTexts:
+        """The state after `text`, in which no stop text was found."""
+        return cls(texts, _beginning(texts, text))
+
+    def push(self, piece: str) -> str:
+        """Add a piece. Returns the text that is now certain to belong to the answer."""
+        assert not self.found, "the answer has ended"
+        text = self.held + piece
+        ends = [(at + len(stop), at) for stop in self.texts if (at := text.find(stop)) >= 0]
+        if ends:
+            self.found, self.held = True, ""
+            return text[: min(ends)[1]]
+        self.held = _beginning(self.texts, text)
+        return text[: len(text) - len(self.held)]
+
+    def flush(self) -> str:
+        """No more text comes: return what was held back, because it is not a stop text."""
+        rest, self.held = self.held, ""
+        return rest
+
+
+def _beginning(texts: Sequence[str], text: str) -> str:
+    """The longest end of `text` with which a stop text begins; "" if there is none."""
+    longest = max((len(stop) for stop in texts), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        end = text[-size:]
+        if any(len(stop) > size and stop.startswith(end) for stop in texts):
+            return end
+    return ""
 
 
 class Answer:
@@ -87,11 +166,6 @@ class Answer:
     def generated(self) -> int:
         """How many tokens it has."""
         return len(self.ids)
-
-    @property
-    def rate(self) -> float | None:
-        """Tokens per second of the decode steps; None if there was no step."""
-        return self.steps / self.decode_s if self.steps and self.decode_s else None
 
     @property
     def stopped(self) -> bool:
@@ -142,3 +216,174 @@ class Answer:
             same += 1
         self._shown = self._shown[same:] if same == len(text) else ""
         return text[same:]
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes answers after the tokens of `log`, and adds their tokens to it.
+
+    again: how often the rows under the budget are selected again. max_context: positions that the
+    model was trained for. cancelled(): whether the answer must end. began: when the turn began, as
+    `perf_counter` seconds.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    recall: Recall
+    log: TokenLog
+    settings: AnswerSettings
+    seed: int
+    again: Reselection
+    max_context: int
+    cancelled: Callable[[], bool]
+    began: float
+
+    def write(self, answer: Answer, logits: Tensor | None) -> Generator[str, None, None]:
+        """Write the answer until it ends, and yield its text. `answer.reason` then says why it
+        ended.
+
+        logits: of the last token that was read, float32 [V]; None if the pending token is fed
+        first. Raises what a step raises; the log is correct also then.
+        """
+        log = self.log
+        while True:
+            if self.cancelled():
+                answer.reason = "user"
+                break
+            if log.pending is None:
+                assert logits is not None, "there is no token to begin with"
+                token: int | None = self._pick(logits)
+                answer.first_s = perf_counter() - self.began
+            else:
+                token = self._next(answer, log.pending)
+            if token is None:
+                answer.reason = "user"
+                break
+            if token in self.tokenizer.stop_ids:
+                answer.reason = "eos"
+                break
+            piece = answer.push(token)
+            if not answer.overshot:  # else it is not fed, as a stop token
+                log.pending = token  # last: if `push` raises, the token is not in the transcript
+            if answer.stopped:
+                answer.reason = "stop"
+            if piece:
+                yield piece
+            if answer.stopped:
+                break
+            if answer.generated == self.settings.max_tokens:
+                answer.reason = "length"
+                break
+            if log.seen == self.max_context:
+                answer.reason = "context"
+                break
+        continuable = answer.reason in ("length", "user") and log.seen < self.max_context
+        rest = answer.finish(more=continuable)
+        if rest:
+            yield rest
+
+    def _next(self, answer: Answer, pending: int) -> int | None:
+        """Feed the pending token and return the one that follows; None if that was stopped."""
+        if not self.again.due(answer.generated) or self.recall.tier is None:
+            after = answer.generated + 1
+            ahead = after < self.settings.max_tokens and not self.again.due(after)
+            return self._step(answer, pending, ahead=ahead)
+        began = perf_counter()
+        logits = self._recall(pending, self.settings.max_tokens - answer.generated)
+        if logits is None and self.cancelled():
+            return None
+        if logits is None:  # the tier failed
+            answer.passes_s += perf_counter() - began
+            return self._step(answer, pending, ahead=False)
+        token = self._pick(logits)
+        answer.passes += 1
+        answer.passes_s += perf_counter() - began
+        return token
+
+    def _step(self, answer: Answer, pending: int, *, ahead: bool) -> int:
+        """Do one decode step. If the engine fails, the cache's position says whether the pending
+        token was counted."""
+        began, engine, vocab = perf_counter(), self.engine, self.tokenizer.vocab
+        try:
+            token = engine.next(
+                pending,
+                vocab,
+                self.settings.sampling,
+                self.seed,
+                ahead=ahead,
+                recent=self._recent(),
+            )
+        finally:
+            self.log.step(engine.kv.position)
+        answer.steps += 1
+        answer.decode_s += perf_counter() - began
+        return token
+
+    def _recall(self, pending: int, room: int) -> Tensor | None:
+        """Recall the whole conversation, with the answer so far, so that the rows under the budget
+        are selected again. Returns the logits, float32 [V]; None if it was stopped or the tier
+        failed, and then the cache has not changed."""
+        engine, whole = self.engine, [*self.log.fed, pending]
+
+        def between_chunks(done: int, total: int) -> None:
+            if self.cancelled():
+                raise Interrupted("stopped", "the answer ends here")
+
+        self.recall.given(whole)
+        try:
+            begins = engine.kv.last_turn
+            return engine.recall(whole, between_chunks, room, self.again.rows, begins)
+        except Interrupted:
+            return None
+        except TierError as error:
+            engine.notices.append(self.recall.failed(error))
+            return None
+        finally:
+            if self.log.step(engine.kv.position) and (line := self.recall.keep(whole)):
+                engine.notices.append(line)
+
+    def _pick(self, logits: Tensor) -> int:
+        settings, position = self.settings, self.log.seen
+        ops = self.engine.kv.ops
+        return pick(
+            logits,
+            self.tokenizer.vocab,
+            settings.sampling,
+            self.seed,
+            position,
+            ops,
+            self._recent(),
+        )
+
+    def _recent(self) -> list[int]:
+        """The last tokens of the conversation, if their logits are penalized."""
+        if not self.settings.sampling.penalizes:
+            return []
+        return [*self.log.fed[-WINDOW:], *self.log.unfed]
+
+
+def loops(ids: Sequence[int]) -> bool:
+    """Whether at least half of the last tokens, and not only a few, belong to runs that the answer
+    had before, word for word. The figures come from answers of a small model to questions about
+    real texts: where it goes round in circles, nearly all of the last tokens do, else few."""
+    seen: set[tuple[int, ...]] = set()
+    again: set[int] = set()
+    for end in range(_RUN, len(ids) + 1):
+        run = tuple(ids[end - _RUN : end])
+        if run in seen:
+            again.update(range(end - _RUN, end))
+        seen.add(run)
+    last = range(max(len(ids) - _LAST, 0), len(ids))
+    found = sum(i in again for i in last)
+    return found >= max(_LEAST, len(last) / 2)
+
+
+def looping(ids: Sequence[int], sampling: Sampling, own: Sampling) -> list[str]:
+    """What to tell the user if the answer repeats itself, with what was not tried. own: how the
+    model's makers draw its tokens."""
+    if not loops(ids):
+        return []
+    ways = [] if sampling.repeat_penalty > 1.0 else ["`repeat_penalty=1.1`"]
+    if sampling.temperature == 0.0:
+        ways.append('`temperature="auto"`' if own.temperature > 0.0 else "`temperature=0.7`")
+    return [f"the answer repeats itself{'; ' + ' or '.join(ways) + ' may help' if ways else ''}"]

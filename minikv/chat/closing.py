@@ -1,21 +1,28 @@
-"""Closing a turn: its figures and its record. Nothing here may fail, because the turn already
-counts. Nothing is changed, so that it can be done again after an interrupt."""
+"""Closing a turn: what the user is warned of, the figures and the record. Nothing of the record may
+fail, because the turn already counts. Nothing is changed, so that it can be done again after an
+interrupt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.stats import CacheStats
+from minikv.cache.stats import CacheStats, Fidelity
 from minikv.chat.answer import Answer, AnswerSettings
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.facts import Facts, device_memory
-from minikv.chat.prompt_plan import PromptPlan, Read
+from minikv.chat.plan import PromptPlan
+from minikv.chat.protocols import Template
+from minikv.chat.reading import Read
 from minikv.chat.recall import Recall
 from minikv.chat.report import (
     UNKNOWN,
     AgainstFull,
+    DeviceMemory,
     KvBytes,
     Loss,
     Rates,
@@ -23,38 +30,134 @@ from minikv.chat.report import (
     Tokens,
     TurnReport,
 )
+from minikv.chat.snapshot import Conversation
+from minikv.chat.transcript import Document
 
 
-def measured(kv: KVCache, known: CacheStats) -> CacheStats:
-    """The cache's present figures; if there is no memory to count them, `known`."""
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """For reports only: nothing here changes what is computed. load_s: seconds of loading. kv:
+    number format of cached keys and values. weights: the value of --weights. notes: messages about
+    the model for the user."""
+
+    model: str = ""
+    revision: str = ""
+    device: str = "cpu"
+    dtype: str = "float32"
+    kv: str = "float32"
+    kernels: str = "torch"
+    load_s: float = 0.0
+    weight_bytes: int = 0
+    weights: str = "auto"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> str:
+        """Number format of the matrices: plain, or the value of --weights."""
+        return "plain" if self.weights == "auto" else self.weights
+
+
+def device_memory(device: str) -> DeviceMemory:
+    """On CUDA, what torch's allocator says. On a CPU, the peak resident memory of the process."""
+    if device.startswith("cuda"):
+        return DeviceMemory(
+            torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+        )
+    # Linux counts ru_maxrss in KiB, macOS in bytes.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return DeviceMemory(peak if sys.platform == "darwin" else peak * 1024, None)
+
+
+class Warnings:
+    """The warnings of one turn. lines: those for the turn record. words(line): rewrites a line for
+    the user. notice(line): called with each line; may be None."""
+
+    def __init__(self, words: Callable[[str], str], notice: Callable[[str], None] | None) -> None:
+        self.lines: list[str] = []
+        self._words, self._notice = words, notice
+
+    def tell(self, line: str) -> None:
+        """Rewrite a line, keep it for the record and pass it to `notice`."""
+        line = self._words(line)
+        self.lines.append(line)
+        self.say([line])
+
+    def tell_all(self, lines: Iterable[str]) -> None:
+        """`tell` each of them."""
+        for line in lines:
+            self.tell(line)
+
+    def say(self, lines: Iterable[str]) -> None:
+        """Pass lines to `notice` that are already in the record."""
+        if self._notice is not None:
+            for line in lines:
+                self._notice(line)
+
+
+def before(
+    template: Template, documents: Iterable[Document], question: str, *, first: bool
+) -> Iterator[str]:
+    """Warnings before the texts of a turn are read: about strings that look like control tokens or
+    turn markers of the model, and about characters that its tokenizer loses. first: it is the first
+    turn."""
+    if first:
+        yield from template.notes
+    texts = [(document.name or "the document", document.text) for document in documents]
+    for name, text in [*texts, ("the question", question)]:
+        count = template.lookalikes(text)
+        if count:
+            strings = "1 string" if count == 1 else f"{count:,} strings"
+            verb = "looks" if count == 1 else "look"
+            tokens = "a control token; it was" if count == 1 else "control tokens; they were"
+            yield f"{strings} in {name} {verb} like {tokens} read as plain text"
+        count = template.markers(text)
+        if count:
+            strings = "1 string" if count == 1 else f"{count:,} strings"
+            yield (
+                f"{strings} in {name} may pass for turn markers, which are plain text for this "
+                "model: it cannot tell them from real ones"
+            )
+        count = template.lost(text)
+        if count:
+            characters = "1 character" if count == 1 else f"{count:,} characters"
+            yield f"the model's tokenizer drops or changes {characters} of {name}"
+
+
+def after(lost: Fidelity | None) -> Iterator[str]:
+    """Warnings after the prompt was read. lost: what eviction lost, if measured."""
+    if lost is not None and lost.bound is not None and not lost.bounded:
+        much = "not known" if lost.kl_first_token is None else f"{lost.kl_first_token:.2g} nats"
+        yield (
+            f"`quality={lost.bound:g}` is not met under the whole budget of {lost.budget:,} tokens "
+            f"per head: what the first token loses is {much}"
+        )
+
+
+def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:
+    """The cache's present figures; if it was dropped, or there is no memory to count them, `known`.
+    seen: the tokens that the conversation has fed."""
     try:
-        return kv.stats()
+        if kv.position == seen:
+            return kv.stats()
     except (MemoryError, RuntimeError):
-        return replace(known, seen=kv.position)
+        pass
+    return replace(known, seen=seen)
 
 
-def turn_report(
-    turn: int,
+def prompt_report(
+    begun: Conversation,
     plan: PromptPlan,
     read: Read,
-    answer: Answer,
-    stats: CacheStats,
-    seconds: float,
-    *,
-    reused: int,
     settings: AnswerSettings,
     seed: int,
     eviction: EvictionConfig,
-    shaped_by: int | None,
     facts: Facts,
-    recall: Recall,
     baseline_tok_s: float | None,
-    warnings: Iterable[str],
 ) -> TurnReport:
-    """The record of a turn: what was read, the answer, and the cache after it. seconds: of the
-    whole turn. reused: tokens of the conversation that were not fed again."""
+    """The record of a turn whose answer is not written yet; `turn_report` adds the rest."""
+    reused = plan.given if plan.anew else begun.log.seen - plan.length
     return TurnReport(
-        turn=turn,
+        turn=begun.turn,
         policy=eviction.policy,
         policy_options=eviction.options_record(),
         budget=eviction.budget_record(),
@@ -63,9 +166,49 @@ def turn_report(
         kv_dtype=facts.kv,
         weights=facts.form,
         device=facts.device,
-        tokens=Tokens(
-            prompt_new=plan.tokens,
-            prompt_reused=reused,
+        tokens=Tokens(plan.tokens, reused, 0, 0, 0, 0.0, 0, 0),
+        kv_bytes=KvBytes(0, 0, 0, peak_prefill=read.peak, policy_state=0),
+        time_s=Seconds(
+            load=facts.load_s,
+            compile=None,
+            first_token=0.0,
+            prefill=read.seconds,
+            evict=read.evict_s,
+            decode=0.0,
+            total=0.0,
+            fidelity=read.fidelity_s,
+        ),
+        rate=Rates(plan.tokens / read.seconds if read.seconds else None, None, baseline_tok_s),
+        loss=_loss(read),
+        shaped_by_turn=begun.evicted_for_turn,
+        stop_reason="",
+        seed=seed,
+        sampling=settings.record(),
+        device_mem=DeviceMemory(None, None),
+        warnings=(),
+        reuse=plan.reuse,
+        fidelity=read.fidelity,
+    )
+
+
+def turn_report(
+    before: TurnReport,
+    answer: Answer,
+    stats: CacheStats,
+    seconds: float,
+    recall: Recall,
+    warnings: Iterable[str],
+) -> TurnReport:
+    """The record of a turn, or of one whose answer was continued. before: its record without what
+    is new. answer: all of it, with the steps and seconds of the new part only. stats: the figures
+    of the cache after it. seconds: wall time of the new part."""
+    kv, time, rate = before.kv_bytes, before.time_s, before.rate
+    steps = round((rate.decode_tok_s or 0.0) * time.decode) + answer.steps
+    decode_s = time.decode + answer.decode_s
+    return replace(
+        before,
+        tokens=replace(
+            before.tokens,
             generated=answer.generated,
             seen_total=stats.seen,
             evicted_total=stats.evicted,
@@ -77,38 +220,24 @@ def turn_report(
             full=stats.full_bytes,
             held=stats.held_bytes,
             allocated=stats.allocated_bytes,
-            peak_prefill=max(read.peak, stats.peak_bytes) + recall.here,
+            peak_prefill=max(kv.peak_prefill - kv.tier_here, stats.peak_bytes) + recall.here,
             policy_state=stats.state_bytes,
             tier=recall.nbytes,
             tier_here=recall.here,
         ),
-        time_s=Seconds(
-            load=facts.load_s,
-            compile=None,
+        time_s=replace(
+            time,
             first_token=seconds if answer.first_s is None else answer.first_s,
-            prefill=read.seconds,
-            evict=read.evict_s,
-            decode=answer.decode_s,
-            total=seconds,
-            refresh=answer.passes_s,
-            fidelity=read.fidelity_s,
+            decode=decode_s,
+            refresh=time.refresh + answer.passes_s,
+            total=time.total + seconds,
         ),
-        rate=Rates(
-            prefill_tok_s=plan.tokens / read.seconds if read.seconds else None,
-            decode_tok_s=answer.rate,
-            baseline_decode_tok_s=baseline_tok_s,
-        ),
-        loss=_loss(read),
-        shaped_by_turn=shaped_by,
+        rate=replace(rate, decode_tok_s=steps / decode_s if steps and decode_s else None),
         stop_reason=answer.reason,
-        seed=seed,
-        sampling=settings.record(),
-        device_mem=device_memory(facts.device),
-        warnings=tuple(warnings),
-        reuse=plan.reuse,
+        device_mem=device_memory(before.device),
+        warnings=(*before.warnings, *warnings),
         tier=recall.place,
-        refreshes=answer.passes,
-        fidelity=read.fidelity,
+        refreshes=before.refreshes + answer.passes,
         against_full=against_full(stats, recall),
     )
 

@@ -1,5 +1,4 @@
-"""The user's eviction settings: policies, budget and options. Checking them does not import
-torch."""
+"""The user's eviction settings: policies, budget and options."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from minikv.policies import (
     DEFAULT_BUDGET,
     DEFAULT_PROMPT,
     Option,
-    PolicyInfo,
     Value,
     default_step,
     find,
@@ -26,6 +24,7 @@ from minikv.policies import (
 
 if TYPE_CHECKING:
     from minikv.cache.rules import Rules
+    from minikv.policies.facts import Method
 
 
 _MOST = 1 << 60  # rows or bytes
@@ -67,7 +66,7 @@ class EvictionConfig:
             prompt = find(policy)
             step = find(default_step(policy) if decode == "auto" else decode, step=True)
         given = dict(options or {})
-        reading, writing = _names(prompt.prompt_options), _names(step.own)
+        reading, writing = _names(prompt.prompt_options), _names(step.step_options)
         for name in given:
             if name not in reading and name not in writing:
                 takes = [*reading, *writing]
@@ -84,7 +83,9 @@ class EvictionConfig:
             read_options(
                 prompt.name, prompt.prompt_options, {n: v for n, v in given.items() if n in reading}
             ),
-            read_options(step.name, step.own, {n: v for n, v in given.items() if n in writing}),
+            read_options(
+                step.name, step.step_options, {n: v for n, v in given.items() if n in writing}
+            ),
             stride,
         )
 
@@ -142,7 +143,7 @@ class EvictionConfig:
         return {**self.policy_options, **stride, "decode": decode}
 
 
-def _strided(policy: str, decode: str, stride: int) -> PolicyInfo:
+def _strided(policy: str, decode: str, stride: int) -> Method:
     """The step policy that evicts while a prompt is read in blocks and while the answer is written.
     Raises UsageError."""
     if stride < 1 or stride > MOST_STRIDE or stride & (stride - 1):

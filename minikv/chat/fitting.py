@@ -17,8 +17,9 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import size
 from minikv.errors import ContextError, UsageError
-from minikv.policies.base import ALL, Wording
+from minikv.policies.base import ALL, Wording, largest_block
 
 USEFUL = 512
 """`budget="auto"` takes no fewer tokens per head: they would save little beside what reading
@@ -51,7 +52,9 @@ class Machine:
             return None
         assert kv.target is not None
         twice = kv.scored_twice
-        reading = peak(kv, tokens) if twice is None else twice.planned_in_file
+        reading = peak(kv, tokens)
+        if twice is not None:
+            reading = twice.planned(twice.cost(gpu=False).file_ram)
         first = max(reading, kv.target.nbytes) + self.tier(kv, tokens) + self.work(tokens)
         return first, first + kv.target.nbytes
 
@@ -100,6 +103,14 @@ def usable(free: int) -> int:
     return free - free // 8
 
 
+def too_much(nbytes: int, free: int | None) -> str:
+    """Why host memory has no room for `nbytes` bytes; "" if it has. free: free bytes, None if not
+    known."""
+    if free is None or nbytes <= usable(free):
+        return ""
+    return f"that takes {size(nbytes)} of RAM, and {size(free)} are free"
+
+
 def fit_words(rows: int, tokens: int) -> str:
     """What `Machine.rows` found for `tokens` tokens, in words."""
     if not rows:
@@ -140,8 +151,8 @@ def peak(kv: KVCache, tokens: int) -> int:
     """Bytes of KV cache that exist at once while the prompt is read, as the turn record counts."""
     shape, arena, prompt, step = kv.shape, kv.target, kv.rules.prompt, kv.rules.step
     assert arena is not None
-    if kv.scored_twice is not None:
-        return kv.scored_twice.planned
+    if (twice := kv.scored_twice) is not None:
+        return twice.planned(twice.cost(gpu=False).ram)
     state = arena.row_nbytes(arena.extra)
     heads, reading = shape.kv_heads, kv.first
     if kv.rules.stride:
@@ -166,15 +177,17 @@ def peak(kv: KVCache, tokens: int) -> int:
             scratch += heads * tokens * state
     if prompt is not None and evicts and prompt.evidence.each_query:
         each = (shape.heads // heads) * min(tokens, observed) * tokens
-        scratch += 4 * each * min(heads, max(1, kv.ops.block // each))
-    if arena.coded and plan.pool is None:  # a layer's codes and scales
-        kept = mass if observed == ALL else 0
-        scratch = max(scratch, kept + 2 * heads * tokens * (shape.head_dim + 4))
+        scratch += 4 * largest_block(heads, each, kv.ops.block)
+    block = 4 * largest_block(heads, tokens * shape.head_dim, kv.ops.block)
+    if prompt is not None and evicts and prompt.evidence.vectors:
+        scratch = max(scratch, mass + heads * tokens * state + 2 * block)
+    codes = 2 * heads * tokens * (shape.head_dim + 4) if arena.coded else 0  # with their scales
+    if codes and plan.pool is None:
+        scratch = max(scratch, (mass if observed == ALL else 0) + codes + block)
     told = 4 * tokens if reading.foresees else 0
     if plan.pool is not None:
         entering = min(plan.pool, heads * tokens) * shape.head_dim * kv.kv.itemsize
-        if arena.coded:  # a layer's codes and scales
-            entering += 2 * heads * tokens * (shape.head_dim + 4)
+        entering = codes + max(entering, block if codes else 0)
         largest = max(column.nbytes for column in arena.columns.values())
         # While rows enter the pool and are put in order, the last layer's mass is there.
         scratch = max(scratch, mass + entering, mass + largest)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.tier import Tier
-from minikv.cache.tier_lent import LentRows
-from minikv.cache.tier_rows import TierError
+from minikv.cache.tier_rows import LentRows, TierError
 from minikv.chat.recall import Recall
-from minikv.chat.reuse import shared
+from minikv.chat.reuse import Stored
 
 
 class Lent(Recall):
@@ -44,12 +44,15 @@ class Lent(Recall):
         """See `Recall`."""
         return self.tier is not None and self._kv.rules.cannot_recall is None
 
-    def given(self, ids: Sequence[int]) -> int:
+    def stored(self, tokens: int | None = None) -> Stored:
         """See `Recall`."""
         # A single token would be read as a step is, with other sums.
-        observed = max(2, self._kv.observed(len(ids), 0))
-        have = min(shared(self._ids, ids), max(0, len(ids) - observed))
-        del self._ids[have - have % self._chunk :]
+        least = max(2, self._kv.observed(tokens or 0, 0))
+        return replace(super().stored(tokens), least=least, chunk=self._chunk)
+
+    def given(self, ids: Sequence[int]) -> int:
+        """See `Recall`."""
+        del self._ids[self.stored(len(ids)).gives(ids) :]
         return super().given(ids)
 
     def keep(self, ids: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from minikv.cache.tier import Tier
 from minikv.cache.tier_file import FileRows
 from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, copy_rows, row_nbytes
 from minikv.chat.report import size
-from minikv.chat.reuse import shared
+from minikv.chat.reuse import Stored, shared
 from minikv.errors import MinikvError, UsageError
 
 
@@ -135,6 +135,12 @@ class Recall:
 
     # -- before a prompt ----------------------------------------------------------------------
 
+    def stored(self, tokens: int | None = None) -> Stored:
+        """What the tier has, for a plan. tokens: the question may be answered from it, and the
+        conversation has so many tokens: then a tier is created if needed. Raises as `ready`."""
+        room = tokens is not None and self.ready(tokens)
+        return Stored(self.ids, room, self.why, self.kind)
+
     def ready(self, tokens: int) -> bool:
         """Whether there is a tier with room for a conversation of `tokens` tokens; creates one if
         needed. If not, `why` says why. Raises UsageError if `kind` is "ram" or "file" and there
@@ -205,7 +211,7 @@ class Recall:
         except (TierError, UsageError) as error:
             if self.kind == "file":
                 raise UsageError(
-                    f'`tier="file"` cannot be had: {error}',
+                    f'`tier="file"` is not possible: {error}',
                     '`tier="ram"` keeps it in memory, `tier="none"` reads again instead',
                 ) from None
             self._broken = str(error)
@@ -228,12 +234,11 @@ class Recall:
             kv.shape.kv_heads,
             columns or self.columns,
             place.identity,
+            named=place.named,
             pinned=kv.device.type == "cuda",
         )
         rows.kept = False
         try:
-            if not place.named:
-                rows.unlink()
             if have:
                 assert self.tier is not None
                 copy_rows(self.tier.rows, rows, kv.shape.layers, have, self._ids)

@@ -1,4 +1,5 @@
-"""The turn record: what one turn cost. Every figure on the screen comes from it.
+"""The turn record: what one turn cost, and how a Python prompt and a notebook show it. Every figure
+on the screen comes from it.
 
 `saved` is 1 - (held + tier_here) / full: a tier in the cache's own memory counts. It is rounded
 down, and never below 0. A figure that was not measured is None, never 0.
@@ -6,12 +7,12 @@ down, and never below 0. A figure that was not measured is None, never 0.
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from minikv.cache.stats import Fidelity, share_saved
-from minikv.chat import shown
 
 UNKNOWN = "unknown"
 """`Loss.method` if rows had already left before the prompt that was measured."""
@@ -28,6 +29,7 @@ STOPS = {
 """`stop_reason` in words."""
 FEW = 8
 """An answer of fewer tokens says nothing about the speed of writing."""
+_MOST = 300  # characters of a cell
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
@@ -184,12 +186,12 @@ class TurnReport:
     against_full: AgainstFull = AgainstFull()
 
     def __repr__(self) -> str:
-        return shown.line("report", [f"turn {self.turn}", *self._about()])
+        return line("report", [f"turn {self.turn}", *self._about()])
 
     def _repr_html_(self) -> str:
         rows = [(f"turn {self.turn}", ", ".join(self._about()))]
         rows += [("warning", warning) for warning in self.warnings]
-        return shown.table("minikv report", rows)
+        return table("minikv report", rows)
 
     def _about(self) -> list[str]:
         tokens = self.tokens
@@ -286,3 +288,27 @@ def percent_saved(share: float) -> str:
     """Rounded down to a tenth of a percent, so that it is never too high."""
     # The small term corrects binary rounding: 0.9 must not become 89.9%, 1 - 64/1024 stays 93.7%.
     return f"{math.floor(share * 1000 + 1e-9) / 10:.1f}%"
+
+
+def clipped(text: str, most: int) -> str:
+    """`text` on one line of at most `most` characters, with a space for what is not printable."""
+    plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return plain if len(plain) <= most else f"{plain[: most - 1]}…"
+
+
+def line(what: str, words: Iterable[str]) -> str:
+    """ "<minikv chat: bundled, 2 turns>"."""
+    return f"<minikv {what}: {clipped(', '.join(filter(None, words)), _MOST)}>"
+
+
+def table(caption: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Rows (name, value) as an HTML table. All text is escaped; there are no styles and no
+    scripts."""
+    cells = "".join(
+        f"<tr><th>{_cell(name)}</th><td>{_cell(value)}</td></tr>" for name, value in rows
+    )
+    return f"<table><caption>{_cell(caption)}</caption>{cells}</table>"
+
+
+def _cell(text: str) -> str:
+    return html.escape(clipped(text, _MOST))

@@ -1,4 +1,5 @@
-"""What later questions find in the cache.
+"""What of a conversation is known when the next question comes: the words for what later questions
+find in the cache, the tokens that it has seen (`TokenLog`), and those of the tier (`Stored`).
 
 A policy that scores with the question keeps what that question needs, so a later question may lack
 rows (FasterDecoding/SnapKV#18: "compress individually for different turns"). `refresh` reads the
@@ -12,9 +13,8 @@ else `recall` if there is a tier; else `refresh` if the policy scores with the q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from minikv.errors import UsageError
 
@@ -24,7 +24,6 @@ TIER_DTYPES = ("same", "int8")
 REREAD_LIMIT = 32_768
 """If more tokens than this must be read again, a chat on a terminal asks first."""
 _BLOCK = 4096  # tokens
-_PROBES = ("a", "7?")  # two questions without a common first character
 
 
 def checked(value: str) -> str:
@@ -32,59 +31,6 @@ def checked(value: str) -> str:
     if value not in REUSES:
         raise UsageError(f"reuse must be one of {', '.join(REUSES)}, got {value!r}")
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What `auto` chose, and why. reuse: "recall", "refresh" or "once". why: a line for the user;
-    "" if there is nothing to explain."""
-
-    reuse: str
-    why: str = ""
-
-
-def decide(policy: str, asks: bool, keeps: bool, why: str = "") -> Decision:
-    """What `auto` does with the next question, if rows of a document were evicted and there is no
-    tier.
-
-    asks: the policy scores with the question. keeps: the user does not want to read anything again.
-    why: why there is no tier. Nothing else matters, e.g. no time, so the same chat gets the same
-    answers on every machine.
-    """
-    if not asks:
-        return Decision(
-            "once", f'`reuse="auto"` keeps the cache: {policy} does not choose by what is asked'
-        )
-    if keeps:
-        return Decision(
-            "once",
-            "the cache stays as it is, as you chose; `chat.refresh()` reads everything again",
-        )
-    return Decision(
-        "refresh",
-        f'`reuse="auto"` reads everything again with each question: {policy} keeps what one '
-        f"question needs{f', and there is no tier ({why})' if why else ''}; "
-        '`chat.reuse = "once"` turns that off',
-    )
-
-
-def parts(
-    ids: list[int],
-    asked: Sequence[tuple[int, str]],
-    again: Callable[[int, str], list[int]],
-) -> tuple[list[int], ...]:
-    """Cut `ids` where documents end and the questions about them begin.
-
-    asked: for each message with documents, its index and the text of its documents. again(index,
-    content): the ids with another content of that message. A cut is where the ids begin to differ
-    if the question is replaced by either of two others. So no token of a question is before its
-    cut, whatever the template and the tokenizer do.
-    """
-    cuts = {0, len(ids)}
-    for at, documents in asked:
-        others = [again(at, documents + probe) for probe in _PROBES]
-        cuts.add(shared(ids, *others))
-    return tuple(ids[a:b] for a, b in pairwise(sorted(cuts)))
 
 
 def shared(*runs: Sequence[int]) -> int:
@@ -97,3 +43,82 @@ def shared(*runs: Sequence[int]) -> int:
             return at + next(i for i, column in columns if len(set(column)) > 1)
         at += _BLOCK
     return least
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What the tier has, and whether it may be used.
+
+    ids: the tokens whose keys and values are in it. room: whether the next question may be answered
+    from it, and the whole conversation fits into it. why: why not. kind: one of `TIERS`. At least
+    the last `least` tokens are read in any case, and from a multiple of `chunk` on.
+    """
+
+    ids: Sequence[int] = ()
+    room: bool = False
+    why: str = ""
+    kind: str = "none"
+    least: int = 0
+    chunk: int = 1
+
+    def gives(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens `ids` need not be read."""
+        have = min(shared(self.ids, ids), max(0, len(ids) - self.least))
+        return have - have % self.chunk
+
+
+class TokenLog:
+    """The tokens of a conversation. ids: as far as they are known. seen: how many of them the cache
+    has seen. Each change is one assignment or one call, so that no interrupt comes into it.
+
+    However a turn ends, the cache has seen exactly the tokens in `fed`. The last token of an answer
+    was sampled but not fed to the network. A stop token is never fed, because the template puts it
+    at the start of the next turn. Any other last token is the pending token, which begins the next
+    prompt.
+    """
+
+    def __init__(self, ids: Iterable[int] = (), seen: int = 0) -> None:
+        self.ids, self.seen = list(ids), seen
+
+    @property
+    def fed(self) -> list[int]:
+        """The tokens that the cache has seen."""
+        return self.ids[: self.seen]
+
+    @property
+    def pending(self) -> int | None:
+        """The pending token; None if there is none."""
+        return self.ids[self.seen] if 0 < self.seen < len(self.ids) else None
+
+    @pending.setter
+    def pending(self, token: int | None) -> None:
+        self.ids[self.seen :] = [] if token is None else [token]
+
+    @property
+    def known(self) -> list[int]:
+        """See `ChatSession`."""
+        return [] if self.seen else self.ids
+
+    @property
+    def unfed(self) -> list[int]:
+        """The tokens with which the next prompt begins: the pending token, if there is one."""
+        return [] if self.pending is None else [self.pending]
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that the cache has seen, and the pending token."""
+        return self.ids if self.seen else []
+
+    def read(self, ids: Iterable[int], *, anew: bool) -> TokenLog:
+        """The log after a prompt was read: after the tokens that the cache had seen, or, with
+        `anew`, instead of them."""
+        whole = [*(() if anew else self.fed), *ids]
+        return TokenLog(whole, len(whole))
+
+    def step(self, position: int) -> bool:
+        """If the cache's position says that the pending token was fed, note it. Returns whether it
+        was."""
+        fed = self.pending is not None and position == self.seen + 1
+        if fed:
+            self.seen = position
+        return fed

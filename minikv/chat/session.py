@@ -1,14 +1,14 @@
 """A chat: takes documents and questions, and yields answers as pieces of text.
 
 `ChatSession` holds the state of one conversation and its operations. `ChatSession._turn` does the
-steps of a turn in order: it plans the prompt (`planning`), reads it (`reading`), writes the answer
-(`writing`) and closes the turn (`closing`).
+steps of a turn in order: it plans the prompt (`plan`), reads it (`reading`), writes the answer
+(`answer`), and closes the turn with its record (`closing`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Literal, Self, cast
@@ -16,34 +16,48 @@ from typing import Literal, Self, cast
 from torch import Tensor
 
 from minikv import checks
-from minikv.chat import composing, looping, reuse, shown, warnings
-from minikv.chat.answer import Anew, Answer, AnswerSettings
-from minikv.chat.background import in_background
-from minikv.chat.cancelling import Cancelling
-from minikv.chat.closing import against_full, measured, turn_report
-from minikv.chat.composing import Composer
-from minikv.chat.continuation import continued, refuse_continuation
-from minikv.chat.conversation import Conversation, mark
+from minikv.cache.stats import CacheStats, Fidelity
+from minikv.chat.answer import Answer, AnswerSettings, Reselection, Writer, looping
+from minikv.chat.closing import (
+    Facts,
+    Warnings,
+    after,
+    before,
+    measured,
+    prompt_report,
+    turn_report,
+)
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.facts import Facts, device_memory
-from minikv.chat.fidelity import Measuring
 from minikv.chat.fitting import fit_words
-from minikv.chat.guard import Guard, answers, changes, closed
-from minikv.chat.min_tokens import MinTokens
-from minikv.chat.planning import Past, Planner, Wanted
+from minikv.chat.plan import (
+    Composer,
+    History,
+    MinTokens,
+    PlanSettings,
+    PromptPlan,
+    plan,
+    reads_again,
+    recalls,
+    refuse_without_tier,
+    start,
+)
 from minikv.chat.protocols import Template, Tokenizer
-from minikv.chat.reading import Reader
+from minikv.chat.reading import Read, Reader
 from minikv.chat.recall import Recall
-from minikv.chat.report import AgainstFull, TurnReport
-from minikv.chat.room import Room
-from minikv.chat.snapshot import ChatSnapshot
-from minikv.chat.stop import stop_texts
-from minikv.chat.token_log import TokenLog
+from minikv.chat.report import line, table
+from minikv.chat.reuse import Stored, TokenLog, checked
+from minikv.chat.snapshot import (
+    UNDO_BYTES,
+    ChatSnapshot,
+    Conversation,
+    ConversationView,
+    UndoHistory,
+    refuse_continuation,
+    taken_back,
+)
+from minikv.chat.stopping import Cancelling, Guard, answers, changes, closed, in_background
 from minikv.chat.transcript import Document, Message, Source, Turn, user_message
-from minikv.chat.undo import UNDO_BYTES, UndoHistory, refuse_undo
 from minikv.chat.verify import Verification, rewritten
-from minikv.chat.warnings import AutoLine, Warnings
-from minikv.chat.writing import Writer
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
@@ -51,10 +65,10 @@ from minikv.settings import MAX_TOKENS
 
 _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
-    *("continuable", "continue_answer", "conversation", "curve", "documents", "eviction"),
-    *("fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context", "messages"),
-    *("pending", "quality", "reads_again", "recalls", "refresh", "refresh_every", "report"),
-    *("reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed", "shaped_by"),
+    *("continuable", "continue_answer", "conversation", "curve", "documents", "evicted_for_turn"),
+    *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
+    *("messages", "pending", "quality", "reads_again", "recalls", "refresh", "refresh_every"),
+    *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
     *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
     *("verified", "verify"),
 )
@@ -64,7 +78,7 @@ Fit = Callable[[EvictionConfig, int, int], int]
 """See `ChatSession`."""
 
 
-class ChatSession:
+class ChatSession(ConversationView):
     """One conversation over one cache.
 
     max_context: positions that the model was trained for. seed: of every random draw.
@@ -73,8 +87,8 @@ class ChatSession:
     - reuse: what later questions find in the cache (see `minikv.chat.reuse`).
     - undo_turns: how many turns `undo` can take back. Each needs a copy of the cache in host
       memory; all copies together take at most `UNDO_BYTES`.
-    - refresh_every: after every so many tokens of an answer, the rows under the budget are chosen
-      anew from all tokens read and written; 0: never.
+    - refresh_every: after every so many tokens of an answer, the rows under the budget are selected
+      again from all tokens read and written; 0: never.
     - quality: if not 0, use the smallest budget with which the first token of the answer is at most
       this many nats from that of a full cache, but at most the user's budget.
     - fidelity: measure what eviction loses of every prompt that is recalled from a tier.
@@ -83,8 +97,8 @@ class ChatSession:
     - turns and reports: the turns so far, and their records.
     - undone: the turns that the last `undo` took back, until the next question.
     - verified: the result of the last `verify`; None if there is none.
-    - shaped_by: the number of the question for which the cache was evicted; 0 if it was evicted
-      before any question; None if neither.
+    - evicted_for_turn: the number of the question for which the cache was evicted; 0 if it was
+      evicted before any question; None if neither.
     - keeps_cache: `auto` reads nothing again in this conversation.
     - rereading: `auto` is reading the conversation again, and `skip` would stop that.
     - known: if the cache is empty but a tier may have rows, the tokens of the conversation as they
@@ -155,7 +169,7 @@ class ChatSession:
         self.baseline_tok_s: float | None = None  # see the class
         self.verified: Verification | None = None
         self.keeps_cache = False
-        self._auto = AutoLine()
+        self._told_auto: object = None  # what `auto` did when the user was last told
         self._cancelling.forget()
         self._now = Conversation(
             self.conversation + 1,
@@ -165,86 +179,6 @@ class ChatSession:
         )
 
     @property
-    def conversation(self) -> int:
-        """See the class."""
-        return self._now.number
-
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation, with the question that is being answered."""
-        return self._now.messages
-
-    @property
-    def pending(self) -> list[Document]:
-        """Documents that come with the next question."""
-        return self._now.pending
-
-    @property
-    def documents(self) -> list[Document]:
-        """Documents that came with a question."""
-        return self._now.documents
-
-    @property
-    def turn(self) -> int:
-        """The number of the last question that was read; 0 before the first."""
-        return self._now.turn
-
-    @property
-    def turns(self) -> list[Turn]:
-        """See the class."""
-        return self._now.turns
-
-    @property
-    def undone(self) -> list[Turn]:
-        """See the class."""
-        return self._now.undone
-
-    @property
-    def curve(self) -> list[tuple[int, int, int]]:
-        """See the class."""
-        return self._now.curve
-
-    @property
-    def shaped_by(self) -> int | None:
-        """See the class."""
-        return self._now.shaped_by
-
-    @property
-    def rereads(self) -> bool:
-        """Whether the next question reads the whole conversation again."""
-        return self._now.rereads
-
-    @property
-    def report(self) -> TurnReport | None:
-        """The record of the last turn; None if there is none."""
-        return self.turns[-1].report if self.turns else None
-
-    @property
-    def history(self) -> UndoHistory:
-        """Copies of the chat from before its turns."""
-        return self._now.history
-
-    @property
-    def _log(self) -> TokenLog:
-        return self._now.log
-
-    @property
-    def fed(self) -> list[int]:
-        """The ids of the tokens that the cache has seen."""
-        return self._log.fed
-
-    @property
-    def pending_token(self) -> int | None:
-        """The last token of an answer, which was not fed and begins the next prompt; None if there
-        is none."""
-        return self._log.pending
-
-    @property
-    def known(self) -> list[int]:
-        """See the class."""
-        return self._log.known
-
-    @property
     def reuse(self) -> str:
         """What later questions find in the cache, one of `reuse.REUSES`. May be set between turns;
         raises UsageError for other values."""
@@ -252,7 +186,7 @@ class ChatSession:
 
     @reuse.setter
     def reuse(self, value: str) -> None:
-        self._reuse = reuse.checked(value)
+        self._reuse = checked(value)
 
     @changes
     def refresh(self, *, wanted: bool = True) -> None:
@@ -273,11 +207,6 @@ class ChatSession:
     @undo_turns.setter
     def undo_turns(self, turns: int) -> None:
         self.history.turns = turns
-
-    @property
-    def reports(self) -> list[TurnReport]:
-        """The records of all turns so far."""
-        return [turn.report for turn in self.turns]
 
     @changes
     def attach(self, text: str, name: str | None = None, source: Source | None = None) -> None:
@@ -300,7 +229,7 @@ class ChatSession:
     def start(self) -> list[int]:
         """Token ids before the text of the first user message, with the BOS token if the model has
         one. All conversations with this system prompt begin with them."""
-        return composing.start(self.template, self.system)
+        return start(self.template, self.system)
 
     @changes
     def configure(self, eviction: EvictionConfig) -> None:
@@ -320,24 +249,8 @@ class ChatSession:
 
     def _snapshot(self) -> ChatSnapshot:
         assert self._now.closing is None, "a turn is under way"
-        return replace(self._without_cache(), held=self.engine.kv.snapshot())
-
-    def _without_cache(self) -> ChatSnapshot:
-        return ChatSnapshot(
-            None,
-            self.eviction,
-            self.seed,
-            tuple(self.messages),
-            tuple(self.documents),
-            tuple(self.pending),
-            tuple(self.fed),
-            self.pending_token,
-            self.shaped_by,
-            tuple(self.turns),
-            tuple(self.curve),
-            self.rereads,
-            tuple(self.known),
-        )
+        held = self.engine.kv.snapshot()
+        return ChatSnapshot.of(self._now, self.eviction, self.seed, held)
 
     @changes
     def restore(self, snapshot: ChatSnapshot) -> None:
@@ -347,25 +260,8 @@ class ChatSession:
         UsageError if this chat cannot use its policies, and ValueError if its cache is not from
         this network. After these errors, and if memory runs out, nothing has changed.
         """
-        restored = self._restored(snapshot)
+        restored = snapshot.conversation(self._now)
         self._restore(snapshot, snapshot.eviction, snapshot.seed, restored)
-
-    def _restored(self, snapshot: ChatSnapshot) -> Conversation:
-        """The conversation of this snapshot."""
-        owed = () if snapshot.pending_token is None else (snapshot.pending_token,)
-        return Conversation(
-            self.conversation,
-            self.history.emptied(),
-            list(snapshot.messages),
-            list(snapshot.pending),
-            list(snapshot.documents),
-            TokenLog((*snapshot.fed, *owed) or snapshot.known, len(snapshot.fed)),
-            len(snapshot.turns),
-            list(snapshot.turns),
-            curve=list(snapshot.curve),
-            shaped_by=snapshot.shaped_by,
-            rereads=snapshot.rereads,
-        )
 
     def _restore(
         self, snapshot: ChatSnapshot, eviction: EvictionConfig, seed: int, restored: Conversation
@@ -392,23 +288,11 @@ class ChatSession:
         reads the remaining conversation again. Raises UsageError if there are fewer turns; then
         nothing changes.
         """
-        refuse_undo(turns, len(self.turns))
-        finished = len(self.turns) - turns
-        taken, baseline = self.turns[finished:], self.baseline_tok_s
-        snapshot = self.history.before.get(finished)
-        snapshot = snapshot or self._without_cache().before(finished, self.template)
-        restored = self._restored(snapshot)
-        rereads = restored.rereads or self.rereads or taken[0].report.reuse == "refresh"
-        restored = replace(
-            restored,
-            history=self.history.until(finished),
-            pending=[*restored.pending, *(d for d in self.pending if d not in restored.pending)],
-            undone=taken,
-            rereads=rereads and bool(restored.log.seen),
-        )
+        now, baseline = ChatSnapshot.of(self._now, self.eviction, self.seed), self.baseline_tok_s
+        snapshot, restored = taken_back(self._now, turns, now, self.template)
         self._restore(snapshot, self.eviction, self.seed, restored)
         self.baseline_tok_s = baseline
-        return taken
+        return restored.undone
 
     def cancel(self) -> None:
         """Stop the running turn at the next safe point. Safe to call from a signal handler.
@@ -458,7 +342,7 @@ class ChatSession:
         return [*_PUBLIC]
 
     def __repr__(self) -> str:
-        return shown.line("chat", [*(["closed"] if self.guard.closed else []), *self._about()])
+        return line("chat", [*(["closed"] if self.guard.closed else []), *self._about()])
 
     def _repr_html_(self) -> str:
         rows = [("chat", ", ".join(filter(None, self._about())))]
@@ -466,7 +350,7 @@ class ChatSession:
         rows += [("document, not read yet", d.name or "without a name") for d in self.pending]
         for number, turn in enumerate(self.turns, 1):
             rows += [(f"question {number}", turn.question), (f"answer {number}", turn.answer)]
-        return shown.table("minikv chat", rows)
+        return table("minikv chat", rows)
 
     def _about(self) -> list[str]:
         turns = len(self.turns)
@@ -491,7 +375,15 @@ class ChatSession:
     @property
     def reads_again(self) -> int:
         """How many tokens `auto` would read again with the next question."""
-        return self._planner().reads_again() if self.fed else 0
+        if not self._log.seen or self.rereads or self.reuse != "auto":
+            return 0
+        history, held, settings = (
+            History.of(self.turns, self._log),
+            self.engine.kv.stats(),
+            self._plan_settings(),
+        )
+        tier = self._stored(history, held, settings, self._log.seen)
+        return reads_again(history, held, tier, settings)
 
     @property
     def room(self) -> int:
@@ -522,21 +414,22 @@ class ChatSession:
         `notice(line)` with each warning. Closing the iterator early
         is the same as `cancel`. From its first piece until it ends, is closed or is
         garbage-collected, everything else that would change the chat raises UsageError (see
-        `minikv.chat.guard`).
+        `minikv.chat.stopping`).
 
         Raises ContextError if the prompt does not fit (it is never cut), UsageError,
         MemoryShortError, Interrupted and NumericsError. After an error while the prompt was read,
         the chat is as it was before the question. After an error in the answer, the part that was
         written stays.
         """
-        sampling = self._sampling(temperature, top_k, top_p, min_p, repeat_penalty)
-        checks.whole("max_tokens", max_tokens, 1)
+        given = Sampling(
+            0.0 if temperature == "auto" else temperature, top_k, top_p, min_p, repeat_penalty
+        )
+        settings = AnswerSettings.read(given, self._own(temperature), max_tokens, stop)
         checks.function("progress", progress)
         checks.function("notice", notice)
         checks.unicode("the question", question)
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
-        settings = AnswerSettings(sampling, max_tokens, stop_texts(stop))
         return self._cancelling.during(self._turn(question, settings, progress, notice))
 
     ask_async = in_background(ask)
@@ -562,10 +455,11 @@ class ChatSession:
         it. max_tokens: of the new part. Arguments and errors are those of `ask`. Raises UsageError
         if there is no such answer.
         """
-        sampling = self._sampling(temperature, top_k, top_p, min_p, repeat_penalty)
-        checks.whole("max_tokens", max_tokens, 1)
+        given = Sampling(
+            0.0 if temperature == "auto" else temperature, top_k, top_p, min_p, repeat_penalty
+        )
+        settings = AnswerSettings.read(given, self._own(temperature), max_tokens, stop)
         checks.function("notice", notice)
-        settings = AnswerSettings(sampling, max_tokens, stop_texts(stop))
         self.continuable()
         return self._cancelling.during(self._longer(settings, notice))
 
@@ -594,45 +488,24 @@ class ChatSession:
             progress,
             self._cancelling.cancelled,
         )
-        self._note_check(self.verified)
-
-    def _note_check(self, found: Verification) -> None:
-        """Put what was found into the record of the last turn."""
-        if not (found.parts or found.complete):
-            return
-        tokens = found.same if found.parts else None
-        checked = AgainstFull(not found.parts, checked=True, tokens=tokens)
-        last = self.turns[-1]
-        last = replace(last, report=replace(last.report, against_full=checked))
-        self._now = replace(self._now, turns=[*self.turns[:-1], last])
+        if (found := self.verified.against_full) is not None:
+            *turns, last = self.turns
+            last = replace(last, report=replace(last.report, against_full=found))
+            self._now = replace(self._now, turns=[*turns, last])
 
     def continuable(self) -> None:
         """Raise the UsageError that `continue_answer` would raise."""
         refuse_continuation(self.report, self.eviction, self._log, self.max_context)
 
-    def _sampling(
-        self,
-        temperature: float | Literal["auto"],
-        top_k: int,
-        top_p: float,
-        min_p: float,
-        repeat_penalty: float,
-    ) -> Sampling:
-        """How the tokens of an answer are drawn. Raises UsageError."""
+    def _own(self, temperature: float | Literal["auto"]) -> Sampling | None:
+        """The model's own way to draw tokens, if it is wanted."""
         if temperature != "auto":
-            return Sampling(temperature, top_k, top_p, min_p, repeat_penalty)
-        given, own = Sampling(0.0, top_k, top_p, min_p, repeat_penalty), self.own
+            return None
         if self._not_own:
-            line = f'{self._not_own}: `temperature="auto"` takes the likeliest token, as 0 does'
-            self.engine.notices.append(line)
+            why = f'{self._not_own}: `temperature="auto"` takes the likeliest token, as 0 does'
+            self.engine.notices.append(why)
             self._not_own = ""  # said once
-        return replace(
-            given,
-            temperature=own.temperature,
-            top_k=top_k or own.top_k,
-            top_p=own.top_p if top_p == 1.0 else top_p,
-            min_p=min_p or own.min_p,
-        )
+        return self.own
 
     def _turn(
         self,
@@ -642,115 +515,39 @@ class ChatSession:
         notice: Callable[[str], None] | None,
     ) -> Generator[str, None, None]:
         """A question and its answer, in the order in which things happen."""
-        began = perf_counter()
+        began, told = perf_counter(), Warnings(self.words, notice)
         self.guard.question = question
-        turn_warnings = Warnings(self.words, notice)
+        chosen, documents = self.eviction, tuple(self.pending)
+        messages = [*self.messages, user_message(documents, question)]
 
         # Plan what to read, or refuse the question before anything is changed.
-        message, room, planner = user_message(self.pending, question), self._room(), self._planner()
-        room.refuse_text(message.content, self._min_tokens)
-        messages = [*self.messages, message]
-        coming = planner.coming(messages)
-        chosen = self.eviction
+        text, log = messages[-1].content, self._log
+        self._min_tokens.refuse(text, log.seen, self.room, self.max_context)
         try:
-            turn_warnings.tell_all(self._decide(self._log.seen + len(coming), settings.max_tokens))
-            planner = self._planner()
-            plan, decision = planner.plan(messages, coming)
-            room.refuse(plan)
-            most = plan.length + settings.max_tokens
-            planner.refuse_without_tier(plan.recalled, most, self.refresh_every, self.quality)
-            turn_warnings.tell_all(warnings.before(self.template, question, planner, plan))
-            turn_warnings.tell_all(self._auto.lines(planner, decision))
-            turn_warnings.tell_all(self._told())
+            found = self._plan(messages, settings.max_tokens, told)
+            told.tell_all(self._before(found, question))
 
             # Read it. After an error, the chat is as it was.
-            answer = Answer(self.tokenizer.stream(), settings.stop)
             known = self.engine.kv.stats()
             snapshot = self.history.copy(self.snapshot, known.held_bytes)
-            bound = self.quality if self.eviction.evicts else 0.0
-            reader = Reader(
-                self.engine,
-                self.tokenizer,
-                planner,
-                room,
-                settings.max_tokens,
-                Measuring(self.tokenizer.vocab, self.fidelity, bound),
-                self._cancelling,
-                progress,
-                turn_warnings.tell,
-            )
-            plan, read = reader.read(plan, decision, messages)
+            reader = self._reader(settings.max_tokens, progress, told.tell)
+            found, read = reader.read(found, lambda: self._plan(messages, settings.max_tokens))
         except BaseException:
             self._set(chosen)
             raise
-        reused = plan.given if plan.anew else self._log.seen
-        fidelity, attached, log = read.fidelity, tuple(self.pending), self._log
-        log = log.read(plan.ids, anew=plan.anew)
-        begins = log.seen
-        known = measured(self.engine.kv, known)
-        shaped_by = None if plan.anew else self.shaped_by
-        if shaped_by is None and (read.blind or known.shaped):
-            shaped_by = 0 if read.blind else self.turn + 1
-        begun = replace(
-            self._now,
-            messages=messages,
-            documents=[*self.documents, *attached],
-            pending=[],
-            undone=[],
-            rereads=False,
-            log=log,
-            turn=self.turn + 1,
-            curve=[*self.curve, mark(known, self.recall.here)],
-            shaped_by=shaped_by,
+        known = measured(self.engine.kv, known, self.engine.kv.position)
+        begun = self._now.begun(messages, documents, found, read, known, self.recall.here)
+        record = prompt_report(
+            begun, found, read, settings, self.seed, self.eviction, self.facts, self.baseline_tok_s
         )
-        # If the prompt was not recalled, the answer cannot recall anything either.
-        anew = Anew(self.refresh_every * plan.recalled, fidelity.budget if fidelity else None)
-        writer = self._writer(log, settings, anew)
-
-        def closing() -> Conversation:
-            ended = answer.ended(self.tokenizer, log.ids[begins:])
-            stats = measured(self.engine.kv, known)
-            report = turn_report(
-                begun.turn,
-                plan,
-                read,
-                ended,
-                stats,
-                perf_counter() - began,
-                reused=reused,
-                settings=settings,
-                seed=writer.seed,
-                eviction=self.eviction,
-                shaped_by=shaped_by,
-                facts=self.facts,
-                recall=self.recall,
-                baseline_tok_s=self.baseline_tok_s,
-                warnings=[
-                    *turn_warnings.lines,
-                    *self._new_notices(),
-                    *self._looping(answer, settings),
-                ],
-            )
-            turn = Turn(question, ended.text, attached, report)
-            return begun.closed([*begun.turns, turn], stats, self.recall.here)
 
         # The prompt is in the cache. From here on the turn counts, even if the answer fails.
-        self._now = replace(begun, closing=closing)
-        try:
-            self.engine.kv.forget_mark()
-            self.history.keep(begun.turn - 1, snapshot)
-            line = self.recall.keep(plan.ids) if plan.recalled else ""
-            self.recall.scored()
-            turn_warnings.tell_all(filter(None, [line]))
-            turn_warnings.tell_all(warnings.after(fidelity))
-            yield from writer.write(answer, read.logits, began)
-        except GeneratorExit:
-            answer.reason = answer.reason or "user"
-            raise
-        finally:
-            self._settle()
-            late = [*self._told(), *self._looping(answer, settings)]
-            turn_warnings.say(late)  # last, because the caller's function may raise
+        every = self.refresh_every * found.recalled
+        writer = self._writer(begun.log, settings, every, read.fidelity, began)
+        answer = Answer(self.tokenizer.stream(), settings.stop)
+        last = Turn(question, "", documents, record)
+        kept = self._keep(found, read, snapshot)
+        yield from self._write(begun, begun, last, writer, answer, read.logits, known, told, kept)
 
     def _longer(
         self, settings: AnswerSettings, notice: Callable[[str], None] | None
@@ -758,47 +555,104 @@ class ChatSession:
         """Continue the last answer. settings: `max_tokens` is that of the new part."""
         began = perf_counter()
         self.continuable()  # again, because the chat may have changed since `continue_answer`
-        turn, known = self.turns[-1], self.engine.kv.stats()
+        turn, known, log = self.turns[-1], self.engine.kv.stats(), self._log
         if self.refresh_every:
-            planner, most = self._planner(), self._log.seen + 1 + settings.max_tokens
-            planner.refuse_without_tier(planner.recalls(), most, self.refresh_every, self.quality)
-        fidelity, log = turn.report.fidelity, self._log
-        anew = Anew(self.refresh_every, fidelity.budget if fidelity else None)
+            limits = self._plan_settings()
+            most = min(log.seen + 1 + settings.max_tokens, self.max_context)
+            tier = self._stored(History.of(self.turns, self._log), known, limits, most)
+            refuse_without_tier(tier, limits, recalled=tier.room)
         begins = len(log.ids) - turn.report.tokens.generated
         answer = Answer.resumed(
             self.tokenizer.stream(), settings.stop, log.ids[begins:], turn.answer
         )
         answer.first_s = turn.report.time_s.first_token
         settings = replace(settings, max_tokens=answer.generated + settings.max_tokens)
-        writer = self._writer(log, settings, anew)
-        begun = replace(self._now, undone=[], messages=self.messages[:-1], curve=self.curve[:-1])
+        fidelity = turn.report.fidelity
+        writer = self._writer(log, settings, self.refresh_every, fidelity, began)
+        last = replace(
+            turn, report=replace(turn.report, seed=writer.seed, sampling=settings.record())
+        )
+        now = replace(self._now, undone=[])
+        begun = replace(now, messages=now.messages[:-1], curve=now.curve[:-1], turns=now.turns[:-1])
+        told = Warnings(str, notice)
+        yield from self._write(now, begun, last, writer, answer, None, known, told, ())
+
+    def _write(
+        self,
+        now: Conversation,
+        begun: Conversation,
+        last: Turn,
+        writer: Writer,
+        answer: Answer,
+        logits: Tensor | None,
+        known: CacheStats,
+        told: Warnings,
+        kept: Iterable[str],
+    ) -> Generator[str, None, None]:
+        """Write the answer of the turn `last`, and close the turn, however that ends. now: the
+        conversation meanwhile. begun: the one to which the turn is added. kept: lines to tell
+        first."""
+        begins = len(writer.log.ids) - answer.generated
 
         def closing() -> Conversation:
-            ended = answer.ended(self.tokenizer, log.ids[begins:])
-            stats = measured(self.engine.kv, known)
-            report = continued(
-                turn.report,
-                stats,
-                ended,
-                perf_counter() - began,
-                seed=writer.seed,
-                sampling=settings.record(),
-                memory=device_memory(self.facts.device),
-                against_full=against_full(stats, self.recall),
-                warnings=[*self._new_notices(), *self._looping(answer, settings)],
-            )
-            longer = replace(turn, answer=ended.text, report=report)
-            return begun.closed([*begun.turns[:-1], longer], stats, self.recall.here)
+            ended = answer.ended(self.tokenizer, writer.log.ids[begins:])
+            stats = measured(self.engine.kv, known, writer.log.seen)
+            lines = [*told.lines, *self._new_notices(), *self._looping(answer, writer.settings)]
+            took = perf_counter() - writer.began
+            report = turn_report(last.report, ended, stats, took, self.recall, lines)
+            turn = replace(last, answer=ended.text, report=report)
+            return begun.closed([*begun.turns, turn], stats, self.recall.here)
 
-        self._now = replace(self._now, undone=[], closing=closing)
+        self._now = replace(now, closing=closing)
         try:
-            yield from writer.write(answer, None, began)
+            told.tell_all(kept)
+            yield from writer.write(answer, logits)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
             raise
         finally:
             self._settle()
-            Warnings(str, notice).say([*self._told(), *self._looping(answer, settings)])
+            late = [*self._told(), *self._looping(answer, writer.settings)]
+            told.say(late)  # last, because the caller's function may raise
+
+    # -- the steps of a turn -----------------------------------------------------------------------
+
+    def _plan(
+        self, messages: Sequence[Message], answer: int, told: Warnings | None = None
+    ) -> PromptPlan:
+        """What to read for the last message. answer: its most tokens. told: None if this is planned
+        again because the tier failed; then the answer does without what needs a tier."""
+        history = History.of(self.turns, self._log)
+        question = self._composer().question(history, messages, self.pending)
+        tokens = self._log.seen + len(question.ids)
+        if told is not None:
+            told.tell_all(self._decide(tokens, answer))
+        held, settings = self.engine.kv.stats(), self._plan_settings(alone=told is None)
+        tier = self._stored(history, held, settings, tokens)
+        if tier.room and settings.refresh_every and self.eviction.evicts:
+            tier = self.recall.stored(min(tokens + answer, self.max_context))
+        return plan(history, question, held, tier, settings)
+
+    def _before(self, found: PromptPlan, question: str) -> Iterator[str]:
+        """What the user is told before the prompt is read. What `auto` does is told once, and again
+        when that changes."""
+        yield from before(self.template, self.pending, question, first=not self.turns)
+        about = found.reuse, self.eviction.policy, self.keeps_cache
+        if found.why and not (found.auto and about == self._told_auto):
+            self._told_auto = about if found.auto else self._told_auto
+            yield found.why
+        yield from self._told()
+
+    def _keep(self, found: PromptPlan, read: Read, snapshot: ChatSnapshot | None) -> Iterator[str]:
+        """Note what was read, and that the copies from before are needed no more or for `undo`
+        only. Yields lines for the user."""
+        self.engine.kv.forget_mark()
+        self.history.keep(self.turn - 1, snapshot)
+        failed = self.recall.keep(found.ids) if found.recalled else ""
+        self.recall.scored()
+        if failed:
+            yield failed
+        yield from after(read.fidelity)
 
     def _settle(self) -> None:
         """Close the turn under way, and make conversation, cache and tier agree: an interrupt may
@@ -808,11 +662,14 @@ class ChatSession:
         kv, log = self.engine.kv, self._log
         self._cancelling.rereading = False
         log.step(kv.put_right())
+        lost = kv.position != log.seen and not kv.go_back_to_mark()
+        if lost:
+            self.engine.notices.append(_LOST)
         if self._now.closing is not None:
             self._now = self._now.closing()
-        if kv.position != log.seen and not kv.go_back_to_mark():
+        if lost:
             self.engine.reset()
-            log.seen = 0  # the next question reads the conversation again
+            log.seen = 0
         kv.forget_mark()
         self.recall.settle()
 
@@ -822,7 +679,8 @@ class ChatSession:
         if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
             return ""
         messages = [*self.messages, user_message(self.pending, "?")]
-        tokens = self._log.seen + len(self._planner().coming(messages))
+        question = self._composer().question(History.of(self.turns, self._log), messages, ())
+        tokens = self._log.seen + len(question.ids)
         return fit_words(self._rows_for(tokens, answer), tokens)
 
     def _rows_for(self, tokens: int, answer: int) -> int:
@@ -849,26 +707,60 @@ class ChatSession:
             self.engine.kv.configure(eviction.rules())
             self.eviction = eviction
 
-    def _room(self) -> Room:
-        return Room(self.max_context, self._log.seen, self.room)
-
-    def _planner(self) -> Planner:
-        return Planner(
-            Past(self.turns, self.documents, self.pending, self._log),
-            Wanted(
-                self.reuse,
-                self.rereads,
-                self.keeps_cache,
-                self.eviction,
-                self.system if self.pin_system else "",
-            ),
-            self.engine.kv,
-            self.recall,
-            Composer(self.template, lambda: self.recall.free, self._cancelling.cancelled),
+    def _plan_settings(self, *, alone: bool = False) -> PlanSettings:
+        """alone: without the settings that need a tier."""
+        return PlanSettings(
+            self.eviction,
+            self.engine.kv.rules,
+            self.reuse,
             self.max_context,
+            self.rereads,
+            self.keeps_cache,
+            len(self.start()) if self.pin_system and self.system else 0,
+            0 if alone else self.refresh_every,
+            0.0 if alone else self.quality,
         )
 
-    def _writer(self, log: TokenLog, settings: AnswerSettings, anew: Anew) -> Writer:
+    def _stored(
+        self, history: History, held: CacheStats, settings: PlanSettings, tokens: int
+    ) -> Stored:
+        """What the tier has, with room for `tokens` tokens if a question may be answered from
+        it."""
+        tier = self.recall.stored()
+        return self.recall.stored(tokens) if recalls(history, held, tier, settings) else tier
+
+    def _composer(self) -> Composer:
+        return Composer(self.template, lambda: self.recall.free, self._cancelling.cancelled)
+
+    def _reader(
+        self,
+        room: int,
+        progress: Callable[[int, int], None] | None,
+        warn: Callable[[str], None],
+    ) -> Reader:
+        return Reader(
+            self.engine,
+            self.tokenizer,
+            self.template,
+            self.recall,
+            self._plan_settings(),
+            room,
+            self.fidelity,
+            self._cancelling,
+            progress,
+            warn,
+        )
+
+    def _writer(
+        self,
+        log: TokenLog,
+        settings: AnswerSettings,
+        every: int,
+        fidelity: Fidelity | None,
+        began: float,
+    ) -> Writer:
+        """every, and the budget in `fidelity`: of a `Reselection`. If the prompt was not recalled,
+        the answer cannot recall anything either."""
         return Writer(
             self.engine,
             self.tokenizer,
@@ -876,14 +768,15 @@ class ChatSession:
             log,
             settings,
             self.seed,
-            anew,
+            Reselection(every, fidelity.budget if fidelity else None),
             self.max_context,
             self._cancelling.cancelled,
+            began,
         )
 
     def _looping(self, answer: Answer, settings: AnswerSettings) -> list[str]:
         """A line for the user if the answer repeats itself."""
-        return list(map(self.words, looping.line(answer.ids, settings.sampling, self.own)))
+        return list(map(self.words, looping(answer.ids, settings.sampling, self.own)))
 
     def _new_notices(self) -> list[str]:
         """The engine's notices that the user has not seen."""
@@ -894,6 +787,9 @@ class ChatSession:
         lines = self._new_notices()
         self._noticed += len(lines)
         return lines
+
+
+_LOST = "a step failed, and nothing is cached: the next question reads the conversation again"
 
 
 class _Closed:

@@ -55,5 +55,10 @@ class Turn:
         return user_message(self.documents, self.question), Message("assistant", self.answer)
 
 
+def rendered(documents: Iterable[Document]) -> str:
+    """The documents as part of the user message."""
+    return "".join(document.rendered() for document in documents)
+
+
 def user_message(documents: Iterable[Document], question: str) -> Message:
-    return Message("user", "".join(d.rendered() for d in documents) + question)
+    return Message("user", rendered(documents) + question)

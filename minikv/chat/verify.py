@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from minikv.cache.tier_steps import TierSteps
+from minikv.cache.tier import TierSteps
 from minikv.chat.answer import Answer
 from minikv.chat.protocols import Tokenizer
 from minikv.chat.recall import Recall
-from minikv.chat.report import TurnReport
+from minikv.chat.report import AgainstFull, TurnReport
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import WINDOW, Sampling, pick
 from minikv.errors import UsageError
@@ -24,7 +24,7 @@ class Verification:
     """Compares an answer with the one that was written without eviction.
 
     tokens: ids of the second answer. text: its text. same: how many first tokens are equal in both.
-    parts: whether the answers differ after these. was and now: the text of the first token that
+    differs: whether the answers differ after these. was and now: the text of the first token that
     differs, in the first and in the second answer; None if that answer has ended. complete: False
     if writing was stopped. seconds: wall time.
     """
@@ -32,11 +32,19 @@ class Verification:
     tokens: tuple[int, ...]
     text: str
     same: int
-    parts: bool
+    differs: bool
     was: str | None
     now: str | None
     complete: bool
     seconds: float
+
+    @property
+    def against_full(self) -> AgainstFull | None:
+        """The result for the turn record; None if there is none."""
+        if not (self.differs or self.complete):
+            return None
+        tokens = self.same if self.differs else None
+        return AgainstFull(not self.differs, checked=True, tokens=tokens)
 
 
 def rewritten(
@@ -104,7 +112,7 @@ def rewritten(
     )
     complete = ended or answer.generated >= most
     differs = same < min(len(first), len(second))
-    parts = differs or (complete and len(first) != len(second))
+    differs = differs or (complete and len(first) != len(second))
 
     def text(tokens: Sequence[int]) -> str | None:
         return tokenizer.decode(tokens[same : same + 1]) if same < len(tokens) else None
@@ -113,9 +121,9 @@ def rewritten(
         tuple(second),
         answer.text,
         same,
-        parts,
-        text(first) if parts else None,
-        text(second) if parts else None,
+        differs,
+        text(first) if differs else None,
+        text(second) if differs else None,
         complete,
         perf_counter() - began,
     )

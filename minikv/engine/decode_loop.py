@@ -2,8 +2,9 @@
 
 A step is one CUDA graph. The token that it draws is the input of the next step, and the host reads
 that token while the next step already runs. So a step is launched before the host knows whether its
-token belongs to the answer. If it does not, the step is dropped (`DecodeStep.drop`). The cache
-holds exactly the tokens that the caller fed.
+token belongs to the answer. Such a step is not ended before its token was fed, and until then it
+has changed nothing (`DecodeStep`). A policy that evicts before attention changes rows at once, so
+under it no step is launched ahead. The cache holds exactly the tokens that the caller fed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
 from minikv.engine.sampling import WINDOW, Sampling, draw, penalized
 from minikv.errors import NumericsError
+from minikv.kernels.torch.sampling import greedy, sample
 
 _WARM = 2  # how many steps run uncaptured before one is captured
 _DRAWS = 256  # how many random numbers are sent to the device at once
@@ -132,8 +134,9 @@ def captured(body: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[]
 class DecodeLoop:
     """The steps of an answer, each launched before the host has read the token of the step before.
 
-    One launch is [end the last step if it is accepted, run a step, draw the next token]. The drawn
-    token is the input of the next launch. The draws are those of `sampling.pick`.
+    One launch is [end the last step, run a step, draw the next token]. The drawn token is the input
+    of the next launch. The draws are those of `sampling.pick`. failure: why steps could not be
+    captured; they then run uncaptured.
     """
 
     def __init__(self, network: Network, kv: KVCache, capture: Capture) -> None:
@@ -146,14 +149,14 @@ class DecodeLoop:
             self._recent = torch.zeros(WINDOW, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
             self._first_draw = torch.zeros((), dtype=torch.int64, device=kv.device)
-        self._running = False  # steps may be running on the device
         self._how: tuple[int, Sampling, int] | None = None  # vocabulary, sampling, seed
         self._drawn = range(0)  # positions whose random numbers are on the device
         self._at = 0  # position of the token of the next launch
+        self._unended = False  # the step of the last launch has not been ended
         self._early: Callable[[], list[int]] | None = None  # the step that was launched ahead
         self._guess = -1  # the token that it was given
-        self._failed: Exception | None = None
         self._key: tuple[object, ...] = ()  # what the captured step depends on
+        self.failure, self._captures = "", True
         # By `DecodeStep.due`: runs uncaptured so far, and the captured step.
         self._warmed = {False: 0, True: 0}
         self._replays: dict[bool, Callable[[], None]] = {}
@@ -173,16 +176,14 @@ class DecodeLoop:
 
         With `ahead`, the next step is launched, too, as if the returned token were fed next. Raises
         NumericsError if a logit is NaN or infinite, and what the network or the device raises.
-        After an error, the cache's position says whether the token was counted.
+        After an error the cache is empty.
         """
-        kv, how = self._kv, (vocab, sampling, seed)
-        if self._failed is not None:
-            raise self._failed
+        kv, how, done = self._kv, (vocab, sampling, seed), False
         try:
             wait, self._early = self._early, None
             if wait is None or (token, how) != (self._guess, self._how):
                 if wait is not None:
-                    kv.decode.drop()
+                    self._unended = False  # a step of another token is not ended
                 self._prepare(*how)
                 self._token.fill_(token)
                 if sampling.penalizes:
@@ -190,25 +191,23 @@ class DecodeLoop:
                     shown = [*[(recent or [token])[0]] * WINDOW, *recent][-WINDOW:]
                     self._recent.copy_(torch.tensor(shown, dtype=torch.int64))
                 wait = self._launch()
+            step = kv.rules.step
+            ahead = ahead and not (step is not None and step.evict_first)
             if ahead and self._at < min(kv.full_at, kv.shape.max_context):
-                try:
-                    self._early = self._launch()
-                except Exception as error:  # the step of `token` is already running
-                    self._failed = error
+                self._early = self._launch()
             following, finite, left = wait()
-        except BaseException:
-            if self._running:  # the step launched ahead may have ended the step of `token`
-                kv.position = max(kv.position, int(kv.decode.position))
-            kv.settle()
-            raise
-        if not finite:
-            kv.settle()
-            raise NumericsError(
-                f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
-                'the turn was stopped; try `dtype="float32"`',
-            )
-        kv.decode.schedule.note_left(kv.position, left)
-        kv.position += 1
+            if not finite:
+                raise NumericsError(
+                    f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
+                    'the turn was stopped; try `dtype="float32"`',
+                )
+            kv.decode.schedule.note_left(kv.position, left)
+            kv.count_step()
+            done = True
+        finally:
+            if not done:
+                self._early, self._unended = None, False
+                kv.drop()
         self._guess = following
         return following
 
@@ -224,26 +223,23 @@ class DecodeLoop:
         self._kv.before_settling = None
 
     def _finish(self) -> None:
-        """End the step of the last token that was fed, and drop the step of a token that was not
-        fed. Called before the cache is read. Waits for the device."""
-        self._early = None
-        if not self._running:
-            return
+        """End the step of the last token that was fed. Called before the cache is read."""
+        unended, self._unended, self._early = self._unended, False, None
         decode = self._kv.decode
-        if int(decode.position) < self._kv.position:
-            decode.due = decode.schedule.is_due(self._kv.position)
-            decode.end_if_accepted()
-        else:
-            decode.drop()
-        assert int(decode.position) == self._kv.position
-        self._running = False  # set last, so that this runs again after an error
+        if unended and self._at <= self._kv.position and decode.is_open:
+            decode.due, done = decode.schedule.is_due(self._kv.position), False
+            try:
+                decode.end()
+                done = True
+            finally:
+                if not done:
+                    self._kv.drop()
 
     def _prepare(self, vocab: int, sampling: Sampling, seed: int) -> None:
         """Prepare the cache for a step, and forget the captured step if it no longer fits."""
         kv = self._kv
         kv.before_settling = self._finish
-        decode = kv.open_steps(speculative=True)
-        self._running = True
+        decode = kv.begin_step(captured=True)
         if self._how is None or seed != self._how[2]:
             self._drawn = range(0)
         self._how = vocab, sampling, seed
@@ -261,44 +257,50 @@ class DecodeLoop:
         assert self._how is not None
         vocab, sampling, seed = self._how
         self._draw(sampling, seed)
-
+        decode, ends = self._kv.decode, self._unended
+        decode.due = due = decode.schedule.is_due(self._at)  # of the last step
         me = ref(self)  # the captured body must not keep this object and its cache alive
 
         def body() -> None:
             loop = me()
             assert loop is not None
-            loop._step(vocab, sampling)
+            loop._step(vocab, sampling, ends=ends)
 
-        decode = self._kv.decode
-        decode.due = due = decode.schedule.is_due(
-            self._at
-        )  # of the last step, which this launch ends
-        if due in self._replays:
-            self._replays[due]()
-        elif self._warmed[due] < _WARM:
-            self._capture.warm(body)
-            self._warmed[due] += 1
-        else:
-            self._replays[due] = self._capture.record(body)
-            self._replays[due]()
+        self._run(body, due=due, ends=ends)
+        self._unended = True
         self._at += 1
         return self._capture.post(self._found)
 
+    def _run(self, body: Callable[[], None], *, due: bool, ends: bool) -> None:
+        """Run the body: captured, if it was captured before or was run often enough."""
+        if ends and self._captures and self._warmed[due] >= _WARM and due not in self._replays:
+            try:
+                self._replays[due] = self._capture.record(body)
+            except Exception as error:  # nothing ran
+                self._captures = False
+                self.failure = str(error).strip().partition("\n")[0] or type(error).__name__
+        if ends and due in self._replays:
+            self._replays[due]()
+        else:  # the first step of an answer ends no other one
+            self._capture.warm(body)
+            self._warmed[due] += ends
+
     @torch.inference_mode()
-    def _step(self, vocab: int, sampling: Sampling) -> None:
+    def _step(self, vocab: int, sampling: Sampling, *, ends: bool) -> None:
         """The captured body: end the last step, run one token, draw the next."""
         decode = self._kv.decode
-        decode.end_if_accepted()
+        if ends:
+            decode.end()
         logits = self._network.forward(self._token, decode)[:vocab]
         if decode.schedule.drifts:
             self._found[2].copy_(decode.left)
-        written = self._token, self._found[:2], decode.accepted
+        written = self._token, self._found[:2]
         if sampling.penalizes:
             logits = penalized(logits, self._recent, sampling.repeat_penalty)
         if sampling.temperature == 0.0:
-            decode.ops.greedy(logits, *written)
+            greedy(logits, *written)
         else:
-            decode.ops.sample(
+            sample(
                 logits,
                 sampling.temperature,
                 sampling.top_k,

@@ -111,9 +111,7 @@ class Engine:
             logits = self.network.forward(self._tensor(ids), _Withheld(kv))
             _check(logits, "reading the prompt")
             for repeat in kv.second_pass(ids):
-                position = kv.begin_pass(repeat)
-                self.network.forward(self._tensor(repeat.ids), _Withheld(kv, position))
-                kv.end_pass()
+                self.network.forward(self._tensor(repeat.ids), kv.text(repeat))
             kv.advance(len(ids))
         return logits
 
@@ -201,8 +199,8 @@ class Engine:
     def step(self, token: int) -> Tensor:
         """Feed one token of an answer; return the next logits, float32 [V].
 
-        After an error, the token is not in the cache. After an interrupt, `kv.position` says
-        whether it is. Raises ContextError and NumericsError.
+        After an error inside of the step the cache is empty. Raises ContextError, which changes
+        nothing, and NumericsError.
         """
 
         def checked(logits: Tensor) -> Tensor:
@@ -214,17 +212,16 @@ class Engine:
     def _step(self, token: int, use: Callable[[Tensor], T]) -> T:
         """Feed one token and return `use(logits)`, which raises NumericsError for logits that are
         not finite. The token counts only after that."""
-        kv = self.kv
+        kv, done = self.kv, False
         self._refuse_full()
-        position = kv.position
         try:
             logits = self.network.forward(self._tensor([token]), _Withheld(kv))
             found = use(logits)
             kv.advance(1)
-        except BaseException:
-            if kv.position == position:
+            done = True
+        finally:
+            if not done:
                 kv.rollback()
-            raise
         return found
 
     def next(
@@ -241,23 +238,17 @@ class Engine:
         `pick`; the last of them is `token`.
 
         On CUDA, unless `ahead` is False, the next step is already launched when this returns. It
-        counts only if the returned token is fed next. Raises as `step`. After an error,
-        `kv.position` says whether the token is in the cache.
+        counts only if the returned token is fed next. Raises as `step`.
         """
         self._refuse_full()
         if self._loop is not None:
-            position = self.kv.position
-            try:
-                return self._loop.feed(token, vocab, sampling, seed, ahead=ahead, recent=recent)
-            except NumericsError:
-                raise
-            except Exception as error:
-                if self.kv.position != position:
-                    raise
-                self._loop.stop()
-                self._loop = None
-                why = str(error).strip().partition("\n")[0] or type(error).__name__
-                self.notices.append(f"steps are not captured in a CUDA graph and slower: {why}")
+            found = self._loop.feed(token, vocab, sampling, seed, ahead=ahead, recent=recent)
+            if self._loop.failure:
+                self.notices.append(
+                    f"steps are not captured in a CUDA graph and slower: {self._loop.failure}"
+                )
+                self._loop.failure = ""
+            return found
         kv, at = self.kv, self.kv.position + 1
         return self._step(
             token, lambda logits: pick(logits, vocab, sampling, seed, at, kv.ops, recent)

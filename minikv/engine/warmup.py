@@ -95,7 +95,7 @@ def _steps(kv: KVCache) -> None:
     arena.cap.fill_(1)
     decode = DecodeStep(shape, kv.device, kv.ops)
     with torch.inference_mode():
-        decode.open(arena, step, 0, speculative=True)
+        decode.open(arena, step, 0, captured=True)
         rows = shape.heads + 2 * shape.kv_heads
         qkv = torch.zeros((rows, shape.head_dim), dtype=kv.dtype, device=kv.device)
         still = torch.zeros((1, 1, shape.head_dim), dtype=kv.dtype, device=kv.device)
@@ -141,7 +141,6 @@ def _tiles(kv: KVCache) -> None:
     seen = torch.zeros_like(index)
     evidence = kv.rules.prompt.evidence if kv.rules.prompt is not None else Evidence()
     each = evidence.each_query or (kv.rules.step is not None and kv.rules.step.prompt_history > 0)
-    apart = evidence.second_pass or not evidence.causal
     with torch.inference_mode():
         mixed = rows.view(heads, 1, 1, -1), torch.zeros((heads, 1, 1), device=device)
         for parts in (2, 4):  # more than two parts are merged in float32
@@ -158,8 +157,6 @@ def _tiles(kv: KVCache) -> None:
                     )
                 lse = torch.zeros((heads, group, count), device=device)
                 for source in sources:
-                    if apart:
-                        kv.ops.rows_lse(q, at, (source,), window)
                     if each:
                         kv.ops.each_attention(q, at, (source,), window, lse, slice(0, heads))
             mass, squares = (torch.zeros((heads, *n, 1), device=device) for n in ((group,), ()))
@@ -170,8 +167,6 @@ def _tiles(kv: KVCache) -> None:
                 for source in sources:
                     add = kv.ops.add_attention_mass
                     add(mass, squares, q, lse, at, *source[:2], window, *source[2:])
-                    if evidence.each_query and kv.ops.largest_attention is not None:
-                        kv.ops.largest_attention(q, at, (source,), window, lse)
 
 
 def _choices(kv: KVCache) -> None:
@@ -179,16 +174,16 @@ def _choices(kv: KVCache) -> None:
     heads, device = kv.shape.kv_heads, kv.device
     with torch.inference_mode():
         pos = torch.arange(_MANY, device=device).expand(heads, _MANY)
-        scores, free = pos.to(torch.float32), pos >= 0
+        key = kv.ops.order_key(pos.to(torch.float32), pos, pos >= 0)
         counts = torch.ones(heads, dtype=torch.int64, device=device)
-        kv.ops.wanted(scores, pos, free, counts.sum(), heads)
-        for also in (None, free):
-            kv.ops.best(scores, pos, free, counts, 1, also=also)
+        kv.ops.wanted(key, counts.sum(), heads)
+        for also in (None, pos >= 0):
+            kv.ops.best(key, counts, 1, also)
 
 
 def _blocks(kv: KVCache) -> None:
-    """Run the kernels that attend by positions, and those that report this attention: with every
-    tile size, with few rows, and with so many that several programs divide them."""
+    """Run the kernels that attend by positions: with every tile size, with few rows, and with so
+    many that several programs divide them."""
     shape = kv.shape
     heads, group = shape.kv_heads, shape.heads // shape.kv_heads
     with torch.inference_mode():
@@ -198,8 +193,7 @@ def _blocks(kv: KVCache) -> None:
             for window, lines in product(dict.fromkeys(shape.windows), _LINES):
                 q = k.new_zeros((heads, group, max(1, lines // group), shape.head_dim))
                 at = pos.new_ones(q.shape[2])
-                _, lse = kv.ops.visible_attention(q, k, k, at, pos, window)
-                kv.ops.mean_attention(q, at, k, pos, window, lse)
+                kv.ops.visible_attention(q, k, k, at, pos, window)
 
 
 def _observed(kv: KVCache) -> list[int]:

@@ -1,21 +1,24 @@
-"""The eviction policies: one file per method, and `registry`, the table of all of them, whose rows
-are in `tables`.
+"""The eviction policies: one file each, which says everything about it; `registry` knows the names.
 
 Importing this package does not import torch.
 """
 
 from __future__ import annotations
 
-from minikv.policies.composition import default_step, find, prompt_policy, step_policy
+from minikv.policies.composition import (
+    check_name,
+    default_step,
+    find,
+    prompt_policy,
+    step_policy,
+)
 from minikv.policies.options import Option, Value, read_options
 from minikv.policies.registry import (
     DEFAULT_BUDGET,
     DEFAULT_PROMPT,
     DEFAULT_STEP,
-    PARTS,
-    POLICIES,
-    Part,
-    PolicyInfo,
+    method_names,
+    part_names,
     prompt_names,
     step_names,
 )
@@ -24,14 +27,13 @@ __all__ = [
     "DEFAULT_BUDGET",
     "DEFAULT_PROMPT",
     "DEFAULT_STEP",
-    "PARTS",
-    "POLICIES",
     "Option",
-    "Part",
-    "PolicyInfo",
     "Value",
+    "check_name",
     "default_step",
     "find",
+    "method_names",
+    "part_names",
     "prompt_names",
     "prompt_policy",
     "read_options",

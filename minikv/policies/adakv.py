@@ -15,18 +15,29 @@ import torch
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.policies import selection
+from minikv.policies import options, pyramidkv, selection, snapkv
 from minikv.policies.base import Candidates, HeadAllocator, Scorer
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaKV(HeadAllocator):
     """(1 - alpha) x need + alpha x even share."""
 
-    alpha: float
-    rounding: str
-    normalize: bool
-    alloc: str
+    alpha: float = option(0.2, "share of the budget that every head is sure of", (0.0, 1.0))
+    rounding: str = options.rounding()
+    normalize: bool = option(
+        False,
+        "weigh a head's scores by how concentrated they are before heads are compared (as "
+        "KVCache-Factory does, not the authors)",
+    )
+    alloc: str = option(
+        "blend",
+        "blend: the paper; floor: alpha of its even share is a head's own, the rest goes to the "
+        "best tokens (kvpress)",
+        ("blend", "floor"),
+    )
 
     @property
     def drift(self) -> int:
@@ -60,7 +71,7 @@ class AdaKV(HeadAllocator):
             return torch.minimum(blend.round().to(torch.int64), have)
         a = selection.exact(self.alpha)
         times, parts = (a.denominator - a.numerator) * heads, a.denominator * heads
-        return rows.view.ops.share(need, times, a.numerator, parts, have, total)
+        return selection.share(need, times, a.numerator, parts, have, total)
 
     def _floor(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
         """kvpress' rule. The window's rows, which are kept in any case, count as part of a head's
@@ -86,3 +97,42 @@ def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:
     held = largest.masked_fill(~counts, 0.0).sum(1, dtype=torch.float64)
     weight = held / live.sum(1, dtype=torch.float64).clamp(min=1e-30)
     return scores * weight.to(scores.dtype)[:, None]
+
+
+HEADS = Part(
+    "ada",
+    AdaKV,
+    "head budgets by need",
+    differs=(
+        "heads sum to the layer's budget to the token; the authors' rounding drifts "
+        "(rounding=official)",
+        "alpha=0.2, as in the authors' scripts; the example in their README has 0.5",
+        "scores are compared as they are, as in the authors' code; KVCache-Factory weighs each "
+        "head's first (`normalize`)",
+        "a head's budget is a blend; kvpress gives each head a floor instead (alloc=floor)",
+        "first tokens that a scorer protects do not count in a head's own share; in kvpress they "
+        "do",
+        "with a decode policy each head keeps its own budget while an answer is written; the "
+        "release then evicts nothing",
+    ),
+)
+
+ADAKV = Method(
+    "adakv",
+    "SnapKV's scores, with the layer's budget spread over heads by need",
+    parts=(snapkv.SCORER, HEADS),
+    paper="2407.11550",
+    scores="last-window attention",
+    shape="per head",
+    second="needs recall",
+)
+
+ADA_PYRAMID = Method(
+    "ada-pyramid",
+    "Ada-KV's head budgets within PyramidKV's layer budgets",
+    parts=(snapkv.SCORER, pyramidkv.LAYERS, HEADS),
+    paper="2407.11550",
+    scores="last-window attention",
+    shape="layer and head",
+    second="needs recall",
+)

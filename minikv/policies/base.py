@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ class Moments:
     """Running mean and covariance of a layer's queries before rotation."""
 
     def __init__(
-        self, heads: int, group: int, size: int, device: torch.device, ops: Kernels
+        self, heads: int, group: int, size: int, device: torch.device, most: int = 1 << 16
     ) -> None:
-        self.count, self._ops = 0, ops
+        """most: about how many numbers are computed at once."""
+        self.count, self._most = 0, most
         self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
         self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
 
@@ -41,12 +42,20 @@ class Moments:
         """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, which is
         undone here."""
         self.count += q.shape[2]
-        self._sum, self._outer = self._ops.added_moments(self._sum, self._outer, q, angle)
+        cos, sin = angle.cos(), angle.sin()
+        for some in blocks(len(q), q[0].numel(), self._most):
+            one, two = q[some].to(torch.float64).chunk(2, -1)
+            back = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
+            self._sum[some] += back.sum(2)
+            self._outer[some] += back.transpose(2, 3) @ back
 
     def normal(self, turn: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32, after the map `turn`:
-        see `kernels`' `turned_moments`."""
-        return self._ops.turned_moments(self._sum, self._outer, self.count, turn)
+        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32, after the map `turn`
+        float32 [D, D]: [[cos, -sin], [sin, cos]], each a diagonal matrix."""
+        mean = self._sum / max(1, self.count)
+        covariance = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
+        mean, covariance = mean.to(torch.float32), covariance.to(torch.float32)
+        return mean @ turn.T, turn @ covariance @ turn.T
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +80,6 @@ class PromptView:
         share of its attention; for the queries that `StepPolicy.prompt_history` asks for.
     attention(heads) float32 [h, G, W, N]: the attention of each observed query to each row, for a
         slice of the heads; None unless `Evidence.each_query`.
-    largest(by) float32 [H, G, N]: the largest of it over the queries, that of each query divided by
-        `by` float32 [W] if there is one; None also where no kernel computes it.
     lengths float32 [W]: norms of the layer's input (after its norm) at the observed queries; None
         unless `Evidence.lengths`.
     predicted float32 [T]: the probability that the network gave to each token of the prompt, 0 for
@@ -109,8 +116,7 @@ class PromptView:
     asks: bool = False
     ops: Kernels = field(default_factory=Kernels)
     earlier: int | None = None
-    largest: Callable[[Tensor | None], Tensor] | None = None
-    shared: dict[object, Tensor] = field(default_factory=dict)
+    shared: dict[object, Any] = field(default_factory=dict)
     _found: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -132,12 +138,14 @@ class PromptView:
 
     def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Which rows stay because they are among the first `sinks`, the last `recent` or the first
-        `pinned` positions; which are free; how many: see `kernels`' `divide`. Computed once."""
-        key = sinks, recent, pinned
-        if key not in self._found:
+        `pinned` positions; which are free; how many: see `selection.divide`. Computed once."""
+        key = "divide", sinks, recent, pinned
+        # In a first prompt, all heads of all layers without a window hold the same rows.
+        known = self.shared if self.pos.stride(0) == 0 else self._found
+        if key not in known:
             young = max(0, self.position - recent)
-            self._found[key] = self.ops.divide(self.pos, sinks, young, pinned)
-        found: tuple[Tensor, Tensor, Tensor] = self._found[key]
+            known[key] = selection.divide(self.pos, sinks, young, pinned)
+        found: tuple[Tensor, Tensor, Tensor] = known[key]
         return found
 
 
@@ -146,16 +154,18 @@ class StepView:
     """F heads that may have to evict, of one layer or of all layers, padded to N rows.
 
     position: tokens counted, with the newest row unless the policy evicts first.
-    pos int64 [F, N]: positions; -1 for padding and for rows that the policy may not evict.
-    cap int64 [F]: rows that a head may keep. layer and head int64 [F]: the indices of each head.
+    pos int64 [F, N]: positions; -1 for padding and for rows that the policy may not evict. All are
+        below `context`, which the host knows.
+    cap int64 [F]: rows that a head may keep. layer and head int64 [F]: the indices of each head;
+        the `heads` heads of a layer are side by side.
     columns: the policy's own, [F, N] each.
-    attention float32 [F, N]: the attention of the current query to each row, mean over G.
-    query and key: instead of attention, for a policy that evicts first and needs the query: the
+    attention float32 [F, N]: the attention of the current query to each row, as
+        `StepPolicy.attention` joins it. None before attention.
+    query and key: for a policy that evicts first and needs them, in one layer, `layer_index`: the
         query [F, G, D] and the new row's key [F, 1, D]; for a block of t rows of a prompt [F, G *
         t, D] and [F, t, D].
     keys(heads) [f, N, D]: the keys of all rows of the heads int64 [f], which are indices below F.
-    layer_index: the layer, if all heads are of one. readable: values may be read without waiting
-        for a device.
+    readable: values may be read without waiting for a device.
     """
 
     position: int | Tensor
@@ -170,122 +180,8 @@ class StepView:
     keys: Callable[[Tensor], Tensor] | None = None
     layer_index: int | None = None
     readable: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepAppend:
-    """The arguments of a kernel that evicts and then writes a new row, in one layer before
-    attention.
-
-    query [H, G, D]; key and value [H, D]: of the new token.
-    start, length, cap, free_slot int64 [H]: as in `Arena`.
-    position int64 []: of the new row.
-    columns: those of the arena [R, ...], and bool "leaves_last" [R] if some rows leave after all
-        others.
-    undo_rows [H, ...] by column: overwritten rows are copied here.
-    width: no length exceeds it. pinned: positions below it never leave.
-    shown int32 [R]: the positions as the policy sees them; columns["pos"] if no row leaves last.
-    turn: cosine and sine [1, 1, D], and the output for rotated queries [H, G, D]; None if queries
-        and keys are already rotated.
-    arrived int32 [H]: zeros before and after, in which a GPU kernel counts its programs.
-    """
-
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    start: Tensor
-    length: Tensor
-    cap: Tensor
-    free_slot: Tensor
-    position: Tensor
-    columns: Mapping[str, Tensor]
-    undo_rows: Mapping[str, Tensor]
-    width: int
-    pinned: int
-    shown: Tensor
-    turn: tuple[Tensor, Tensor, Tensor] | None = None
-    arrived: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepRoom:
-    """The arguments of a kernel that evicts from the full heads of all layers, before attention.
-
-    rows: `kernels.Rows` without the new row, whose position is their `newest`. slot and free_slot
-    int64 [L, H], written in place: the index of the new row, and the row that it overwrites.
-    columns: all of the arena [R, ...] by name. undo_rows [L * H, ...] by name: overwritten rows are
-    copied here.
-    """
-
-    rows: kernels.Rows
-    free_slot: Tensor
-    slot: Tensor
-    columns: Mapping[str, Tensor]
-    undo_rows: Mapping[str, Tensor]
-
-    @property
-    def heads(
-        self,
-    ) -> tuple[kernels.Rows, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """The first arguments of every such kernel."""
-        return self.rows, self.free_slot, self.slot, self.columns, self.undo_rows
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """The arguments of a kernel that ends a step for all heads: it updates statistics, then evicts.
-
-    logits float32 [L, H, G, C] and lse [L, H, G]: as attention left them; the kernel may overwrite
-    them. rows: `kernels.Rows`.
-    accepted bool []: if false, nothing is written. free_slot int64 [L, H], written in place: the
-    row that leaves, or -1. columns: the policy's, [R] each. quota: the result of
-    `StepPolicy.quota`. window int64 [L]: rows that a layer's query sees at most.
-    """
-
-    logits: Tensor
-    lse: Tensor
-    rows: kernels.Rows
-    accepted: Tensor
-    free_slot: Tensor
-    columns: Mapping[str, Tensor]
-    quota: Tensor | None
-    window: Tensor
-
-    @property
-    def heads(self) -> tuple[Tensor, Tensor, kernels.Rows, Tensor, Tensor]:
-        """The first arguments of every such kernel."""
-        return self.logits, self.lse, self.rows, self.accepted, self.free_slot
-
-
-@dataclass(frozen=True, slots=True)
-class BlockEnd:
-    """The arguments of a kernel that chooses which rows of one layer leave after a block of a
-    prompt. Each head gives up as many rows as it holds above `limit`.
-
-    pos int64 [H, N]: ascending, -1 for no row. live int64 [H]: how many rows a head holds.
-    position: tokens counted, with those of the block; positions below `pinned` never leave.
-    columns: the policy's, [H, N] each. quota: the result of `StepPolicy.quota`, [H]. attention
-    float32 [H, N], of the block's last query, query and key: as in `StepView`; only one that evicts
-    first has the latter two, and only one that does not has the first.
-    """
-
-    layer: int
-    pos: Tensor
-    live: Tensor
-    limit: int
-    position: int
-    pinned: int
-    columns: Mapping[str, Tensor]
-    quota: Tensor | None
-    attention: Tensor | None = None
-    query: Tensor | None = None
-    key: Tensor | None = None
-
-    def heads(self, policy: StepPolicy) -> tuple[Tensor, Tensor, int, int, int, int, int]:
-        """The last arguments of every such kernel."""
-        protected = policy.sinks, policy.recent, self.pinned
-        return self.pos, self.live, self.limit, self.position, *protected
+    heads: int = 1
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +201,7 @@ class Evidence:
     each_query, lengths and predicted: it reads `attention`, `lengths` and `predicted` of
         `PromptView`; with a second pass `lengths` of `RepeatView`.
     whole_layers: how many first layers keep every row, above the budget.
+    vectors: it computes with keys or values in float32: two `blocks` of them exist at once.
     """
 
     observe: int = 0
@@ -319,6 +216,7 @@ class Evidence:
     lengths: bool = False
     predicted: bool = False
     whole_layers: int = 0
+    vectors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,8 +272,15 @@ def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
     yield from (slice(lo, min(lo + count, heads)) for lo in range(0, heads, count))
 
 
+def largest_block(heads: int, each: int, most: int) -> int:
+    """The most numbers that a slice of `blocks` has."""
+    return each * min(heads, max(1, most // max(1, each)))
+
+
 class Scorer(ABC):
     """What a row is worth and which rows must stay: the first two of the four questions."""
+
+    axis = "scorer"
 
     @property
     @abstractmethod
@@ -444,14 +349,12 @@ class Candidates:
     def best(self, counts: Tensor, most: int, also: Tensor | None = None) -> Tensor:
         """bool [H, N]: the counts[h] best of each head's rows, or all of them if they are fewer,
         and those in `also`. counts int64 [H]: at most `most` each."""
-        view = self.view
-        return view.ops.best(self.scores, view.pos, self.free, counts, most, self.key, also)
+        return self.view.ops.best(self.key, counts, most, also)
 
     def wanted(self, total: Tensor, most: int) -> Tensor:
         """int64 [H]: how many of the layer's `total` best rows each head holds. total int64 [], at
         most `most`."""
-        view = self.view
-        return view.ops.wanted(self.scores, view.pos, self.free, total, most, self.key)
+        return self.view.ops.wanted(self.key, total, most)
 
     @property
     def have(self) -> Tensor:
@@ -461,6 +364,8 @@ class Candidates:
 
 class LayerAllocator:
     """How many rows each layer keeps. This base class gives every layer the same."""
+
+    axis = "layers"
 
     def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
         """Mean rows per head of each layer. They sum to layers x budget, unless an option selects
@@ -475,6 +380,9 @@ class LayerAllocator:
 class GlobalAllocator(ABC):
     """One budget for all layers and heads: the best rows of the whole cache stay."""
 
+    axis = "layers"
+    shares_all = True
+
     @abstractmethod
     def worth(self, rows: Candidates) -> Tensor:
         """float32 [H, N]: what each row is worth, comparable between layers."""
@@ -486,6 +394,8 @@ class HeadAllocator:
 
     drift: rows per KV head by which the total may be exceeded.
     """
+
+    axis = "heads"
 
     @property
     def drift(self) -> int:
@@ -501,11 +411,13 @@ class HeadAllocator:
         No head gets more rows than it has free ones.
         """
         heads = len(rows.free)
-        return rows.view.ops.share(rows.have, 0, 1, heads, rows.have, total)
+        return selection.share(rows.have, 0, 1, heads, rows.have, total)
 
 
 class Selector:
     """Which rows stay. This base class keeps the best rows of each head."""
+
+    axis = "select"
 
     def check(self, scorer: Scorer) -> None:
         """Raise UsageError if it cannot be combined with the scorer."""
@@ -519,6 +431,8 @@ class Selector:
 class Reweighter(ABC):
     """Replaces the scores of some of the rows before the selector chooses."""
 
+    axis = "weigh"
+
     @abstractmethod
     def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
         """As `Selector.select`; it passes the new scores to `selector`."""
@@ -526,6 +440,8 @@ class Reweighter(ABC):
 
 class Preference(ABC):
     """Which rows leave after all others, after a prompt and while an answer is written."""
+
+    axis = "prefer"
 
     @abstractmethod
     def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
@@ -561,8 +477,9 @@ class PromptPolicy:
 
     @property
     def evidence(self) -> Evidence:
-        """What the scorer reads and protects."""
-        return self.scorer.evidence
+        """What the scorer reads and protects, and whether any part reads keys or values."""
+        found = self.scorer.evidence
+        return found if self.reweighter is None else replace(found, vectors=True)
 
     def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
         """See `LayerAllocator.rows`."""
@@ -584,11 +501,10 @@ class PromptPolicy:
         Rows at positions below `pinned` never leave, and every head gets at least `least` rows
         beside them.
         """
-        ops = view.ops
         stays, free, counts = view.divide(*self.scorer.protected(view), pinned)
         staying, own, have = counts
         scores = self.scorer.score(view)
-        left = ops.remaining(total, staying)
+        left = (total - staying.sum()).clamp(min=0)
         if self.preference is not None:
             preferred = self.preference.prefers(view.pos, view.turns) & free
             count = preferred.sum()
@@ -598,7 +514,7 @@ class PromptPolicy:
             left = left - count * fits
             own, have = (stays & (view.pos >= pinned)).sum(1), free.sum(1)
         rows = Candidates(view, self.scorer, scores, free, have)
-        counts = ops.ensure_least(self.heads.share(rows, left, total), own, have, least)
+        counts = selection.ensure_least(self.heads.share(rows, left, total), own, have, least)
         most = total + len(free)
         if self.reweighter is None and type(self.selector) is Selector:
             return rows.best(counts, most, also=stays)
@@ -606,26 +522,26 @@ class PromptPolicy:
 
     def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
         """int64 [H, N]: a key that orders the rows of all layers, for a `GlobalAllocator`. Larger
-        is better; `selection.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
+        is better; `kernels.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
         assert isinstance(self.layers, GlobalAllocator)
         sure, free, (_, own, have) = view.divide(*self.scorer.protected(view), pinned)
         rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
         worth = self.layers.worth(rows)
         lack = (least - own).clamp(min=0)
-        sure = sure | view.ops.best(worth, view.pos, free, lack, least)
+        key = view.ops.order_key(worth, view.pos, free)
+        sure = view.ops.best(key, lack, least, also=sure)
         preferred = None
         if self.preference is not None:
             preferred = self.preference.prefers(view.pos, view.turns) & free
-        key = view.ops.order_key(worth, view.pos, free)
         return selection.tiered_key(key, view.pos, sure, preferred)
 
 
 class StepPolicy(ABC):
     """A method that evicts while an answer is written, once a head is at its cap.
 
-    `score` and `update` are the rule in torch: its specification, which also runs where there is no
-    kernel. `end_kernel`, `update_kernel`, `room_kernel` and `append_kernel` name kernels that
-    compute the same faster.
+    It is a rule in torch: `init` and `of_key` say with which columns a row starts, `update` adds a
+    step's attention to them, and `score` says what each row is worth. A kernel that computes all of
+    this faster is found by the policy's name (`Kernels.evict`).
 
     evict_first: the victim leaves before attention, so the current query does not see it, and a
         head needs exactly cap rows. Otherwise the victim is chosen after attention.
@@ -635,22 +551,16 @@ class StepPolicy(ABC):
     block: a head evicts this many rows at once, when it is this many over its cap.
     observe: how many of a prompt's last queries the columns start from (0: none).
     prompt_history: how many of a prompt's last queries `PromptView.below` reports, at most 32.
-    needs_attention: `score` reads `StepView.attention`.
-    norm_column: a column that `init_state` sets to the Euclidean norm of the key, and the only one
-        that it sets; "" if there is none. A decode step sets it at its end, for the new rows of all
-        layers at once, from the keys as they are stored.
     """
 
     name: str
     evict_first: bool = False
-    needs_query: bool = True
+    needs_query: bool = False
     sinks: int = 0
     recent: int = 1
     block: int = 1
     observe: int = 0
     prompt_history: int = 0
-    needs_attention: bool = False
-    norm_column: str = ""
 
     def for_prefill(self) -> StepPolicy:
         """The policy to use while a prompt is read in blocks (`BlockPrefill`). By default this
@@ -659,111 +569,58 @@ class StepPolicy(ABC):
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
-        """The policy's columns and their dtypes. A new row starts with zeros, then with what
-        `init_state` returns."""
+        """The policy's columns and their dtypes. The row of a new token starts with zeros, and
+        after its step with what `of_key` returns."""
         return {}
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Columns [H, N] after a prompt. old: their values before it, zero for new rows."""
-        return {}
+    def init(self, view: PromptView) -> dict[str, Tensor]:
+        """Columns [H, N] after a prompt; before it they were `view.carried`."""
+        found = self.of_key(view.layer, view.key()[None]) if self.has_key_columns else {}
+        return {name: values[0] for name, values in found.items()}
 
-    def init_state(self, ops: Kernels, layer: int, key: Tensor) -> dict[str, Tensor]:
-        """Columns [H] of the new rows of a layer, whose keys are [H, D]; with keys [H, t, D],
-        columns [H, t]."""
+    def of_key(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+        """The columns [l, H, n] that depend on nothing but a row's key. key [l, H, n, D]: of the l
+        layers from `layer` on."""
         return {}
 
     @property
-    def layer_by_layer(self) -> bool:
-        """Whether a step does something of the policy's in every layer, with its query or key."""
-        reads_query = self.evict_first and self.needs_query
-        reads_key = type(self).init_state is not StepPolicy.init_state and not self.norm_column
-        return reads_query or reads_key
-
-    def hashing(self, room: StepRoom, layers: int, head_dim: int) -> kernels.Hashing | None:
-        """For `layer_by_layer`: what a kernel needs that computes all layers and does in each what
-        `append_kernel` does. None if it cannot."""
-        return None
+    def has_key_columns(self) -> bool:
+        """Whether there is an `of_key`."""
+        return type(self).of_key is not StepPolicy.of_key
 
     def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
         """float32 [..., N]: the attention of a query to each row of a KV head, its G query heads
-        joined. `update` gets it as `probabilities`. This base class takes the mean over G.
+        joined; `update` gets it. This base class takes the mean over G.
 
         logits float32 [..., G, N]; lse [..., G]; live bool [..., N]: rows that the query sees. The
         logits of other rows may have any value.
         """
         return (logits - lse[..., None]).exp_().mean(-2).masked_fill_(~live, 0.0)
 
-    def update(  # noqa: B027
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
-        """Update the columns in place with one query's `attention`. All tensors have the same
-        shape, e.g. [R]; probabilities are 0 for unused rows.
-
-        visible() float32, of that shape: how many rows the query saw in the row's head.
-        """
-
     @property
     def means(self) -> bool:
         """Whether `attention` is the mean over G."""
         return type(self).attention is StepPolicy.attention
 
-    def update_block(
-        self,
-        ops: Kernels,
-        columns: Mapping[str, Tensor],
-        probabilities: Tensor,
-        visible: Callable[[], Tensor],
+    def update(  # noqa: B027
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        """Update the columns in place with the `attention` of a block's queries, as `update` does
-        with one after the other.
+        """Update the columns in place with one query's `attention`. All tensors have the same
+        shape, e.g. [R]; attention is 0 for unused rows.
 
-        probabilities [H, t, N]: the last t of the N rows are those of the queries. columns [H, N].
-        A query leaves later rows as they are. visible() float32 [H, t]: how many rows each query
-        saw in each head.
+        visible() float32, of that shape: how many rows the query saw in the row's head.
         """
-        queries, rows = probabilities.shape[1:]
-        for i in range(queries if columns else 0):
-            part = slice(0, rows - queries + i + 1)
-            self.update(
-                {name: column[:, part] for name, column in columns.items()},
-                probabilities[:, i, part],
-                lambda i=i, part=part: visible()[:, i : i + 1].expand(-1, part.stop),  # type: ignore[misc]
-            )
 
     @abstractmethod
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        """(scores float32, allowed bool), [F, N] each. The `count` allowed rows with the lowest
-        scores leave. count: where a device only knows it, an int64 []; if heads give up different
-        numbers of rows, the largest."""
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+        """float32 [F, N]: what each row is worth; infinity if it may not leave (`protect`). The
+        `count` rows with the lowest scores leave. count: where a device only knows it, an int64 [];
+        if heads give up different numbers of rows, the largest."""
 
     def quota(self, cap: Tensor) -> Tensor | None:
         """A table for the policy's kernel, computed from cap int64 [L, H] and of the same shape;
         None if it needs none."""
         return None
-
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        """Do `update`, `score` and the choice of victims with a kernel. False if `ops` has none."""
-        return False
-
-    def update_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        """Do `update` with a kernel, at the end of a step that evicts nothing (see `block`). False
-        if `ops` has none."""
-        return False
-
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        """Do `score` and the choice of the rows that leave after a block of a prompt with a kernel:
-        what `kernels.lowest_block` returns. None if `ops` has none."""
-        return None
-
-    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
-        """For `evict_first` without `needs_query`: do `score` and the choice of victims with a
-        kernel, for all layers. False if `ops` has none."""
-        return False
-
-    def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
-        """For `evict_first` with `needs_query`: do `score`, the choice of victims and the write of
-        the new row with a kernel, in one layer. False if `ops` has none."""
-        return False
 
 
 def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:
@@ -793,15 +650,6 @@ def unprotected(view: StepView, policy: StepPolicy, count: int | Tensor = 1) -> 
     return free | (few & (view.pos >= 0) & (view.pos < newest))
 
 
-def oldest_of_lowest(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-    """int64 [F]: the index of each head's free row with the lowest score; of several the oldest.
-    scores, pos and free are [F, N].
-
-    For a head without a free row the index has no meaning.
-    """
-    scores = scores.masked_fill(~free, torch.inf)
-    tied = free & (scores <= scores.amin(1, keepdim=True))
-    return pos.masked_fill(~tied, _NEVER).argmin(1)
-
-
-_NEVER = 1 << 40
+def protect(scores: Tensor, view: StepView, policy: StepPolicy) -> Tensor:
+    """The scores [F, N], infinite for rows that are not `unprotected`."""
+    return scores.masked_fill(~unprotected(view, policy), torch.inf)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 from minikv.policies.snapkv import pooled
 
 
@@ -20,12 +23,12 @@ from minikv.policies.snapkv import pooled
 class ChunkKV(Scorer):
     """A row's score is the worth of its chunk; the window's own rows all stay."""
 
-    chunk: int
-    window: int
-    kernel: int
-    pooling: str
-    group: str
-    sinks: int
+    chunk: int = option(10, "tokens of a chunk (kvpress: 20)", (1, 4096))
+    window: int = options.window()
+    kernel: int = options.kernel(1)
+    pooling: str = options.pooling()
+    group: str = options.group()
+    sinks: int = options.sinks(0)
 
     @property
     def evidence(self) -> Evidence:
@@ -52,3 +55,28 @@ def chunk_means(scores: Tensor, pos: Tensor, free: Tensor, size: int, position: 
     sums.scatter_add_(1, at, scores.masked_fill(~free, 0.0))
     counts.scatter_add_(1, at, free.to(torch.float32))
     return (sums / counts.clamp(min=1.0)).sum(0)[at]
+
+
+SCORER = Part(
+    "chunkkv",
+    ChunkKV,
+    "last-window attention of chunks",
+    differs=(
+        "the releases keep whole chunks only; here the youngest tokens of one more fill the budget",
+        "a chunk is worth the mean of its tokens that are still there and not protected; kvpress "
+        "has the mean of the whole chunk",
+        "kvpress pools scores before (`kernel`, `pooling`), counts the window's tokens in their "
+        "chunk, and has chunks of 20 (`chunk`)",
+        "layers do not reuse the choice of the layer before, which is an option of the paper",
+    ),
+)
+
+METHOD = Method(
+    "chunkkv",
+    "chunks of neighbouring tokens that the last window attends to, the same for all heads of a "
+    "layer",
+    parts=(SCORER,),
+    paper="2502.00299",
+    scores="chunks' attention",
+    second="needs recall",
+)

@@ -1,77 +1,82 @@
 """Makes a policy from its name: a method, or a method composed of parts (`h2o+ada+pyramid`).
 
-Importing this does not import torch; making a policy does.
+Importing this does not import torch, nor does refusing an unknown name; making a policy does.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minikv.checks import quoted
 from minikv.errors import UsageError
-from minikv.policies.options import Value, read_options
-from minikv.policies.registry import (
-    DEFAULT_STEP,
-    PARTS,
-    POLICIES,
-    Part,
-    PolicyInfo,
-    prompt_names,
-    step_names,
-)
+from minikv.policies import registry
+from minikv.policies.options import read_options
 
 if TYPE_CHECKING:
     from minikv.policies.base import PromptPolicy, StepPolicy
+    from minikv.policies.facts import Method, Part
 
-_AXES = ("scorer", "layers", "heads", "select", "weigh", "prefer")
+_FIELDS = {
+    "scorer": "scorer",
+    "layers": "layers",
+    "heads": "heads",
+    "select": "selector",
+    "weigh": "reweighter",
+    "prefer": "preference",
+}
+"""The field of `PromptPolicy` for each axis, in the order in which a policy's parts are listed."""
+_AMONG_HEADS = ("heads", "select", "weigh")
 
 
 def default_step(prompt: str) -> str:
     """What `--decode auto` means with this prompt policy: the same method if it has a step form,
-    otherwise the default one, unless the policy's row names another."""
+    otherwise the default one, unless the method names another."""
     if prompt == "full":
         return "none"
-    base = _words(prompt)[0]
-    row = POLICIES.get(prompt) or POLICIES.get(base)
-    if row is not None and row.decode:
-        return row.decode
-    return base if base in POLICIES and POLICIES[base].step else DEFAULT_STEP
+    base = parse(prompt)[0]
+    named = registry.method(base).decode if base in registry.prompt_names() else ""
+    return named or (base if base in registry.step_names() else registry.DEFAULT_STEP)
 
 
-def find(name: str, *, step: bool = False) -> PolicyInfo:
-    """The registry row called `name`, or one composed of several rows. Raises UsageError, which
-    suggests similar names.
+def check_name(name: str, *, step: bool = False) -> None:
+    """Raise the UsageError that `find` raises. Imports torch only for a composed name."""
+    if name not in (registry.step_names() if step else registry.prompt_names()):
+        find(name, step=step)
+
+
+def find(name: str, *, step: bool = False) -> Method:
+    """The method called `name`, or one composed of several. Raises UsageError, which suggests
+    similar names.
 
     A prompt policy may be composed: `h2o+ada+pyramid` is H2O's scorer under Ada-KV's head budgets
     and PyramidKV's layer budgets, `kvcrush(h2o)` is `h2o+kvcrush`.
     """
-    names = step_names() if step else prompt_names()
-    info = POLICIES.get(name)
-    if info is not None and (info.step if step else info.prompt):
-        return info
+    names = registry.step_names() if step else registry.prompt_names()
+    if name in names:
+        return registry.method(name)
     flag, other = ("`decode`", "`policy`") if step else ("`policy`", "`decode`")
-    if info is not None:
+    if name in registry.method_names():
         blocks = "" if step else f"`stride=32` makes {name} one that reads in blocks; without it, "
         raise UsageError(
             f"{name} works only as {other}, not as {flag}",
             f"{blocks}{flag} takes: {', '.join(names)}",
         )
-    words = _words(name)
+    words = parse(name)
     if len(words) > 1 and not step:
-        return _composed(name, words)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    guess = f"did you mean {' or '.join(near)}? " if near else ""
+        method = combine(name, words)
+        check(method)
+        return method
+    guess = _guess(name, names)
     raise UsageError(f"unknown policy {quoted(name)}", f"{guess}{flag} takes: {', '.join(names)}")
 
 
-def _words(name: str) -> list[str]:
-    """Split a composed name: `a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b]; `kvzip++b` ->
-    [kvzip+, b]."""
+def parse(name: str) -> list[str]:
+    """The words of a composed name: `a+b` and `b(a)` -> [a, b]; `c(a)+b` -> [a, c, b];
+    `kvzip++b` -> [kvzip+, b]."""
     terms, depth = [""], 0
     for sign in name.replace(" ", ""):
         depth += (sign == "(") - (sign == ")")
@@ -80,124 +85,127 @@ def _words(name: str) -> list[str]:
         else:
             terms[-1] += sign
     for at in range(len(terms) - 1, 0, -1):  # a name may end in a plus: kvzip+
-        if not terms[at] and terms[at - 1] + "+" in POLICIES:
+        if not terms[at] and terms[at - 1] + "+" in registry.method_names():
             terms[at - 1 : at + 1] = [terms[at - 1] + "+"]
     words: list[str] = []
     for term in terms:
         found = re.fullmatch(r"([\w-]+)\((.+)\)", term)
-        words += [*_words(found[2]), found[1]] if found else [term]
+        words += [*parse(found[2]), found[1]] if found else [term]
     return words
 
 
-def _composed(name: str, words: list[str]) -> PolicyInfo:
-    """The row that `words` describe: a policy, then parts that replace its default parts. Raises
-    UsageError."""
-    base = POLICIES.get(words[0])
-    if base is None and words[0] in PARTS and PARTS[words[0]].axis == "scorer":  # NaCl's proxies
-        base = replace(POLICIES["snapkv"], parts=(words[0],))
-    if base is None or not base.parts:
-        scorers = [p.name for p in POLICIES.values() if p.parts]
-        raise UsageError(
-            f"cannot compose {name!r}: {words[0]!r} does not say what a token is worth",
-            f"begin with one of {', '.join(scorers)}",
-        )
-    chosen = {PARTS[part].axis: part for part in base.parts}
-    # "global" in the base policy is a default: another part that shares a budget replaces it.
-    shared = chosen.get("layers") == "global"
+def combine(name: str, words: Sequence[str]) -> Method:
+    """The method that `words` describe: a method, then parts that replace its default parts.
+    Raises UsageError."""
+    base = _base(name, words[0])
+    chosen = {part.axis: part for part in base.parts}
+    # One budget for all layers is a default of the base: another part that shares one replaces it.
+    shared = "layers" in chosen and chosen["layers"].shares_all
     fixed = set(chosen) - ({"layers"} if shared else set())
-    others = [p.name for p in PARTS.values() if p.axis != "scorer"]
-    for word in words[1:]:
-        row = POLICIES.get(word)
-        given = [word] if word in others else [p for p in row.parts if p in others] if row else []
-        if not given:
-            near = difflib.get_close_matches(word, others, n=3, cutoff=0.5)
-            guess = f"did you mean {' or '.join(near)}? " if near else ""
-            what = "also says what a token is worth" if row and row.parts else "is no part"
+    for part in (part for word in words[1:] for part in _added(name, word)):
+        if part.axis in fixed and chosen[part.axis].name != part.name:
             raise UsageError(
-                f"cannot compose {name!r}: {word!r} {what}",
-                f"{guess}parts are: {', '.join(others)}",
+                f"cannot compose {name!r}: {chosen[part.axis].name} and {part.name} answer the "
+                "same question",
+                "take one of the two",
             )
-        for part in given:
-            axis = PARTS[part].axis
-            if axis in fixed and chosen[axis] != part:
-                raise UsageError(
-                    f"cannot compose {name!r}: {chosen[axis]} and {part} answer the same question",
-                    "take one of the two",
-                )
-            chosen[axis] = part
-            fixed.add(axis)
-    if shared and "layers" not in fixed and fixed & {"heads", "select", "weigh"}:
+        chosen[part.axis] = part
+        fixed.add(part.axis)
+    if shared and "layers" not in fixed and not fixed.isdisjoint(_AMONG_HEADS):
         del chosen["layers"]
-    parts = tuple(chosen[axis] for axis in _AXES if axis in chosen)
-    whole = [part for part in parts if PARTS[part].shares_all]
-    among = [part for part in parts if PARTS[part].axis in ("heads", "select", "weigh")]
-    if whole and among:
-        raise UsageError(
-            f"cannot compose {name!r}: {whole[0]} is one budget for all layers, which leaves "
-            f"{among[0]} nothing to share among heads",
-            "leave out one of the two",
-        )
+    parts = tuple(chosen[axis] for axis in _FIELDS if axis in chosen)
     preset = {**base.preset}
     for word in words[1:]:
-        preset |= POLICIES[word].preset if word in POLICIES else {}
-    spread = {"layers": "per layer", "heads": "per head"}
-    shape = " and ".join(text for axis, text in spread.items() if axis in chosen) or "uniform"
-    shape = "one for all layers and heads" if whole else shape
-    summary = "; ".join(PARTS[part].summary for part in parts)
+        preset |= registry.method(word).preset if word in registry.method_names() else {}
     return replace(
         base,
         name=name,
-        shape=shape,
+        summary="; ".join(part.summary for part in parts),
         parts=parts,
-        summary=summary,
-        scores=PARTS[parts[0]].summary,
+        rule=None,
         paper="composed",
-        preset=preset,
-        step=False,
-        when="prompt",
+        scores=parts[0].summary,
+        shape=_shape(parts),
         state="-",
-        module="",
-        cls="",
-        own=(),
-        stride="",
+        preset=preset,
         differs=(),
     )
+
+
+def check(method: Method) -> None:
+    """Raise UsageError if the parts of a composed method cannot go together."""
+    whole = [part.name for part in method.parts if part.shares_all]
+    among = [part.name for part in method.parts if part.axis in _AMONG_HEADS]
+    if whole and among:
+        raise UsageError(
+            f"cannot compose {method.name!r}: {whole[0]} is one budget for all layers, which "
+            f"leaves {among[0]} nothing to share among heads",
+            "leave out one of the two",
+        )
+
+
+def _base(name: str, word: str) -> Method:
+    """The method that a composition begins with. Raises UsageError."""
+    base = registry.method(word) if word in registry.method_names() else None
+    if base is None and word in registry.SCORERS:  # NaCl's proxies
+        base = replace(registry.method("snapkv"), parts=(registry.part(word),))
+    if base is None or not base.parts:
+        scorers = [method.name for method in registry.methods() if method.parts]
+        raise UsageError(
+            f"cannot compose {name!r}: {word!r} does not say what a token is worth",
+            f"begin with one of {', '.join(scorers)}",
+        )
+    return base
+
+
+def _added(name: str, word: str) -> list[Part]:
+    """The parts that a later word of a composition adds: one, or those of a method beside its
+    scorer. Raises UsageError."""
+    others = registry.part_names()
+    if word in others:
+        return [registry.part(word)]
+    method = registry.method(word) if word in registry.method_names() else None
+    given = [part for part in method.parts if part.axis != "scorer"] if method else []
+    if not given:
+        what = "also says what a token is worth" if method and method.parts else "is no part"
+        raise UsageError(
+            f"cannot compose {name!r}: {word!r} {what}",
+            f"{_guess(word, others)}parts are: {', '.join(others)}",
+        )
+    return given
+
+
+def _guess(word: str, names: Iterable[str]) -> str:
+    """The beginning of a hint that names similar words; empty if there are none."""
+    near = difflib.get_close_matches(word, list(names), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def _shape(parts: Sequence[Part]) -> str:
+    """How these parts spread the budget."""
+    if any(part.shares_all for part in parts):
+        return "one for all layers and heads"
+    axes = {part.axis for part in parts}
+    spread = {"layers": "per layer", "heads": "per head"}
+    return " and ".join(text for axis, text in spread.items() if axis in axes) or "uniform"
 
 
 def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy | None:
     """Build the prompt policy of this name; None if it evicts nothing. Raises UsageError for a
     wrong name or option."""
-    info = find(name)
-    values = read_options(info.name, info.prompt_options, options or {})
-    if not info.parts:
+    method = find(name)
+    values = read_options(method.name, method.prompt_options, options or {})
+    if not method.parts:
         return None
-    from minikv.policies.base import HeadAllocator, LayerAllocator, PromptPolicy, Selector
+    from minikv.policies.base import PromptPolicy
 
-    parts = {PARTS[part].axis: _part(PARTS[part], values) for part in info.parts}
-    return PromptPolicy(
-        name=info.name,
-        scorer=parts["scorer"],
-        layers=parts.get("layers", LayerAllocator()),
-        heads=parts.get("heads", HeadAllocator()),
-        selector=parts.get("select", Selector()),
-        reweighter=parts.get("weigh"),
-        preference=parts.get("prefer"),
-    )
-
-
-def _part(part: Part, values: Mapping[str, Value]) -> Any:
-    """The object that a part's row describes. `values` may also have options of other parts."""
-    made = getattr(importlib.import_module(part.module), part.cls)
-    return made(**{option.name: values[option.name] for option in part.options})
+    made = {_FIELDS[part.axis]: part.make(values) for part in method.parts}
+    return PromptPolicy(name=method.name, **made)
 
 
 def step_policy(name: str, options: Mapping[str, object] | None = None) -> StepPolicy | None:
     """Build the step policy of this name; None if it evicts nothing. Raises UsageError for a wrong
     name or option."""
-    info = find(name, step=True)
-    values = read_options(info.name, info.own, options or {})
-    if not info.module:
-        return None
-    made = getattr(importlib.import_module(info.module), info.cls)(**values)
-    assert made.name == name
-    return made  # type: ignore[no-any-return]
+    method = find(name, step=True)
+    values = read_options(method.name, method.step_options, options or {})
+    return method.rule(**values) if method.rule else None

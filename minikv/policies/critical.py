@@ -15,6 +15,8 @@ from torch import Tensor
 
 from minikv.policies import selection
 from minikv.policies.base import Candidates, Reweighter, Selector
+from minikv.policies.facts import Part
+from minikv.policies.options import option
 from minikv.policies.outputs import output_norms
 
 
@@ -24,17 +26,31 @@ class CriticalKV(Reweighter):
     are kept in any case, count in that share. epsilon: added to scores before they are
     multiplied."""
 
-    by_score: float
-    epsilon: float
+    by_score: float = option(0.5, "share of a head's tokens that the score alone picks", (0.0, 1.0))
+    epsilon: float = option(1e-4, "added to the score, so that large values count", (0.0, 1.0))
 
     def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
         view, free, evidence = rows.view, rows.free, rows.scorer.evidence
         sure = ((counts + evidence.window).to(torch.float64) * self.by_score).to(torch.int64)
         sure = torch.minimum(counts, (sure - evidence.window).clamp(min=0))
-        first = view.ops.best(rows.scores, view.pos, free, sure, most)
+        first = rows.best(sure, most)
         worth = rows.scores
         if not evidence.adds_up:
             worth = selection.ranked(worth, view.pos, free)
         weighed = (worth + self.epsilon) * output_norms(view)
         rest = replace(rows, scores=weighed, free=free & ~first, counted=None)
         return first | selector.select(rest, counts - sure, most)
+
+
+REWEIGHTER = Part(
+    "critical",
+    CriticalKV,
+    "values weighed by |v W_O|",
+    differs=(
+        "head budgets are those of the policy it is added to; kvpress has a variant of its own "
+        "with Ada-KV's, where the score alone picks a head's own share, also where that is more "
+        "than `by_score` of its tokens",
+        "scores that are no attention, such as a key's norm, count by their rank; the paper has "
+        "none of these",
+    ),
+)

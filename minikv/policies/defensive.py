@@ -14,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 from minikv.policies.outputs import output_norms
 
 _QUERIES = 8  # at least this many queries are pooled at once
@@ -28,11 +31,21 @@ class Defensive(Scorer):
     as in the release; at most as many as an even share of the budget has room for.
     """
 
-    window: int
-    kernel: int
-    values: str
-    sure: float
-    sinks: int
+    window: int = options.window()
+    kernel: int = options.kernel(5)
+    values: str = option(
+        "plain",
+        "plain: multiply by |v W_O|; heads: by its share of the sum over all heads (the release); "
+        "none: attention alone",
+        ("plain", "heads", "none"),
+    )
+    sure: float = option(
+        0.0,
+        "the tokens that hold this share of a head's attention stay before all others (the "
+        "release: 0.9)",
+        (0.0, 1.0),
+    )
+    sinks: int = options.sinks(0)
 
     @property
     def evidence(self) -> Evidence:
@@ -42,6 +55,7 @@ class Defensive(Scorer):
             sinks=self.sinks,
             window=self.window,
             each_query=True,
+            vectors=self.values != "none",
         )
 
     def score(self, view: PromptView) -> Tensor:
@@ -115,3 +129,28 @@ def most_of(mass: Tensor, share: float, most: int) -> Tensor:
     place = torch.arange(mass.shape[1], device=mass.device)
     sure = ~reached & (place < most)
     return torch.zeros_like(sure).scatter_(1, order, sure)
+
+
+SCORER = Part(
+    "defensive",
+    Defensive,
+    "worst-case attention x value",
+    differs=(
+        "the release takes the tokens that hold 90 % of a head's attention first, less the "
+        "attention on tokens before the window, which it takes for the window's own; here that is "
+        "`sure` without the mistake, and off",
+        "the release divides |v W_O| by its sum over heads (`values`)",
+        "the release gives out a layer's budget by the scores alone (`+ada` with alpha=0), or that "
+        "of all layers (`+global`); alone it is even here",
+    ),
+)
+
+METHOD = Method(
+    "defensive",
+    "tokens that may cost most in the worst case: the most attention of any query, times the "
+    "length of the value; made for defensive+global",
+    parts=(SCORER,),
+    paper="2510.13334",
+    scores="worst-case attention",
+    second="needs recall",
+)

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
+from minikv.policies.selection import pool_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +24,12 @@ class DropKV(Scorer):
     """The squared change, joined over the group (`group`) and pooled; the window's own rows all
     stay."""
 
-    window: int
-    kernel: int
-    pooling: str
-    group: str
-    epsilon: float
-    sinks: int
+    window: int = options.window()
+    kernel: int = options.kernel()
+    pooling: str = options.pooling("avg")
+    group: str = options.group()
+    epsilon: float = option(1e-6, "added to 1 - p, which may be 0", (1e-12, 1.0))
+    sinks: int = options.sinks(0)
 
     @property
     def evidence(self) -> Evidence:
@@ -35,6 +39,7 @@ class DropKV(Scorer):
             sinks=self.sinks,
             window=self.window,
             each_query=True,
+            vectors=True,
         )
 
     def score(self, view: PromptView) -> Tensor:
@@ -46,7 +51,7 @@ class DropKV(Scorer):
             changes.append(output_changes(view.attention(some), rows, self.epsilon, most))
         free = self.free(view)
         given = torch.cat(changes), 1, self.group
-        return view.ops.pool_mass(*given, view.order, free, self.kernel, self.pooling)
+        return pool_mass(*given, view.order, free, self.kernel, self.pooling)
 
 
 def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Tensor:
@@ -83,3 +88,25 @@ def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Te
             found[some, part] = change.clamp_(min=0.0)
             found[some, part] += weight.zero_().scatter_(-1, at, most).sum(2)
     return found
+
+
+SCORER = Part(
+    "dropkv",
+    DropKV,
+    "change of the output, squared",
+    differs=(
+        "kvpress pools over the window's own tokens, too; here they count as 0",
+        "kvpress rounds probabilities to the model's number format; here they are float32",
+    ),
+)
+
+
+METHOD = Method(
+    "dropkv",
+    "tokens without which the output of the last window's queries would change most (openreview "
+    "MqfNzH3TVH, kvpress' pull request 285); made for dropkv+global",
+    parts=(SCORER,),
+    paper="MqfNzH3TVH",
+    scores="change of the output",
+    second="needs recall",
+)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies import adakv, options
+from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,16 +23,21 @@ class ExpectedAttention(Scorer):
     """The expected attention, mean over the group. epsilon: added to it before `value_norm`
     multiplies it by the value's norm."""
 
-    sinks: int
-    recent: int
-    future: int
-    covariance: bool
-    value_norm: bool
-    epsilon: float
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    future: int = option(512, "positions over which the rotation is averaged", (1, 1 << 20))
+    covariance: bool = option(True, "use the covariance of the queries, not only their mean")
+    value_norm: bool = option(True, "multiply by the norm of the value")
+    epsilon: float = option(
+        0.0,
+        "added to the attention before it is multiplied by the norm of the value; kvpress' "
+        "published scores use 0.01",
+        (0.0, 1.0),
+    )
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(sinks=self.sinks, window=self.recent, queries_from=self.sinks)
+        return Evidence(sinks=self.sinks, window=self.recent, queries_from=self.sinks, vectors=True)
 
     def score(self, view: PromptView) -> Tensor:
         assert view.queries is not None
@@ -37,7 +45,7 @@ class ExpectedAttention(Scorer):
         if self not in view.shared:  # the same for every layer
             view.shared[self] = average_rotation(view.rotary, view.position, self.future)
         mean, covariance = view.queries.normal(view.shared[self])  # [H, G, D], [H, G, D, D]
-        return view.ops.expected_attention(
+        return expected_attention(
             view.key(),
             view.pos >= max(0, self.sinks),
             mean,
@@ -48,6 +56,40 @@ class ExpectedAttention(Scorer):
         )
 
 
+def expected_attention(
+    key: Tensor,
+    free: Tensor,
+    mean: Tensor,
+    covariance: Tensor | None,
+    value: Tensor | None,
+    epsilon: float,
+    most: int,
+) -> Tensor:
+    """The attention that a normally distributed query is expected to give each row, the mean over
+    G: float32 [H, N].
+
+    key and value [H, N, D]; mean float32 [H, G, D] and covariance float32 [H, G, D, D] of the
+    queries; None: 0. The softmax is over the rows that are free bool [H, N]; others get 0. value:
+    `epsilon` is added, and the sum multiplied by the length of the row's value. About `most`
+    numbers are computed at once.
+    """
+    (heads, rows, size), group, found = key.shape, mean.shape[1], []
+    for some in blocks(heads, group * rows * size, most):
+        line = key[some].float()
+        logits = mean[some] @ line.transpose(1, 2) * size**-0.5  # [h, G, N]
+        if covariance is not None:
+            line = line[:, None]
+            for part in blocks(group, line.numel(), most):
+                spread = (line @ covariance[some, part]).mul_(line)
+                logits[:, part] += spread.sum(-1) / (2 * size)
+        worth = logits.masked_fill(~free[some, None], -torch.inf).softmax(-1).mean(1)
+        if value is not None:
+            length = torch.linalg.vector_norm(value[some], dim=-1, dtype=torch.float32)
+            worth = (worth + epsilon) * length
+        found.append(worth)
+    return torch.cat(found)
+
+
 def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:
     """float32 [D, D]: the mean rotation over the next `future` positions; rotary [D / 2]."""
     at = torch.arange(position, position + future, device=rotary.device, dtype=torch.float64)
@@ -55,3 +97,38 @@ def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:
     cos, sin = angle.cos().mean(0), angle.sin().mean(0)
     top = torch.cat((cos.diag(), -sin.diag()), 1)
     return torch.cat((top, torch.cat((sin.diag(), cos.diag()), 1))).to(torch.float32)
+
+
+SCORER = Part(
+    "expected",
+    ExpectedAttention,
+    "expected attention",
+    differs=(
+        "the newest 10 tokens stay, too; kvpress protects only the first 4 (`recent`)",
+        "epsilon=0, as the formula has it; published comparisons with kvpress use 0.01 and "
+        "Ada-KV's budgets, which is ada-expected",
+    ),
+)
+
+
+EXPECTED = Method(
+    "expected",
+    "tokens that the queries to come are expected to look at, whatever is asked",
+    parts=(SCORER,),
+    paper="2510.00636",
+    scores="expected attention",
+    second="safe",
+)
+
+
+ADA_EXPECTED = Method(
+    "ada-expected",
+    "expected attention with the settings of the published scores: epsilon 0.01, and kvpress' head "
+    "budgets",
+    parts=(SCORER, adakv.HEADS),
+    paper="2510.00636",
+    scores="expected attention",
+    shape="per head",
+    second="safe",
+    preset={"epsilon": 0.01, "alloc": "floor", "recent": 0},
+)

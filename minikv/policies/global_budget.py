@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minikv.policies.base import Candidates, GlobalAllocator
+from minikv.policies.facts import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,3 +26,18 @@ class GlobalBudget(GlobalAllocator):
 
     def worth(self, rows: Candidates) -> Tensor:
         return rows.scores
+
+
+LAYERS = Part(
+    "global",
+    GlobalBudget,
+    "one budget for all layers and heads",
+    differs=(
+        "scores are compared as they are, which suits attention; of key norms or a draw, layers "
+        "may not be comparable",
+        "every head keeps what its scorer protects and a token that an answer may overwrite; the "
+        "releases may leave a head without any",
+        "the releases hold every layer until all are scored; here the best tokens so far are held. "
+        "The choice is the same",
+    ),
+)

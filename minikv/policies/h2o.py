@@ -12,22 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
+from minikv.policies import options
 from minikv.policies.base import (
     ALL,
-    BlockEnd,
     Evidence,
     PromptView,
     Scorer,
-    StepEnd,
     StepPolicy,
     StepView,
     unprotected,
 )
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
+
+
+def _recent_share() -> Any:
+    return option(0.5, "share of a head's tokens that are the newest", (0.0, 0.95))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +43,16 @@ class H2OScorer(Scorer):
     that is not 0. average: divide by the number of queries that could see the row.
     """
 
-    recent_share: float
-    sinks: int
-    window: int
-    average: bool
+    recent_share: float = _recent_share()
+    sinks: int = options.sinks(0)
+    window: int = option(
+        0, "how many newest tokens stay, instead of `recent_share`; 0: use the share", (0, 4096)
+    )
+    average: bool = option(
+        False,
+        "divide by the number of queries that could see a token, so that old tokens have no "
+        "advantage (kvpress' observed attention)",
+    )
 
     @property
     def evidence(self) -> Evidence:
@@ -65,8 +76,8 @@ class H2O(StepPolicy):
     """The row with the smallest sum leaves. The newest rows never do: the share `recent_share` of a
     head's cap."""
 
-    recent_share: float
-    sinks: int
+    recent_share: float = _recent_share()
+    sinks: int = options.sinks(0)
     name: str = "h2o"
     observe: int = 32
 
@@ -74,44 +85,56 @@ class H2O(StepPolicy):
     def columns(self) -> dict[str, torch.dtype]:
         return {"sum": torch.float32}
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def init(self, view: PromptView) -> dict[str, Tensor]:
         """Start from the sums over the queries that were observed at the end of the prompt."""
         assert view.mass is not None
-        return {"sum": old["sum"] + view.mass.mean(1)}
+        return {"sum": view.carried["sum"] + view.mass.mean(1)}
 
     def update(
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        columns["sum"].add_(probabilities)
+        columns["sum"].add_(attention)
 
-    def update_block(
-        self,
-        ops: Kernels,
-        columns: Mapping[str, Tensor],
-        probabilities: Tensor,
-        visible: Callable[[], Tensor],
-    ) -> None:
-        ops.add_queries(probabilities, columns["sum"])
-
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         newest = torch.minimum(self.quota(view.cap), (view.pos >= 0).sum(1) - count).clamp(min=1)
         edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
         allowed = unprotected(view, self)
         older = allowed & (view.pos < edge)
         allowed = torch.where(older.sum(1, keepdim=True) >= count, older, allowed)
-        return view.columns["sum"], allowed
+        return view.columns["sum"].masked_fill(~allowed, torch.inf)
 
     def quota(self, cap: Tensor) -> Tensor:
         """int64, of the shape of `cap`: how many of a head's rows are protected as the newest."""
         return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
 
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.h2o_block is None or block.quota is None:
-            return None
-        return ops.h2o_block(block.columns["sum"], block.quota, *block.heads(self))
 
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.h2o_step is None:
-            return False
-        ops.h2o_step(*end.heads, end.columns["sum"], end.quota)
-        return True
+SCORER = Part(
+    "h2o",
+    H2OScorer,
+    "attention of all queries, summed",
+    differs=(
+        "a KV head is judged by the mean of its query heads; the release fails where there are "
+        "fewer KV heads",
+        "follows the release's cache that evicts; the paper's figures come from one that only "
+        "masks, with budgets that are shares of the prompt",
+        "KVCache-Factory protects a fixed window (`window`); kvpress divides by age (`average`) "
+        "and protects nothing (`recent_share`)",
+    ),
+)
+
+
+METHOD = Method(
+    "h2o",
+    "tokens with the most accumulated attention, and the newest; what tokens got before a later "
+    "prompt counts there only with --decode h2o",
+    parts=(SCORER,),
+    rule=H2O,
+    paper="2306.14048",
+    scores="accumulated attention",
+    state="1 sum per token",
+    second="fades",
+    differs=(
+        "beside another prompt policy its sums begin with the queries which that one reads, 32 at "
+        "least; the paper sums over all of the prompt",
+    ),
+)

@@ -9,27 +9,16 @@ then the oldest row leaves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from minikv import kernels
-from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.hash_codes import code_distances, codes
-from minikv.policies.base import (
-    BlockEnd,
-    PromptView,
-    StepAppend,
-    StepPolicy,
-    StepRoom,
-    StepView,
-    unprotected,
-)
-
-_OWN = ("k", "v", "pos", "code")
+from minikv.policies import options
+from minikv.policies.base import StepPolicy, StepView, protect
+from minikv.policies.bits import BITS, ones
+from minikv.policies.facts import Method
+from minikv.policies.options import option
 
 
 def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
@@ -42,13 +31,14 @@ def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
 class HashEvict(StepPolicy):
     """Stores a code per row, and reads no attention."""
 
-    sinks: int
-    recent: int
-    bits: int
-    hash_with: str
-    seed: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    bits: int = option(16, "length of a code", (4, 64))
+    hash_with: str = option("query", "query: the paper; key: the release", ("query", "key"))
+    seed: int = options.seed()
     name: str = "hashevict"
     evict_first: bool = True
+    needs_query: bool = True
     matrices: dict[int, Tensor] = field(default_factory=dict, compare=False)  # by layer
 
     @property
@@ -65,85 +55,61 @@ class HashEvict(StepPolicy):
             self.matrices[layer] = made
         return made
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        key = view.key()
-        matrix, kind = self.matrix(view.layer, key), self.columns["code"]
-        return {"code": view.ops.hash_codes(key, matrix, kind)}
+    def of_key(self, layer: int, key: Tensor) -> dict[str, Tensor]:
+        matrices = torch.stack([self.matrix(layer + i, key) for i in range(len(key))])
+        return {"code": codes(key, matrices[:, None]).to(self.columns["code"])}
 
-    def init_state(self, ops: Kernels, layer: int, key: Tensor) -> dict[str, Tensor]:
-        rows = key if key.dim() == 3 else key[:, None]
-        code = ops.hash_codes(rows, self.matrix(layer, key), self.columns["code"])
-        return {"code": code.view(key.shape[:-1])}
-
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         probe = view.key if self.hash_with == "key" else view.query
         assert probe is not None
         assert view.layer_index is not None
-        matrix = self.matrix(view.layer_index, probe)
-        probe_codes = torch.stack([codes(x, matrix) for x in probe])  # [F, G]
-        distance = code_distances(view.columns["code"], probe_codes, self.bits)
-        return -distance, unprotected(view, self)
+        probes = codes(probe, self.matrix(view.layer_index, probe))  # [F, G]
+        return protect(-distances(view.columns["code"], probes, self.bits), view, self)
 
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        probe = block.key if self.hash_with == "key" else block.query
-        if ops.unprotected_block is None or probe is None:
-            return None
-        probes = ops.hash_codes(probe, self.matrix(block.layer, probe), torch.int64)
-        distance = ops.code_distances(block.columns["code"], probes, self.bits)
-        return ops.unprotected_block(-distance, *block.heads(self))
 
-    def hashing(self, room: StepRoom, layers: int, head_dim: int) -> kernels.Hashing | None:
-        columns, undo = room.columns, room.undo_rows
-        if {*columns} != {*_OWN}:
-            return None
-        like = columns["k"].new_empty(head_dim)
-        return kernels.Hashing(
-            [self.matrix(layer, like) for layer in range(layers)],
-            self.hash_with == "key",
-            columns["code"],
-            room.rows.length,
-            room.rows.cap,
-            room.free_slot,
-            (undo["k"], undo["v"], undo["pos"], undo["code"]),
-            self.sinks,
-            self.recent,
-            room.rows.pinned,
-        )
+def codes(x: Tensor, matrix: Tensor) -> Tensor:
+    """int64 [...]: the signs of x [..., D] @ matrix [D, bits] as one number; zero is positive. The
+    matrix may have dimensions in front."""
+    signs = (x.to(torch.float32) @ matrix >= 0).to(torch.int64)
+    return (signs << torch.arange(matrix.shape[-1], device=x.device)).sum(-1)
 
-    def append_kernel(self, ops: Kernels, append: StepAppend) -> bool:
-        key, columns, undo = append.key, append.columns, append.undo_rows
-        others = [name for name in columns if name not in _OWN]
-        plain = not others and append.shown is columns["pos"] and append.turn is None
-        if ops.hash_append is None or not (plain or ops.appends_any):
-            return False
-        more: dict[str, Any] = {}
-        if not plain:
-            more = {name: columns[name] for name in ("k_scale", "v_scale") if name in columns}
-            more["others"] = [columns[name] for name in others]
-            more["undo_others"] = [undo[name] for name in others]
-            more |= {"shown": append.shown, "turn": append.turn, "arrived": append.arrived}
-        by_key = self.hash_with == "key"
-        if append.turn is not None:
-            more["keyed"] = by_key
-        ops.hash_append(
-            key[:, None] if by_key and append.turn is None else append.query,
-            key,
-            append.value,
-            self.matrix(append.layer, key),
-            append.start,
-            append.length,
-            append.cap,
-            append.free_slot,
-            append.position,
-            columns["k"],
-            columns["v"],
-            columns["pos"],
-            columns["code"],
-            (undo["k"], undo["v"], undo["pos"], undo["code"]),
-            width=append.width,
-            sinks=self.sinks,
-            recent=self.recent,
-            pinned=append.pinned,
-            **more,
-        )
-        return True
+
+def distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
+    """float32 [H, N]: the Hamming distances of the codes stored [H, N], of any integers, to the
+    probes int64 [H, P], added up. They are exact below 2^24. Codes of fewer than 64 bits are not
+    negative."""
+    stored = stored.to(torch.int64)
+    if probes.shape[1] <= bits:
+        differ = probes[:, :, None] ^ stored[:, None]  # [H, P, N]
+        distance = ones(differ & 0xFFFFFFFF)
+        if bits > BITS:
+            distance += ones((differ >> BITS) & 0xFFFFFFFF)
+        return distance.sum(1).to(torch.float32)
+    each = torch.arange(bits, device=stored.device)
+    # A bit that is set adds the number of probes that have a 0 there, the others that of those with
+    # a 1.
+    having = ((probes[..., None] >> each) & 1).sum(1)  # [H, bits]
+    added = (probes.shape[1] - 2 * having).to(torch.float32)
+    is_set = ((stored[..., None] >> each) & 1).to(torch.float32)  # [H, N, bits]
+    return (is_set @ added[..., None])[..., 0] + having.sum(1, keepdim=True)
+
+
+METHOD = Method(
+    "hashevict",
+    "evicts the token whose hash differs most from the current query's, before attention",
+    rule=HashEvict,
+    paper="2412.16187",
+    scores="hashed similarity",
+    shape="each head's own cap",
+    state="1 code per token",
+    second="safe",
+    differs=(
+        "the new query's code is compared, as in the paper; the release compares the new key's "
+        "(hash_with=key)",
+        "the codes of a KV head's query heads count together; the paper does not say what a group "
+        "does",
+        "of equal distances the oldest token leaves; the release takes the first slot",
+        "a prompt is read whole unless --stride is given; the paper feeds it token by token "
+        "(--stride 1), the release's runs cut it to the first and last tokens",
+    ),
+)

@@ -16,19 +16,34 @@ import torch
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.kernels.torch.counter_rng import uniform
+from minikv.policies import options, snapkv
 from minikv.policies.base import Candidates, Scorer, Selector
+from minikv.policies.counter_rng import uniform
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
+
+_LAST = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCrush(Selector):
     """Gives the share `ratio` of each head's free budget to representatives."""
 
-    ratio: float
-    bits: str
-    anchor: str
-    ranks: str
-    seed: int
+    ratio: float = option(0.25, "share of the free budget for representatives", (0.0, 1.0))
+    bits: str = option(
+        "kv", "one bit of a token per KV head or, as in the paper, per query head", ("kv", "query")
+    )
+    anchor: str = option(
+        "mean",
+        "what the bits of a token are compared with",
+        ("mean", "inv_mean", "alternate", "random", "zeros", "ones"),
+    )
+    ranks: str = option(
+        "ends",
+        "ends: evenly from the nearest to the farthest; step: evenly from the nearest (OpenVINO)",
+        ("ends", "step"),
+    )
+    seed: int = options.seed()
 
     def check(self, scorer: Scorer) -> None:
         if self.bits == "query" and not scorer.evidence.observe:
@@ -45,9 +60,9 @@ class KVCrush(Selector):
         marks = self._marks(rows)
         major = torch.zeros_like(marks[..., 0])
         goal = anchor(self.anchor, major.flatten(), self.seed, view.layer).view_as(major)
-        key, left = view.ops.crush_keys(marks, goal, view.pos, free, chosen, view.position)
+        key, left = crush_keys(marks, goal, view.pos, free, chosen, view.position)
         wide = min(free.shape[1], round(self.ratio * most))
-        view.ops.represent(chosen, key.argsort(dim=1), left, extra, self.ranks, wide)
+        represent(chosen, key.argsort(dim=1), left, extra, self.ranks, wide)
         return chosen
 
     def _marks(self, rows: Candidates) -> Tensor:
@@ -82,3 +97,87 @@ def anchor(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
     if kind == "random":
         return uniform(seed, layer, bits) > 0.5
     return torch.full_like(bits, kind == "ones", dtype=torch.bool)
+
+
+def crush_keys(
+    marks: Tensor, goal: Tensor, pos: Tensor, free: Tensor, chosen: Tensor, position: int
+) -> tuple[Tensor, Tensor]:
+    """The order of the candidates, which are free and not chosen: (key int64 [H, N], how many a
+    head has, int64 [H]).
+
+    The key has the Hamming distance of a row's bits to the anchor above bit 40, and its position,
+    which is below `position`, below. Rows that are no candidates have the largest key.
+
+    marks bool [H, B, N]: the rows that have each bit; pos int64, free and chosen bool [H, N]. Bits
+    belong to positions: rows of other heads at the same position add theirs. goal bool [H, B]: the
+    bits of the anchor.
+    """
+    place = (pos + 1).masked_fill(~free, 0)
+    # Start from the distance of a row without bits; each bit that is set adds 1 or -1.
+    step = torch.where(marks, 1 - 2 * goal[..., None].to(torch.int64), 0).sum(1)
+    steps = torch.zeros(position + 1, dtype=torch.int64, device=pos.device)
+    steps.scatter_add_(0, place.flatten(), step.flatten())
+    rest = free & ~chosen
+    key = ((goal.sum() + steps[place]) << 40) | pos.clamp(min=0)
+    return key.masked_fill(~rest, _LAST), rest.sum(1)
+
+
+def represent(
+    chosen: Tensor, order: Tensor, left: Tensor, count: Tensor, how: str, most: int
+) -> None:
+    """Add count[h] representatives of each head's candidates to chosen bool [H, N], in place; all
+    candidates if they are no more.
+
+    order int64 [H, N]: the rows, candidates first. left int64 [H]: how many candidates there are.
+    how: see `ranks`. No count exceeds `most`.
+    """
+    rows, every = order.shape[1], left <= count
+    places = torch.arange(most, device=order.device)
+    rank = torch.where(every[:, None], places, ranks(left, count, how, most))
+    valid = places < torch.minimum(left, count)[:, None]
+    row = order.gather(1, rank.clamp(0, rows - 1)).masked_fill(~valid, rows)
+    taken = torch.zeros((len(order), rows + 1), dtype=torch.bool, device=order.device)
+    chosen |= taken.scatter_(1, row, True)[:, :-1]
+
+
+def ranks(rows: Tensor, count: Tensor, how: str, most: int) -> Tensor:
+    """Which of `rows` sorted candidates are the representatives: int64 [H, most], of which the
+    first count[h] are valid. how: "ends" takes the first, the last and even steps between them;
+    "step" takes every (rows // count)-th from the first (the release in OpenVINO). rows and count
+    int64 [H].
+    """
+    places = torch.arange(most, device=rows.device)
+    if how == "step":
+        return places * (rows // count.clamp(min=1))[:, None]
+    far = (places * (rows - 1)[:, None]).to(torch.float64)
+    return (far / (count - 1).clamp(min=1)[:, None]).round().to(torch.int64)
+
+
+SELECTOR = Part(
+    "kvcrush",
+    KVCrush,
+    "representatives beside the best tokens",
+    differs=(
+        "bits=kv: a token has one bit per KV head; in the paper one per query head (bits=query)",
+        "each KV head chooses among the tokens that it loses itself; OpenVINO and vLLM's branch "
+        "choose once for all heads, the latter by what the first one loses, so that others keep a "
+        "token twice",
+        "tokens, not pages or blocks; representatives are part of the budget, in OpenVINO they "
+        "come on top",
+        "the paper leaves its buckets open: here even ranks by distance to one anchor, then by "
+        "position (`ranks`)",
+        "anchor=mean; OpenVINO's default is random (`anchor`)",
+    ),
+)
+
+
+METHOD = Method(
+    "kvcrush",
+    "representatives of the tokens that go, beside SnapKV's choice; kvcrush(h2o) and the like take "
+    "another base",
+    parts=(snapkv.SCORER, SELECTOR),
+    paper="2503.00022",
+    scores="window attention + bits",
+    second="needs recall",
+    preset={"sinks": 4},
+)

@@ -21,7 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.policies import global_budget, options
 from minikv.policies.base import Evidence, PromptView, Repeat, RepeatView, Scorer, Wording
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 from minikv.policies.outputs import output_lengths
 
 _COLUMN = "worth"
@@ -37,11 +40,15 @@ class KVzip(Scorer):
     the request for a later chunk quotes. said: the share of the budget for the newest rows of
     questions and answers. plus: KVzip+."""
 
-    sinks: int
-    chunk: int
-    overlap: int
-    said: float
-    plus: bool
+    sinks: int = options.sinks()
+    chunk: int = option(2000, "tokens that are repeated at once", (16, 1 << 20))
+    overlap: int = option(
+        8, "how many last tokens of the chunk before the request for a later chunk quotes", (0, 256)
+    )
+    said: float = option(
+        0.25, "share of the budget for the newest questions and answers", (0.0, 0.9)
+    )
+    plus: bool = option(False, "multiply scores by |v W_O| / |h| (KVzip+)")
 
     @property
     def evidence(self) -> Evidence:
@@ -95,3 +102,54 @@ class KVzip(Scorer):
         if view.asks and view.turns:
             newest = min(newest, view.turns[-1][0])
         return worth.masked_fill((worth == 0.0) & (view.pos >= newest), _SAID)
+
+
+SCORER = Part(
+    "kvzip",
+    KVzip,
+    "needed to repeat the text",
+    differs=(
+        "the release's softmax is in the model's number format; here it is float32",
+        "the release never evicts the system prompt, and has its tokens for the first ones "
+        "(--pin-system); kvpress has 4. The template's and the system's other tokens are scored as "
+        "the text is",
+        "kvpress repeats 2,048 tokens at once (chunk=2048)",
+        "the newest token of every head stays; in kvpress it may leave",
+        "near the end of the model's context chunks are shorter; the releases read on beyond it",
+        "the releases take a question and its answer out of the cache again; here they stay inside "
+        "the budget: the last question, and the newest of what was said (said), before the text; "
+        "the rest leaves first",
+        "a text that takes half the budget at most, with all before it, is not scored but kept",
+        "|h| is the length of the layer's input after its norm, as in kvpress; the paper writes of "
+        "the hidden state",
+        "in a layer with a sliding window a repeat scores only what it still sees",
+        "the request is the release's for every model. The bundled one never learned to obey it, "
+        "but attends to what it is fed again all the same",
+    ),
+)
+
+KVZIP = Method(
+    "kvzip",
+    "tokens that the model needs to repeat what it has read, whatever is asked; reads twice, and "
+    "holds the whole cache in RAM until then",
+    parts=(SCORER, global_budget.LAYERS),
+    paper="2505.23416",
+    scores="needed to repeat the text",
+    shape="one for all layers and heads",
+    state="1 score per token",
+    second="safe",
+    decode="none",
+)
+
+KVZIP_PLUS = Method(
+    "kvzip+",
+    "KVzip's scores, times |v W_O| / |h|: what a token can write to the layer's output",
+    parts=(SCORER, global_budget.LAYERS),
+    paper="2601.07891",
+    scores="needed to repeat the text",
+    shape="one for all layers and heads",
+    state="1 score per token",
+    second="safe",
+    preset={"plus": True},
+    decode="none",
+)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import (
-    BlockEnd,
-    Evidence,
-    PromptView,
-    Scorer,
-    StepPolicy,
-    StepRoom,
-    StepView,
-    unprotected,
-)
+from minikv.policies import options
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 def norms(key: Tensor) -> Tensor:
@@ -32,9 +24,11 @@ def norms(key: Tensor) -> Tensor:
 class L2Scorer(Scorer):
     """The score is minus the norm. The first `skip` layers keep all rows, above the budget."""
 
-    sinks: int
-    recent: int
-    skip: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    skip: int = option(
+        0, "how many first layers keep every token, above the budget (the release: 2)", (0, 4096)
+    )
 
     @property
     def evidence(self) -> Evidence:
@@ -49,33 +43,42 @@ class L2(StepPolicy):
     """The row with the largest norm leaves, before attention. With keys in int8, the norm of a row
     that a step wrote is that of the key as it is stored, as a later prompt computes it, too."""
 
-    sinks: int
-    recent: int
+    sinks: int = options.sinks()
+    recent: int = options.recent()
     name: str = "l2"
     evict_first: bool = True
-    needs_query: bool = False
-    norm_column: str = "norm"
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
         return {"norm": torch.float32}
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"norm": norms(view.key())}
-
-    def init_state(self, ops: Kernels, layer: int, key: Tensor) -> dict[str, Tensor]:
+    def of_key(self, layer: int, key: Tensor) -> dict[str, Tensor]:
         return {"norm": norms(key)}
 
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        return -view.columns["norm"], unprotected(view, self)
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+        return protect(-view.columns["norm"], view, self)
 
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.unprotected_block is None:
-            return None
-        return ops.unprotected_block(-block.columns["norm"], *block.heads(self))
 
-    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
-        if ops.l2_step is None:
-            return False
-        ops.l2_step(*room.heads, room.columns["norm"])
-        return True
+SCORER = Part(
+    "l2",
+    L2Scorer,
+    "small key norm",
+    differs=(
+        "the first 4 and the newest 10 tokens stay; kvpress and KVCache-Factory protect none "
+        "(`sinks`, `recent`)",
+        "norms are float32; in the model's precision many are equal",
+        "evicts in every layer; the release leaves the first two as they are (`skip`)",
+    ),
+)
+
+
+METHOD = Method(
+    "l2",
+    "tokens whose key has a large norm leave; reads no attention",
+    parts=(SCORER,),
+    rule=L2,
+    paper="2406.11430",
+    scores="key norm",
+    state="1 norm per token",
+    second="safe",
+)

@@ -1,13 +1,16 @@
-"""The options of a policy: their description, and the only place where values are checked."""
+"""The options of a policy: fields of its class, made by `option`; and the only place where values
+are checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from minikv.errors import UsageError
 
 Value = int | float | str | bool
+_OPTION = "option"  # the key of a field's metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,66 @@ class Option:
     high: float | None = None
     choices: tuple[str, ...] = ()
     odd: bool = False
+
+
+def option(default: Value, help: str, allowed: tuple[Any, ...] = (), odd: bool = False) -> Any:
+    """A field of a policy's class that a user may set. allowed: the limits of a number, or the
+    choices of a text."""
+    choices = allowed if isinstance(default, str) else ()
+    low, high = (None, None) if choices or not allowed else allowed
+    return field(
+        default=default, metadata={_OPTION: Option("", default, help, low, high, choices, odd)}
+    )
+
+
+def options_of(cls: type) -> tuple[Option, ...]:
+    """The options of a policy's class, in the order of its fields."""
+    found = ((one.name, one.metadata.get(_OPTION)) for one in fields(cls))
+    return tuple(replace(option, name=name) for name, option in found if option is not None)
+
+
+# -- options that several policies have -----------------------------------------------------------
+
+
+def window() -> Any:
+    return option(32, "observation window: the last tokens, always kept", (1, 4096))
+
+
+def kernel(default: int = 7) -> Any:
+    help = "pooling width over neighbouring tokens (odd)"
+    return option(default, help, (1, 63), odd=True)
+
+
+def pooling(default: str = "max") -> Any:
+    return option(default, "pooling of neighbouring scores", ("max", "avg"))
+
+
+def group() -> Any:
+    help = "how the query heads of a KV head are joined"
+    return option("mean", help, ("mean", "sum", "max"))
+
+
+def sinks(default: int = 4) -> Any:
+    return option(default, "first tokens of the conversation, always kept", (0, 4096))
+
+
+def recent(low: int = 0) -> Any:
+    return option(10, "newest tokens, always kept", (low, 4096))
+
+
+def seed() -> Any:
+    return option(0, "seed of the random draws", (0, (1 << 31) - 1))
+
+
+def rounding() -> Any:
+    help = (
+        "exact: totals are exact to the token; official: the authors' rounding, which drifts by a "
+        "few tokens (per head and per layer)"
+    )
+    return option("exact", help, ("exact", "official"))
+
+
+# -- values ---------------------------------------------------------------------------------------
 
 
 def read_options(

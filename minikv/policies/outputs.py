@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from minikv.policies.base import PromptView, RepeatView
+from minikv.policies.base import PromptView, RepeatView, blocks
+
+_PROJECTED = 4096  # rows projected at once, those of all heads counted
 
 
 def output_lengths(view: PromptView | RepeatView) -> Tensor:
     """float32 [H, G, N]: |v W_O|_2 of every value, with the projection of each query head."""
-    return view.ops.output_lengths(view.value(), _projection(view), view.ops.block)
+    value, output, most = view.value(), _projection(view), view.ops.block
+    heads, group = output.shape[:2]
+    squares = torch.empty((heads, group, value.shape[1]), device=value.device)
+    each = max(value[0].numel(), output[0, 0].numel())
+    for some in blocks(heads, group * each, most):
+        rows = value[some, None].float()
+        for part in blocks(group, each * (some.stop - some.start), most):
+            weights = output[some, part].float()
+            gram = weights @ weights.transpose(2, 3)  # |v W|^2 = v (W W^T) v^T
+            squares[some, part] = (rows @ gram).mul_(rows).sum(-1)
+    return squares.clamp(min=0.0).sqrt()
 
 
 def output_norms(view: PromptView) -> Tensor:
-    """float32 [H, N]: |v W_O|_1 of every value, mean over the group's query heads."""
-    return view.ops.output_norms(view.value(), _projection(view))
+    """float32 [H, N]: |v W_O|_1 of every value, mean over the group's query heads (CriticalKV,
+    arXiv 2502.03805, algorithm 1)."""
+    value, output = view.value(), _projection(view)
+    heads, group = output.shape[:2]
+    norms = torch.zeros(value.shape[:2], device=value.device)
+    for some in blocks(heads, output[0].numel(), view.ops.block):
+        weights = output[some].float().unbind(1)  # [h, D, hidden] each
+        step = max(1, _PROJECTED // (some.stop - some.start))
+        for lo in range(0, value.shape[1], step):
+            rows = value[some, lo : lo + step].float()
+            for one in weights:
+                norms[some, lo : lo + step] += (rows @ one).abs_().sum(-1)
+    return norms / group
 
 
 def _projection(view: PromptView | RepeatView) -> Tensor:

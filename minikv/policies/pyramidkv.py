@@ -15,16 +15,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from minikv.policies import options, snapkv
 from minikv.policies.base import LayerAllocator
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyramidKV(LayerAllocator):
     """Rows per head that fall linearly from the first layer to the last."""
 
-    beta: int
-    line: str
-    rounding: str
+    beta: int = option(20, "the last layer keeps about the mean divided by this", (1, 1000))
+    line: str = option(
+        "exact",
+        "exact: totals are exact to the token; otherwise, a release's rounding",
+        ("exact", "official", "factory", "kvpress"),
+    )
+    rounding: str = options.rounding()
 
     def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
         """See `LayerAllocator.rows`. The `protected` rows of a head are added to the line in every
@@ -76,3 +83,29 @@ def _kvpress(layers: int, budget: float, most: int, beta: int, window: int) -> l
     if layers == 1 or not most >= high >= low >= window:
         return [round(budget)] * layers
     return [round(high - i * (high - low) / (layers - 1)) for i in range(layers)]
+
+
+LAYERS = Part(
+    "pyramid",
+    PyramidKV,
+    "more tokens in the first layers",
+    differs=(
+        "layers sum to the budget to the token; the releases' whole steps exceed it (`line`, "
+        "`rounding`)",
+        "computed anew for every prompt; in Ada-KV's release the first prompt decides for all "
+        "later ones",
+        "short prompts follow the line, too; KVCache-Factory gives all layers the same below twice "
+        "the budget (line=factory)",
+        "the window is no part of the line; in kvpress it is (line=kvpress)",
+    ),
+)
+
+METHOD = Method(
+    "pyramidkv",
+    "SnapKV's scores, with more tokens in the first layers than in the last",
+    parts=(snapkv.SCORER, LAYERS),
+    paper="2406.02069",
+    scores="last-window attention",
+    shape="per layer",
+    second="needs recall",
+)

@@ -22,7 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 from minikv.policies.outputs import output_lengths
 
 _COLUMN = "foreseen"
@@ -33,12 +36,18 @@ class QuerySpan(Scorer):
     """The row's own worth, or the worth passed on to it times (1 - p)^gate, whichever is larger.
     near: p is the smallest probability among so many neighbouring tokens."""
 
-    window: int
-    sinks: int
-    recent: int
-    decay: float
-    gate: float
-    near: int
+    window: int = option(
+        32, "last queries that score; they should cover the question (the release: 64)", (1, 4096)
+    )
+    sinks: int = options.sinks()
+    recent: int = options.recent()
+    decay: float = option(
+        0.95, "share of a token's score that is passed on to the next token", (0.01, 0.9999)
+    )
+    gate: float = option(0.5, "exponent of a token's surprise 1 - p", (0.0, 10.0))
+    near: int = option(
+        3, "a token's surprise is the largest among this many neighbours (odd)", (1, 63), odd=True
+    )
 
     @property
     def evidence(self) -> Evidence:
@@ -48,6 +57,7 @@ class QuerySpan(Scorer):
             sinks=self.sinks,
             window=self.recent,
             each_query=True,
+            vectors=True,
             lengths=True,
             predicted=True,
         )
@@ -82,8 +92,6 @@ class QuerySpan(Scorer):
         length of its input."""
         assert view.attention is not None
         by = None if view.lengths is None else view.lengths.clamp(min=1e-30)
-        if view.largest is not None:
-            return view.largest(by)
         assert view.mass is not None
         heads, group, rows = view.mass.shape
         most = []
@@ -102,3 +110,28 @@ def carry(worth: Tensor, pos: Tensor, decay: float) -> Tensor:
     fall = pos.gather(1, order).to(torch.float64) * math.log(decay)
     line = ((line - fall).cummax(1).values + fall).exp().to(torch.float32)
     return torch.empty_like(worth).scatter_(1, order, line)
+
+
+SCORER = Part(
+    "queryspan",
+    QuerySpan,
+    "question's attention, carried on",
+    differs=(
+        "a prompt that must evict is read twice, first for the probabilities of its tokens; the "
+        "release reads once and holds every layer until the end. The choice is the same",
+        "tokens of answers, and what another policy read, count as not foreseen",
+        "the release always gives out one budget over all layers (`+global`)",
+        "the release protects no newest tokens (`recent`); without them small budgets lose the end "
+        "of the question",
+    ),
+)
+
+METHOD = Method(
+    "queryspan",
+    "tokens that the question attends to, and the text after them that could not be foreseen "
+    "(kvpress' pull request 292); reads a prompt twice; made for queryspan+global",
+    parts=(SCORER,),
+    paper="kvpress292",
+    scores="question's attention",
+    second="reads again",
+)

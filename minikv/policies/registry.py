@@ -1,32 +1,48 @@
-"""The table of eviction policies: every method, and every part that methods are made of.
+"""The names of all policies and of the parts that they are made of, and the file of each.
 
-A row names the module and the class of a method or part, and its options, which are the fields of
-that class. `composition` makes the object. The rows are in `minikv.policies.tables`, one file for
-each kind. Importing this does not import torch, so `--help`, checks and `minikv policies` answer at
-once.
+Names need no torch. `method` and `part` import the policy's file, which does.
 """
 
 from __future__ import annotations
 
-from minikv.policies.tables.method import PARTS, PolicyInfo
-from minikv.policies.tables.part import Part
-from minikv.policies.tables.prompt_methods import PROMPT_METHODS
-from minikv.policies.tables.step_methods import STEP_METHODS
+import importlib
+from typing import TYPE_CHECKING, TypeVar
 
-__all__ = [
-    "DEFAULT_BUDGET",
-    "DEFAULT_PROMPT",
-    "DEFAULT_STEP",
-    "PARTS",
-    "POLICIES",
-    "Part",
-    "PolicyInfo",
-    "prompt_names",
-    "step_names",
-]
+if TYPE_CHECKING:
+    from minikv.policies.facts import Method, Part
 
-POLICIES: dict[str, PolicyInfo] = {info.name: info for info in (*PROMPT_METHODS, *STEP_METHODS)}
-"""Every method by name."""
+_Fact = TypeVar("_Fact", "Method", "Part")
+
+PROMPT = (
+    "full streaming snapkv pyramidkv adakv ada-pyramid nacl kvcrush h2o tova l2 keydiff expected "
+    "kvzip kvzip+ ada-expected defensive queryspan dropkv chunkkv random"
+).split()
+"""The methods that --policy takes, in the order in which they are listed."""
+
+STEP = "streaming h2o tova l2 random roco scissorhands hashevict rkv none".split()
+"""The methods that --decode takes, besides "auto"."""
+
+SCORERS = (
+    "snapkv h2o tova proxies l2 keydiff expected defensive queryspan dropkv chunkkv kvzip random "
+    "streaming"
+).split()
+"""The parts that say what a token is worth."""
+
+OTHER_PARTS = "pyramid uniform global ada draw critical turns kvcrush".split()
+"""The parts that can be added to a method."""
+
+FILES = {
+    "none": "full",
+    "pyramid": "pyramidkv",
+    "ada": "adakv",
+    "ada-pyramid": "adakv",
+    "proxies": "nacl",
+    "draw": "nacl",
+    "ada-expected": "expected",
+    "kvzip+": "kvzip",
+    "global": "global_budget",
+}
+"""The file of this package in which a name is declared, where the file has another name."""
 
 DEFAULT_PROMPT = "adakv"
 DEFAULT_STEP = "h2o"
@@ -35,9 +51,50 @@ DEFAULT_BUDGET = "auto"
 
 def prompt_names() -> list[str]:
     """Names that `--policy` takes."""
-    return [p.name for p in POLICIES.values() if p.prompt]
+    return list(PROMPT)
 
 
 def step_names() -> list[str]:
     """Names that `--decode` takes, besides "auto"."""
-    return [p.name for p in POLICIES.values() if p.step]
+    return list(STEP)
+
+
+def method_names() -> list[str]:
+    """Names of all methods."""
+    return list(dict.fromkeys((*PROMPT, *STEP)))
+
+
+def part_names() -> list[str]:
+    """Names of the parts that can be added to a prompt policy."""
+    return list(OTHER_PARTS)
+
+
+def method(name: str) -> Method:
+    """The method of this name, which must be one."""
+    from minikv.policies.facts import Method
+
+    return _declared(name, Method)
+
+
+def part(name: str) -> Part:
+    """The part of this name, which must be one."""
+    from minikv.policies.facts import Part
+
+    return _declared(name, Part)
+
+
+def methods() -> list[Method]:
+    """All methods."""
+    return [method(name) for name in method_names()]
+
+
+def parts() -> list[Part]:
+    """All parts, the scorers first."""
+    return [part(name) for name in (*SCORERS, *OTHER_PARTS)]
+
+
+def _declared(name: str, kind: type[_Fact]) -> _Fact:
+    """What the policy's file declares under this name."""
+    module = importlib.import_module(f"minikv.policies.{FILES.get(name, name)}")
+    found = (one for one in vars(module).values() if isinstance(one, kind) and one.name == name)
+    return next(found)

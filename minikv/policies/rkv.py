@@ -27,8 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies import options
+from minikv.policies.base import StepPolicy, StepView, unprotected
+from minikv.policies.facts import Method
+from minikv.policies.options import option
 from minikv.policies.selection import order_of, pool
 
 BLOCK = 1 << 20
@@ -40,14 +42,32 @@ class RKV(StepPolicy):
     """The columns `seen0`, `seen1`, ... hold the attention of each of the last `window` queries to
     a row, the newest query first."""
 
-    sinks: int
-    window: int
-    buffer: int
-    kernel: int
-    mix: float
-    threshold: float
-    softmax: str
-    group: str
+    sinks: int = options.sinks(0)
+    window: int = option(8, "last queries that score; their tokens always stay", (1, 256))
+    buffer: int = option(
+        128,
+        "how many tokens a head takes in before it evicts as many; at least the window",
+        (1, 4096),
+    )
+    kernel: int = options.kernel()
+    mix: float = option(0.07, "weight of attention; 1 - mix is that of redundancy", (0.0, 1.0))
+    threshold: float = option(
+        0.5,
+        "keys with a larger cosine are similar; the newest of them is not redundant",
+        (-1.0, 1.0),
+    )
+    softmax: str = option(
+        "all",
+        "softmax of attention: all: over all tokens; past: over those before the window (the "
+        "release)",
+        ("all", "past"),
+    )
+    group: str = option(
+        "mean",
+        "how the query heads of a KV head are joined; max: the maximum before the softmax (the "
+        "release)",
+        ("mean", "sum", "max"),
+    )
     name: str = "rkv"
 
     def __post_init__(self) -> None:
@@ -81,31 +101,13 @@ class RKV(StepPolicy):
         return best.softmax(-1).masked_fill(~live, 0.0)  # a head without rows has NaN
 
     def update(
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
         for i in range(self.window - 1, 0, -1):
             columns[f"seen{i}"].copy_(columns[f"seen{i - 1}"])
-        columns["seen0"].copy_(probabilities)
+        columns["seen0"].copy_(attention)
 
-    def update_block(
-        self,
-        ops: Kernels,
-        columns: Mapping[str, Tensor],
-        probabilities: Tensor,
-        visible: Callable[[], Tensor],
-    ) -> None:
-        queries = probabilities.shape[1]
-        for i in range(self.window - 1, -1, -1):
-            moved = columns[f"seen{i - queries}"] if i >= queries else None
-            columns[f"seen{i}"].copy_(probabilities[:, -1 - i] if moved is None else moved)
-
-    def update_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.shift_step is None:
-            return False
-        ops.shift_step(*end.heads[:4], [*end.columns.values()], self.group)
-        return True
-
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         past = (view.pos >= 0) & (view.pos < view.position - self.window)
         attention = torch.zeros_like(view.pos, dtype=torch.float32)
         for seen in view.columns.values():
@@ -119,7 +121,7 @@ class RKV(StepPolicy):
         score = self.mix * attention - (1 - self.mix) * redundancy(view, self.threshold)
         # If an adaptive budget gives a head less than the window, the window's rows leave last.
         score = score.masked_fill(~unprotected(view, self), torch.finfo(torch.float32).max)
-        return score, unprotected(view, self, count)
+        return score.masked_fill(~unprotected(view, self, count), torch.inf)
 
 
 def redundancy(view: StepView, threshold: float) -> Tensor:
@@ -162,3 +164,28 @@ def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
         cosine.scatter_(-1, at, cosine.gather(-1, at).masked_fill_(newest >= 0, 0.0))
         total += cosine.sum(1)
     return total
+
+
+METHOD = Method(
+    "rkv",
+    "tokens stay that are looked at and whose key is unlike the others; a head grows by `buffer` "
+    "tokens over its budget, then gives up as many at once",
+    rule=RKV,
+    paper="2505.24133",
+    scores="attention - redundancy",
+    shape="each head's own cap",
+    state="a number per query of the window",
+    second="fades",
+    differs=(
+        "attention counts the window's tokens in its softmax; the release leaves them out "
+        "(softmax=past)",
+        "the query heads of a KV head are joined by the mean of their attention; in the release by "
+        "the max before the softmax (group=max)",
+        "neighbours and the newest of similar keys are meant by position; in the release by slot, "
+        "and its slots are shuffled by its own choice",
+        "a key that is like no other excuses none; in the release it excuses the first token",
+        "prompts are left to the prompt policy, or to --stride; the release also applies its rule "
+        "to a prompt over the budget",
+        "pinned tokens are not compared",
+    ),
+)

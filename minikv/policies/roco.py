@@ -25,8 +25,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import BlockEnd, PromptView, StepEnd, StepPolicy, StepView, unprotected
+from minikv.policies import options
+from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
+from minikv.policies.facts import Method
+from minikv.policies.options import option
+from minikv.policies.selection import pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +39,27 @@ class RoCo(StepPolicy):
     largest means among so many neighbours by position (odd; 1: its own). lead: attention from
     a prompt's query counts so many times as much as from an answer's."""
 
-    sinks: int
-    recent: int
-    scope: float
-    scope_prompt: float
-    pool: int
-    lead: float
+    sinks: int = options.sinks()
+    recent: int = options.recent(low=1)
+    scope: float = option(
+        0.3,
+        "share of the budget for the tokens whose attention varies most; these stay",
+        (0.0, 0.95),
+    )
+    scope_prompt: float = option(0.1, "`scope` while --stride reads a prompt", (0.0, 0.95))
+    pool: int = option(
+        7,
+        "a prompt's tokens start with the largest statistics among this many neighbours (odd; 1: "
+        "with their own)",
+        (1, 63),
+        odd=True,
+    )
+    lead: float = option(
+        100.0,
+        "attention from a prompt counts this many times as much as attention from the answer, so "
+        "that the answer's tokens leave first (1: the same)",
+        (1.0, 1e6),
+    )
     name: str = "roco"
     observe: int = 32
 
@@ -58,28 +76,12 @@ class RoCo(StepPolicy):
     def columns(self) -> dict[str, torch.dtype]:
         return {self.total: torch.float32, "squares": torch.float32, "count": torch.float32}
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def init(self, view: PromptView) -> dict[str, Tensor]:
         """Add the attention of the prompt's observed queries to the statistics."""
         assert view.mass is not None
         assert view.squares is not None
         # The last rows, usually those of the question, are not pooled, as in SnapKV.
         before = view.position - min(view.observed, self.observe)
-        if view.ops.roco_start is not None:
-            names = self.total, "squares", "count"
-            found = view.ops.roco_start(
-                view.mass,
-                view.squares,
-                view.pos,
-                view.order,
-                [old[name] for name in names],
-                view.position,
-                view.observed,
-                before,
-                self.pool,
-                self.lead,
-                causal=view.causal,
-            )
-            return dict(zip(names, found, strict=True))
         first = view.position - view.observed
         able = (view.position - view.pos.clamp(min=first)).clamp(0, view.observed)
         count = (able if view.causal else view.live * view.observed).to(torch.float32)
@@ -87,8 +89,9 @@ class RoCo(StepPolicy):
         if self.pool > 1:
             free = view.live & (view.pos < before)
             means = totals / count.clamp(min=1.0)
-            means = view.ops.pool(means, view.order, free, self.pool, "max")
+            means = pool(means, view.order, free, self.pool, "max")
             totals = torch.where(free, means * count, totals)
+        old = view.carried
         return {
             self.total: old[self.total] + self.lead * totals[0],
             "squares": old["squares"] + self.lead**2 * totals[1],
@@ -96,22 +99,13 @@ class RoCo(StepPolicy):
         }
 
     def update(
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        columns[self.total].add_(probabilities)
-        columns["squares"].add_(probabilities * probabilities)
+        columns[self.total].add_(attention)
+        columns["squares"].add_(attention * attention)
         columns["count"].add_(1.0)
 
-    def update_block(
-        self,
-        ops: Kernels,
-        columns: Mapping[str, Tensor],
-        probabilities: Tensor,
-        visible: Callable[[], Tensor],
-    ) -> None:
-        ops.add_queries(probabilities, columns[self.total], columns["squares"], columns["count"])
-
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         allowed = unprotected(view, self)
         seen = view.columns["count"].clamp(min=1.0)
         mean = view.columns[self.total] / seen
@@ -120,31 +114,19 @@ class RoCo(StepPolicy):
         few = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
         variance = variance.masked_fill(~allowed, torch.inf)
         if not view.readable or count > 1:
-            return mean, allowed & _steady(variance, few)
+            return mean.masked_fill(~(allowed & _steady(variance, few)), torch.inf)
         # If values can be read, only the heads that need it are sorted.
-        unsure = _unsure(mean.masked_fill(~allowed, torch.inf), variance, few)
+        mean = mean.masked_fill(~allowed, torch.inf)
+        unsure = _unsure(mean, variance, few)
         if len(unsure):
-            allowed[unsure] &= _steady(variance[unsure], few[unsure])
-        return mean, allowed
+            steady = _steady(variance[unsure], few[unsure])
+            mean[unsure] = mean[unsure].masked_fill(~steady, torch.inf)
+        return mean
 
     def quota(self, cap: Tensor) -> Tensor:
         """How many rows of a head may leave: those whose attention varies least. int64, of the
         shape of `cap`."""
         return cap - (cap.to(torch.float64) * self.scope).to(torch.int64)
-
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.roco_block is None or block.quota is None:
-            return None
-        c = block.columns
-        noted = c[self.total], c["squares"], c["count"]
-        return ops.roco_block(*noted, block.quota, *block.heads(self))
-
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.roco_step is None:
-            return False
-        c = end.columns
-        ops.roco_step(*end.heads, c[self.total], c["squares"], c["count"], end.quota)
-        return True
 
 
 def _steady(variance: Tensor, keep: Tensor) -> Tensor:
@@ -163,3 +145,30 @@ def _unsure(mean: Tensor, variance: Tensor, keep: Tensor) -> Tensor:
     lowest, found = mean.min(1, keepdim=True)
     steadier = (variance < variance.gather(1, found)).sum(1)
     return ((steadier >= keep) | ((mean == lowest).sum(1) != 1)).nonzero()[:, 0]
+
+
+METHOD = Method(
+    "roco",
+    "evicts the lowest mean attention among the tokens of steady attention",
+    rule=RoCo,
+    paper="2402.06262",
+    scores="mean and std of attention",
+    shape="each head's own cap",
+    state="2 sums and 1 count per token",
+    second="fades",
+    differs=(
+        "a head's budget counts the prompt's tokens; in the release they never leave and are not "
+        "counted",
+        "statistics begin with the last 32 queries of the prompt; the release begins with the "
+        "first token of the answer",
+        "those of the prompt are pooled over neighbours and count 100 times: short answers then "
+        "show no loss beside --decode none, which exceeds the budget (docs/results.md); pool=1 and "
+        "lead=1 count every query alike, as the paper does",
+        "with --stride statistics begin with the first block; the release's begin with the first "
+        "block over the budget (its keep_attention=False)",
+        "the first 4 and the newest 10 tokens are protected by position; the paper protects none, "
+        "and the release's protection fails for budgets below about 30",
+        "what is left of the scope is at least one token, and a variance is at least 0; in the "
+        "release rounding can make it NaN, which protects a token",
+    ),
+)

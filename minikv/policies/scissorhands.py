@@ -9,32 +9,35 @@ is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.history import BITS, low_share
-from minikv.policies.base import (
-    BlockEnd,
-    PromptView,
-    StepEnd,
-    StepPolicy,
-    StepView,
-    unprotected,
-)
+from minikv.kernels.torch.attention import visible
+from minikv.kernels.torch.attention_mass import Part
+from minikv.policies import options
+from minikv.policies.base import PromptView, StepPolicy, StepView, protect
+from minikv.policies.bits import BITS, ones
+from minikv.policies.facts import Method
+from minikv.policies.options import option
+
+EVEN = 2.0**-13
+"""A probability counts as an even share if it is lower by at most this part of the share, because
+attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScissorHands(StepPolicy):
     """The columns `below0`, `below1`, ... are a shift register of `history` bits per row, the
-    newest query in the lowest bit of `below0`. `queries` counts how many of the bits are valid."""
+    newest query in the lowest bit of `below0`. `queries` counts how many of the bits are valid, and
+    `lows` how many are set."""
 
-    sinks: int
-    recent: int
-    history: int
+    sinks: int = options.sinks()
+    recent: int = options.recent(low=1)
+    history: int = option(400, "how many last queries count", (1, 4096))
     name: str = "scissorhands"
 
     @property
@@ -44,7 +47,7 @@ class ScissorHands(StepPolicy):
     @property
     def columns(self) -> dict[str, torch.dtype]:
         words = {f"below{i}": torch.int64 for i in range(self._words)}
-        return words | {"queries": torch.float32}
+        return words | {"queries": torch.float32, "lows": torch.float32}
 
     @property
     def _words(self) -> int:
@@ -54,54 +57,122 @@ class ScissorHands(StepPolicy):
         """The words, the newest first."""
         return [columns[f"below{i}"] for i in range(self._words)]
 
-    def prompt(self, view: PromptView, old: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def init(self, view: PromptView) -> dict[str, Tensor]:
         assert view.below is not None
         begin, end = view.turns[-1]
         observed = min(self.prompt_history, end - begin)
-        words, count = view.ops.prompt_history(
+        old = view.carried
+        words, count = after_prompt(
             self._of(old), old["queries"], view.below(), view.pos, end, observed, self.history
         )
-        return {f"below{i}": word for i, word in enumerate(words)} | {"queries": count}
+        lows = torch.stack([ones(word) for word in words]).sum(0).to(torch.float32)
+        columns = {f"below{i}": word for i, word in enumerate(words)}
+        return columns | {"queries": count, "lows": lows}
 
     def update(
-        self, columns: Mapping[str, Tensor], probabilities: Tensor, visible: Callable[[], Tensor]
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:
-        carry = (probabilities < 1.0 / visible()).to(torch.int64)
-        full = (1 << BITS) - 1
-        words = self._words
-        for i in range(words):
-            word = columns[f"below{i}"]
-            out = word >> (BITS - 1)
-            word.bitwise_left_shift_(1).bitwise_and_(full).bitwise_or_(carry)
-            carry = out
-        spare = words * BITS - self.history
-        if spare:  # clear bits of queries older than `history`
-            columns[f"below{words - 1}"].bitwise_and_(full >> spare)
+        low = attention < 1.0 / visible()
+        columns["lows"].add_(low)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))
+        carry, words = low.to(torch.int64), self._of(columns)
+        for word in words[:-1]:
+            out = word >> (BITS - 1)
+            word.bitwise_left_shift_(1).bitwise_or_(carry).bitwise_and_((1 << BITS) - 1)
+            carry = out
+        bits = self.history - BITS * (len(words) - 1)  # of the last word
+        columns["lows"].sub_(words[-1] >> (bits - 1))  # of the oldest query, which drops out
+        words[-1].bitwise_left_shift_(1).bitwise_or_(carry).bitwise_and_((1 << bits) - 1)
 
-    def update_block(
-        self,
-        ops: Kernels,
-        columns: Mapping[str, Tensor],
-        probabilities: Tensor,
-        visible: Callable[[], Tensor],
-    ) -> None:
-        noted = self._of(columns), columns["queries"]
-        ops.block_history(*noted, probabilities, visible(), self.history)
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+        share = view.columns["lows"] / view.columns["queries"].clamp(min=1.0)
+        return protect(-share, view, self)
 
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        columns = view.columns
-        return low_share(self._of(columns), columns["queries"]), unprotected(view, self)
 
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.unprotected_block is None:
-            return None
-        share = ops.low_share(self._of(block.columns), block.columns["queries"])
-        return ops.unprotected_block(share, *block.heads(self))
+def after_prompt(
+    words: Sequence[Tensor],
+    queries: Tensor,
+    bits: Tensor,
+    pos: Tensor,
+    end: int,
+    observed: int,
+    history: int,
+) -> tuple[list[Tensor], Tensor]:
+    """New words and queries after a prompt, whose last `observed` queries (at most 32) come in.
 
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.scissorhands_step is None:
-            return False
-        words, queries = self._of(end.columns), end.columns["queries"]
-        ops.scissorhands_step(*end.heads, words, queries, self.history, end.window)
-        return True
+    bits int64 [H, N]: the result of `below_uniform`. pos int64 [H, N]; end: the prompt's end. A row
+    gets the bits of the queries from its own on.
+    """
+    able = (end - pos.clamp(min=end - observed)).clamp(0, observed)
+    # Shift by as many bits as there were queries that could see the row, all at once.
+    found = torch.stack([*words])
+    carry = torch.empty_like(found)
+    torch.bitwise_and(bits, (1 << able) - 1, out=carry[0])
+    torch.bitwise_right_shift(found[:-1], BITS - able, out=carry[1:])
+    full = (1 << BITS) - 1
+    found.bitwise_left_shift_(able).bitwise_or_(carry).bitwise_and_(full)
+    spare = len(words) * BITS - history
+    if spare:  # clear bits of queries older than `history`
+        found[-1].bitwise_and_(full >> spare)
+    return [*found], (queries + able).clamp(max=float(history))
+
+
+def below_uniform(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[Part],
+    window: int | None,
+    lse: Tensor,
+    ops: Kernels,
+) -> Tensor:
+    """Which of the last queries gave a row less than an even share: int64 [H, N], see `low_bits`.
+
+    Arguments as in `each_attention`, W at most 32.
+    """
+    heads, group, rows, _ = q.shape
+    at = [part[1].expand(heads, part[1].shape[1]) for part in parts]
+    pos = torch.cat(at, 1) if len(at) > 1 else at[0]
+    count = max(1, ops.block // max(1, group * rows * pos.shape[1]))
+    found = []
+    for lo in range(0, heads, count):
+        some = slice(lo, min(lo + count, heads))
+        p = ops.each_attention(q, q_pos, parts, window, lse, some)
+        found.append(low_bits(p, q_pos, pos[some], window))
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def low_bits(p: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
+    """Which queries gave a row less than an even share: int64 [h, N].
+
+    p float32 [h, G, W, N]: the attention that each query gives each row, W at most 32. q_pos [W];
+    k_pos [h, N], -1 for padding. Bit i is set if the i-th query from the end (the last is number 0)
+    sees the row, and its attention, the mean over G, is below 1 / (number of rows that it sees) by
+    more than the rounding error `EVEN`.
+    """
+    seen = visible(q_pos, k_pos, window)
+    value = 1 << torch.arange(len(q_pos) - 1, -1, -1, device=p.device)
+    low = (p.mean(1) < (1.0 - EVEN) / seen.sum(2, keepdim=True)) & seen
+    return (low * value[:, None]).sum(1)
+
+
+METHOD = Method(
+    "scissorhands",
+    "evicts the token that most often got less than a uniform share of attention",
+    rule=ScissorHands,
+    paper="2305.17118",
+    scores="below-uniform count",
+    shape="each head's own cap",
+    state="a bit per query of the window",
+    second="fades",
+    differs=(
+        "one token leaves at every step; in the paper half of the cache at once",
+        "counts are relative to the queries that a token was there for, so that young tokens are "
+        "not favoured",
+        "the first 4 tokens stay (`sinks`); in the paper only the newest 10",
+        "of a prompt the last 32 queries count; the paper's window of 400 includes the prompt's",
+        "of a prompt, what is below the even share by up to 1/8192 of it is not below: that may be "
+        "rounding",
+        "a fixed budget, as in the paper; the authors' code keeps whatever got more than a "
+        "quantile",
+    ),
+)

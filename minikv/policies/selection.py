@@ -1,7 +1,8 @@
 """The arithmetic of choosing rows, as tensors: no value is read back from the device.
 
-Functions that every prompt needs are kernels (`kernels/torch/selection.py`); policies call them
-through `PromptView.ops`.
+A row is free if its score decides whether it stays. Counts are int64 [H]. Of equal scores, the
+younger row stays, then that of the first head. The best rows are found by `kernels.best` and
+`kernels.wanted`. `tests/policies/oracle.py` makes the same choices in plain Python.
 """
 
 from __future__ import annotations
@@ -9,36 +10,25 @@ from __future__ import annotations
 from fractions import Fraction
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-from minikv.kernels.torch.selection import (
-    NOT_FREE,
-    best,
-    ensure_least,
-    fill,
-    order_key,
-    pool,
-    share,
-    wanted,
-)
-
-__all__ = [
-    "NOT_FREE",
-    "best",
-    "ensure_least",
-    "exact",
-    "fill",
-    "order_key",
-    "order_of",
-    "pool",
-    "ranked",
-    "share",
-    "tiered_key",
-    "wanted",
-]
 
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
 _SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
+
+
+def divide(pos: Tensor, sinks: int, young: int, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows stay whatever their score, and which are free: bool [H, N] each.
+
+    pos int64 [H, N], -1 for no row. The rows below position `sinks` stay, those from `young` on,
+    and those below `pinned`. Also int64 [3, H]: how many stay, how many of these are not pinned,
+    and how many are free.
+    """
+    live = pos >= 0
+    stays = ((pos < max(sinks, pinned)) | (pos >= young)) & live
+    free = live & ~stays
+    own = stays & (pos >= pinned)
+    return stays, free, torch.stack((stays.sum(1), own.sum(1), free.sum(1)))
 
 
 def order_of(pos: Tensor) -> Tensor:
@@ -75,3 +65,119 @@ def tiered_key(key: Tensor, pos: Tensor, sure: Tensor, preferred: Tensor | None)
     if preferred is not None:
         key = torch.where(preferred, _PREFERRED | young, key)
     return torch.where(sure, _SURE | young, key)
+
+
+def pool(scores: Tensor, order: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
+    """Pool each head's free rows with their neighbours by position.
+
+    scores float32 [H, N] (or several of them, [..., H, N]), free [H, N] -> as scores. order int64
+    [H, B]: the first B rows by position; the others follow as they are. No row between two free
+    ones is not free. kernel: how many rows are pooled, odd. how: "max", or "avg", in which rows
+    beyond the free ones count as 0, as those of the window do in SnapKV's release (arXiv
+    2404.14469). Rows that are not free get -inf.
+    """
+    if kernel == 1:
+        return scores.masked_fill(~free, -torch.inf)
+    # Neighbours are those in the text, but decode steps leave the rows in any order.
+    line = scores.masked_fill(~free, -torch.inf if how == "max" else 0.0)
+    early = order.shape[1]
+    order = order.expand(*scores.shape[:-1], early)
+    if early:
+        line = torch.cat((line[..., :early].gather(-1, order), line[..., early:]), -1)
+    pooled = F.max_pool1d if how == "max" else F.avg_pool1d
+    line = pooled(line, kernel, 1, kernel // 2)
+    if early:
+        first = torch.empty_like(line[..., :early]).scatter_(-1, order, line[..., :early])
+        line = torch.cat((first, line[..., early:]), -1)
+    return line.masked_fill(~free, -torch.inf)
+
+
+def joined(mass: Tensor, how: str) -> Tensor:
+    """[H, G, N] -> [H, N]: join the query heads of each KV head by mean, sum or max."""
+    if how == "max":
+        return mass.amax(1)
+    return mass.sum(1) if how == "sum" else mass.mean(1)
+
+
+def pool_mass(
+    mass: Tensor, queries: int, join: str, order: Tensor, free: Tensor, kernel: int, how: str
+) -> Tensor:
+    """`pool` of mass / queries, joined over the group by `joined`: float32 [H, N].
+
+    mass float32 [H, G, N]. The others are as for `pool`.
+    """
+    return pool(joined(mass / queries, join), order, free, kernel, how)
+
+
+def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
+    """float32 [H]: the share of each head's attention mass that its kept rows have.
+
+    mass float32 [H, G, N], keep bool and pos int64 [H, N], -1 for rows that do not count.
+    """
+    mean = mass.mean(1) * (pos >= 0)
+    return (mean * keep).sum(1) / mean.sum(1)
+
+
+def share(need: Tensor, times: int, even: int, parts: int, most: Tensor, total: Tensor) -> Tensor:
+    """Whole numbers near wish / parts, each <= most, which sum to min(total, sum of most).
+
+    wish = need x times + total x even. Rounded by the method of largest remainders; of equal ones,
+    the first head gets more. If a wish exceeds its `most`, the excess is divided evenly among the
+    others. need int64 [H]: so that the wishes sum to parts x total; most int64 [H]; total int64 [].
+    """
+    wish = need * times + total * even
+    total = torch.minimum(total, most.sum())
+    full = most * parts
+    # A head is full if all heads together, each raised by as much as it has room or to its `most`,
+    # would not have more than there is. The others are raised by the same amount.
+    raised = torch.minimum(full, wish + (full - wish)[:, None])
+    whole = total * parts
+    is_full = raised.sum(1) <= whole
+    others = (~is_full).sum()
+    lift = whole - torch.where(is_full, full, wish).sum()
+    unit = others.clamp(min=1) * parts
+    exact = torch.where(is_full, most * unit, wish * others + lift)
+    counts, heads = exact // unit, len(need)
+    key = exact % unit * heads + torch.arange(heads - 1, -1, -1, device=need.device)
+    rank = (key > key[:, None]).sum(1)
+    return counts + (rank < total - counts.sum())
+
+
+def fill(used: Tensor, total: int) -> Tensor:
+    """Raise the lowest of `used` int64 [H] evenly until they sum to `total`; none is lowered.
+
+    fill([3, 9, 3], 18) == [5, 9, 4].
+    """
+    # A head is raised if all that are no fuller can be raised to what it has.
+    raised = torch.maximum(used, used[:, None]).sum(1) <= total
+    count = raised.sum()
+    spare = total - (used * ~raised).sum()
+    level = spare // count.clamp(min=1)
+    low = used <= level
+    extra = low & (low.cumsum(0) <= spare - level * count)
+    return torch.where(count > 0, torch.maximum(used, level) + extra, used)
+
+
+def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
+    """`counts` of free rows, changed so that each head keeps at least `least` rows, where it can.
+
+    Heads that would keep fewer get rows from those that keep most, one row after the other. No head
+    gives so many that it keeps fewer than `least`. sure: rows that a head keeps whatever their
+    score, pinned ones not counted. free: its free rows. All int64 [H].
+    """
+    if least == 0:
+        return counts
+    heads, rich = len(counts), counts + sure
+    lack = torch.minimum(least - rich, free - counts).clamp(min=0)
+    # The rows that heads can give, in order: the next comes from the head that then keeps most.
+    each = torch.arange(heads * least, device=counts.device)
+    left = rich[:, None] - each
+    offers = (each < counts[:, None]) & (left > least)
+    first = torch.arange(heads - 1, -1, -1, device=counts.device)[:, None]
+    key = torch.where(offers, left * heads + first, -1)
+    wanted = lack.cumsum(0)
+    ordered = key.flatten().sort(descending=True).values
+    edge = ordered.gather(0, (wanted[-1:] - 1).clamp(min=0))
+    given = ((key >= edge) & offers).sum(1) * (wanted[-1] > 0)
+    got = torch.minimum((given.sum() - wanted + lack).clamp(min=0), lack)
+    return counts - given + got

@@ -14,18 +14,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.facts import Method, Part
+from minikv.policies.selection import pool_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapKV(Scorer):
     """Pooled mean attention of the window's queries; the window's own rows all stay."""
 
-    window: int
-    kernel: int
-    pooling: str
-    group: str
-    sinks: int
+    window: int = options.window()
+    kernel: int = options.kernel()
+    pooling: str = options.pooling()
+    group: str = options.group()
+    sinks: int = options.sinks(0)
 
     @property
     def evidence(self) -> Evidence:
@@ -41,4 +44,32 @@ def pooled(
 ) -> Tensor:
     """float32 [H, N]: the mean of mass [H, G, N] over the observed queries, joined over the group,
     pooled over neighbouring rows. free bool [H, N]: rows that are pooled."""
-    return view.ops.pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)
+    return pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)
+
+
+SCORER = Part(
+    "snapkv",
+    SnapKV,
+    "last-window attention, pooled",
+    differs=(
+        "scores are computed in float32; SnapKV's release rounds them to the model's precision, "
+        "where most are equal to others",
+        "a KV head keeps one set of tokens, by the mean of its query heads; in SnapKV's release "
+        "each query head keeps its own, and keys are stored once per query head (`group`)",
+        "a max over 7 neighbours, as in the published LongBench runs; the class in SnapKV's "
+        "release has an average over 5 (`kernel`, `pooling`)",
+        "of equal scores the younger token stays; releases leave that to the device",
+        "at a later prompt its own queries judge old and new tokens together; releases know no "
+        "second prompt",
+    ),
+)
+
+
+METHOD = Method(
+    "snapkv",
+    "tokens that the last window of the prompt attends to",
+    parts=(SCORER,),
+    paper="2404.14469",
+    scores="last-window attention",
+    second="needs recall",
+)

@@ -10,24 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import (
-    BlockEnd,
-    Evidence,
-    PromptView,
-    Scorer,
-    StepPolicy,
-    StepRoom,
-    StepView,
-    unprotected,
-)
+from minikv.policies import options
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.facts import Method, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingScorer(Scorer):
     """The score is the position; sinks are protected."""
 
-    sinks: int
+    sinks: int = options.sinks()
 
     @property
     def evidence(self) -> Evidence:
@@ -42,26 +34,34 @@ class Streaming(StepPolicy):
     """The oldest row that is not a sink leaves, before attention. If a head has only sinks, which a
     small head budget can cause, the youngest one leaves."""
 
-    sinks: int
+    sinks: int = options.sinks()
     name: str = "streaming"
     evict_first: bool = True
-    needs_query: bool = False
     recent: int = 0
 
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
-        return self._age(view.pos), unprotected(view, self)
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+        age = view.pos.float()
+        return protect(age.where(view.pos >= self.sinks, -age), view, self)
 
-    def _age(self, pos: Tensor) -> Tensor:
-        age = pos.float()
-        return age.where(pos >= self.sinks, -age)
 
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.unprotected_block is None:
-            return None
-        return ops.unprotected_block(self._age(block.pos), *block.heads(self))
+SCORER = Part(
+    "streaming",
+    StreamingScorer,
+    "position only",
+    differs=(
+        "keys keep their positions; paper and release number them anew inside of the cache at "
+        "every step, which also extends the context",
+    ),
+)
 
-    def room_kernel(self, ops: Kernels, room: StepRoom) -> bool:
-        if ops.streaming_step is None:
-            return False
-        ops.streaming_step(*room.heads)
-        return True
+
+METHOD = Method(
+    "streaming",
+    "the first tokens (sinks) and the most recent ones; keys keep their positions, so the trained "
+    "context is not extended",
+    parts=(SCORER,),
+    rule=Streaming,
+    paper="2309.17453",
+    scores="position only",
+    second="recent only",
+)

@@ -8,45 +8,48 @@ the newest row is protected; the release evicts it if its own attention is the l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import (
-    BlockEnd,
-    Evidence,
-    PromptView,
-    Scorer,
-    StepEnd,
-    StepPolicy,
-    StepView,
-    unprotected,
-)
+from minikv.policies import options
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import option
 
 
-def layer_mean(values: Tensor, pos: Tensor, layer: Tensor) -> Tensor:
+def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
     """Mean of `values` [F, N] over the heads of a layer that hold the same position.
 
-    pos [F, N]: -1 where there is no row. layer [F]: the heads of a layer are side by side. The mean
-    is over the heads that hold a row of this position. Where pos is -1 the result has no meaning.
+    pos int64 [F, N]: -1 where there is no row, else below `context`. The `heads` heads of a layer
+    are side by side. The mean is over the heads that hold a row of this position. Where pos is -1
+    the result has no meaning.
     """
-    key = (layer[:, None] << 40 | (pos + 1)).flatten()
-    ordered, order = key.sort(stable=True)
-    new = torch.cat((ordered.new_zeros(1), (ordered[1:] != ordered[:-1]).long()))
-    same = torch.empty_like(order).scatter_(0, order, new.cumsum(0))
-    sums = torch.zeros(len(key), dtype=torch.float64, device=values.device)
-    sums.scatter_add_(0, same, values.flatten().to(torch.float64))
-    counts = torch.zeros_like(sums).scatter_add_(0, same, torch.ones_like(sums))
-    return (sums / counts).gather(0, same).view(values.shape).to(values.dtype)
+    at = pos.reshape(-1, heads * pos.shape[1]) + 1
+    sums = torch.zeros((len(at), context + 1), dtype=torch.float64, device=values.device)
+    counts = torch.zeros(sums.shape, device=values.device)
+    own = values.to(torch.float64).reshape(at.shape)
+    sums.scatter_add_(1, at, own)
+    counts.scatter_add_(1, at, counts.new_ones(1).expand(at.shape))
+    mean = sums.gather(1, at) / counts.gather(1, at)
+    return mean.view(pos.shape).to(values.dtype)
+
+
+def _protect_newest() -> Any:
+    return option(True, "the newest token stays (the release lets it go)")
+
+
+def _per_head() -> Any:
+    return option(False, "average attention in each KV head, not over all heads of a layer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TovaScorer(Scorer):
     """The score is the attention of the prompt's last query."""
 
-    per_head: bool
-    protect_newest: bool
+    per_head: bool = _per_head()
+    protect_newest: bool = _protect_newest()
 
     @property
     def evidence(self) -> Evidence:
@@ -55,40 +58,49 @@ class TovaScorer(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         mean = view.mass.mean(1)
-        return mean if self.per_head else view.ops.heads_mean(mean, view.pos, view.position)
+        return mean if self.per_head else layer_mean(mean, view.pos, len(mean), view.position)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tova(StepPolicy):
     """The row with the least attention in this step leaves. Stores no columns."""
 
-    per_head: bool
-    protect_newest: bool
-    sinks: int
+    per_head: bool = _per_head()
+    protect_newest: bool = _protect_newest()
+    sinks: int = options.sinks(0)
     name: str = "tova"
-    needs_attention: bool = True
 
     @property
     def recent(self) -> int:  # type: ignore[override]
         return int(self.protect_newest)
 
-    def score(self, view: StepView, count: int | Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, view: StepView, count: int | Tensor) -> Tensor:
         assert view.attention is not None
         mean = view.attention
         if not self.per_head:
-            mean = layer_mean(mean, view.pos, view.layer)
-        return mean, unprotected(view, self)
+            mean = layer_mean(mean, view.pos, view.heads, view.context)
+        return protect(mean, view, self)
 
-    def block_kernel(self, ops: Kernels, block: BlockEnd) -> tuple[Tensor, Tensor] | None:
-        if ops.unprotected_block is None or block.attention is None:
-            return None
-        mean = block.attention
-        if not self.per_head:
-            mean = ops.heads_mean(mean, block.pos, block.position)
-        return ops.unprotected_block(mean, *block.heads(self))
 
-    def end_kernel(self, ops: Kernels, end: StepEnd) -> bool:
-        if ops.tova_step is None:
-            return False
-        ops.tova_step(*end.heads, layerwise=not self.per_head)
-        return True
+SCORER = Part(
+    "tova",
+    TovaScorer,
+    "the last query's attention",
+    differs=(
+        "the newest token stays; the release lets it go if it attends to itself least "
+        "(`protect_newest`)",
+        "where the heads of a layer hold different tokens, the mean is over those that hold a "
+        "token; the release always evicts the same in all",
+    ),
+)
+
+
+METHOD = Method(
+    "tova",
+    "the tokens that the newest query attends to least leave",
+    parts=(SCORER,),
+    rule=Tova,
+    paper="2401.06104",
+    scores="newest query's attention",
+    second="needs recall",
+)

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from minikv.policies.base import Preference
+from minikv.policies.facts import Part
+from minikv.policies.options import option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns(Preference):
     """The first `edge` and the last `edge` rows of each prompt leave after all others."""
 
-    edge: int
+    edge: int = option(8, "tokens at either end of a turn", (1, 4096))
 
     def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
         found = torch.zeros_like(pos, dtype=torch.bool)
@@ -27,3 +29,6 @@ class Turns(Preference):
             inside = (pos >= begin) & (pos < end)
             found |= inside & ((pos < begin + self.edge) | (pos >= end - self.edge))
         return found
+
+
+PREFERENCE = Part("turns", Turns, "the ends of every turn")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
-import step_oracle
 import torch
 from pairwise import some_by_day
 from safetensors.torch import load_file
@@ -83,92 +80,6 @@ def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | No
             set(a) ^ set(b) for a, b in zip(kept(blocks.kv), kept(steps.kv), strict=True)
         ]
         assert all(len(rows) <= (1 if windows else 0) for rows in gone)
-
-
-class WithKernels(Kernels):
-    """Operations that choose for themselves which rows leave after a block."""
-
-    calls = 0
-
-    @classmethod
-    def unprotected_block(cls, *given: Any) -> tuple[Tensor, Tensor]:
-        cls.calls += 1
-        return step_oracle.unprotected_block(*given)
-
-    @classmethod
-    def h2o_block(cls, *given: Any) -> tuple[Tensor, Tensor]:
-        cls.calls += 1
-        return step_oracle.h2o_block(*given)
-
-    @classmethod
-    def roco_block(cls, *given: Any) -> tuple[Tensor, Tensor]:
-        cls.calls += 1
-        return step_oracle.roco_block(*given)
-
-
-CHOOSING: list[tuple[str, dict[str, object]]] = [
-    *((name, {}) for name in ("h2o", "roco", "tova", "streaming", "l2", "random", "hashevict")),
-    ("scissorhands", {"history": 70}),
-    ("tova", {"per_head": True}),
-    ("hashevict", {"hash_with": "key", "bits": 40}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), CHOOSING)
-@pytest.mark.parametrize("windows", [None, (None, 24, None)])
-def test_a_kernel_is_given_what_the_scores_are_made_of(
-    name: str, options: dict[str, object], windows: tuple[int | None, ...] | None
-) -> None:
-    """Two prompts, the first tokens pinned: the same rows and logits as by scores."""
-    net, found = network(windows=windows), []
-    for ops in (Kernels(), WithKernels()):
-        WithKernels.calls = 0
-        run = strided(net, name, 30, 8, options or None)
-        run.kv.use(ops)
-        run.kv.pin(3)
-        logits = [run.prompt(ids(70)), run.step(5), run.prompt(ids(21, 1))]
-        found.append((torch.stack(logits), kept(run.kv)))
-    assert WithKernels.calls > 20
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-
-
-LEARN = [name for name in STEPS if step(name).columns and not step(name).evict_first]
-OTHERS: list[tuple[str, dict[str, object] | None]] = [
-    ("scissorhands", {"history": 5}),
-    ("scissorhands", {"history": 70}),
-    ("roco", {"pool": 1, "lead": 1.0}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), [*((n, None) for n in LEARN), *OTHERS])
-@pytest.mark.parametrize("queries", [1, 2, 31, 32, 40])
-def test_a_block_counts_as_one_query_after_the_other(
-    name: str, options: dict[str, object] | None, queries: int
-) -> None:
-    """To the bit, over three blocks; the rows of each begin with zeros."""
-    policy, heads, before = step(name, options), 2, 9
-    made = torch.Generator().manual_seed(queries)
-    one: dict[str, Tensor] = {
-        column: torch.zeros((heads, before + 3 * queries), dtype=kind)
-        for column, kind in policy.columns.items()
-    }
-    other = {column: values.clone() for column, values in one.items()}
-    for block in range(3):
-        end = before + (block + 1) * queries
-        p = torch.rand((heads, queries, end), generator=made).pow(4)
-        p = p.tril(end - queries).masked_fill(torch.rand(p.shape, generator=made) < 0.1, 0.0)
-        p = p / p.sum(2, keepdim=True)
-        seen = (p > 0).sum(2).to(torch.float32)
-        for columns, update in ((one, policy.update_block), (other, partial(loop, policy))):
-            update(Kernels(), {c: t[:, :end] for c, t in columns.items()}, p, lambda s=seen: s)
-        for column in one:
-            assert torch.equal(one[column], other[column]), column
-    assert any(bool(values.any()) for values in one.values())
-
-
-def loop(policy: StepPolicy, *given: Any) -> None:
-    StepPolicy.update_block(policy, *given)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pairwise import covering, pairwise
-from small import COMPOSITIONS, PAIRS, VOCAB, Walk, by_day, ids, least, network, over, spell
+from small import COMPOSITIONS, PAIRS, VOCAB, Walk, by_day, ids, least, network, over, parts, spell
 from torch import Tensor
 
 from minikv import policies
@@ -16,11 +16,11 @@ from minikv.engine.decode_loop import Capture, Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
+from minikv.policies import registry
 from minikv.policies.base import (
     Candidates,
     PromptPolicy,
     PromptView,
-    oldest_of_lowest,
     smallest_budget,
 )
 
@@ -28,18 +28,7 @@ PROMPTS = [name for name in policies.prompt_names() if name != "full"]
 COMPOSED = [*PROMPTS, "h2o+ada+pyramid", "kvcrush(adakv)", "snapkv+critical+turns", "l2+nacl+ada"]
 
 
-@pytest.fixture(autouse=True)
-def someone_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No budget leaves a head without a row that its step policy may evict."""
-
-    def checked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-        assert bool((free & (pos >= 0)).any(1).all())
-        return oldest_of_lowest(scores, pos, free)
-
-    monkeypatch.setattr("minikv.policies.base.oldest_of_lowest", checked)
-
-
-@pytest.mark.parametrize("name", [n for n in COMPOSED if "global" not in policies.find(n).parts])
+@pytest.mark.parametrize("name", [n for n in COMPOSED if "global" not in parts(n)])
 @pytest.mark.parametrize("layers", [1, 2, 5, 32])
 def test_layers_sum_to_the_budget(name: str, layers: int) -> None:
     """Every integer budget up to 400 and some up to 4,096, for several lengths of a prompt."""
@@ -115,13 +104,13 @@ def choices(draw: st.DrawFn, part: str = "", step: str = "", pinned: int = 0) ->
     step = step or draw(st.sampled_from(policies.step_names()))
     stride = 0
     if part or step == "none" or not draw(st.booleans()):
-        fitting = [w for w in COMPOSITIONS if not part or part in policies.find("+".join(w)).parts]
+        fitting = [w for w in COMPOSITIONS if not part or part in parts("+".join(w))]
         words = draw(st.sampled_from([("full",), *fitting] if not part else fitting))
         name = spell(words, draw(st.integers(0, len(words) - 1)))
     else:
         name, stride = step, draw(st.sampled_from([1, 4, 16, 64]))
     info = None if stride else policies.find(name)
-    takes = [*(info.prompt_options if info else ()), *policies.find(step, step=True).own]
+    takes = [*(info.prompt_options if info else ()), *policies.find(step, step=True).step_options]
     given = {
         o.name: draw(values(o))
         for o in takes
@@ -173,9 +162,10 @@ BRIEF = settings(
 )
 LONG = settings(BRIEF, max_examples=440, derandomize=False, print_blob=True)
 STEPS = policies.step_names()
+PARTS = (*registry.SCORERS, *registry.OTHER_PARTS)
 
 
-@pytest.mark.parametrize("part", policies.PARTS)
+@pytest.mark.parametrize("part", PARTS)
 @given(data=st.data())
 @BRIEF
 def test_walks_with_every_part(part: str, data: st.DataObject) -> None:
@@ -302,13 +292,11 @@ def test_another_policy_finds_true_columns(other: int, stride: int, before: list
 
 
 def test_every_part_is_in_a_composition() -> None:
-    assert {p for words in COMPOSITIONS for p in policies.find("+".join(words)).parts} == set(
-        policies.PARTS
-    )
+    assert {part for words in COMPOSITIONS for part in parts("+".join(words))} == set(PARTS)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("part", policies.PARTS)
+@pytest.mark.parametrize("part", PARTS)
 @given(data=st.data())
 @LONG
 def test_ten_thousand_walks(part: str, data: st.DataObject) -> None:

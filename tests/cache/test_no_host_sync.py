@@ -29,9 +29,8 @@ from minikv.cache.prefill import Prefill
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
-from minikv.policies import PARTS, POLICIES, Option, Value
+from minikv.policies import Option, Value, registry
 from minikv.policies.base import GlobalAllocator, StepPolicy, policy_columns
-from minikv.policies.h2o import H2O
 
 FAR = torch.device("meta")
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 1, 3, 2, 8, 16
@@ -154,7 +153,7 @@ def walk(names: Sequence[str]) -> list[Any]:
         found.append(case(name, {}))
         new = [part for part in policies.find(name).parts if part not in seen]
         seen.update(new)
-        for option in (option for part in new for option in PARTS[part].options):
+        for option in (option for part in new for option in part.options):
             found += [case(name, {option.name: value}) for value in others(option)]
     return found
 
@@ -175,13 +174,13 @@ PROMPTS = walk([*policies.prompt_names(), *MIXED])
 STEPS = [
     case(name, given | ({"window": 1} if "buffer" in given else {}))
     for name in policies.step_names()
-    for given in ({}, *({o.name: v} for o in POLICIES[name].own for v in others(o)))
+    for given in ({}, *({o.name: v} for o in registry.method(name).step_options for v in others(o)))
 ]
 
 
 def test_the_walk_takes_every_part() -> None:
     walked = {part for p in PROMPTS for part in policies.find(p.values[0]).parts}
-    assert walked == {*PARTS}
+    assert walked == {*registry.parts()}
 
 
 def read(
@@ -231,12 +230,6 @@ def test_the_columns_of_a_step_policy(name: str, options: dict[str, object]) -> 
     read("full", {}, name, options, False)
 
 
-class _Other(H2O):
-    """A policy that has no kernel and takes a block query by query."""
-
-    update_block = StepPolicy.update_block  # type: ignore[assignment]
-
-
 BLOCKS = [p for p in STEPS if p.values[0] != "none"]
 
 
@@ -249,10 +242,6 @@ def test_blocks(name: str, options: dict[str, object]) -> None:
     blocks(made, None, 40, before=True)
     blocks(made, 30, 40, before=False)
     blocks(made, None, 300, before=False)
-
-
-def test_blocks_of_a_policy_that_takes_query_by_query() -> None:
-    blocks(_Other(recent_share=0.5, sinks=4), None, 40, before=True)
 
 
 def blocks(step: StepPolicy, window: int | None, cap: int, *, before: bool) -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +23,11 @@ from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.plan import Plan
 from minikv.cache.rules import Rules
-from minikv.cache.second_pass import FullRows, PassCost, SecondPassPrefill
+from minikv.cache.second_pass import PassCost, SecondPass
 from minikv.cache.stats import Shape, full_cache_bytes
 from minikv.cache.tier import Tier
 from minikv.cache.tier_file import FileRows
-from minikv.cache.tier_rows import TierError, columns_of
+from minikv.cache.tier_rows import RamRows, TierError, columns_of
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError
 from minikv.kernels.dispatch import Kernels
@@ -374,42 +375,45 @@ def test_what_is_held_at_once() -> None:
     cost = run.kv.scoring_cost(200, 0, asks=False)
     assert cost is not None
     assert (cost.tokens, cost.reads) == (sum(map(len, fed)), len(fed) + 1)
-    full = cost.ram - 3 * (200 + longest) * row
-    assert full == 3 * (19 + 200 + 59) * row
+    text = 3 * (longest + longest + 59) * row  # and a copy of it beside the rows of a window
+    full = 3 * (19 + 200 + 59) * row
     assert full <= full_cache_bytes(shape, 200, 4)
-    layer = 3 * (200 + longest) * row
+    layer = 3 * 200 * row
+    assert cost.ram == full + layer + text
     scores = 3 * 3 * 200 * 4
     target = run.kv.arena.nbytes
-    one_copy = 3 * 200 * row  # of a layer, while its rows enter the pool
     pool = 15 * 9 * 8 + run.kv.arena.rows * 12
-    assert run.kv.last_prompt.peak_bytes <= full + layer + scores + target + one_copy + pool
+    assert run.kv.last_prompt.peak_bytes <= full + layer + text + scores + target + pool
     assert run.kv.last_prompt.peak_bytes > full + layer + scores + target
 
 
-def test_rows_are_kept_layer_by_layer() -> None:
-    """Of a layer with a window those that the next token sees; what comes back is what was kept."""
-    shape = Shape(2, 3, 6, 4, (5, None), 100)
-    rows = FullRows(shape, 12, 3, torch.float32, torch.device("cpu"))
-    given = torch.randn(2, 2, 3, 12, 4)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_with_a_window_keeps_what_the_next_token_sees(device: str) -> None:
+    """What comes back is what was kept; the other rows are zeros. And what that costs."""
+    shape, where = Shape(2, 3, 6, 4, (5, None), 100), torch.device(device)
+    rows = RamRows(2, 3, columns_of(shape, torch.float32, False), 12, where, shape.windows)
+    tier = Tier(shape, torch.float32, where, rows=rows)
+    tier.open(12)
+    given = torch.randn(2, 2, 3, 12, 4).to(where)
     for layer in range(2):
-        key, value = rows.stage(layer, 12)
+        key, value = tier.stage(layer, 12)
         key.copy_(given[layer, 0])
         value.copy_(given[layer, 1])
-        rows.store(layer, key, value)
-    rows.reread(12, 3)
-    for layer, first in ((0, 8), (1, 0)):
-        key, value = rows.stage(layer, 15)
-        assert key.shape == (3, 15, 4)
-        assert torch.equal(key[:, first:12], given[layer, 0, :, first:])
-        assert torch.equal(value[:, first:12], given[layer, 1, :, first:])
-        rows.store(layer, key.fill_(7.0), value.fill_(7.0))  # nothing of a repeat is kept
-    assert torch.equal(rows.stage(1, 15)[0][:, :12], given[1, 0])
-    assert rows.nbytes == 2 * 3 * (4 + 12) * 4 * 4
-    some, layer = [Repeat((1, 2), 0, 9), Repeat((1, 2, 3), 9, 12)], 2 * 3 * 15 * 4 * 4
-    cost = PassCost.of(shape, 12, some, torch.float32, gpu=False)
-    assert cost == PassCost(5, 3, rows.nbytes + layer, 2 * 2 * 3 * 12 * 4 * 4, 2 * layer)
-    cost = PassCost.of(shape, 12, some, torch.float32, gpu=True)
-    assert cost == PassCost(5, 3, rows.nbytes, cost.file, cost.file)  # both of two layers
+        tier.store(layer, key, value)
+    assert rows.nbytes == tier.nbytes == 2 * 3 * (4 + 12) * 4 * 4
+    tier.reread(12)
+    if device == "cpu":
+        for _ in range(2):
+            for layer, first in ((0, 8), (1, 0)):
+                want = given[layer].clone()
+                want[:, :, :first] = 0.0
+                assert torch.equal(torch.stack(tier.stage(layer, 12)), want)
+    texts, each = [Repeat((1, 2), 0, 9), Repeat((1, 2, 3), 9, 12)], 2 * 3 * 4 * 4
+    text = (3 + 3 + 4) * each  # its rows, and once more with those that they see
+    cost = PassCost.of(shape, 12, texts, torch.float32, gpu=False)
+    assert cost == PassCost(5, 3, (16 + 12) * each + text, 24 * each, 24 * each + text)
+    cost = PassCost.of(shape, 12, texts, torch.float32, gpu=True)
+    assert cost == PassCost(5, 3, 16 * each, 24 * each, 24 * each, 12 * each + text)
 
 
 # -- in a file -------------------------------------------------------------------------------------
@@ -491,13 +495,13 @@ def test_a_file_holds_two_layers_at_a_time(staged: bool, tmp_path: Path) -> None
         cost = run.kv.scoring_cost(200, 0, asks=False)
         assert cost is not None
         longest = max(len(text) for text in texts(ids(200), 4, chunk))
-        assert cost.file_ram == 2 * 3 * (200 + longest) * row
+        assert cost.file_ram == 3 * (2 * 200 + longest) * row
         scores, arena = layers * 3 * 200 * 4, run.kv.arena
         pool = layers * 3 * 15 * 8 + arena.rows * 12
         copied = 3 * 200 * row  # while a layer's rows enter the pool
-        rest = cost.file_ram + cost.file_ram // 2 * staged + copied
+        rest = cost.file_ram + 3 * 200 * row * staged + copied
         peaks[layers] = run.kv.last_prompt.peak_bytes - scores - arena.nbytes - pool
-        assert cost.file_ram < peaks[layers] <= rest
+        assert cost.file_ram - 3 * longest * row < peaks[layers] <= rest
         rows.close()
     assert abs(peaks[9] - peaks[3]) < 0.1 * 6 * copied  # tables of what competes, by layer
 
@@ -545,11 +549,11 @@ def test_a_file_that_fails_is_said_and_changes_nothing(
     def spoil(tokens: Tensor, kv: object) -> Tensor:
         if how == "full" or next(calls) == 3:
             if how == "damaged":
-                with open(tmp_path / "rows.kv", "r+b") as file:
+                with open(tmp_path / "rows.kv" / "rows", "r+b") as file:
                     file.seek(-9000, os.SEEK_END)
                     file.write(b"\xff" * 4096)
             elif how == "short":
-                os.truncate(tmp_path / "rows.kv", 5 * 4096)
+                os.truncate(tmp_path / "rows.kv" / "rows", 5 * 4096)
             else:
                 monkeypatch.setattr(os, "pwritev", lambda *given: 0)
         return forward(tokens, kv)  # type: ignore[arg-type]
@@ -576,7 +580,7 @@ def test_the_peak_is_planned_before_anything_is_read(
     run.kv.begin(120, room)
     reading = run.kv.scored_twice
     assert reading is not None
-    planned = reading.planned
+    planned = reading.planned(reading.cost(gpu=False).ram)
     run.kv.rollback()
     run.prompt(ids(120), room=room)
     peak = run.kv.last_prompt.peak_bytes
@@ -609,41 +613,6 @@ def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
     assert shared.kv.budget_rows == 50
 
 
-def test_a_prompt_takes_over_what_an_equal_one_read_and_scored() -> None:
-    """Without a forward: the rows that stay are the same, for a smaller budget too."""
-    run, _ = made(network(), "kvzip", 40, chunk=25)
-    run.prompt(ids(90))
-    first, _ = made(network(), "kvzip", 40, chunk=25)
-    known = None
-    forward = first.network.forward
-
-    def keep(tokens: Tensor, kv: object) -> Tensor:
-        nonlocal known
-        known = first.kv.scored_twice
-        return forward(tokens, kv)  # type: ignore[arg-type]
-
-    first.network.forward = keep  # type: ignore[method-assign]
-    first.prompt(ids(90))
-    assert known is not None
-    assert known.scored
-    for budget in (40, 20):
-        want, _ = made(network(), "kvzip", budget, chunk=25)
-        want.prompt(ids(90))
-        again, _ = made(network(), "kvzip", budget, chunk=25)
-        again.kv.begin(90)
-        reading = again.kv.scored_twice
-        assert reading is not None
-        assert not reading.scored
-        reading.replay(known)
-        assert reading.replayed
-        again.kv.advance(90)
-        assert kept(again.kv) == kept(want.kv)
-    stepped, _ = made(network(), "kvzip", 40, "roco", chunk=25)
-    stepped.kv.begin(90)
-    assert stepped.kv.scored_twice is not None
-    assert stepped.kv.scored_twice.needs is None  # its statistics are its own
-
-
 @pytest.mark.parametrize("step", ["none", "roco"])
 def test_the_peak_with_the_rows_in_a_file_is_planned_too(step: str, tmp_path: Path) -> None:
     """By a prompt that begins in memory: what to do is decided before there is a file. Where no
@@ -653,9 +622,10 @@ def test_the_peak_with_the_rows_in_a_file_is_planned_too(step: str, tmp_path: Pa
     run.kv.begin(120)
     reading = run.kv.scored_twice
     assert reading is not None
-    planned = reading.planned_in_file
-    assert planned < reading.planned
-    assert reading.cost(gpu=False) == run.kv.scoring_cost(120, 0, asks=False)
+    cost = reading.cost(gpu=False)
+    planned = reading.planned(cost.file_ram)
+    assert planned < reading.planned(cost.ram)
+    assert cost == run.kv.scoring_cost(120, 0, asks=False)
     run.kv.rollback()
     rows = filed(run, tmp_path / "rows")
     run.prompt(ids(120))
@@ -664,37 +634,15 @@ def test_the_peak_with_the_rows_in_a_file_is_planned_too(step: str, tmp_path: Pa
     rows.close()
 
 
-def test_prompts_of_equal_texts_and_scores_need_the_same(tmp_path: Path) -> None:
-    """And only these may take over from each other: not under other texts, another score, or with
-    rows that are gone with their file."""
-
-    def needs(name: str = "kvzip", chunk: int = 25, tokens: int = 90, file: bool = False) -> object:
-        policy = policies.prompt_policy(name, {"chunk": chunk})
-        run = Engine(net, over(net, Rules(policy, None, Budget.parse(15))))
-        rows = filed(run, tmp_path / "rows") if file else None
-        run.kv.begin(tokens)
-        assert run.kv.scored_twice is not None
-        found = run.kv.scored_twice.needs
-        run.kv.rollback()
-        if rows is not None:
-            rows.close()
-        return found
-
-    net = network()
-    assert needs() == needs() is not None
-    assert len({needs(), needs("kvzip+"), needs(chunk=30), needs(tokens=91)}) == 4
-    assert needs(file=True) is None
-
-
 # -- each summand of the peak ------------------------------------------------------------------
 
 ROW = 2 * 8 * 4 + 4 + 4  # a key, a value, a position and what it is worth
 SCORES = 2 * 3 * 12 * 4  # of 12 tokens in 2 layers, 3 heads each
 KEPT = 2 * 3 * 12 * 2 * 8 * 4  # their keys and values
-STAGED = 3 * (12 + 70) * 2 * 8 * 4  # of one layer, with the longer text
+TEXT = 3 * 2 * 8 * 4  # a token of a further text, in one layer
 
 
-def by_hand(step: str = "none", pool: int | None = None) -> SecondPassPrefill:
+def by_hand(step: str = "none", pool: int | None = None) -> SecondPass:
     """A prompt of 12 tokens and texts of 60 and 70 tokens that score its halves; 60 rows are there
     for what stays."""
     policy = policies.prompt_policy("kvzip+uniform" if pool is None else "kvzip")
@@ -706,99 +654,58 @@ def by_hand(step: str = "none", pool: int | None = None) -> SecondPassPrefill:
     plan = Plan(0, 12, None if pool else [15, 15], 0, 0, [30, 30], [36, 36], pool=pool)
     shape, ops = Shape(2, 3, 6, 8, (None, None), 4096), Kernels()
     given = arena, arena.layout(), target, policy, stepper, plan, texts, 0, torch.float32, ops
-    return SecondPassPrefill(shape, *given)
+    return SecondPass(shape, *given)
 
 
-def fed(read: SecondPassPrefill, tokens: int) -> None:
+def rows(tokens: int, layer: int) -> Iterator[Tensor]:
+    """Queries, keys and values."""
+    draw = torch.Generator().manual_seed(layer)
+    return (torch.randn(tokens, n, 8, generator=draw) for n in (6, 3, 3))
+
+
+def fed(read: SecondPass) -> None:
     for layer in range(2):
-        made = torch.Generator().manual_seed(layer)
-        read.stage(layer, *(torch.randn(tokens, n, 8, generator=made) for n in (6, 3, 3)))
+        read.stage(layer, *rows(12, layer))
         read.finish(layer)
 
 
-def test_the_peak_of_a_second_pass_is_noted_where_a_part_of_it_begins_or_ends() -> None:
-    """The target, the scores, the rows and the staging buffer are there throughout; then positions,
-    of the prompt or of the prompt and a text. Nothing else is kept of a layer."""
-    read = by_hand()
-    held = 60 * ROW + SCORES + KEPT + STAGED
-    assert read.peak == held + 12 * 8
-    fed(read, 12)
-    assert read.peak == held + 12 * 8
-    assert read._reading.exact == []
-    first, second = read.repeats
-    read.begin_pass(first)
-    assert read.peak == held + 12 * 8
-    fed(read, 60)
-    read.end_pass()
-    assert read.peak == held + (12 + 60) * 8
-    read.begin_pass(second)
-    fed(read, 70)
-    read.end_pass()
-    assert read.peak == held + (12 + 70) * 8
-    read.complete()
-    assert read.peak == held + (12 + 70) * 8  # the choice holds less
+def repeated(read: SecondPass, repeat: Repeat, progress: Callable[[int], None]) -> None:
+    text, tokens = read.text(repeat, progress), len(repeat.ids)
+    assert text.position == 12
+    for layer in range(2):
+        text.attend(layer, *rows(tokens, layer))
+    text.advance(tokens)
 
 
-def test_the_choice_from_a_pool_counts_its_tables_and_what_enters() -> None:
-    read = by_hand(pool=30)
-    fed(read, 12)
-    for text, tokens in zip(read.repeats, (60, 70), strict=True):
-        read.begin_pass(text)
-        fed(read, tokens)
-        read.end_pass()
-    read.complete()
-    tables, copied = 30 * 8 + 60 * 12, max(30 * 8 * 4, 60 * 8 * 4)
-    assert read.peak == 60 * ROW + SCORES + KEPT + STAGED + 12 * 8 + tables + copied
-
-
-def test_the_notes_of_a_step_policy_count_from_when_they_are_taken() -> None:
-    """RoCo: two columns of float32 and the last 12 queries, with their log-sum-exps."""
-    read = by_hand("roco")
-    state = sum(kind.itemsize for kind in read.step.columns.values())  # type: ignore[union-attr]
-    noted, tail = 2 * 3 * 12 * state, 12 * 6 * (8 + 1) * 4
-    held = 60 * (ROW + state) + SCORES + KEPT + STAGED
+@pytest.mark.parametrize(("step", "pool"), [("none", None), ("none", 30), ("roco", None)])
+def test_the_peak_is_a_sum_of_what_is_there_at_once(step: str, pool: int | None) -> None:
+    """The target, the scores and the rows of all layers are there throughout. While the prompt is
+    read: positions, and what a step policy observes; from then on its notes, and a text's rows; at
+    the end a pool's tables and what enters it, if that is more."""
+    read = by_hand(step, pool)
+    state = sum(kind.itemsize for kind in read.step.columns.values()) if read.step else 0
+    held, noted = 60 * (ROW + state) + SCORES + KEPT, 2 * 3 * 12 * state
+    tail = 12 * 6 * (8 + 1) * 4 if read.step else 0
     assert read.peak == held + 12 * 8 + tail
-    fed(read, 12)
-    read.begin_pass(read.repeats[0])
-    sums, carried = 3 * 12 * (2 + 1) * 4, 3 * 12 * state
-    assert read.peak == held + noted + 12 * 8 + tail + sums + carried
-
-
-def test_the_planned_peak_of_a_second_pass_is_a_sum_of_what_is_known() -> None:
-    """Beside what is there at first: notes, sums and columns of before, a pool's tables, and the
-    larger of a layer's keys and values and of the largest column. In a file: two layers' rows with
-    the longest text in place of all rows and of one such layer."""
-    layer, column = 2 * 36 * 8 * 4, 60 * 8 * 4
-    assert layer > column
-    read = by_hand()
-    assert read.planned == read.peak + layer
-    assert read.planned_in_file == read.planned - (KEPT + STAGED) + 2 * STAGED
-    read = by_hand(pool=30)
-    assert read.planned == read.peak + 30 * 8 + 60 * 12 + layer
-    read = by_hand("roco")
-    state = sum(kind.itemsize for kind in read.step.columns.values())  # type: ignore[union-attr]
-    noted, scratch = 2 * 36 * state, 36 * (4 * (2 + 1) + state)
-    assert read.planned == read.peak + noted + scratch + layer
-    read = by_hand("tova")  # takes no notes of what a prompt's queries give
-    state = sum(kind.itemsize for kind in read.step.columns.values())  # type: ignore[union-attr]
-    assert read.planned == read.peak + 2 * 36 * state + layer
-    read.target = read.target.fresh([100, 100], {})
-    assert read.planned == read.peak + 2 * 36 * state + 200 * 8 * 4
-
-
-def test_progress_counts_the_prompt_and_each_text() -> None:
-    """And when the last text is done, all is scored."""
-    read = by_hand()
-    assert (read.end, read.work) == (12, 142)
-    assert (read.scoring, read.scored) == (False, False)
-    fed(read, 12)
-    assert read.done(1) == 12
+    cost = read.cost(gpu=False)
+    assert cost.ram == KEPT + 70 * TEXT
+    copied = max(2 * 36 * 8 * 4, 60 * 8 * 4)
+    scratch = 36 * (4 * (2 + 1) + state) if read.step else 0  # sums, and columns of before
+    tables = 0 if pool is None else pool * 8 + 60 * 12
+    planned = read.planned(cost.ram)
+    assert planned == read.peak + noted + max(70 * TEXT, scratch, tables + copied)
+    assert read.planned(cost.file_ram) == planned - cost.ram + cost.file_ram
+    fed(read)
     done = 12
     for text, tokens in zip(read.repeats, (60, 70), strict=True):
         assert not read.scored
-        read.begin_pass(text)
-        fed(read, tokens)
+        seen: list[int] = []
+        repeated(read, text, seen.append)
+        assert seen == [done + tokens // 2, done + tokens]
+        assert read.peak == held + noted + max(12 * 8 + tail + scratch, tokens * TEXT)
         done += tokens
-        assert read.done(1) == done
-        read.end_pass()
-    assert (read.scoring, read.scored) == (True, True)
+    assert (read.work, read.scoring, read.scored) == (142, True, True)
+    read.complete()
+    entering = 12 * 8 + tables + (0 if pool is None else max(pool * 8 * 4, 60 * 8 * 4))
+    assert read.peak == held + noted + max(12 * 8 + tail + scratch, 70 * TEXT, entering)
+    assert read.peak <= planned

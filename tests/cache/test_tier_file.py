@@ -7,8 +7,9 @@ import gc
 import json
 import os
 import random
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import forked
 import pytest
 import small
 import torch
+from tiers import Runtime
 from torch import Tensor
 
-from minikv.cache import tier_file, tier_format
+from minikv.cache import tier_file
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
 from minikv.cache.tier_file import FileRows, header_of, is_open
-from minikv.cache.tier_format import PAGE
-from minikv.cache.tier_rows import Columns, RamRows, Rows, TierError, columns_of, copy_rows
+from minikv.cache.tier_rows import Columns, Pinned, RamRows, Rows, TierError, columns_of, copy_rows
 from minikv.engine.engine import Engine
 
 LAYERS, HEADS = 3, 2
@@ -95,39 +96,53 @@ def test_rows_come_back_in_this_process_and_in_the_next(rows: FileRows, path: Pa
     found.close()
 
 
-def test_a_file_is_the_users_alone_in_whole_pages(rows: FileRows, path: Path) -> None:
+def test_a_tier_is_the_users_alone(rows: FileRows, path: Path) -> None:
     add(rows, 0, 100)
     rows.sync()
-    facts = path.stat()
-    assert stat.S_IMODE(facts.st_mode) == 0o600
-    assert facts.st_size == rows.nbytes
-    # three pages, a head, and for each layer the rows of a part, in whole pages
-    part = -(-100 * HEADS * 2 * 32 // PAGE) * PAGE
-    assert rows.nbytes == 4 * PAGE + LAYERS * part
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+    assert sorted(file.name for file in path.iterdir()) == ["manifest", "rows"]
+    # an id for each row, and for each layer the rows of a part
+    assert rows.nbytes == (path / "rows").stat().st_size == 100 * (4 + LAYERS * HEADS * 2 * 32)
     assert rows.working == 0
 
 
-@pytest.mark.parametrize("target", ["file", "nowhere"])
-def test_links_are_not_followed(tmp_path: Path, target: str) -> None:
-    (tmp_path / "file").write_bytes(b"precious")
-    link = tmp_path / "tier.kv"
-    link.symlink_to(tmp_path / target)
-    for use in (
-        lambda: FileRows.create(link, LAYERS, HEADS, COLUMNS),
-        lambda: FileRows.open(link),
-        lambda: header_of(link),
-    ):
-        with pytest.raises(TierError):
-            use()
-    assert (tmp_path / "file").read_bytes() == b"precious"
-    assert not (tmp_path / "nowhere").exists()
+def opened() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("pipe", "gone", "."):
+@pytest.mark.parametrize("what", ["gone", "pipe", "file", "link", "manifest", "rows", "empty"])
+def test_what_is_no_tier_is_refused_and_left_alone(path: Path, tmp_path: Path, what: str) -> None:
+    """Links are not followed, nothing that is no file is read, and nothing stays open."""
+    FileRows.create(tmp_path / "other", LAYERS, HEADS, COLUMNS).close()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "file":
+        path.write_bytes(b"minikv tier 1\n" + bytes(4096))
+    elif what == "link":
+        path.symlink_to(tmp_path / "other")
+    elif what != "gone":
+        FileRows.create(path, LAYERS, HEADS, COLUMNS).close()
+        for name in ("manifest", "rows") if what == "empty" else (what,):
+            (path / name).unlink()
+    if what == "manifest":
+        (path / what).symlink_to(tmp_path / "other" / what)
+    elif what == "rows":
+        os.mkfifo(path / what)
+    before = opened()
+    for use in (FileRows.open, *((header_of,) if what != "rows" else ())):
+        with pytest.raises(TierError) as error:
+            use(path)
+        if what == "file":
+            assert str(error.value) == (
+                "tier.kv is of an earlier version of minikv; the documents are read again"
+            )
+    if what not in ("gone",):
         with pytest.raises(TierError):
-            FileRows.open(tmp_path / name)
+            FileRows.create(path, LAYERS, HEADS, COLUMNS)
+        assert os.path.lexists(path)
+    assert opened() == before
+    FileRows.open(tmp_path / "other").close()
 
 
 def test_rows_behind_the_last_commit_are_ignored(rows: FileRows, path: Path) -> None:
@@ -257,55 +272,58 @@ def found_of(path: Path) -> tuple[int, str]:
     return count, wrong
 
 
+def put(path: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+
+
 def test_every_altered_byte_is_found(rows: FileRows, path: Path, part: float) -> None:
     add(rows, 0, 20)
     add(rows, 20, 31)
     rows.close()
-    data = path.read_bytes()
     draw = random.Random(5)
-    every = range(len(data))
-    places = every if part == 1.0 else sorted(draw.sample(every, 400))
-    second = len(data) - (len(data) - 3 * PAGE) // 2
-    for at in places:
-        altered = bytearray(data)
-        altered[at] ^= 1 << draw.randrange(8)
-        path.write_bytes(altered)
-        count, wrong = found_of(path)
-        assert wrong, at
-        assert count in (0, 20, 31)
-        if at >= second:
-            assert count == 20, at
-    path.write_bytes(data)
+    whole = {name: (path / name).read_bytes() for name in ("manifest", "rows")}
+    for name, data in whole.items():
+        every = range(len(data))
+        for at in every if part == 1.0 else draw.sample(every, min(300, len(data))):
+            altered = bytearray(data)
+            altered[at] ^= 1 << draw.randrange(8)
+            put(path, whole | {name: altered})
+            count, wrong = found_of(path)
+            assert wrong, at
+            first = at < len(data) * 20 // 31
+            assert count == (0 if name == "manifest" or first else 20), at
+    put(path, whole)
     assert found_of(path) == (31, "")
 
 
 @pytest.mark.parametrize("how", ["zeros", "cut", "random"])
-def test_a_torn_file_is_found(rows: FileRows, path: Path, how: str) -> None:
-    """Any page lost, overwritten, or the file cut there."""
+@pytest.mark.parametrize("name", ["manifest", "rows"])
+def test_a_torn_file_is_found(rows: FileRows, path: Path, name: str, how: str) -> None:
+    """Any block lost, overwritten, or the file cut there."""
     add(rows, 0, 20)
     add(rows, 20, 31)
     rows.close()
-    data = path.read_bytes()
-    for at in range(0, len(data), PAGE):
+    whole = {one: (path / one).read_bytes() for one in ("manifest", "rows")}
+    data = whole[name]
+    for at in range(0, len(data), 512):
         altered = bytearray(data)
         if how == "cut":
             del altered[at:]
         else:
-            altered[at : at + PAGE] = bytes(PAGE) if how == "zeros" else os.urandom(PAGE)
-        path.write_bytes(altered)
-        count, wrong = found_of(path)
-        # Of two commits, the second one's record may as well never have been written.
-        assert wrong or count < 31, at
-        path.unlink()
+            altered[at : at + 512] = bytes(512) if how == "zeros" else os.urandom(512)
+            del altered[len(data) :]
+        put(path, whole | {name: altered})
+        assert found_of(path)[1], at
 
 
 def test_a_damaged_part_is_written_again_from_there_on(rows: FileRows, path: Path) -> None:
     add(rows, 0, 20)
     add(rows, 20, 31)
     rows.close()
-    data = bytearray(path.read_bytes())
-    data[-5000] ^= 1
-    path.write_bytes(data)
+    data = bytearray((path / "rows").read_bytes())
+    data[-500] ^= 1
+    (path / "rows").write_bytes(data)
     found = FileRows.open(path)
     with pytest.raises(TierError, match="damaged from token 20 on") as error:
         expect(found, (0, 31, 0))
@@ -319,7 +337,7 @@ def test_a_damaged_part_is_written_again_from_there_on(rows: FileRows, path: Pat
 # -- writing ----------------------------------------------------------------------------------
 
 
-def full(*_: object) -> None:
+def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -352,7 +370,7 @@ def test_a_disk_that_cannot_keep_room_is_asked_for_it(
         rows.reserve(40, 20)
 
 
-@pytest.mark.parametrize("name", ["pwritev", "fdatasync"])
+@pytest.mark.parametrize("name", ["pwritev", "fdatasync", "fsync", "replace"])
 def test_a_write_that_fails_is_said_and_costs_only_its_own_rows(
     rows: FileRows, path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,15 +384,20 @@ def test_a_write_that_fails_is_said_and_costs_only_its_own_rows(
     assert found_of(path) == (20, "")
 
 
-def test_a_file_without_a_name_is_not_brought_to_the_disk(
-    rows: FileRows, monkeypatch: pytest.MonkeyPatch
+def test_a_file_without_a_name_is_gone_with_the_process_and_is_not_brought_to_the_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is gone with the process, so nobody waits for the disk."""
-    monkeypatch.setattr(os, "fdatasync", full)
-    rows.unlink()
+    """So nobody waits for the disk."""
+    for name in ("fdatasync", "fsync", "replace"):
+        monkeypatch.setattr(os, name, full)
+    rows = FileRows.create(path, LAYERS, HEADS, COLUMNS, named=False)
+    assert list(path.parent.iterdir()) == []
     add(rows, 0, 20, then=rows.sync)
     add(rows, 10, 30, 1, then=rows.sync)
     expect(rows, (0, 10, 0), (10, 30, 1))
+    assert not rows.is_at(path)
+    assert not rows.move(path)
+    rows.close()
 
 
 def test_a_tier_that_cannot_be_written_does_not_cost_the_turn(
@@ -385,12 +408,7 @@ def test_a_tier_that_cannot_be_written_does_not_cost_the_turn(
     shape = run.kv.shape
     rows = FileRows.create(path, 2, shape.kv_heads, columns_of(shape, net.dtype, False))
     run.kv.tier = Tier(shape, net.dtype, run.kv.device, rows=rows)
-    real = os.pwritev
-
-    def fails_later(handle: int, pieces: list[memoryview], at: int) -> int:
-        return real(handle, pieces, at) if at < 3 * PAGE else full()  # type: ignore[func-returns-value]
-
-    monkeypatch.setattr(os, "pwritev", fails_later)
+    monkeypatch.setattr(os, "pwritev", full)
     ids = small.ids(150)
     assert torch.equal(run.recall(ids), plain.prompt(ids))
     assert "No space left" in str(run.kv.tier.failed)
@@ -414,22 +432,17 @@ def test_a_file_is_open_in_one_place(rows: FileRows, path: Path) -> None:
     FileRows.open(path).close()
 
 
-def test_a_file_without_a_name_is_gone_when_it_is_closed(rows: FileRows, path: Path) -> None:
-    rows.unlink()
-    add(rows, 0, 20)
-    assert list(path.parent.iterdir()) == []
-    expect(rows, (0, 20, 0))
-
-
 def test_a_file_that_was_forgotten_is_closed(path: Path) -> None:
     """A chat that nobody closed frees its file's descriptor, lock and disk space."""
     made = FileRows.create(path, LAYERS, HEADS, COLUMNS)
     add(made, 0, 9)
-    handle = made._handle
+    handles = made._handle, made._folder
     del made
     gc.collect()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(handle)
+    for handle in handles:
+        assert handle is not None
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handle)
     found = FileRows.open(path)  # it is not locked
     expect(found, (0, 9, 0))
     found.close()
@@ -439,11 +452,12 @@ def test_a_closed_descriptor_is_not_closed_again(path: Path) -> None:
     """Its number may be another file's by then."""
     made = FileRows.create(path, LAYERS, HEADS, COLUMNS)
     made.close()
-    other = os.open(path, os.O_RDONLY)
+    others = [os.open(path, os.O_RDONLY) for _ in range(2)]
     del made
     gc.collect()
-    os.fstat(other)
-    os.close(other)
+    for other in others:
+        os.fstat(other)
+        os.close(other)
 
 
 def test_large_parts_take_several_calls(rows: FileRows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,7 +487,7 @@ def test_a_file_that_cannot_be_begun_is_not_there(
         raise error
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "pwritev", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(told or KeyboardInterrupt):
         FileRows.create(path, LAYERS, HEADS, COLUMNS)
     assert not path.exists()
@@ -491,31 +505,45 @@ def test_a_file_that_nobody_wants_is_gone_when_it_is_closed(rows: FileRows, path
     assert path.exists()  # its name is another's by now
 
 
-def test_a_file_moves_on_its_own_disk_alone(
-    rows: FileRows, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("there", ["nothing", "a tier", "a file"])
+def test_a_tier_moves_on_its_own_disk_alone(
+    rows: FileRows, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
 ) -> None:
+    """Over another one, or over a file of an earlier version; a failure changes nothing."""
     add(rows, 0, 20)
     rows.kept = False
-    real = os.replace
+    goal = tmp_path / "there.kv"
+    if there == "a file":
+        goal.write_text("old")
+    elif there == "a tier":
+        FileRows.create(goal, LAYERS, HEADS, COLUMNS).close()
+    before, real = sorted(tmp_path.rglob("*")), os.rename
 
-    def failing(code: int) -> Callable[..., None]:
-        def fail(*given: object) -> None:
-            raise OSError(code, os.strerror(code))
+    def failing(code: int) -> Callable[[Path, Path], None]:
+        def fail(source: Path, into: Path) -> None:
+            if source == path:
+                raise OSError(code, os.strerror(code))
+            real(source, into)
 
         return fail
 
-    monkeypatch.setattr(os, "replace", failing(errno.EXDEV))
-    assert not rows.move(tmp_path / "there.kv")
-    monkeypatch.setattr(os, "replace", failing(errno.EACCES))
+    monkeypatch.setattr(os, "rename", failing(errno.EXDEV))
+    assert not rows.move(goal)
+    monkeypatch.setattr(os, "rename", failing(errno.EACCES))
     with pytest.raises(OSError, match=os.strerror(errno.EACCES)):
-        rows.move(tmp_path / "there.kv")
-    assert (rows.path, rows.kept) == (path, False)
-    monkeypatch.setattr(os, "replace", real)
-    assert rows.move(tmp_path / "there.kv")
-    assert (rows.path, rows.kept) == (tmp_path / "there.kv", True)
+        rows.move(goal)
+    assert (rows.path, rows.kept, sorted(tmp_path.rglob("*"))) == (path, False, before)
+    monkeypatch.setattr(os, "rename", real)
+    assert rows.move(goal)
+    assert (rows.path, rows.kept, list(tmp_path.iterdir())) == (goal, True, [goal])
     expect(rows, (0, 20, 0))
-    rows.unlink()
-    assert not rows.move(path)  # without a name there is nothing to move
+    add(rows, 20, 30)
+    assert found_of_closed(rows, goal) == (30, "")
+
+
+def found_of_closed(rows: FileRows, path: Path) -> tuple[int, str]:
+    rows.close()
+    return found_of(path)
 
 
 def test_a_file_knows_whether_it_is_at_a_place(rows: FileRows, path: Path, tmp_path: Path) -> None:
@@ -525,49 +553,71 @@ def test_a_file_knows_whether_it_is_at_a_place(rows: FileRows, path: Path, tmp_p
     other.write_text("x")
     assert not rows.is_at(other)
     assert rows.path == path
+    other.unlink()
     path.rename(other)
     assert not rows.is_at(path)
     assert rows.is_at(other)
     assert rows.path == other
 
 
-def test_the_last_two_commits_are_on_two_pages(rows: FileRows, path: Path) -> None:
-    """A commit that is torn leaves the one before it."""
-    found = set()
-    before = path.read_bytes()[: 3 * PAGE]
-    for end in (20, 40, 60):
-        add(rows, end - 20, end)
-        after = path.read_bytes()[: 3 * PAGE]
-        changed = {n for n in (1, 2) if after[n * PAGE :][:PAGE] != before[n * PAGE :][:PAGE]}
-        assert len(changed) == 1
-        assert not changed & found
-        before, found = after, changed
-    rows.reserve(50, 30)  # a shorter conversation is recorded, too
-    after = path.read_bytes()[: 3 * PAGE]
-    (last,) = found
-    assert after[last * PAGE :][:PAGE] == before[last * PAGE :][:PAGE]
-    assert after != before
+def test_whenever_a_process_ends_the_last_manifest_is_whole(
+    rows: FileRows, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory as it is before and after each call that changes it: what is found is what was
+    committed before, or what is being committed."""
+    possible: list[tuple[int, int]] = []  # rows, and the seed of the last one
+    seen = []
+
+    def look() -> None:
+        copy = tmp_path / f"copy-{len(seen)}"
+        shutil.copytree(path, copy)
+        found = FileRows.open(copy)
+        assert found.damage == ""
+        seen.append((found.rows, found.ids[-1] // 1000 if found.rows else 0))
+        assert seen[-1] in possible
+        for layer in range(LAYERS if found.rows else 0):
+            found.read(layer, found.rows)  # checks its parts
+        found.close()
+
+    def looking(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            look()
+            done = real(*given, **more)
+            look()
+            return done
+
+        return call
+
+    for name in ("pwritev", "replace"):
+        monkeypatch.setattr(os, name, looking(getattr(os, name)))
+    rows_before = [(0, 0)]
+    for have, end, seed, last in ((0, 20, 1, 0), (20, 31, 2, 1), (25, 60, 3, 2), (10, 40, 4, 1)):
+        possible[:] = [*rows_before, (have, last), (end, seed)]
+        add(rows, have, end, seed, then=rows.sync)
+        rows_before = [(end, seed)]
+    monkeypatch.undo()
+    assert set(seen) == {(0, 0), (20, 1), (31, 2), (25, 2), (60, 3), (10, 1), (40, 4)}
 
 
 def test_nothing_new_is_nothing_to_write(rows: FileRows, path: Path) -> None:
     """A prompt of which the file has all rows, and one that it had before."""
     add(rows, 0, 20)
-    size, number = path.stat().st_size, rows._number
+    rows.sync()
+    before = [(file.name, file.stat().st_mtime_ns) for file in path.iterdir()]
     rows.reserve(20, 20)
     for layer in range(LAYERS):
         rows.write(layer, 20, {name: rows.read(layer, 20)[name][:, 20:] for name in COLUMNS})
     rows.commit(20)
     rows.drop()
-    assert (path.stat().st_size, rows._number) == (size, number)
+    assert [(file.name, file.stat().st_mtime_ns) for file in path.iterdir()] == before
     expect(rows, (0, 20, 0))
 
 
 def test_a_cleared_file_has_no_rows_and_gives_its_room_back(rows: FileRows, path: Path) -> None:
     add(rows, 0, 200)
-    assert rows.nbytes > 3 * PAGE
     rows.clear()
-    assert (rows.rows, rows.ids, rows.nbytes) == (0, [], 3 * PAGE)
-    assert path.stat().st_size == 3 * PAGE
+    assert (rows.rows, rows.ids, rows.nbytes) == (0, [], 0)
+    assert (path / "rows").stat().st_size == 0
     add(rows, 0, 20, seed=1)
     rows = again(rows, path)
     assert rows.damage == ""
@@ -599,76 +649,46 @@ def test_a_read_that_the_disk_refuses_names_the_first_token(
 
 # -- what others wrote ----------------------------------------------------------------------------
 
-
-def put(path: Path, at: int, page: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(page)
-
-
-def test_a_record_with_another_mark_is_none(rows: FileRows, path: Path) -> None:
-    """Its checksum fits, and it is no commit record; the other one counts."""
-    add(rows, 0, 20)
-    add(rows, 20, 30)
-    rows.close()
-    page = tier_format.sealed(tier_format.RECORD.pack(b"other\n\0\0", 9, 30, 2, 0), PAGE)
-    put(path, PAGE * (1 + rows._number % 2), page)
-    found = FileRows.open(path)
-    assert found.damage == "one of its commit records cannot be read"
-    assert found.rows == 20
-    found.close()
-
-
-def test_a_segment_of_another_record_is_left_out(rows: FileRows, path: Path) -> None:
-    """Whole in itself, but not the one that the record was written for."""
-    add(rows, 0, 20)
-    add(rows, 20, 30)
-    rows.close()
-    record = tier_format.RECORD.pack(tier_format.COMMIT, rows._number, 30, 2, 12345)
-    put(path, PAGE * (1 + rows._number % 2), tier_format.sealed(record, PAGE))
-    found = FileRows.open(path)
-    assert found.rows == 20
-    assert found.damage == "from token 20 on it is damaged"
-    found.close()
-
-
-HEADERS: list[object] = [
-    {"layers": 3, "heads": 2, "columns": {}, "identity": {}},
-    {"layers": 0, "heads": 2, "columns": {"k": ["float32", [8]]}, "identity": {}},
-    {"layers": 3, "heads": True, "columns": {"k": ["float32", [8]]}, "identity": {}},
-    {"layers": 3, "heads": 2, "columns": {"k": ["float32", [1 << 20]]}, "identity": {}},
-    {"layers": 3, "heads": 2, "columns": {"k": ["float64", [8]]}, "identity": {}},
-    {"layers": 3, "heads": 2, "columns": {"k": ["float32", [8]]}},
-    {"layers": 3, "heads": 2, "columns": [], "identity": {}},
+CHECKS = [1] * (1 + LAYERS)
+IMPOSSIBLE: list[object] = [
     [],
+    {"columns": {}},
+    {"columns": []},
+    {"columns": {"k": ["float64", [8]]}},
+    {"columns": {"k": ["float32", [1 << 20]]}},
+    {"layers": 0},
+    {"heads": True},
+    {"rows": 20},
+    {"rows": 20, "segments": [[0, 20, CHECKS[1:]]]},
+    {"rows": 20, "segments": [[0, 20, [*CHECKS[1:], -1]]]},
+    {"rows": 20, "segments": [[1, 20, CHECKS]]},
+    {"rows": 21, "segments": [[0, 20, CHECKS]]},
+    {"rows": 0, "segments": [[0, 20, CHECKS]]},
+    {"rows": 20.0, "segments": [[0, 20, CHECKS]]},
+    {"rows": 20, "segments": [[0, 1 << 31, CHECKS]]},
+    {"rows": 30, "segments": [[0, 20, CHECKS], [21, 9, CHECKS]]},
+    {"rows": 30, "segments": [[0, 20, CHECKS], [0, 30, CHECKS]]},
+    {"rows": 30, "segments": [[0, 20]]},
+    {"segments": None},
 ]
 
 
-@pytest.mark.parametrize("says", HEADERS)
-def test_a_first_page_that_says_what_cannot_be_is_refused(
-    rows: FileRows, path: Path, says: object
-) -> None:
-    rows.close()
-    text = json.dumps(says).encode()
-    put(
-        path, 0, tier_format.sealed(tier_format.TOP.pack(tier_format.MAGIC, len(text)) + text, PAGE)
-    )
+@pytest.mark.parametrize("says", IMPOSSIBLE)
+def test_a_manifest_that_says_what_cannot_be_is_refused(path: Path, says: object) -> None:
+    """Its checksum fits. With nothing of it changed it is read."""
+    FileRows.create(path, LAYERS, HEADS, COLUMNS, {"model": "x"}).close()
+    data = (path / "manifest").read_bytes()
+    made = json.loads(data.split(b"\n", 1)[1])
+    (path / "manifest").write_bytes(tier_file.sealed(json.dumps(made).encode()))
+    assert header_of(path) == tier_file.Header(LAYERS, HEADS, COLUMNS, {"model": "x"})
+    text = json.dumps(made | says if isinstance(says, dict) else says).encode()
+    (path / "manifest").write_bytes(tier_file.sealed(text))
     for read in (header_of, FileRows.open):
         with pytest.raises(TierError, match=r"tier.kv does not say what it is"):
             read(path)
-
-
-def test_a_header_that_the_disk_does_not_give_is_one_line(
-    rows: FileRows, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*given: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(TierError, match=r"tier.kv: Input/output error"):
+    (path / "manifest").write_bytes(data.replace(b"tier 2", b"tier 3"))
+    with pytest.raises(TierError, match="is damaged, or of another version of minikv"):
         header_of(path)
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_where_locks_do_not_work_nobody_is_asked(
@@ -709,56 +729,6 @@ def test_asking_whether_a_file_is_open_leaves_it_closed(path: Path) -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize(
-    ("mark", "first", "count", "layers"),
-    [
-        (b"commit\n\0", 20, 10, LAYERS),
-        (b"segment\0", 20, 10, LAYERS + 1),
-        (b"segment\0", 20, 10, LAYERS - 1),
-        (b"segment\0", 20, 0, LAYERS),
-        (b"segment\0", 20, 1 << 31, LAYERS),
-        (b"segment\0", 21, 10, LAYERS),
-        (b"segment\0", 0, 10, LAYERS),
-    ],
-)
-def test_a_forged_segment_is_damage(
-    mark: bytes, first: int, count: int, layers: int, rows: FileRows, path: Path
-) -> None:
-    """Its checksum fits, but it is no segment of this file: what is before it is kept."""
-    add(rows, 0, 20)
-    at = rows.nbytes
-    add(rows, 20, 30)
-    size = rows.nbytes - at - LAYERS * tier_format.part_size(rows.header, 10)
-    rows.close()
-    text = tier_format.HEAD.pack(mark, first, count, layers) + bytes(4 * LAYERS + 4 * 10)
-    put(path, at, tier_format.sealed(text, size))
-    found = FileRows.open(path)
-    assert found.rows == 20
-    assert found.damage == "from token 20 on it is damaged"
-    found.close()
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_what_is_no_regular_file_is_not_held_open(kind: str, path: Path) -> None:
-    os.mkdir(path) if kind == "folder" else os.mkfifo(path)
-    before = sorted(os.listdir("/proc/self/fd"))
-    for read in (header_of, FileRows.open):
-        with pytest.raises(TierError):
-            read(path)
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_parts_are_filled_up_with_zeros(rows: FileRows, path: Path) -> None:
-    add(rows, 0, 100)
-    rows.sync()
-    data, size = path.read_bytes(), 100 * HEADS * 2 * 32
-    part = -(-size // PAGE) * PAGE
-    for layer in range(LAYERS):
-        begin = 4 * PAGE + layer * part
-        assert data[begin : begin + size].strip(b"\0")
-        assert data[begin + size : begin + part] == bytes(part - size)
-
-
 def test_every_layer_is_read_once_and_the_next_one_while_this_one_is_computed(
     rows: FileRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -776,3 +746,16 @@ def test_every_layer_is_read_once_and_the_next_one_while_this_one_is_computed(
         rows.read(layer, 120)
         rows._wait()
         assert loaded == [*range(min(layer + 2, LAYERS))]
+
+
+def test_memory_that_a_gpu_copies_from_is_exact_and_given_back(rows: FileRows) -> None:
+    runtime = Runtime(10 << 20)
+    rows._memory = Pinned(runtime)
+    add(rows, 0, 100)
+    rows.reserve(150, 100)
+    for layer in range(LAYERS):
+        rows.read(layer, 150)
+        assert sum(runtime.held.values()) == rows.working > 0
+    rows.drop()
+    assert runtime.held == {}
+    expect(rows, (0, 100, 0))

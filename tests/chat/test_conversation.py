@@ -38,11 +38,10 @@ OPERATIONS: dict[str, Callable[[ChatSession], object]] = {
 FILES = tuple(
     os.path.join(*path.split("/"))
     for path in (
-        *("minikv/chat/session.py", "minikv/chat/guard.py", "minikv/chat/closing.py"),
-        *("minikv/chat/conversation.py", "minikv/chat/token_log.py", "minikv/chat/answer.py"),
-        *("minikv/chat/writing.py", "minikv/chat/continuation.py", "minikv/chat/recall.py"),
-        *("minikv/chat/reading.py", "minikv/chat/prompt_plan.py", "minikv/chat/cancelling.py"),
-        *("minikv/chat/undo.py", "minikv/cache/kv_cache.py", "minikv/cache/tier.py"),
+        *("minikv/chat/session.py", "minikv/chat/stopping.py", "minikv/chat/closing.py"),
+        *("minikv/chat/snapshot.py", "minikv/chat/reuse.py", "minikv/chat/answer.py"),
+        *("minikv/chat/recall.py", "minikv/chat/reading.py", "minikv/chat/plan.py"),
+        *("minikv/cache/kv_cache.py", "minikv/cache/tier.py"),
     )
 )
 

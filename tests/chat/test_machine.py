@@ -36,9 +36,9 @@ from small import SOON
 from whole import kept_of, whole
 
 from minikv import policies
+from minikv.chat.answer import Writer
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.chat.writing import Writer
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read as read_saved
 from minikv.cli.terminal import Terminal
@@ -184,7 +184,9 @@ def apply(session: ChatSession, op: Op) -> None:
         owed = () if snapshot.pending_token is None else (snapshot.pending_token,)
         known = (*snapshot.fed, *owed) if session.fed else snapshot.known
         session.restore(
-            replace(snapshot, held=None, fed=(), pending_token=None, known=known, shaped_by=None)
+            replace(
+                snapshot, held=None, fed=(), pending_token=None, known=known, evicted_for_turn=None
+            )
         )
     else:
         raise AssertionError(name)

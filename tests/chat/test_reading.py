@@ -1,12 +1,30 @@
-"""Reading again that is skipped: only that is stopped, and a cancel beside it is not lost."""
+"""Reading again that is skipped: only that is stopped. A policy that reads everything twice: one
+cache answers all questions, and what that costs is said before it is paid."""
 
 from __future__ import annotations
 
-import pytest
-from small_chat import chat, say
-from test_reuse import MILL, cache
+import re
+from pathlib import Path
+from typing import Any
 
-from minikv.errors import Interrupted
+import pytest
+from fakes import ByteTokenizer, ChatML
+from small_chat import chat, held_of, say
+from test_reuse import MILL, WELL, cache
+
+import minikv
+from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_rows import TierError
+from minikv.chat import reading
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.recall import Place, Recall
+from minikv.chat.report import size
+from minikv.chat.session import ChatSession
+from minikv.cli.interrupt import Interrupts
+from minikv.cli.terminal import Terminal
+from minikv.cli.turn import run_turn
+from minikv.errors import Interrupted, MemoryShortError, UsageError
+from minikv.settings import Generation
 
 
 def test_skipped_reading_answers_from_the_cache_as_it_is() -> None:
@@ -107,3 +125,445 @@ def test_skip_where_nothing_is_read_again_is_a_cancel() -> None:
     list(answer)
     assert session.report is not None
     assert session.report.stop_reason == "user"
+
+
+def fed(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What goes through the network from here on, text by text; steps are left out."""
+    seen: list[str] = []
+    network: Any = session.engine.network
+    forward = network.forward
+
+    def heard(ids: Any, kv: Any) -> Any:
+        if len(ids) > 1:
+            seen.append(bytes(i for i in ids.tolist() if i < 128).decode())
+        return forward(ids, kv)
+
+    monkeypatch.setattr(network, "forward", heard)
+    return seen
+
+
+def document(session: ChatSession) -> list[set[int]]:
+    """Positions of the document that each head holds."""
+    end = len(session.start()) + len(MILL)
+    return [{p for p in head if p < end} for head in held_of(session)]
+
+
+def test_the_request_is_made_of_the_template() -> None:
+    """The sentences of the release, and what ends a question and begins an answer."""
+    tokenizer = ByteTokenizer()
+    template = ChatML(tokenizer)
+    made = reading.wording(tokenizer, template)
+    assert bytes(made.first) == b"\n\nRepeat the previous context exactly."
+    assert bytes(made.later).endswith(b"exactly, starting with ")
+    whole = template.opening([minikv.chat.transcript.Message("user", "Who?")])
+    assert tuple(whole[-len(made.answer) :]) == made.answer
+    assert len(made.answer) > 0
+    assert bytes(i for i in whole[: -len(made.answer)] if i < 256).endswith(b"Who?")
+
+
+def test_one_cache_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document is read and repeated once; later questions are read alone, and nothing of the
+    document leaves for them but for what the first ones need."""
+    session = chat("kvzip", 60, reuse="auto")
+    seen, told = fed(session, monkeypatch), []
+    session.attach(MILL)
+    list(session.ask("Who?", 4, notice=told.append))
+    assert len(seen) == 3
+    assert seen[0].endswith(MILL + "\n\n")
+    assert "Repeat the previous context exactly." in seen[1]
+    assert seen[1].endswith(MILL[2:] + "\n\n")  # the first rows always stay
+    assert seen[2].startswith("Who?")
+    assert [line for line in told if "one cache serves all questions" in line]
+    first = document(session)
+    assert sum(map(len, first)) > 4 * 30
+    for question in ("Why?", "How?", "When?", "And?", "Who?", "Why?"):
+        say(session, question, 4)
+    assert len(seen) == 3 + 6
+    later = document(session)
+    assert all(a <= b for a, b in zip(later, first, strict=True))
+    say(session, "How?", 4)
+    assert document(session) == later  # no more than a quarter of the budget, ever
+    assert [r.reuse for r in session.reports] == ["blind", *["once"] * 7]
+    assert {r.shaped_by_turn for r in session.reports} == {None}
+    assert all(r.tokens.kept_mean <= 60 + 8 for r in session.reports)
+
+
+def test_the_same_as_blind_by_name() -> None:
+    auto, named = chat("kvzip", 60, reuse="auto"), chat("kvzip", 60, reuse="blind")
+    for session in (auto, named):
+        session.attach(MILL)
+        say(session, "Who?")
+        session.attach(WELL)
+        say(session, "Why?")
+    assert held_of(auto) == held_of(named)
+    assert auto.messages == named.messages
+
+
+def test_a_later_document_is_scored_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = chat("kvzip", 60, reuse="auto")
+    session.attach(MILL)
+    say(session, "Who?", 4)
+    seen = fed(session, monkeypatch)
+    session.attach(WELL)
+    say(session, "Why?", 4)
+    assert len(seen) == 3
+    assert seen[1].endswith(WELL + "\n\n")
+    assert all(document(session))
+
+
+def test_a_short_document_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = chat("kvzip", 1000, reuse="auto")
+    seen, told = fed(session, monkeypatch), []
+    session.attach(MILL)
+    list(session.ask("Who?", 4, notice=told.append))
+    assert not [text for text in seen if "Repeat" in text]
+    assert told == []
+    assert session.report is not None
+    assert session.report.saved == "nothing evicted"
+
+
+def test_the_cost_is_told_before_it_is_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = chat("kvzip", 60, reuse="blind")
+    seen, told = fed(session, monkeypatch), []
+
+    def notice(line: str) -> None:
+        told.append((line, len(seen)))
+
+    session.attach(MILL)
+    list(session.ask("Who?", 4, notice=notice))
+    (line, before), *_ = [one for one in told if one[0].startswith("kvzip scores")]
+    assert before == 0
+    first = len(session.start()) + len(MILL) - 4  # but for those that always stay
+    words = reading.wording(session.tokenizer, session.template)
+    more = first + len(words.first) + len(words.answer)
+    assert f"it reads {more + 2:,} tokens more to score {first + 6:,} (2.1 times the tok" in line
+    layers, heads, row = 2, 2, 2 * 8 * 4
+    rows = layers * (first + 6) + more + 2  # of all layers, and of the text in one
+    held = size(heads * row * rows)
+    assert f"with {held} of RAM until then" in line
+
+
+@pytest.mark.parametrize("policy", ["queryspan", "queryspan+global", "queryspan+ada"])
+@pytest.mark.parametrize("reuse", ["once", "blind"])
+@pytest.mark.parametrize("budget", [60, "60%", 1000])
+def test_what_is_read_for_probabilities_is_told_before_it_is_paid(
+    policy: str, reuse: str, budget: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tokens as are read so: those of all prompts after which something must leave. A
+    question alone is not worth a line, nor is a prompt that fits."""
+    session = chat(policy, budget, reuse=reuse)
+    seen, glances, told = fed(session, monkeypatch), [], []
+    network: Any = session.engine.network
+    shape, hidden = (2, -1, 8), network.hidden
+    session.engine.kv.output = lambda i: network.layers[i].out.dense().T.unflatten(0, shape)
+
+    def glanced(ids: Any, kv: Any) -> Any:
+        glances.append(len(ids))
+        return hidden(ids, kv)
+
+    monkeypatch.setattr(network, "hidden", glanced)
+
+    def notice(line: str) -> None:
+        if "twice" in line:
+            told.append((line, len(seen) + len(glances)))
+
+    session.attach(MILL)
+    list(session.ask("Who?", 4, notice=notice))
+    assert bool(glances) == (budget != 1000)
+    want = (
+        f"{policy} reads {sum(glances):,} tokens twice, first for their probabilities, which takes "
+        "about twice the time"
+    )
+    assert told == ([(want, 0)] if glances else [])
+    told.clear()
+    list(session.ask("Why?", 4, notice=notice))
+    assert told == []
+    session.attach(WELL * 2)
+    before, fed_before = sum(glances), len(seen) + len(glances)
+    list(session.ask("When?", 4, notice=notice))
+    if budget != 1000:
+        found = re.search(r"reads ([\d,]+) tokens twice", told[0][0])
+        assert found
+        assert (int(found[1].replace(",", "")), told[0][1]) == (sum(glances) - before, fed_before)
+
+
+def test_rows_that_a_window_has_left_are_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a long question behind a document is not read twice, and nothing is said."""
+    session = chat("queryspan", 300, window=80, reuse="blind")
+    network: Any = session.engine.network
+    hidden, glances, told = network.hidden, [], []
+    monkeypatch.setattr(
+        network, "hidden", lambda ids, kv: glances.append(len(ids)) or hidden(ids, kv)
+    )
+    session.attach(MILL)
+    list(session.ask("Who? " * 60, 4, notice=told.append))
+    assert glances == []
+    assert not [line for line in told if "twice" in line]
+
+
+@pytest.mark.parametrize("kind", ["none", "ram", "auto"])
+def test_no_memory_is_said_before_anything_is_read(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = chat("kvzip", 60, reuse="auto")
+    session.recall = Recall(session.engine.kv, kind, "same", lambda: 1000)
+    seen = fed(session, monkeypatch)
+    session.attach(MILL)
+    with pytest.raises(MemoryShortError, match="of RAM, and 1,000 B are free") as error:
+        list(session.ask("Who?"))
+    assert error.value.exit_code == 4
+    # A file would take more RAM than that, too, while it is read.
+    assert ("in a file" in str(error.value)) == (kind == "auto")
+    assert ('`tier="file"`' in error.value.hint) == (kind != "auto")
+    assert session.engine.kv.scoring_tier is None
+    assert seen == []
+    assert session.fed == []
+    assert session.pending
+
+
+def test_recall_is_refused_by_name() -> None:
+    session = chat("kvzip", 60, reuse="recall")
+    session.attach(MILL)
+    with pytest.raises(UsageError, match="kvzip reads everything twice"):
+        list(session.ask("Who?"))
+
+
+def test_progress_grows_to_the_end_and_an_interrupt_leaves_the_chat() -> None:
+    session = chat("kvzip", 60, reuse="auto")
+    session.attach(MILL)
+    steps: list[tuple[int, int, bool]] = []
+
+    def progress(done: int, total: int) -> None:
+        steps.append((done, total, session.scoring))
+
+    list(session.ask("Who?", 4, progress=progress))
+    done, totals, scoring = zip(*steps, strict=True)
+    assert list(done) == sorted(done)
+    assert len(set(totals)) == 1
+    assert done[-1] == totals[-1]
+    assert set(scoring) == {False, True}
+    assert not scoring[0]
+
+    session = chat("kvzip", 60, reuse="auto")
+    session.attach(MILL)
+
+    def stop(done: int, total: int) -> None:
+        if session.scoring:
+            session.cancel()
+
+    with pytest.raises(Interrupted):
+        list(session.ask("Who?", 4, progress=stop))
+    assert session.fed == []
+    say(session, "Who?", 4)
+    fresh = chat("kvzip", 60, reuse="auto")
+    fresh.attach(MILL)
+    say(fresh, "Who?", 4)
+    assert held_of(session) == held_of(fresh)
+
+
+def test_the_bar_says_that_it_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = chat("kvzip", 60, reuse="auto")
+    session.attach(MILL)
+    labels: list[str] = []
+
+    def shown(self: Any, done: int, total: int) -> None:
+        labels.append(self.label)
+
+    monkeypatch.setattr("minikv.cli.turn.Live.__call__", shown)
+    run_turn(session, "Who?", Generation(max_tokens=4), Terminal(), Interrupts(), show=False)
+    assert list(dict.fromkeys(labels)) == ["reading", "scoring what was read"]
+
+
+def test_a_saved_cache_keeps_its_scores() -> None:
+    """The scores are a column of the cache: what is restored goes on as before."""
+    session, other = chat("kvzip", 60, reuse="auto"), chat("kvzip", 60, reuse="auto")
+    session.attach(MILL)
+    say(session, "Who?", 4)
+    other.restore(session.snapshot())
+    for one in (session, other):
+        say(one, "Why is that so, and since when?", 4)
+    assert held_of(session) == held_of(other)
+    assert session.messages == other.messages
+
+
+# -- in a file -------------------------------------------------------------------------------------
+
+
+def deep() -> ChatSession:
+    """With layers enough that two of them are few."""
+    return chat("kvzip", 60, layers=6, reuse="auto")
+
+
+def filed(path: Path, kind: str = "file", free: int | None = None) -> ChatSession:
+    """A chat whose files are made in a folder. free: bytes of RAM that it is told are free."""
+    session = deep()
+    session.recall = Recall(session.engine.kv, kind, "same", lambda: free)
+    session.recall.where = lambda: Place(path / "rows.kv", named=True)
+    return session
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[FileRows]:
+    """The files that were closed."""
+    found: list[FileRows] = []
+    close = FileRows.close
+
+    def noted(self: FileRows) -> None:
+        if self._handle >= 0:
+            found.append(self)
+        close(self)
+
+    monkeypatch.setattr(FileRows, "close", noted)
+    return found
+
+
+def talk(session: ChatSession) -> list[str]:
+    """Two documents, a question about each and one more; what was told."""
+    told: list[str] = []
+    for text, question in ((MILL, "Who?"), (WELL, "Why?"), ("", "When?")):
+        if text:
+            session.attach(text)
+        list(session.ask(question, 6, notice=told.append))
+    return told
+
+
+@pytest.mark.parametrize("dtype", ["same", "int8"])
+def test_a_file_changes_no_answer_and_is_gone_after_it(
+    dtype: str, tmp_path: Path, closed: list[FileRows]
+) -> None:
+    """Whatever --tier-dtype says: what is scored is kept as it is."""
+    plain, session = deep(), filed(tmp_path)
+    session.recall._coded = dtype == "int8"
+    told = [talk(one) for one in (plain, session)]
+    assert held_of(plain) == held_of(session)
+    assert plain.messages == session.messages
+    lines = [[line for line in one if "serves all questions" in line] for one in told]
+    assert [len(some) for some in lines] == [2, 2]
+    assert not any("in a file" in line for line in lines[0])
+    assert all("in a file, read 2 times, and" in line for line in lines[1])
+    assert len(closed) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert session.engine.kv.scoring_tier is None
+    pairs = zip(plain.reports, session.reports, strict=True)
+    peaks = [(a.kv_bytes.peak_prefill, b.kv_bytes.peak_prefill) for a, b in pairs]
+    assert peaks[0][1] < peaks[0][0]
+    assert peaks[1][1] < peaks[1][0]
+    assert peaks[2][1] == peaks[2][0]
+    assert (session.recall.place, session.recall.nbytes) == ("", 0)
+
+
+def test_texts_that_are_read_again_together_have_one_file(
+    tmp_path: Path, closed: list[FileRows]
+) -> None:
+    """A chat whose cache is gone reads both documents again, each scored where it ends: the file
+    has room for the longer one, and the second takes the place of the first."""
+    plain, session = deep(), filed(tmp_path)
+    for one in (plain, session):
+        talk(one)
+        one.undo()
+        assert one.fed == []
+    count, told = len(closed), []
+    list(plain.ask("When?", 4))
+    list(session.ask("When?", 4, notice=told.append))
+    assert len(closed) == count + 1
+    assert held_of(plain) == held_of(session)
+    assert plain.messages == session.messages
+    (line,) = [line for line in told if "in a file" in line]
+    first = len(session.start()) + len(MILL) + 2
+    found = re.search(r"to score ([\d,]+) ", line)
+    assert found
+    assert int(found[1].replace(",", "")) > first + len(WELL)  # of both
+    assert size(6 * 2 * 2 * 8 * 4 * first) in line  # layers, heads, keys and values, of the longer
+
+
+@pytest.mark.parametrize("free", [None, 450_000, 300_000])
+def test_auto_takes_a_file_where_ram_is_short(free: int | None, tmp_path: Path) -> None:
+    session = filed(tmp_path, "auto", free)
+    assert any("in a file" in line for line in talk(session)) == (free == 300_000)
+
+
+def test_a_file_by_name_that_cannot_be_had_is_said(tmp_path: Path) -> None:
+    session = filed(tmp_path / "nowhere")
+    session.attach(MILL)
+    with pytest.raises(UsageError, match=r'`tier="file"` is not possible: rows\.kv') as error:
+        list(session.ask("Who?"))
+    assert error.value.hint == '`tier="ram"` keeps keys and values in memory'
+    assert session.fed == []
+    session.recall.kind = "ram"
+    say(session, "Who?")
+
+
+@pytest.mark.parametrize("free", [None, 300_000])
+def test_a_file_that_fails_costs_a_second_reading(
+    free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[FileRows]
+) -> None:
+    """In RAM, if there is enough: else the turn is refused, and the chat is as it was."""
+    plain, session = deep(), filed(tmp_path, "file", free)
+    for one in (plain, session):
+        one.attach(MILL)
+    list(plain.ask("Who?", 4))
+    seen, told = fed(session, monkeypatch), []
+
+    def damaged(*given: Any) -> None:
+        raise TierError("rows.kv is damaged from token 0 on", 0)
+
+    monkeypatch.setattr(FileRows, "_load", damaged)
+    if free is not None:
+        with pytest.raises(MemoryShortError, match=r"in a file: rows\.kv is damaged"):
+            list(session.ask("Who?", 4, notice=told.append))
+        assert session.fed == []
+        assert session.pending
+    else:
+        list(session.ask("Who?", 4, notice=told.append))
+        assert held_of(plain) == held_of(session)
+        assert plain.messages == session.messages
+        assert len(seen) == 2 + 3
+        assert any("in a file" in line for line in told)
+        assert " of RAM until then" in told[-1]
+    assert any("with what is to be scored cannot be used: rows.kv is damaged" in x for x in told)
+    assert len(closed) == 1
+    # It is not tried again in this conversation.
+    session.reset()
+    assert session.recall.broken == ""
+
+
+def test_an_interrupt_while_a_file_is_scored_leaves_the_chat(
+    tmp_path: Path, closed: list[FileRows]
+) -> None:
+    plain, session = deep(), filed(tmp_path)
+
+    def stop(done: int, total: int) -> None:
+        if session.scoring:
+            session.cancel()
+
+    session.attach(MILL)
+    with pytest.raises(Interrupted):
+        list(session.ask("Who?", 4, progress=stop))
+    assert (session.fed, len(closed), session.engine.kv.scoring_tier) == ([], 1, None)
+    session.pending.clear()
+    talk(plain)
+    talk(session)
+    assert held_of(plain) == held_of(session)
+    assert plain.messages == session.messages
+
+
+def test_a_tier_of_another_policy_is_left_alone(tmp_path: Path) -> None:
+    """A chat under adakv has its tier in a file; under kvzip, that of what is scored is another."""
+    session = filed(tmp_path)
+    names = iter(("one.kv", "two.kv", "three.kv"))
+    session.recall.where = lambda: Place(tmp_path / next(names), named=True)
+    kvzip = session.eviction
+    session.configure(EvictionConfig.read("snapkv", "none", 60))
+    session.attach(MILL)
+    say(session, "Who?", 4)
+    had = session.recall.tokens
+    session.configure(kvzip)
+    session.attach(WELL)
+    say(session, "Why?", 4)
+    assert session.recall.tokens == had
+    session.configure(EvictionConfig.read("snapkv", "none", 60))
+    say(session, "When?", 4)
+    assert session.report is not None
+    assert session.report.reuse == "recall"
+    assert session.report.tokens.prompt_reused >= had
+    session.recall.leave()

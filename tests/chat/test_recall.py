@@ -209,22 +209,6 @@ def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() 
     assert (session.fed, len(session.pending)) == ([], 1)
 
 
-def test_recall_by_name_is_refused_where_it_cannot_be_had() -> None:
-    session = recalling("none", reuse="recall")
-    session.attach(MILL)
-    with pytest.raises(UsageError, match=r"tier=.none"):
-        list(session.ask("Who?"))
-    other = recalling("ram", policy="h2o", reuse="recall")
-    other.attach(MILL)
-    with pytest.raises(UsageError, match="h2o needs the queries of all tokens"):
-        list(other.ask("Who?"))
-    automatic = recalling("ram", policy="h2o")
-    automatic.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(automatic, question)
-    assert modes(automatic) == ["once", "refresh"]
-
-
 @pytest.mark.parametrize("reuse", ["once", "refresh", "blind"])
 def test_the_other_ways_take_no_tier(reuse: str) -> None:
     session = recalling("ram", reuse=reuse)
@@ -280,23 +264,6 @@ def test_a_turn_begins_where_it_began_whatever_the_tier_has(policy: str, undo_tu
     assert len(kv._turns) == 3
 
 
-@pytest.mark.parametrize("setting", ["quality", "refresh_every"])
-def test_what_needs_eviction_is_refused_without_whatever_the_tier_has(setting: str) -> None:
-    """The tier has all rows here, of the policy before. With an empty tier it is the same."""
-    session = recalling(undo_turns=0)
-    session.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(session, question)
-    setattr(session, setting, 1)
-    session.configure(EvictionConfig.read("full"))
-    session.undo()
-    with pytest.raises(UsageError, match="nothing is evicted"):
-        say(session, "Why?")
-    setattr(session, setting, 0)
-    assert say(session, "Why?")[0]
-    assert modes(session)[-1] == "recall"
-
-
 def test_another_chats_tier_is_no_tier_of_this_one() -> None:
     one, other = recalling(), recalling()
     for each, text in ((one, MILL), (other, RIVER)):
@@ -341,21 +308,6 @@ def test_a_chat_that_evicts_no_longer_recalls_what_was_evicted() -> None:
     assert [report.misses for report in session.reports] == [0, 0, 0]
     full.engine.prompt(session.fed)
     assert held_of(session) == held_of(full)
-
-
-def test_recall_by_name_reads_again_where_the_tier_cannot_be_had() -> None:
-    session = recalling("auto", free=1000, reuse="recall")
-    session.recall.where = _nowhere
-    session.attach(MILL)
-    notes: list[str] = []
-    for question in ("Who?", "Why?"):
-        list(session.ask(question, 4, notice=notes.append))
-    assert modes(session) == ["once", "refresh"]
-    assert "there is no tier" in notes[-1]
-
-
-def _nowhere() -> Any:
-    raise UsageError("the disk is full")
 
 
 def test_closing_a_chat_gives_its_tier_back() -> None:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import minikv
 import minikv.cli.turn
-from minikv.chat import reuse
+from minikv.chat import plan, reuse
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
 from minikv.cli import commands, refresh, render
@@ -31,7 +31,7 @@ from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import header
 from minikv.cli.terminal import Terminal
-from minikv.errors import ContextError, Interrupted, NumericsError, UsageError
+from minikv.errors import Interrupted, NumericsError, UsageError
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -68,7 +68,7 @@ def state(session: ChatSession) -> tuple[object, ...]:
         session.pending_token,
         session.turn,
         list(session.turns),
-        session.shaped_by,
+        session.evicted_for_turn,
         session.eviction,
         session.seed,
         session.reuse,
@@ -77,19 +77,6 @@ def state(session: ChatSession) -> tuple[object, ...]:
         session.report,
         cache(session),
     )
-
-
-def prompts(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """What the engine is given to read from here on, prompt by prompt."""
-    seen: list[list[int]] = []
-    read = session.engine.prompt
-
-    def prompt(ids: Any, *more: Any) -> Any:
-        seen.append(list(ids))
-        return read(ids, *more)
-
-    monkeypatch.setattr(session.engine, "prompt", prompt)
-    return seen
 
 
 # -- refresh --------------------------------------------------------------------------------
@@ -110,23 +97,13 @@ def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> N
     assert session.fed[: session.reports[1].tokens.prompt_new] == session.template.opening(
         session.messages[:-1]
     )
-    assert session.shaped_by == fresh.shaped_by == 2
+    assert session.evicted_for_turn == fresh.evicted_for_turn == 2
     assert [r.shaped_by_turn for r in session.reports] == [1, 2]
     # It was for one question: the next goes on from there.
     again = say(session, "And?"), say(fresh, "And?")
     assert again[0] == again[1]
     assert [r.reuse for r in session.reports] == ["once", "refresh", "once"]
     assert [r.shaped_by_turn for r in session.reports] == [1, 2, 2]
-
-
-def test_a_refresh_brings_back_what_the_first_question_let_go() -> None:
-    once, again = chat(), chat(reuse="refresh")
-    for session in (once, again):
-        session.attach(MILL)
-        say(session, "Who?")
-        say(session, "Why?")
-    gone = set(range(len(MILL))) - {p for head in held_of(once) for p in head}
-    assert gone & {p for head in held_of(again) for p in head}
 
 
 def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> None:
@@ -169,19 +146,6 @@ def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
     session.refresh()
     session.reset()
     assert not session.rereads
-
-
-def test_the_setting_reads_again_with_each_question() -> None:
-    session = make(reuse="refresh")
-    session.attach("doc")
-    for question in ("one", "two", "three"):
-        list(session.ask(question, 5))
-        check(session)
-    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
-    assert [r.tokens.prompt_reused for r in session.reports] == [0, 0, 0]
-    assert session.reports[2].tokens.prompt_new == len(
-        session.template.opening(session.messages[:-1])
-    )
 
 
 def test_pinned_rows_stay_pinned() -> None:
@@ -227,13 +191,13 @@ def failing(session: ChatSession, at: int, how: BaseException | None) -> Callabl
     return progress
 
 
-@pytest.mark.parametrize("how", [None, MemoryError("none"), KeyboardInterrupt(), UsageError("x")])
+@pytest.mark.parametrize("how", [None, MemoryError("none")])
 @pytest.mark.parametrize("reads", ["refresh", "blind"])
-@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("place", [0.0, 1.0])
 def test_a_failed_reading_leaves_cache_and_chat_as_they_were(
     reads: str, place: float, how: BaseException | None
 ) -> None:
-    session, twin = chat(undo_turns=4 * (place != 0.5)), chat()
+    session, twin = chat(undo_turns=4 * (place == 1.0)), chat()
     for one in (session, twin):
         one.attach(MILL, "mill.txt")
         say(one, "Who?", 5)
@@ -288,19 +252,6 @@ def test_numbers_gone_wrong_put_the_old_cache_back() -> None:
     check(session)
     engine.nan_at = None
     list(session.ask("mended"))
-    check(session)
-
-
-def test_a_conversation_that_does_not_fit_again_is_refused_untouched() -> None:
-    session = make(max_context=64)
-    session.attach("y" * 30)
-    list(session.ask("q", 4))
-    session.refresh()
-    before = list(session.fed)
-    with pytest.raises(ContextError, match="and 63 are left"):
-        list(session.ask("z" * 20))
-    assert session.fed == before
-    assert session.rereads
     check(session)
 
 
@@ -361,56 +312,6 @@ def test_blind_says_that_no_question_shaped_the_cache() -> None:
     assert session.reports[0].warnings == session.reports[1].warnings == ()
 
 
-def test_a_blind_document_comes_apart_at_any_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = chat(reuse="blind")
-    say(session, "Hello", 3)
-    assert session.report is not None
-    assert "no document to evict beforehand" in session.report.warnings[0]
-    seen = prompts(session, monkeypatch)
-    session.attach(WELL, "well.txt")
-    before = len(session.fed)
-    pending_token = [session.pending_token]
-    say(session, "7 or a?", 3)
-    assert len(seen) == 2
-    assert (
-        seen[0]
-        == [*pending_token, *session.template.following(session.messages[:-1])][: len(seen[0])]
-    )
-    assert session.tokenizer.decode(seen[0]).endswith(f"{WELL}\n\n")
-    assert session.report.tokens.prompt_new == sum(map(len, seen))
-    assert session.report.tokens.prompt_reused == before
-    del seen[:]
-    say(session, "And?", 3)
-    assert len(seen) == 1
-    session.reset(keep_documents=True)
-    del seen[:]
-    say(session, "And?", 3)
-    assert bytes(seen[0][2:]).decode() == f"Document: well.txt\n\n{WELL}\n\n"
-
-
-def test_a_transcript_is_read_again_with_a_cut_after_each_document(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    session = chat()
-    session.attach(MILL)
-    say(session, "One", 3)
-    say(session, "Two", 3)
-    session.attach(WELL)
-    whole = replace(session.snapshot(), held=None, fed=(), pending_token=None)
-    other = chat(reuse="blind")
-    other.restore(whole)
-    seen = prompts(other, monkeypatch)
-    say(other, "Three", 3)
-    ends = [bytes(i for i in part if i < 256).decode() for part in seen]
-    assert len(ends) == 3
-    assert ends[0] == f"{MILL}\n\n"
-    assert ends[1].startswith("One")
-    assert ends[1].endswith(f"{WELL}\n\n")
-    assert ends[2] == "Three"
-    assert [id for part in seen for id in part] == other.template.opening(other.messages[:-1])
-    assert other.shaped_by == 0
-
-
 def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
     session = chat(reuse="blind", budget=600)
     session.attach(MILL)
@@ -429,10 +330,7 @@ def cut(template: ChatTemplate, tokenizer: Tokenizer, document: str, question: s
         messages = [*before, Message("user", document + question)]
         ids = template.opening(messages)
 
-        def again(at: int, content: str, messages: list[Message] = messages) -> list[int]:
-            return template.opening([*messages[:at], Message("user", content)])
-
-        found = reuse.parts(ids, [(len(before), document)], again)
+        found = plan.parts(ids, [(len(before), document)], template.opening, messages)
         assert [id for part in found for id in part] == ids
         first, rest = found
         shown, bare = tokenizer.decode(first).rstrip(), document.strip()
@@ -487,17 +385,6 @@ def test_what_runs_have_in_common() -> None:
 # -- auto -----------------------------------------------------------------------------------
 
 
-def test_auto_reads_again_for_a_policy_that_asks_and_keeps_the_cache_of_others() -> None:
-    again = reuse.decide("adakv", True, False)
-    assert again.reuse == "refresh"
-    assert "adakv keeps what one question needs" in again.why
-    blunt = reuse.decide("streaming", False, False)
-    assert blunt.reuse == "once"
-    assert "streaming does not choose by what is asked" in blunt.why
-    kept = reuse.decide("adakv", True, True)
-    assert (kept.reuse, kept.why[:15]) == ("once", "the cache stays")
-
-
 def test_every_answer_from_another_questions_cache_says_so() -> None:
     session = chat()
     session.attach(MILL)
@@ -534,31 +421,6 @@ def test_the_loss_is_against_all_that_was_read_or_not_known() -> None:
 # -- undo, saved chats ------------------------------------------------------------------------
 
 
-def test_a_refreshed_question_that_is_taken_back_is_answered_as_it_was() -> None:
-    session = chat(undo_turns=4)
-    session.attach(MILL)
-    say(session, "Who?")
-    session.refresh()
-    want = say(session, "Why?"), cache(session)
-    assert not session.rereads
-    session.undo()
-    assert session.rereads
-    assert (say(session, "Why?"), cache(session)) == want
-    session.undo(2)
-    assert not session.rereads  # everything is read anyway
-
-
-def test_auto_answers_again_as_it_did() -> None:
-    session = chat(undo_turns=4, reuse="auto")
-    session.attach(MILL)
-    say(session, "Who?")
-    want = say(session, "Why?")
-    session.undo()
-    assert say(session, "Why?") == want
-    assert session.report is not None
-    assert session.report.reuse == "refresh"
-
-
 def test_a_saved_chat_keeps_the_setting() -> None:
     session = chat(reuse="blind")
     session.attach(MILL)
@@ -572,7 +434,7 @@ def test_a_saved_chat_keeps_the_setting() -> None:
         again.load(other, "one", given=given)
         again.close()
         assert other.reuse == want
-        assert other.shaped_by == 0
+        assert other.evicted_for_turn == 0
         assert other.report == session.report
     other.reuse = "once"
     keeper = Keeper(Terminal())
@@ -760,14 +622,6 @@ def test_eval_reads_on_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["eval", "--tasks", "followup"])
     assert "built" in result.stderr
     assert [settings.reuse for settings in built] == ["once"]
-
-
-def test_a_fresh_question_is_no_refresh() -> None:
-    session = chat(reuse="refresh")
-    session.attach(MILL)
-    say(session, "Who?")
-    assert session.report is not None
-    assert (session.report.reuse, session.report.shaped_by_turn) == ("once", 1)
 
 
 def test_reading_again_judges_by_the_last_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:

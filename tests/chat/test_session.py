@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 from fakes import BOS, END, ROLES, ByteTokenizer, ChatML, FakeEngine
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.errors import Interrupted, NumericsError, UsageError
+from minikv.errors import NumericsError, UsageError
 
 
 def make(max_context: int = 4096, **given: Any) -> ChatSession:
@@ -85,61 +83,6 @@ def test_what_is_to_go_on_is_looked_at_when_it_begins() -> None:
     chat.reset()
     with pytest.raises(UsageError):
         list(more)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["eos", "length", "cancel", "close", "interrupt", "nan"]),
-            st.text(min_size=1, max_size=8).filter(lambda t: t.strip() and _encodable(t)),
-            st.integers(1, 9),
-            st.booleans(),
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_any_sequence_of_endings_keeps_the_invariant(
-    turns: list[tuple[str, str, int, bool]],
-) -> None:
-    engine = FakeEngine()
-    chat = make(engine=engine)
-    failed: list[str] = []
-    for ending, question, count, with_document in turns:
-        if with_document:
-            chat.attach(f"doc {question}")
-        engine.nan_at = len(chat.fed) + count if ending == "nan" else None
-
-        def progress(done: int, total: int, ending: str = ending) -> None:
-            if ending == "interrupt":
-                chat.cancel()
-
-        answer = chat.ask(
-            question, max_tokens=count if ending == "length" else 50, progress=progress
-        )
-        try:
-            for number, _ in enumerate(answer, 1):
-                if ending == "cancel" and number == count:
-                    chat.cancel()
-                if ending == "close" and number == count:
-                    answer.close()  # type: ignore[attr-defined]
-                    break
-        except (Interrupted, NumericsError):
-            failed.append(ending)
-        check(chat)
-    engine.nan_at = None
-    assert set(failed) <= {"interrupt", "nan"}
-    list(chat.ask("last"))
-    check(chat)
-    assert chat.pending == []
-
-
-def _encodable(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def test_nan_in_the_prompt_leaves_the_chat_as_it_was() -> None:

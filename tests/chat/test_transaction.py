@@ -1,6 +1,6 @@
 """A turn is a transaction, and so is every other operation of a chat: whatever fails in it, once
 or from then on, cache and transcript agree, and what follows is that of a chat in which nothing
-failed.
+failed; or, where a step failed, of one that reads the conversation again.
 
 As SQLite does it: the first call of a kind fails, then the second, until a run ends without one."""
 
@@ -198,7 +198,7 @@ SAMPLED = [each for each in OPERATIONS if each[0] not in ("attach", "reset", "co
 class Reference:
     """What chats in which nothing failed are after an operation, and after the next question: one
     in which it was not begun, one in which it ended, and those in which its answer was stopped
-    after so many tokens."""
+    after so many tokens; with the cache, or without it."""
 
     def __init__(self, setting: Setting, setup: Step, step: Step, every: int = 0) -> None:
         self.setting, self.setup, self.step, self.every = setting, setup, step, every
@@ -211,16 +211,20 @@ class Reference:
         chat.pieces = []
         return chat
 
-    def of(self, what: object) -> list[dict[str, Any]]:
-        if what not in self._made:
+    def of(self, what: object, *, lost: bool) -> list[dict[str, Any]]:
+        key = what, lost
+        if key not in self._made:
             with a_home():
                 chat = self.made()
                 _apply(chat, self.step, what)
+                if lost:
+                    chat.session.engine.kv.drop()
+                    chat.session._settle()
                 found = [facts(chat.session)]
                 chat.ask("the last one?", 3)
-                self._made[what] = [*found, facts(chat.session)]
+                self._made[key] = [*found, facts(chat.session)]
                 chat.close()
-        return self._made[what]
+        return self._made[key]
 
 
 def _apply(chat: Chat, step: Step, what: object) -> None:
@@ -286,14 +290,15 @@ def faults(reference: Reference, coming: Iterator[Fault], chain: int = 1) -> int
                 except Exception as error:
                     raised = error
                 came += [fault] * fault.fired
-                what = outcome(reference, chat, before, raised, fault)
+                lost = bool(session.turns) and not session._log.seen
+                what = outcome(reference, chat, before, raised, fault, lost)
                 whole(session)
                 tidy(home)
-                alike(chat, reference.of(what)[0])
+                alike(chat, reference.of(what, lost=lost)[0])
                 fault = next(coming, None) if len(came) < chain and what == "not begun" else None
             chat.ask("the last one?", 3)
             whole(session)
-            alike(chat, reference.of(what)[1])
+            alike(chat, reference.of(what, lost=lost)[1])
         except BaseException as error:
             error.add_note(f"after {[(f.kind, f.at, f.lasting) for f in came]}")
             raise
@@ -303,13 +308,18 @@ def faults(reference: Reference, coming: Iterator[Fault], chain: int = 1) -> int
 
 
 def outcome(
-    reference: Reference, chat: Chat, before: dict[str, Any], raised: Exception | None, fault: Fault
+    reference: Reference,
+    chat: Chat,
+    before: dict[str, Any],
+    raised: Exception | None,
+    fault: Fault,
+    lost: bool,
 ) -> object:
-    """Of which chat without a fault this one must be the same."""
+    """Of which chat without a fault this one must be the same. lost: a step failed."""
     session, step = chat.session, reference.step
     if raised is None:
         return "done"
-    dropped = bool(session.turns) and session.pending_token is None
+    dropped = bool(session.turns) and session.pending_token is None and not lost
     if step is go_on:
         grown = len(chat.pieces)
         if dropped and session.report.stop_reason == "error":
@@ -355,7 +365,7 @@ def tidy(home: Path) -> None:
     for path in folder.rglob("*.tmp") if folder.is_dir() else ():
         raise AssertionError(path)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_dir():
+        if path.is_dir() and not path.name.startswith(".tier-"):  # of a chat that goes on
             read(path.name)
 
 

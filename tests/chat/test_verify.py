@@ -76,13 +76,13 @@ def test_it_is_what_a_full_cache_answers(questions: tuple[str, ...], temperature
     same = [a == b for a, b in zip(mine, found.tokens, strict=False)]
     assert found.same == (same.index(False) if False in same else len(same))
     assert found.complete
-    assert found.parts == (False in same or len(found.tokens) != len(mine))
-    if found.parts and found.same < min(len(mine), len(found.tokens)):
+    assert found.differs == (False in same or len(found.tokens) != len(mine))
+    if found.differs and found.same < min(len(mine), len(found.tokens)):
         assert found.was == session.tokenizer.decode([mine[found.same]])
         assert found.now == session.tokenizer.decode([found.tokens[found.same]])
     assert state(session) == before
-    tokens = found.same if found.parts else None
-    assert session.report.against_full == AgainstFull(not found.parts, True, tokens)
+    tokens = found.same if found.differs else None
+    assert session.report.against_full == AgainstFull(not found.differs, True, tokens)
     assert session.turns[-1].report is session.report is session.reports[-1]
     assert {one.against_full for one in session.reports[:-1]} <= {AgainstFull()}
 
@@ -93,9 +93,9 @@ def test_both_ends_are_seen() -> None:
     for session in (parted, same):
         list(session.verify())
     assert parted.verified is not None
-    assert parted.verified.parts
+    assert parted.verified.differs
     assert same.verified is not None
-    assert not same.verified.parts
+    assert not same.verified.differs
     assert same.verified.same == 12
     assert (same.verified.was, same.verified.now) == (None, None)
     words = [session.report.against_full.words for session in (parted, same) if session.report]
@@ -119,7 +119,7 @@ def test_a_stop_in_the_middle_and_an_error_leave_the_chat_as_it_was(
     list(session.verify(progress=lambda done, total: session.cancel() if done == 3 else None))
     found = session.verified
     assert found is not None
-    assert (found.complete, found.parts, found.same) == (False, False, 3)
+    assert (found.complete, found.differs, found.same) == (False, False, 3)
     assert session.report is not None
     assert not session.report.against_full.checked
     assert state(session) == before
@@ -154,13 +154,13 @@ def test_an_answer_that_ends_at_a_stop_text_or_was_continued() -> None:
     assert session.report.stop_reason == "stop"
     list(session.verify())
     assert session.verified is not None
-    assert not session.verified.parts
+    assert not session.verified.differs
     assert session.verified.text == session.turns[-1].answer
     session.undo()
     list(session.ask("Who?", 5, 0.7))
     list(session.continue_answer(4, 0.7))
     list(session.verify())
-    assert not session.verified.parts
+    assert not session.verified.differs
     assert session.verified.same == 9
 
 

@@ -626,6 +626,7 @@ def test_08_a_damaged_tier_or_cache_costs_what_is_damaged(
     for file in ("cache-", "tier.kv"):
         broken = Path(shutil.copytree(saved, saved.parent / f"{damage}-{file.partition('.')[0]}"))
         (path,) = (p for p in broken.iterdir() if p.name.startswith(file))
+        path = path / "rows" if path.is_dir() else path
         data = path.read_bytes()
         if damage == "missing":
             path.unlink()
@@ -819,9 +820,9 @@ def test_10_a_locale_without_unicode(program: Program, env: dict[str, str]) -> N
 # -- 11 -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["policies"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["ask", "--help"], ["--version"]])
 def test_11_what_needs_no_torch_does_not_load_it(arguments: list[str]) -> None:
-    """`--help`, `policies` and `--version` answer without torch, and without what a chat needs."""
+    """`--help` and `--version` answer without torch, and without what a chat needs."""
     code = (
         f"import sys; sys.argv = ['minikv', *{arguments}]\n"
         "from minikv.cli.__main__ import run\n"

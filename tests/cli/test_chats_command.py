@@ -321,7 +321,7 @@ def test_coming_back_shows_documents_and_the_last_exchange(world: World, documen
     said = world.run("chat", str(document), input="Who runs it?\nAnd\twhy?\n").stdout.splitlines()
     world.engine = type(world.engine)()
     lines = world.run("chat", "--resume=", input="").stderr.splitlines()
-    assert lines[0].split(": ")[1].startswith("2 turns, taken up in ")
+    assert lines[0].split(": ")[1].startswith("2 turns, resumed in ")
     assert lines[2:] == ["  report.txt: 23 characters", "› And why?", said[-1]]
 
 

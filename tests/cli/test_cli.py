@@ -29,7 +29,7 @@ from typer.testing import CliRunner, Result
 import minikv
 import minikv.cli.turn
 from minikv.cache.rules import Rules
-from minikv.chat.facts import Facts
+from minikv.chat.closing import Facts
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.cli import documents
@@ -233,19 +233,22 @@ def test_a_dash_as_question_is_the_whole_message_but_for_one_line_end(
 
 
 def test_an_answer_that_repeats_itself_is_told_of_below_it(world: World, document: str) -> None:
-    world.engine.script = [*(b"no, " * 40)]
-    world.engine.length = 150
-    for arguments in (["ask", "Who?", document], ["chat", document, "--no-save"]):
-        result = world.run(*arguments, input="Who?\n")
+    def run(*arguments: str) -> Result:
+        world.engine = FakeEngine(150)
+        world.engine.script = [*(b"no, " * 40)]
+        return world.run(*arguments, input="Who?\n")
+
+    text = ("no, " * 40)[:150]
+    line = "! the answer repeats itself; --repeat-penalty 1.1 or --temperature 0.7 may help\n"
+    for arguments in (("ask", "Who?", document), ("chat", document, "--no-save")):
+        result = run(*arguments)
         assert result.exit_code == 0
-        text = ("no, " * 40)[:150]
-        line = "! the answer repeats itself; --repeat-penalty 1.1 or --temperature 0.7 may help\n"
         assert text in result.stdout
         assert result.output.index(line) > result.output.index(text) + len(text)
         assert result.stderr.count(line) == 1
-    quiet = world.run("ask", "Who?", document, "-q")
+    quiet = run("ask", "Who?", document, "-q")
     assert (quiet.stdout, quiet.stderr) == (f"{text}\n", "")
-    record = json.loads(world.run("ask", "Who?", document, "--json", "-q").stdout)
+    record = json.loads(run("ask", "Who?", document, "--json", "-q").stdout)
     assert [one[:25] for one in record["warnings"]] == ["the answer repeats itself"]
     assert record["sampling"]["repeat_penalty"] == 1.0
 
@@ -933,16 +936,17 @@ def test_a_system_prompt_that_is_not_utf_8_is_refused(
 
 
 def test_policies_come_from_the_registry() -> None:
-    from minikv.policies import POLICIES, prompt_names, read_options, step_names
+    from minikv.policies import method_names, prompt_names, read_options, registry, step_names
 
     table = CliRunner().invoke(app, ["policies"]).stdout
     records = json.loads(CliRunner().invoke(app, ["policies", "--json"]).stdout)
-    assert [record["name"] for record in records] == list(POLICIES)
+    assert [record["name"] for record in records] == method_names()
     assert all(len(line) <= 80 for line in table.splitlines())
     words = " ".join(table.split())
     assert f" --policy takes {', '.join(prompt_names())} --decode" in words
     assert f" --decode takes {', '.join(step_names())} parts" in words
-    for name, info in POLICIES.items():
+    for info in registry.methods():
+        name = info.name
         assert re.search(rf"^{re.escape(name)} .*{info.paper}$", table, re.MULTILINE)
         card = CliRunner().invoke(app, ["policies", "show", name])
         assert card.exit_code == 0

@@ -65,7 +65,7 @@ def state(session: ChatSession) -> tuple[Any, ...]:
         session.turn,
         session.report,
         session.eviction,
-        session.shaped_by,
+        session.evicted_for_turn,
     )
 
 

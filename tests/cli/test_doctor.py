@@ -91,7 +91,7 @@ def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPa
     def broken(*arguments: object) -> Any:
         raise ZeroDivisionError("by\nzero")
 
-    for method in ("prompt", "score"):  # after a prompt, and while one is read in blocks
+    for method in ("init", "score"):  # after a prompt, and while one is read in blocks
         monkeypatch.setattr(RoCo, method, broken)
     found = policies(lambda text: None)
     assert {check.state for check in found} == {FAILED}

@@ -15,7 +15,7 @@ from minikv.cli.evaluation import run, show
 from minikv.cli.evaluation.files import Item
 from minikv.cli.export import figures, html, markdown
 from minikv.cli.export.facts import gather
-from minikv.policies import POLICIES
+from minikv.policies import registry
 
 SHORT = "Velgate exports mostly salt."
 LONG = SHORT + " The mill of Orlin is closed." * 40
@@ -115,7 +115,7 @@ def test_a_card_says_how_a_policy_differs_from_paper_and_release(name: str, word
 
 
 def test_every_published_method_says_how_it_differs_and_names_only_its_options() -> None:
-    for info in POLICIES.values():
+    for info in registry.methods():
         published = info.paper not in ("baseline", "-")
         assert bool(info.differences) == published, info.name
         own = {option.name: option for option in info.options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -267,7 +268,7 @@ def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
     session = real.session
     session.attach("A mill stands by the river. " * 8, "more.txt")
     real.ask("Who?")
-    assert session.shaped_by == 1
+    assert session.evicted_for_turn == 1
     setting = next(c.run for c in settings_commands.COMMANDS if "set" in c.words)
     notes = {}
     real.terminal()
@@ -277,7 +278,7 @@ def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
     assert notes == {"once": False, "blind": True}
     session.reset(keep_documents=True)  # which is what /clear does
     real.ask("Who?")
-    assert (session.reports[-1].reuse, session.shaped_by) == ("blind", 0)
+    assert (session.reports[-1].reuse, session.evicted_for_turn) == ("blind", 0)
     setting(real.context, ["reuse", "blind"])
     assert "/clear" not in real.capsys.readouterr().err
 
@@ -396,8 +397,8 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     keeper.keep(real.session)
     _, err = real.run("load mine")
     lines = err.splitlines()
-    assert lines[0].startswith("mine: 2 turns, taken up in ")
-    assert lines[0].endswith(" ms, nothing was read again")
+    assert lines[0].startswith("mine: 2 turns, resumed in ")
+    assert lines[0].endswith(" ms; nothing was read again")
     assert lines[1] == "  adakv, then h2o · budget 48 tokens per head"
     assert lines[2] == "  mill.txt: 224 characters"
     assert lines[3] == "› Why?"
@@ -456,18 +457,18 @@ def test_a_chat_that_is_opened_says_what_the_next_question_reads(
     first.ask("Who?")
     first.run("save mine")
     if tier != "file":  # a tier in memory is not there in the next process
-        (home / "mine" / "tier.kv").unlink(missing_ok=True)
+        shutil.rmtree(home / "mine" / "tier.kv", ignore_errors=True)
     first.context.keeper.close()
     first.session.recall.leave()
     second = started()
     _, err = second.run("load mine")
     seen = len(second.session.fed)
-    said = next(line for line in err.splitlines() if line.startswith("mine: 1 turn, taken up in"))
+    said = next(line for line in err.splitlines() if line.startswith("mine: 1 turn, resumed in"))
     second.ask("Why?")
     assert second.session.report is not None
     read = second.session.report.tokens.prompt_new
     again = re.search(r"; your next question reads ([\d,]+) tokens again$", said)
-    assert said.endswith(", nothing was read again") == (again is None)
+    assert said.endswith("; nothing was read again") == (again is None)
     question = read - (int(again[1].replace(",", "")) if again else 0)
     assert 0 < question < 60 < seen
     second.session.recall.leave()

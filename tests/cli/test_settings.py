@@ -21,8 +21,8 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 from typer.testing import CliRunner, Result
 
 import minikv
+from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
 from minikv.cli import (
     config,
@@ -41,7 +41,7 @@ from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.policies import POLICIES
+from minikv.policies import registry
 from minikv.settings import PRESETS, Generation, Settings
 
 
@@ -441,6 +441,28 @@ def err(terminal: Terminal) -> str:
     return terminal.err.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy": "adkv"},
+        {"policy": "roco"},
+        {"policy": "h2o+snapkv"},
+        {"decode": "adakv"},
+        {"budget": "few"},
+        {"stride": 3, "policy": "roco"},
+        {"options": {"windw": 3}},
+    ],
+)
+def test_wrong_policies_are_refused_in_the_same_words_before_documents_are_read(
+    wrong: dict[str, Any],
+) -> None:
+    with pytest.raises(UsageError) as early:
+        Settings(**wrong).check_eviction()
+    with pytest.raises(UsageError) as late:
+        Settings(**wrong).eviction()
+    assert (str(early.value), early.value.hint) == (str(late.value), late.value.hint)
+
+
 def test_init_writes_every_key_with_its_default_and_never_overwrites(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -722,7 +744,7 @@ def test_show_policy_has_every_option_of_a_composition(bundled: ChatSession) -> 
     bundled.configure(before)
     assert row(text, "adakv+pyramid.window") == ["adakv+pyramid.window", "16"]
     assert row(text, "h2o.sinks")
-    assert row(text, "h2o") == ["h2o", *POLICIES["h2o"].summary.split()]
+    assert row(text, "h2o") == ["h2o", *registry.method("h2o").summary.split()]
     assert not [line for line in text.splitlines() if line.split()[:1] == ["adakv+pyramid"]]
 
 

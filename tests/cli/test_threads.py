@@ -77,7 +77,7 @@ LOADED = (
     "            print(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
     "            os._exit(0)\n"
     "sys.meta_path.insert(0, Watch())\n"
-    "minikv.load(device='cpu')\n"
+    "minikv.load(device='cpu', window=8)\n"
 )
 
 

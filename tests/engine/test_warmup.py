@@ -3,42 +3,44 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small
-import step_oracle
 import torch
 
 from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _blocks, _tiles, warm
+from minikv.kernels import Rows
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import attention, columns, compaction, selection
+from minikv.kernels.torch import attention
 from minikv.kernels.torch import attention_mass as mass
 from minikv.kernels.torch import ragged_prefill as ragged
 from minikv.policies.base import Evidence
 
 
+def _first_leaves(
+    logits: torch.Tensor, lse: torch.Tensor, rows: Rows, free_slot: torch.Tensor, *more: object
+) -> None:
+    """In place of a kernel that ends a step: the first row leaves a head over its cap."""
+    free_slot.copy_(torch.where(rows.length > rows.cap, rows.start, -1))
+
+
 class Recorder(Kernels):
     """Notes what is called, and what keywords it was given."""
-
-    streaming_step = staticmethod(step_oracle.streaming_step)
-    l2_step = staticmethod(step_oracle.l2_step)
-    random_step = staticmethod(step_oracle.random_step)
-    h2o_step = staticmethod(step_oracle.h2o_step)
-    tova_step = staticmethod(step_oracle.tova_step)
-    roco_step = staticmethod(step_oracle.roco_step)
-    scissorhands_step = staticmethod(step_oracle.scissorhands_step)
-    hash_append = staticmethod(step_oracle.hash_append)
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, frozenset[str]]] = []
 
     def __getattribute__(self, name: str) -> object:
         found = super().__getattribute__(name)
+        if name == "evict":
+            return {policy: self._noting(policy, _first_leaves) for policy in ("h2o", "roco")}
+        if name == "append_evict":
+            return {"hashevict": self._noting("hashevict", lambda *given: False)}
         if name == "calls" or name.startswith("_") or not callable(found):
             return found
         return self._noting(name, found)
@@ -52,22 +54,18 @@ class Recorder(Kernels):
         return call
 
 
-TURNED = ({"rotate_append"}, {"rotate"})
-"""What rows of a step are rotated by: with the row that is written, or before HashEvict."""
-
-
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
-        ("none", {"append"}),
-        ("streaming", {"append", "streaming_step"}),
-        ("l2", {"append", "l2_step", "key_norms"}),
-        ("random", {"append", "random_step"}),
-        ("h2o", {"append", "h2o_step"}),
-        ("roco", {"append", "roco_step"}),
-        ("tova", {"append", "tova_step"}),
-        ("scissorhands", {"append", "scissorhands_step", "low_bits", "prompt_history"}),
-        ("hashevict", {"hash_append", "hash_codes"}),
+        ("none", set()),
+        ("streaming", {"lowest"}),
+        ("l2", {"lowest"}),
+        ("random", {"lowest"}),
+        ("h2o", {"h2o"}),
+        ("roco", {"roco"}),
+        ("tova", {"lowest"}),
+        ("scissorhands", {"lowest"}),
+        ("hashevict", {"hashevict", "lowest", "rotate"}),
     ],
 )
 def test_what_a_policy_launches(
@@ -81,15 +79,10 @@ def test_what_a_policy_launches(
     warm(kv, net)
     assert kv.notice is None
     names = {name for name, _ in recorder.calls}
-    names -= {"advance", "add_attention_mass", "rows_attention", "last_rows_attention"}
-    names -= {"ragged_prefill", "merge", "each_attention"}
-    names -= vars(columns).keys() | vars(compaction).keys() | vars(selection).keys()
-    assert names == expected | {
-        "ragged_attention",
-        "greedy",
-        "sample",
-        *TURNED[step == "hashevict"],
-    }
+    steps = {"lowest", "h2o", "roco", "hashevict", "rotate", "rotate_append", "ragged_attention"}
+    assert names & steps == expected | {"ragged_attention"} | (
+        set() if step == "hashevict" else {"rotate_append"}
+    )
     assert kv.position == 0
     assert kv.arena.rows == 0
 
@@ -97,9 +90,9 @@ def test_what_a_policy_launches(
 @pytest.mark.parametrize(
     ("prompt", "step", "expected"),
     [
-        ("adakv", "roco", {"add_attention_mass", "gather_columns", "ragged_prefill", "roco_step"}),
+        ("adakv", "roco", {"add_attention_mass", "gather_columns", "ragged_prefill", "roco"}),
         ("h2o", "none", {"add_attention_mass", "append"}),
-        ("snapkv+pyramid", "h2o", {"add_attention_mass", "ragged_prefill", "h2o_step"}),
+        ("snapkv+pyramid", "h2o", {"add_attention_mass", "ragged_prefill", "h2o"}),
     ],
 )
 def test_what_prompts_launch(
@@ -182,11 +175,10 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
             )
 
         @staticmethod
-        def rows_lse(
-            q: torch.Tensor, at: torch.Tensor, parts: Sequence[mass.Part], window: int | None
-        ) -> torch.Tensor:
+        def each_attention(*given: Any) -> torch.Tensor:
+            q, _, parts, window, *_ = given
             sums.add((q.shape[2], len(parts[0]), window))
-            return mass.rows_lse(q, at, parts, window)
+            return mass.each_attention(*given)
 
     windows = (None, 40, None)
     shape = Shape(3, 2, 2 * group, 64, windows, 1000)
@@ -196,7 +188,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
         dtype=torch.bfloat16,
         ops=Counting(),
         rules=SimpleNamespace(
-            prompt=SimpleNamespace(evidence=Evidence(second_pass=True)), step=None
+            prompt=SimpleNamespace(evidence=Evidence(each_query=True)), step=None
         ),
     )
     _tiles(kv)  # type: ignore[arg-type]
@@ -223,9 +215,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 def test_every_tile_of_a_block_is_among_them(group: int) -> None:
     """Whatever its number of rows, among few rows and many, in every kind of layer."""
     tiles = pytest.importorskip("minikv.kernels.triton.tiles")
-    columns = pytest.importorskip("minikv.kernels.triton.attention_mass")
     seen: set[tuple[int, bool, int | None]] = set()
-    noted: set[tuple[int, int | None]] = set()
 
     class Counting(Kernels):
         @staticmethod
@@ -240,18 +230,6 @@ def test_every_tile_of_a_block_is_among_them(group: int) -> None:
             seen.add((q.shape[2], k.shape[1] == 1, window))
             return attention.visible_attention(q, k, v, q_pos, k_pos, window)
 
-        @staticmethod
-        def mean_attention(
-            q: torch.Tensor,
-            q_pos: torch.Tensor,
-            k: torch.Tensor,
-            k_pos: torch.Tensor,
-            window: int | None,
-            lse: torch.Tensor,
-        ) -> torch.Tensor:
-            noted.add((q.shape[2], window))
-            return mass.mean_attention(q, q_pos, k, k_pos, window, lse)
-
     kv = SimpleNamespace(
         shape=Shape(3, 2, 2 * group, 64, (None, 40, None), 1000),
         device=torch.device("cpu"),
@@ -261,14 +239,11 @@ def test_every_tile_of_a_block_is_among_them(group: int) -> None:
     _blocks(kv)  # type: ignore[arg-type]
     counts = range(1, 257)
     for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
-        each = {columns._span_tile(dtype, size, n * group) for n in counts}
         every = {tiles.attention_tile(dtype, size, n * group) for n in counts}
         for window in (None, 40):
             for few in (True, False):
                 rows = [n for n, *how in seen if how == [few, window]]
                 assert {tiles.attention_tile(dtype, size, n * group) for n in rows} == every
-            rows = [n for n, where in noted if where == window]
-            assert {columns._span_tile(dtype, size, n * group) for n in rows} == each
 
 
 @pytest.mark.parametrize("observe", [1, 16, 17, 32, 64])

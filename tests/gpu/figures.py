@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -60,7 +60,7 @@ from minikv.cli.bench.floors import Rates, decode_floor
 from minikv.engine.decode_loop import DecodeLoop, Eager, captured
 from minikv.kernels import dispatch, rows_attention
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import attention
+from minikv.kernels.torch import attention, choose
 from minikv.kernels.torch.cudnn import make_plans, planned
 from minikv.kernels.triton.table import Triton
 from minikv.loader import shape_of, workspace
@@ -87,21 +87,16 @@ class Flash(Triton):
 class TorchSteps(Triton):
     """What a step policy does before and after attention, in torch."""
 
-    roco_step = None
-    h2o_step = None
-    hash_append = None
-    streaming_step = None
+    evict: Mapping[str, Callable[..., None]] = {}
+    append_evict: Mapping[str, Callable[..., bool]] = {}
 
 
 class TorchSelection(Triton):
     """The rows that stay after a prompt are chosen in torch, and moved in Triton."""
 
-
-for _name in (
-    *("divide", "remaining", "order_key", "best", "wanted", "pool", "pool_mass", "stayed"),
-    *("share", "ensure_least", "survivors", "lay_out"),
-):
-    setattr(TorchSelection, _name, staticmethod(getattr(Kernels, _name)))
+    order_key = staticmethod(choose.order_key)
+    best = staticmethod(choose.best)
+    wanted = staticmethod(choose.wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,9 +536,7 @@ def evicting(bench: Bench) -> None:
         ("adakv", "h2o", 1024, torch_steps),
         ("adakv", "hashevict", 1024, bench.ops),
         ("adakv", "hashevict", 1024, torch_steps),
-        ("adakv", "streaming", 1024, bench.ops),
-        ("adakv", "streaming", 1024, torch_steps),
-        ("adakv", "tova", 1024, bench.ops),
+        *(("adakv", name, 1024, bench.ops) for name in ("streaming", "tova", "scissorhands")),
         ("adakv", "tova", 4096, bench.ops),
     ):
         if ops is None:
@@ -659,7 +652,7 @@ ALONE = {
     "ragged attention": "",
     "sdpa decode": "",
     "roco step": "",
-    "lowest step": "1,024",
+    "lowest": "1,024",
     "hash append": "1,024",
     "observe": "",
     "rest of a layer": "",
@@ -671,8 +664,8 @@ def alone(bench: Bench) -> None:
     """Kernels in a graph, over more rows than the GPU's cache holds."""
     lengths = (16,) if bench.small else (1024, 8192, 32_768)
     for case in kernels.cases(bench.sizes, torch.bfloat16, lengths):
-        if case.needs and getattr(bench.ops, case.needs, None) is None:
-            continue  # of a policy, in torch
+        if case.is_missing(bench.ops):
+            continue
         if case.name in ALONE and case.case.startswith("" if bench.small else ALONE[case.name]):
             rounds = 1 if bench.small else 5
             timing = kernels.timed(case, bench.ops, bench.device, bench.rates, rounds)

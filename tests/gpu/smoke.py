@@ -48,12 +48,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import rest_twin
 import step_oracle
 
-from minikv.kernels import Rows, dispatch, last_rows_attention, to_codes, window_attention
+from minikv.kernels import NewRow, Rows, dispatch, last_rows_attention, to_codes, window_attention
 from minikv.kernels.torch import attention_mass, decode
 from minikv.kernels.triton.table import Triton
 from minikv.models.linear import Plain
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
 from minikv.pages import Pages
+from minikv.policies.hashevict import HashEvict
 
 SEED = int(os.environ.get("GPU_TEST_SEED") or int.from_bytes(os.urandom(3)))
 
@@ -61,20 +62,8 @@ SEED = int(os.environ.get("GPU_TEST_SEED") or int.from_bytes(os.urandom(3)))
 class Twins(dispatch.Kernels):
     """Every operation in torch, with the policies' own."""
 
-    hash_append = staticmethod(step_oracle.hash_append)
-    streaming_step = staticmethod(step_oracle.streaming_step)
-    l2_step = staticmethod(step_oracle.l2_step)
-    random_step = staticmethod(step_oracle.random_step)
-    shift_step = staticmethod(step_oracle.shift_step)
-    h2o_step = staticmethod(step_oracle.h2o_step)
-    tova_step = staticmethod(step_oracle.tova_step)
-    roco_step = staticmethod(step_oracle.roco_step)
-    scissorhands_step = staticmethod(step_oracle.scissorhands_step)
-    roco_start = staticmethod(step_oracle.roco_start)
-    largest_attention = staticmethod(step_oracle.largest_attention)
-    unprotected_block = staticmethod(step_oracle.unprotected_block)
-    h2o_block = staticmethod(step_oracle.h2o_block)
-    roco_block = staticmethod(step_oracle.roco_block)
+    evict = step_oracle.EVICT
+    append_evict = step_oracle.APPEND_EVICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,119 +225,6 @@ def turned(s: Sizes, coded: bool) -> str:
     return near(2e-2, **dict(zip(names, zip(outs[1], outs[0], strict=True), strict=True)))
 
 
-def normed(s: Sizes, coded: bool) -> str:
-    """Norms of the new rows of all layers; and a step that is not accepted."""
-    heads = s.layers * s.heads
-    key, scale = s.normal(3 * heads, s.size), None
-    if coded:
-        key, scale = Twins().to_codes(key)
-    slot = torch.randperm(len(key), generator=s.made)[:heads].view(s.layers, s.heads).to(s.device)
-    outs = []
-    for ops in (Twins(), Triton()):
-        norm = torch.zeros(len(key), device=s.device)
-        for final, there in ((True, slot), (False, torch.full_like(slot, len(key)))):
-            go = torch.tensor(final, device=s.device)
-            ops.key_norms(key, scale, there, go, norm, s.kind)
-        outs.append(norm)
-    assert bool(outs[1][slot].all()), "rows left out"
-    return near(1e-2 if coded else 1e-5, norm=(outs[1], outs[0]))
-
-
-def made_room(s: Sizes, name: str) -> str:
-    """Before attention: full heads, others, and rows that are not shown."""
-    sides, wide = (s.layers, s.heads), s.rows // 4 + 1
-    length = torch.randint(wide // 2, wide + 1, sides, generator=s.made)
-    start = (length.flatten().cumsum(0) - length.flatten()).view(sides)
-    pos = torch.cat([torch.randperm(2 * wide, generator=s.made)[:n] for n in length.flatten()])
-    total, heads = len(pos), length.numel()
-    late = (torch.rand(total, generator=s.made) < 0.3).to(s.device)
-    cap = length + torch.randint(0, 2, sides, generator=s.made)
-    given = [t.to(s.device) for t in (start, length, cap, pos.to(torch.int32))]
-    columns = {
-        "k": s.normal(total, s.size),
-        "v": s.normal(total, s.size),
-        "pos": given[3],
-        "norm": torch.randint(0, wide, (total,), generator=s.made).float().to(s.device),
-    }
-    outs = []
-    for ops in (Twins(), Triton()):
-        shown, unseen = torch.full_like(given[3], -1), torch.zeros_like(given[0])
-        ops.shown_positions(
-            given[0], given[1], given[3], late, shown, width=wide, pinned=3, least=9
-        )
-        newest = torch.tensor(2 * wide, device=s.device)
-        window = torch.full((s.layers,), 2 * wide - 9, device=s.device)
-        go = torch.tensor(True, device=s.device)
-        ops.unseen_rows(given[0], given[1], given[3], newest, window, go, unseen, width=wide)
-        undo = {
-            n: torch.zeros((heads, *c.shape[1:]), dtype=c.dtype, device=s.device)
-            for n, c in columns.items()
-        }
-        free_slot, slot = (torch.full(sides, n, device=s.device) for n in (-1, 7))
-        room = (Rows(*given[:3], shown, newest, 4, 8, 3), free_slot, slot, columns, undo)
-        if name == "l2":
-            ops.l2_step(*room, columns["norm"])
-        elif name == "random":
-            ops.random_step(*room, SEED)
-        else:
-            ops.streaming_step(*room)
-        outs.append((shown, unseen, free_slot, slot, *undo.values()))
-    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)), "not equal"
-    return "equal"
-
-
-def shifted(s: Sizes) -> str:
-    """R-KV's statistics."""
-    wide, said = s.rows // 4, ""
-    sides = (s.layers, s.heads)
-    length = torch.randint(1, wide + 1, sides, generator=s.made).to(s.device)
-    start = (length.flatten().cumsum(0) - length.flatten()).view(sides)
-    total = int(length.sum())
-    logits = torch.randn(*sides, s.group, wide, generator=s.made).to(s.device)
-    reach = torch.arange(wide, device=s.device)
-    inside = logits.masked_fill((reach >= length[..., None])[:, :, None], -torch.inf)
-    pos = torch.zeros(total, dtype=torch.int32, device=s.device)
-    newest = torch.tensor(wide, device=s.device)
-    rows = Rows(start, length, length, pos, newest, 0, 1, 0)
-    before = [torch.rand(total, generator=s.made).to(s.device) for _ in range(4)]
-    for group in ("mean", "max"):
-        outs = []
-        for ops in (Twins(), Triton()):
-            seen = [t.clone() for t in before]
-            go = torch.tensor(True, device=s.device)
-            ops.shift_step(logits, inside.logsumexp(-1), rows, go, seen, group)
-            outs.append(seen)
-        pairs = enumerate(zip(outs[1], outs[0], strict=True))
-        said = near(1e-4, **{f"seen{i}": pair for i, pair in pairs})
-    return said
-
-
-def token(s: Sizes) -> str:
-    """Of a whole vocabulary, of whose logits many are equal: the best, and draws through every
-    filter."""
-    vocab = 128256 if s.rows > 100 else 3000
-    logits = (torch.randn(vocab, generator=s.made) * 3).to(s.device)
-    logits[::2] = logits[::2].bfloat16().float()
-    each = 2 if s.interprets else 8
-    draws = torch.rand(each, dtype=torch.float64, generator=s.made).to(s.device)
-    first = torch.tensor(0, device=s.device)
-    outs = []
-    for ops in (Twins(), Triton()):
-        settings = ((1.0, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (2.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1))
-        settings += ((100.0, 1000, 0.5, 0.0), (3.0, 0, 0.99, 0.001))
-        count = 1 + each * len(settings)
-        found = [torch.zeros(2, dtype=torch.int64, device=s.device) for _ in range(count)]
-        one = torch.zeros(1, dtype=torch.int64, device=s.device)
-        finite = torch.tensor(False, device=s.device)
-        ops.greedy(logits, one, found[0], finite)
-        for i, into in enumerate(found[1:]):
-            at = torch.tensor(i % each - 1, device=s.device)
-            ops.sample(logits, *settings[i // each], draws, first, at, one, into, finite)
-        outs.append(torch.stack(found))
-    assert torch.equal(*outs), "not equal"
-    return "equal"
-
-
 def hashed(s: Sizes) -> str:
     each, bits = s.rows, 16
     start = torch.arange(s.heads, device=s.device) * each
@@ -360,30 +236,16 @@ def hashed(s: Sizes) -> str:
     code = (
         torch.randint(1 << bits, (s.heads * each,), generator=s.made).to(torch.int32).to(s.device)
     )
+    rule = HashEvict(sinks=4, recent=10, bits=bits, hash_with="query", seed=0, matrices={0: matrix})
     outs = []
     for ops in (Twins(), Triton()):
         mine = [t.clone() for t in (*base, pos, code)]
-        spare = tuple(
-            torch.zeros((s.heads, *t.shape[1:]), dtype=t.dtype, device=s.device) for t in mine
-        )
+        columns = dict(zip(("k", "v", "pos", "code"), mine, strict=True))
         hole = torch.full((s.heads,), -1, device=s.device)
-        ops.hash_append(
-            probe,
-            key[:, 0],
-            value[:, 0],
-            matrix,
-            start,
-            full,
-            full,
-            hole,
-            torch.tensor(each, device=s.device),
-            *mine,
-            spare,
-            width=each,
-            sinks=4,
-            recent=10,
-            pinned=0,
-        )
+        at = torch.tensor(each, device=s.device)
+        given = (probe, key[:, 0], value[:, 0], start, full, full, hole, at)
+        new = NewRow(0, *given, columns, each, 0, columns["pos"])
+        assert ops.append_evict["hashevict"](rule, new)
         outs.append((hole, mine))
     alike(outs[1][0], outs[0][0], 0.99)
     assert all(torch.equal(a, b) for a, b in zip(outs[1][1], outs[0][1], strict=True)), "not equal"
@@ -398,7 +260,6 @@ def advanced(s: Sizes) -> str:
         state = [
             t.to(s.device)
             for t in (
-                torch.tensor(True),
                 start.clone(),
                 length.clone(),
                 cap.clone(),
@@ -406,7 +267,6 @@ def advanced(s: Sizes) -> str:
                 torch.tensor(40),
                 length + 1,
                 torch.zeros(sides, dtype=torch.int64),
-                torch.zeros(sides, dtype=torch.bool),
             )
         ]
         ops.advance(*state, before=True)
@@ -443,142 +303,49 @@ def judged(s: Sizes, name: str) -> str:
         mean * count,
         (mean.square() + torch.rand(total, generator=s.made) * 1e-6) * count,
     )
-    words = [torch.randint(1 << 32, (total,), generator=s.made) for _ in range(2)]
     half = (length // 2).to(s.device)
     outs = []
     for ops in (Twins(), Triton()):
         hole = torch.full(sides, 77, device=s.device)
-        shared = (logits.clone(), lse, rows, torch.tensor(True, device=s.device), hole)
         mine = [t.to(s.device).clone() for t in (sums, squares, count)]
-        if name == "h2o":
-            ops.h2o_step(*shared, mine[0], half)
-        elif name == "roco":
-            ops.roco_step(*shared, *mine, half)
-        else:
-            mine = [t.to(s.device).clone() for t in (*words, count)]
-            ops.scissorhands_step(
-                *shared, mine[:2], mine[2], 60, torch.full((s.layers,), 1 << 40, device=s.device)
-            )
+        mine = mine[:1] if name == "h2o" else mine
+        ops.evict[name](logits.clone(), lse, rows, hole, mine, half)
         outs.append((hole, mine))
-    said = alike(outs[1][0], outs[0][0])
-    if name in ("h2o", "roco"):
-        said += "; " + near(
-            1e-5,
-            **{f"sum{i}": pair for i, pair in enumerate(zip(outs[1][1], outs[0][1], strict=True))},
-        )
-    return said
+    pairs = enumerate(zip(outs[1][1], outs[0][1], strict=True))
+    said = near(1e-5, **{f"sum{i}": pair for i, pair in pairs})
+    return f"{alike(outs[1][0], outs[0][0])}; {said}"
 
 
 def lowest(s: Sizes) -> str:
     """Of any scores, with ties."""
-    sides, wide = (s.layers, s.heads), s.rows // 4 + 1
-    length = torch.randint(wide // 2, wide + 1, sides, generator=s.made)
-    start = (length.flatten().cumsum(0) - length.flatten()).view(sides)
-    pos = torch.cat([torch.randperm(2 * wide, generator=s.made)[:n] for n in length.flatten()])
-    scores = torch.randint(0, wide // 3, (*sides, wide), generator=s.made).float().to(s.device)
-    allowed = (torch.rand((*sides, wide), generator=s.made) < 0.7).to(s.device)
-    rows = Rows(
-        *(t.to(s.device) for t in (start, length, length - 1, pos.to(torch.int32))),
-        torch.tensor(2 * wide, device=s.device),
-        4,
-        8,
-        0,
-    )
+    heads, wide = s.layers * s.heads, s.rows // 4 + 1
+    pos = torch.stack([torch.randperm(2 * wide, generator=s.made)[:wide] for _ in range(heads)])
+    scores = torch.randint(0, wide // 3, pos.shape, generator=s.made).float()
+    scores[torch.rand(pos.shape, generator=s.made) < 0.3] = torch.inf
+    over = torch.rand(heads, generator=s.made) < 0.7
+    given = [t.to(s.device) for t in (scores, pos, torch.arange(heads) * wide, over)]
     outs = []
     for ops in (Twins(), Triton()):
-        free_slot = torch.full(sides, -1, device=s.device)
-        ops.lowest_step(scores, allowed, rows, torch.tensor(True, device=s.device), free_slot)
+        free_slot = torch.full((heads,), -1, device=s.device)
+        ops.lowest(*given, free_slot)
         outs.append(free_slot)
     assert torch.equal(*outs), "not equal"
     return "equal"
 
 
-def stay_in_block(s: Sizes, name: str) -> str:
-    """Heads that hold different numbers of rows, in order, with gaps; scores have ties."""
-    count = s.rows + 64
-    pos = torch.arange(count).expand(s.heads, count).clone()
-    gone = torch.rand(pos.shape, generator=s.made) < 0.2 * torch.rand(s.heads, 1, generator=s.made)
-    pos = pos.masked_fill(gone, -1).to(s.device)
-    live = (pos >= 0).sum(1)
-    limit = count * 3 // 4
-    seen = torch.randint(1, 40, pos.shape, generator=s.made).float().to(s.device)
-    mean = torch.randint(1, count // 3, pos.shape, generator=s.made).to(s.device) / count
-    noise = torch.rand(pos.shape, generator=s.made).to(s.device) * 1e-6
-    squares = (mean.square() + noise) * seen
-    half, rest = torch.full_like(live, limit // 2), (pos, live, limit)
-    outs = []
-    for ops in (Twins(), Triton()):
-        if name == "lowest":
-            outs.append(ops.lowest_block(mean, pos >= 4, *rest))
-        elif name == "unprotected":
-            outs.append(ops.unprotected_block(mean, *rest, count, 4, 8, 0))
-        elif name == "h2o":
-            outs.append(ops.h2o_block(mean * seen, half, *rest, count, 4, 8, 0))
-        else:
-            outs.append(ops.roco_block(mean * seen, squares, seen, half, *rest, count, 4, 8, 0))
-    (index, stayed), (found, counted) = outs
-    real = torch.arange(count, device=s.device) < stayed[:, None]
-    assert torch.equal(stayed, counted), "other numbers of rows"
-    assert torch.equal(index[real], found[real]), "other rows"
-    k, v = s.normal(s.heads, count, s.size), s.normal(s.heads, count, s.size)
-    moved = [
-        ops.compacted(index, stayed, k, v, pos, [seen, pos + 7]) for ops in (Twins(), Triton())
-    ]
-    pairs = list(zip(*((o[0][real], o[1][real], o[2], *o[3]) for o in moved), strict=True))
-    assert all(torch.equal(*pair) for pair in pairs), "rows moved elsewhere"
-    return "equal"
-
-
 def read_in_block(s: Sizes, queries: int) -> str:
-    """Attention by positions, what each row got, and the sums of it."""
+    """Attention by positions."""
     count = s.rows + queries
     q, k = s.normal(s.heads, s.group, queries, s.size), s.normal(s.heads, count, s.size)
     v, at = s.normal(s.heads, count, s.size), torch.arange(s.rows, count, device=s.device)
     pos = torch.arange(count).expand(s.heads, count).clone()
     gone = torch.rand((s.heads, s.rows), generator=s.made) < 0.2
     pos[:, : s.rows].masked_fill_(gone, -1)
-    pos = pos.to(s.device)
-    outs = []
-    for ops in (Twins(), Triton()):
-        out, lse = ops.visible_attention(q, k, v, at, pos, None)
-        outs.append((out, lse, ops.mean_attention(q, at, k, pos, None, lse)))
-    said = near(
-        1e-2, **dict(zip(("out", "lse", "mean"), zip(*reversed(outs), strict=True), strict=True))
-    )
-    sums = []
-    for ops in (Twins(), Triton()):
-        mine = [torch.ones(s.heads, count, device=s.device) for _ in range(3)]
-        ops.add_queries(outs[0][2], *mine)
-        sums.append(mine)
-    assert all(map(torch.equal, *sums)), "sums are not equal"
-    return said
-
-
-def remembered(s: Sizes) -> str:
-    """ScissorHands' bits: of a prompt's last queries, of a block's, and the share of those set."""
-    history, last, block = 400, 32, 40
-    pos = torch.arange(s.rows).repeat(s.heads, 1)
-    pos = pos.masked_fill(torch.rand(pos.shape, generator=s.made) < 0.1, -1).to(s.device)
-    at = torch.arange(s.rows - last, s.rows, device=s.device)
-    # Far from an even share: means may be added in another order.
-    p = torch.randint(2, (s.heads, 1, last, s.rows), generator=s.made).to(s.device)
-    p = (p * 2.0 / s.rows).repeat(1, s.group, 1, 1)
-    words = torch.randint(1 << 32, (13, s.heads, s.rows), generator=s.made).to(s.device)
-    words[-1] &= (1 << 16) - 1
-    queries = torch.randint(history + 1, pos.shape, generator=s.made).float().to(s.device)
-    given = torch.randint(2, (s.heads, block, s.rows), generator=s.made).to(s.device)
-    outs = []
-    for ops in (Twins(), Triton()):
-        seen = ops.rows_seen(at, pos, None)
-        bits = ops.low_bits(p, at, pos, s.rows // 2)
-        new, counts = ops.prompt_history([*words], queries, bits, pos, s.rows, last, history)
-        for column in (*new, counts):
-            column[:, s.rows - block :] = 0
-        saw = seen[:, :1].repeat(1, block)
-        ops.block_history(new, counts, given * 2.0 / s.rows, saw, history)
-        outs.append((seen, bits, *new, counts, ops.low_share(new, counts)))
-    assert all(map(torch.equal, *outs)), "not equal"
-    return "equal"
+    outs = [
+        ops.visible_attention(q, k, v, at, pos.to(s.device), None) for ops in (Twins(), Triton())
+    ]
+    (out, lse), (mine, sums) = outs
+    return near(1e-2, out=(mine, out), lse=(sums, lse))
 
 
 def columns(s: Sizes, n: int, queries: int) -> str:
@@ -587,19 +354,14 @@ def columns(s: Sizes, n: int, queries: int) -> str:
     at = torch.arange(n, device=s.device)
     last, parts = at[n - queries :], [(k, at[None])]
     lse = attention_mass.rows_lse(q, last, parts, None)
-    said = near(1e-3, lse=(Triton().rows_lse(q, last, parts, None), lse))
-    if queries <= 64:  # the torch form holds what each of them gives each row
-        by = torch.linspace(1.0, 2.0, queries, device=s.device)
-        args = q, last, parts, None, lse, by
-        pair = Triton().largest_attention(*args), Twins().largest_attention(*args)
-        said += ", " + near(1e-2, largest=pair)
     outs = []
     for ops in (Twins(), Triton()):
         mass = torch.zeros(s.heads, s.group, n, device=s.device)
         squares = torch.zeros(s.heads, n, device=s.device)
         ops.add_attention_mass(mass, squares, q, lse, last, k, at[None], None)
-        outs.append((mass, squares))
-    return said + ", " + near(1e-2, mass=(outs[1][0], outs[0][0]), squares=(outs[1][1], outs[0][1]))
+        outs.append((mass, squares, ops.peak_attention(q, last, parts, 0, None, None, lse)))
+    names = "mass", "squares", "peak"
+    return near(1e-2, **dict(zip(names, zip(*reversed(outs), strict=True), strict=True)))
 
 
 def segments(s: Sizes, new: int) -> str:
@@ -620,126 +382,19 @@ def segments(s: Sizes, new: int) -> str:
     )
 
 
-def drawn(s: Sizes) -> str:
-    """A random number for each row."""
-    pos = torch.randint(-1, 1 << 20, (s.heads, s.rows), generator=s.made).to(s.device)
-    outs = [ops.row_uniform(SEED, 3, 1 << 20, pos) for ops in (Twins(), Triton())]
-    assert torch.equal(*outs), "not equal"
-    return "equal"
-
-
-def carried(s: Sizes) -> str:
-    """Columns from before a prompt."""
-    total, new = s.heads * s.rows, s.rows // 3
-    columns = [s.normal(total, kind=torch.float32), torch.arange(total, device=s.device)]
-    index = torch.randint(total, (s.heads, s.rows), generator=s.made).to(s.device)
-    live = (torch.rand((s.heads, s.rows), generator=s.made) < 0.7).to(s.device)
-    outs = [ops.carried_columns(columns, index, live, new) for ops in (Twins(), Triton())]
-    assert all(map(torch.equal, *outs)), "not equal"
-    return "equal"
-
-
-def hashed_keys(s: Sizes) -> str:
-    """Codes of a prompt's keys."""
-    key = s.normal(s.rows, s.heads, s.size).transpose(0, 1)
-    matrix = s.normal(s.size, 16, kind=torch.float32)
-    want, got = (ops.hash_codes(key, matrix, torch.int32) for ops in (Twins(), Triton()))
-    probes = want[:, ::3].to(torch.int64).contiguous()
-    sums = [ops.code_distances(want, probes, 16) for ops in (Twins(), Triton())]
-    assert torch.equal(*sums), "other distances"
-    return alike(got, want)
-
-
-def coded(s: Sizes) -> str:
-    """Rows as int8 and back."""
-    x = s.normal(s.rows, s.heads, s.size).transpose(0, 1)
-    index = torch.randint(s.rows, (s.heads, s.rows), generator=s.made).to(s.device)
-    rows = x.cpu()  # where torch divides as Triton does
-    want = [t.to(s.device) for t in Twins().to_codes(rows)]
-    got = Triton().to_codes(x)
-    assert all(map(torch.equal, got, want)), "not equal"
-    table = want[0].flatten(0, 1).contiguous(), want[1].flatten()
-    back = [ops.codes_at(*table, index, s.kind) for ops in (Twins(), Triton())]
-    return near(1e-2 if s.interprets else 0.0, back=(back[1], back[0]))
-
-
-def averaged(s: Sizes) -> str:
-    """Over the heads that hold a position."""
-    end = s.rows + s.rows // 3
-    pos = torch.stack([torch.randperm(end, generator=s.made)[: s.rows] for _ in range(s.heads)])
-    pos, values = pos.to(s.device), s.normal(s.heads, s.rows, kind=torch.float32).exp()
-    outs = [ops.heads_mean(values, pos, end) for ops in (Twins(), Triton())]
-    assert torch.equal(*outs), "not equal"
-    return "equal"
-
-
-def expected(s: Sizes) -> str:
-    """Queries of two chunks, and what queries with their moments are expected to give each row."""
-    half, chunk = s.size // 2, s.rows // 3
-    made = [
-        torch.zeros((s.heads, s.group, *sides), dtype=torch.float64, device=s.device)
-        for sides in ((s.size,), (s.size, s.size))
-    ]
-    at = torch.arange(2 * chunk, device=s.device, dtype=torch.float64)
-    angle = at[:, None] * torch.linspace(0.0, 1.0, half, device=s.device, dtype=torch.float64)
-    q = s.normal(2 * chunk, s.heads, s.group, s.size) + 0.25
-    key, value = s.normal(s.heads, s.rows, s.size), s.normal(s.heads, s.rows, s.size)
-    free = torch.rand((s.heads, s.rows), generator=s.made).to(s.device) < 0.9
-    cos, sin = (t.mean(0).float().diag() for t in (angle.cos(), angle.sin()))
-    turn = torch.cat((torch.cat((cos, -sin), 1), torch.cat((sin, cos), 1)))
+def chosen(s: Sizes, n: int) -> str:
+    """The best of n rows of each head, and of all, whose scores are often equal."""
+    pos = torch.arange(n, device=s.device).expand(s.heads, n)
+    scores = s.normal(s.heads, n, kind=torch.float32).mul(99).round()
+    free = torch.rand((s.heads, n), generator=s.made).to(s.device) < 0.9
+    counts = torch.randint(n // 4, (s.heads,), generator=s.made).to(s.device)
     outs = []
     for ops in (Twins(), Triton()):
-        moments = tuple(made)
-        for part in (slice(0, chunk), slice(chunk, 2 * chunk)):
-            moments = ops.added_moments(*moments, q[part].permute(1, 2, 0, 3), angle[part])
-        mean, covariance = ops.turned_moments(*moments, 2 * chunk, turn)
-        worth = ops.expected_attention(key, free, mean, covariance, value, 0.02, ops.block)
-        outs.append((*moments, mean, covariance, worth))
-    names = "sums", "outer", "mean", "covariance", "worth"
-    pairs = dict(zip(names, zip(outs[1], outs[0], strict=True), strict=True))
-    doubles = near(1e-9, sums=pairs.pop("sums"), outer=pairs.pop("outer"))
-    return f"{doubles}, {near(1e-4, **pairs)}"
-
-
-def projected(s: Sizes) -> str:
-    """Values behind the output projection, whose matrix lies in memory as the network's."""
-    value = s.normal(s.heads, s.rows, s.size)
-    weight = s.normal(s.hidden, s.heads * s.group * s.size) / s.hidden**0.5
-    output = weight.T.unflatten(0, (s.heads, s.group, s.size))
-    pairs = {}
-    for name in ("output_norms", "output_lengths"):
-        want, got = (getattr(ops, name)(value, output) for ops in (Twins(), Triton()))
-        pairs[name] = got, want
-    return near(1e-3 if s.interprets else 1e-4, **pairs)
-
-
-def started(s: Sizes) -> str:
-    """RoCo's statistics after a prompt: rows of earlier turns lie in any order."""
-    early, observed = s.rows // 3, min(32, s.rows // 3)
-    pos = torch.arange(s.rows).repeat(s.heads, 1)
-    for h in range(s.heads):
-        pos[h, :early] = torch.randperm(early, generator=s.made)
-    pos = pos.masked_fill(torch.rand(pos.shape, generator=s.made) < 0.1, -1).to(s.device)
-    order = pos[:, :early].argsort(dim=1, stable=True)
-    mass = s.normal(s.heads, s.group, s.rows, kind=torch.float32).abs()
-    squares, *old = s.normal(4, s.heads, s.rows, kind=torch.float32).abs()
-    rest = s.rows, observed, s.rows - observed, 7, 3.3
-    want, got = (
-        ops.roco_start(mass, squares, pos, order, old, *rest, causal=True)
-        for ops in (Twins(), Triton())
-    )
-    return near(
-        1e-6, **dict(zip(("sums", "squares", "counts"), zip(got, want, strict=True), strict=True))
-    )
-
-
-def unlike(s: Sizes) -> str:
-    """Keys that have a direction in common."""
-    key = s.normal(s.heads, s.rows, s.size) + 0.25
-    pos = torch.arange(s.rows, device=s.device).expand(s.heads, s.rows).clone()
-    pos[:, ::9] = -1
-    want, got = (ops.key_distances(key, pos) for ops in (Twins(), Triton()))
-    return near(1e-4, distances=(got, want))
+        key = ops.order_key(scores, pos, free)
+        some = ops.best(key, counts, n // 4), ops.best(key, counts, n // 4, pos < 9)
+        outs.append((key, *some, ops.wanted(key, counts.sum(), s.heads * n // 4)))
+    assert all(map(torch.equal, *outs)), "not equal"
+    return "equal"
 
 
 def gathered(s: Sizes) -> str:
@@ -1023,26 +678,10 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
         ),
         Check("rotate_append", partial(turned, s, False)),
         Check("rotate_append int8", partial(turned, s, True)),
-        Check("key_norms", partial(normed, s, False)),
-        Check("key_norms int8", partial(normed, s, True)),
         Check("hash_append", partial(hashed, s)),
-        *(
-            Check(f"{name} before attention", partial(made_room, s, name))
-            for name in ("streaming", "l2", "random")
-        ),
-        Check("shift_step", partial(shifted, s)),
-        Check("greedy, sample", partial(token, s), 15.0),
         Check("advance", partial(advanced, s)),
-        *(
-            Check(f"{name} step", partial(judged, s, name), 6.0)
-            for name in ("h2o", "roco", "scissorhands")
-        ),
-        Check("lowest_step", partial(lowest, s)),
-        *(
-            Check(f"{name}_block, compacted", partial(stay_in_block, s, name), 6.0)
-            for name in ("lowest", "unprotected", "h2o", "roco")
-        ),
-        Check("scissorhands' history", partial(remembered, s), 8.0),
+        *(Check(f"{name} step", partial(judged, s, name), 6.0) for name in ("h2o", "roco")),
+        Check("lowest", partial(lowest, s)),
         *(
             Check(f"a block of {queries}", partial(read_in_block, s, queries), 8.0)
             for queries in (5, 64)
@@ -1052,18 +691,12 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
     both = s.rows // 5 * 2
     found += [
         Check("the last queries' attention", partial(columns, s, 4 * s.rows // 5, few), 10.0),
-        Check("add_attention_mass, rows_lse", partial(columns, s, both, both), 10.0),
+        Check("add_attention_mass, peak_attention", partial(columns, s, both, both), 10.0),
         *(
             Check(f"ragged_prefill, {new} new", partial(segments, s, new))
             for new in (3, 9 if small else 300)
         ),
-        Check("row_uniform", partial(drawn, s)),
-        Check("carried_columns", partial(carried, s)),
-        Check("hash_codes", partial(hashed_keys, s)),
-        Check("to_codes, codes_at", partial(coded, s)),
-        Check("heads_mean", partial(averaged, s)),
-        Check("key_distances", partial(unlike, s)),
-        Check("moments, expected_attention", partial(expected, s), 10.0),
+        *(Check(f"the best of {n} rows", partial(chosen, s, n)) for n in (s.rows, 12 * s.rows)),
         Check("gather_rows, gather_columns", partial(gathered, s)),
         Check("add_norm, rotate, silu_mul", partial(between, s)),
         *(Check(f"{form} weights", partial(packed, s, form), 10.0) for form in ("int8", "int4")),
@@ -1073,8 +706,6 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
         run = partial(behind_attention, s, form)
         found.append(Check(f"rest of a layer, {name} weights", run, 12.0))
     found += [
-        Check("output_norms, output_lengths", partial(projected, s)),
-        Check("roco_start", partial(started, s)),
         Check("torch's attention", partial(library, s)),
         Check("attention of a long prompt", partial(long_prompt, s), 6.0),
         Check("beyond 2^31 numbers", partial(far_rows, s), 6.0),

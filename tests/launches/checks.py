@@ -23,7 +23,7 @@ from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.engine.warmup import warm
-from minikv.kernels.triton import compaction
+from minikv.kernels.triton import gather
 from minikv.models.linear import Plain
 
 
@@ -147,20 +147,20 @@ def test_launches_arrive_with_their_grid(bench: Bench) -> None:
     index, values, out = count[:, None], torch.zeros(2, 9, device=GPU), torch.zeros(8, device=GPU)
     both, to = [row[:8, None] for row in values], [out, out]
     with bench.counted() as found:
-        compaction.gather_columns(index, count, count - 1, both, to, 1)
+        gather.gather_columns(index, count, count - 1, both, to, 1)
     assert found["triton", "columns"] == 1
     builds = bench.launches.builds.copy()
-    compaction.gather_columns(index, count, count - 1, [row[1:, None] for row in values], to, 1)
+    gather.gather_columns(index, count, count - 1, [row[1:, None] for row in values], to, 1)
     assert bench.launches.builds == builds, "values of another alignment are another build"
     given = index, count, count, tuple(both), tuple(to)
     with pytest.raises(RuntimeError, match="a launch that no GPU takes"):
-        compaction._columns[(1, 70000)](*given, 1, 1, BN=1024, num_warps=4)
+        gather._columns[(1, 70000)](*given, 1, 1, BN=1024, num_warps=4)
 
 
 def test_arguments_that_do_not_fit_are_an_error(bench: Bench) -> None:
     count = torch.ones(8, dtype=torch.int64, device=GPU)
     with pytest.raises(Exception, match=r"(?i)pointer|type|float|load"):
-        compaction._columns[(1, 8)](1.5, count, count, (count,), (count,), 1, 1, BN=64, num_warps=4)
+        gather._columns[(1, 8)](1.5, count, count, (count,), (count,), 1, 1, BN=64, num_warps=4)
 
 
 def test_choosing_among_the_rows_of_a_long_document_compiles_nothing(bench: Bench) -> None:
@@ -172,11 +172,11 @@ def test_choosing_among_the_rows_of_a_long_document_compiles_nothing(bench: Benc
     before, rows = bench.launches.builds.copy(), 5000
     pos = torch.arange(rows, device=GPU).expand(8, rows)
     counts = torch.ones(8, dtype=torch.int64, device=GPU)
-    choice = pos.to(torch.float32), pos, pos >= 0
     ops = engine.kv.ops
-    ops.wanted(*choice, counts.sum(), 8)
-    ops.best(*choice, counts, 1)
-    ops.best(*choice, counts, 1, also=choice[2])
+    key = ops.order_key(pos.to(torch.float32), pos, pos >= 0)
+    ops.wanted(key, counts.sum(), 8)
+    ops.best(key, counts, 1)
+    ops.best(key, counts, 1, pos >= 0)
     assert dict(bench.launches.builds - before) == {}
 
 

@@ -126,11 +126,12 @@ _PACKED = SimpleNamespace(
 )
 
 
-def _both(name: str) -> Callable[..., Any]:
-    launch = getattr(Triton, name)
+def _torch_form(name: str) -> Callable[..., Any]:
     sources = (Kernels, step_oracle, _PACKED)
-    compute = next(filter(None, (getattr(source, name, None) for source in sources)))
+    return next(filter(None, (getattr(source, name, None) for source in sources)))
 
+
+def _both(launch: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         out = launch(*args, **kwargs)
         with uncounted():
@@ -179,8 +180,13 @@ def _parts(given: Any, name: str) -> Any:
 _MAKERS = ("rest", "normed_product")
 for _name in vars(Triton):
     if isinstance(vars(Triton)[_name], staticmethod):
-        _wrapped = (_made if _name in _MAKERS else _both)(_name)
+        _launch = getattr(Triton, _name)
+        _wrapped = _made(_name) if _name in _MAKERS else _both(_launch, _torch_form(_name))
         setattr(_Kernels, _name, staticmethod(_wrapped))
+_Kernels.evict = {n: _both(kernel, step_oracle.EVICT[n]) for n, kernel in Triton.evict.items()}
+_Kernels.append_evict = {
+    n: _both(kernel, step_oracle.APPEND_EVICT[n]) for n, kernel in Triton.append_evict.items()
+}
 
 
 class Bench:
@@ -407,8 +413,7 @@ _MANY_ROWS = 18  # chunks after which several programs search the rows of a laye
 def step_cases(*, whole: bool = True) -> list[Case]:
     """Every step policy behind a prompt policy. A full cache is without both."""
     pairs = [("full" if name == "none" else "snapkv", name) for name in policies.step_names()]
-    more = [Case("snapkv", "tova", options=(("per_head", True),))]
-    more += [Case("snapkv+turns", name) for name in ("h2o", "roco")]  # some rows leave last
+    more = [Case("snapkv+turns", "roco")]  # some rows leave last
     more += [Case("full", "none", weights=form) for form in ("int8", "int4")]
     ways = ((*pair, kept) for kept in KEPT for pair in pairs)
     return [*(Case(*w) for w in ways if whole or not w[2] or w[1] in _STEPS_BY_DAY), *more]
@@ -428,9 +433,9 @@ def prompt_cases(*, whole: bool) -> list[Case]:
 
 
 def block_cases() -> list[Case]:
-    """Step policies that read the prompt in blocks: with a kernel of their own and without; and
-    with so many rows that attention divides them."""
-    names = "h2o", "roco", "tova", "scissorhands", "hashevict", "rkv"
+    """Step policies that read the prompt in blocks; one with so many rows that attention divides
+    them."""
+    names = "roco", "scissorhands", "hashevict", "rkv"
     found = [Case(name, name, stride=CHUNK // 4) for name in names]
     return [*found, Case("h2o", "h2o", stride=CHUNK // 4, budget=300)]
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -338,6 +339,7 @@ def install() -> None:
         torch._C._ensureCUDADeviceGuardSet()
     torch.cuda._lazy_init = lambda: None  # type: ignore[assignment]
     torch.cuda.Event = _Event  # type: ignore[assignment,misc]
+    torch.cuda.cudart = _Runtime  # type: ignore[assignment]
     torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment]
     torch.tensor = _made_here(torch.tensor)
     torch.as_tensor = _made_here(torch.as_tensor)
@@ -356,6 +358,17 @@ def _made_here(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return found.to(GPU if torch.device(device).type == GPU.type else device)
 
     return made
+
+
+class _Runtime:
+    """CUDA's runtime, which pins every memory."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def cudaHostRegister(self, *_: int) -> int:
+        return 0
+
+    cudaHostUnregister = cudaHostRegister
 
 
 class _Event:

@@ -65,7 +65,14 @@ def test_torch_that_is_there_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("megabytes", "words"),
-    [(200, ["ask", "a", "-"]), (500, ["ask", "a", "-"]), (400, ["plan"]), (400, ["doctor"])],
+    [
+        (200, ["ask", "a", "-"]),
+        (500, ["ask", "a", "-"]),
+        (500, ["ask", "a", "-", "-o", "window=8"]),
+        (500, ["policies", "show", "adakv"]),
+        (400, ["plan"]),
+        (400, ["doctor"]),
+    ],
 )
 def test_a_process_without_room_for_torch_is_refused(megabytes: int, words: list[str]) -> None:
     """At 400 MiB torch's libraries ended the process, at 500 they never came back."""

@@ -8,7 +8,8 @@ from small import engine, ids, network
 
 from minikv import policies
 from minikv.errors import UsageError
-from minikv.policies import selection
+from minikv.kernels.torch.choose import order_key
+from minikv.kernels.torch.choose import wanted as wanted_rows
 from minikv.policies.base import (
     Candidates,
     HeadAllocator,
@@ -29,7 +30,8 @@ def test_no_head_is_left_nothing(name: str) -> None:
 
 
 def wanted(scores: torch.Tensor, pos: torch.Tensor, free: torch.Tensor, total: int) -> list[int]:
-    counts: list[int] = selection.wanted(scores, pos, free, torch.tensor(total), total).tolist()
+    key = order_key(scores, pos, free)
+    counts: list[int] = wanted_rows(key, torch.tensor(total), total).tolist()
     return counts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import small
 import torch
 from views import build, choose, random_mass, view
 
@@ -32,7 +33,7 @@ from minikv.errors import UsageError
     ],
 )
 def test_names_compose(name: str, parts: tuple[str, ...]) -> None:
-    assert policies.find(name).parts == parts
+    assert small.parts(name) == parts
     assert build(name).name == name
 
 
@@ -96,12 +97,12 @@ def test_the_published_setting_of_expected_attention_has_a_name() -> None:
 
 
 def test_one_budget_for_all_layers_stays_until_another_way_to_share_is_asked_for() -> None:
-    shared = [p.name for p in policies.POLICIES.values() if "global" in p.parts]
+    shared = [name for name in policies.prompt_names() if "global" in small.parts(name)]
     assert shared
     for name in shared:
-        assert "global" in policies.find(f"{name}+turns").parts
-        assert "global" not in policies.find(f"{name}+ada").parts
-        assert "global" not in policies.find(f"{name}+uniform").parts
+        assert "global" in small.parts(f"{name}+turns")
+        assert "global" not in small.parts(f"{name}+ada")
+        assert "global" not in small.parts(f"{name}+uniform")
 
 
 @pytest.mark.parametrize("pinned", [0, 3])

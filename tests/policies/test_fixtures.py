@@ -25,10 +25,9 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
-from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.crush import ranks
+from minikv.kernels.torch.choose import best, order_key
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
-from minikv.policies import kvcrush, selection
+from minikv.policies import kvcrush
 from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView
 from minikv.policies.snapkv import SnapKV
 
@@ -406,7 +405,7 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
         for h, victim in enumerate(gone):
             if victim >= 0:
                 pos = torch.tensor([slots[h]])
-                code = step.init_state(Kernels(), 0, data["k"][h, slots[h]])["code"]
+                code = step.of_key(0, data["k"][None, None, h, slots[h]])["code"][0, 0]
                 zero = torch.zeros(1, dtype=torch.int64)
                 view = StepView(
                     at,
@@ -531,13 +530,8 @@ def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
     params = case["params"]
     scores = data["scores"]
     everything = torch.ones(len(scores), dtype=torch.bool)
-    half = selection.best(
-        scores[None],
-        torch.arange(len(scores))[None],
-        everything[None],
-        torch.tensor([len(scores) // 2]),
-        len(scores) // 2,
-    )[0]
+    key = order_key(scores[None], torch.arange(len(scores))[None], everything[None])
+    half = best(key, torch.tensor([len(scores) // 2]), len(scores) // 2)[0]
     marks = half.view(params["blocks"], -1).T  # [block_size, blocks]
     assert marks.T.int().tolist() == data["expected_bits"].tolist()
     if params["anchor"] != "random":
@@ -547,7 +541,7 @@ def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
     rest = data["candidates"].long()
     rest = rest[data["expected_distance"][rest].argsort(stable=True)]
     count = torch.tensor([params["budget_blocks"]])
-    taken = ranks(torch.tensor([len(rest)]), count, "step", int(count))[0]
+    taken = kvcrush.ranks(torch.tensor([len(rest)]), count, "step", int(count))[0]
     assert rest[taken].tolist() == data["expected_retained"].tolist()
 
 

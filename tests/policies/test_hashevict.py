@@ -9,12 +9,10 @@ import torch
 from small import victims
 
 from minikv import policies
-from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.hash_codes import code_distances, codes
 from minikv.policies.base import (
     StepView,
 )
-from minikv.policies.hashevict import HashEvict, projection
+from minikv.policies.hashevict import HashEvict, codes, distances, projection
 
 
 def test_simhash_law() -> None:
@@ -43,8 +41,8 @@ def test_hashevict_evicts_the_antipode_and_spares_the_twin(bits: int) -> None:
     query = torch.randn(1, 1, 16, generator=generator)
     keys = torch.randn(9, 16, generator=generator)
     keys[4], keys[7] = -3.0 * query[0, 0], 0.1 * query[0, 0]
-    code = step.init_state(Kernels(), 0, keys)["code"]
-    assert torch.equal(code, step.init_state(Kernels(), 0, 5.0 * keys)["code"])
+    code = step.of_key(0, keys[None, None])["code"][0, 0]
+    assert torch.equal(code, step.of_key(0, 5.0 * keys[None, None])["code"][0, 0])
     zero, pos = torch.zeros(1, dtype=torch.int64), torch.arange(9)[None]
     order = []
     for _ in range(9):
@@ -68,7 +66,7 @@ def test_distances_are_added_over_all_probes(bits: int) -> None:
         (torch.rand((2, n, bits), generator=made) < 0.4).to(torch.int64) << torch.arange(bits)
         for n in (9, 5)
     )
-    found = code_distances(stored.sum(2), probes.sum(2), bits)
+    found = distances(stored.sum(2), probes.sum(2), bits)
     differ = (stored[:, :, None] != probes[:, None]).sum((2, 3))
     assert found.tolist() == differ.tolist()
 
@@ -81,7 +79,7 @@ def test_a_code_has_every_bit_where_it_is_stored(bits: int) -> None:
     keys = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
     matrix = step.matrix(0, keys)
     assert matrix.shape == (16, bits)
-    stored = step.init_state(Kernels(), 0, keys)["code"].to(torch.int64)
+    stored = step.of_key(0, keys[None, None])["code"][0, 0].to(torch.int64)
     signs = (keys @ matrix >= 0).tolist()
     assert [[(n >> i) & 1 == 1 for i in range(bits)] for n in stored.tolist()] == signs
 

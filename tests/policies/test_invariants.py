@@ -37,9 +37,8 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import crush
-from minikv.kernels.torch.counter_rng import gumbel, uniform
+from minikv.kernels.torch.choose import order_key, wanted
+from minikv.policies import kvcrush
 from minikv.policies.base import (
     Candidates,
     Moments,
@@ -50,7 +49,8 @@ from minikv.policies.base import (
     blocks,
     unprotected,
 )
-from minikv.policies.selection import pool, wanted
+from minikv.policies.counter_rng import gumbel, uniform
+from minikv.policies.selection import pool
 from minikv.policies.snapkv import SnapKV
 
 TESTS: dict[int, tuple[str, ...]] = {
@@ -279,7 +279,7 @@ def test_official_rounding_is_the_authors_formula(
     order = scores.flatten().argsort(descending=True)[: heads * each]
     need = torch.bincount(order // 90, minlength=heads).tolist()
     total = torch.tensor(heads * each)
-    assert wanted(scores, pos, free, total, heads * each).tolist() == need
+    assert wanted(order_key(scores, pos, free), total, heads * each).tolist() == need
     policy = one("adakv", {"alpha": alpha, "rounding": "official"})
     view = PromptView(0, 90, pos, 0, None, None, lambda: pos, lambda: pos)
     counts = policy.heads.share(
@@ -349,7 +349,7 @@ def test_rocos_counters_are_ages(stride: int, seed: int, first: int) -> None:
 BASES = [
     w[0]
     for w in COMPOSITIONS
-    if len(w) == 1 and "select" not in {policies.PARTS[p].axis for p in policies.find(w[0]).parts}
+    if len(w) == 1 and "select" not in {part.axis for part in policies.find(w[0]).parts}
 ]
 
 
@@ -402,7 +402,7 @@ def order_of(
     def first(found: Tensor, wanted: Tensor, how: str, most: int) -> Tensor:
         return torch.arange(most).expand(len(found), most)
 
-    monkeypatch.setattr(crush, "ranks", first)
+    monkeypatch.setattr(kvcrush, "ranks", first)
     order: list[list[int]] = [[] for _ in range(heads)]
     for n in range(1, count):
         chosen = policy.select(rows, torch.full((heads,), n), n)
@@ -590,13 +590,41 @@ def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:
     turned = torch.cat(
         (one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()), -1
     )
-    found = Moments(2, 3, 8, torch.device("cpu"), Kernels())
+    found = Moments(2, 3, 8, torch.device("cpu"))
     for lo, hi in ((0, 7), (7, 7), (7, 50)):
         found.add(turned[:, :, lo:hi], angle[lo:hi])
     mean, covariance = found.normal(torch.eye(8))
     torch.testing.assert_close(mean, plain.mean(2).float())
     want = [torch.cov(q.T, correction=0) for head in plain for q in head]
     torch.testing.assert_close(covariance.flatten(0, 1), torch.stack(want).float())
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8], ids=["", "int8"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("keydiff", {}),
+        ("keydiff", {"block": 7}),
+        ("expected", {}),
+        ("snapkv+critical", {}),
+        ("queryspan", {}),
+        ("dropkv", {}),
+        ("defensive", {}),
+    ],
+)
+def test_heads_that_are_computed_at_once_keep_what_each_keeps_alone(
+    name: str, options: dict[str, object], kv: torch.dtype | None
+) -> None:
+    """Of two prompts, in blocks of one head and of all heads."""
+    net, found = network(), []
+    for most in (1, 1 << 22):
+        rules = Rules(policies.prompt_policy(name, options), None, Budget.parse(40))
+        run = Engine(net, over(net, rules, kv=kv))
+        run.kv.ops.block = most
+        for turn, count in enumerate((90, 30)):
+            run.prompt(ids(count, turn))
+            found.append([run.kv.kept(i, h).tolist() for i in range(3) for h in range(3)])
+    assert found[:2] == found[2:]
 
 
 def test_heads_are_divided_by_how_many_numbers_they_have() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minikv.errors import UsageError
-from minikv.policies import PARTS, POLICIES, find, read_options
+from minikv.policies import find, read_options, registry
 from minikv.policies.options import Option
 
 OPTIONS = find("adakv").prompt_options
@@ -62,8 +62,8 @@ def test_every_spelling_of_yes_and_no(given: object, means: bool) -> None:
 
 
 def test_every_option_takes_its_limits_and_nothing_beyond() -> None:
-    lists = [part.options for part in PARTS.values()] + [one.own for one in POLICIES.values()]
-    numbers = [o for some in lists for o in some if type(o.default) in (int, float)]
+    known = [o for one in (*registry.parts(), *registry.methods()) for o in one.options]
+    numbers = [option for option in known if type(option.default) in (int, float)]
     assert len(numbers) > 50
     for option in numbers:
         step = 1 if isinstance(option.default, int) else 0.5

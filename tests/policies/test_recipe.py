@@ -1,8 +1,7 @@
-"""A policy is a file and a row: what CONTRIBUTING says is done here, for a toy of every kind."""
+"""A policy is a file and a name: what CONTRIBUTING says is done here, for a toy of every kind."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import textwrap
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rows import check_part, check_step
 from small import Walk, ids
 from typer.testing import CliRunner
 
@@ -19,8 +17,7 @@ from minikv import policies
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.main import app
 from minikv.errors import UsageError
-from minikv.policies import PARTS, POLICIES, Option, Part, PolicyInfo
-from minikv.policies.tables.part import NO_SINKS, SEED, SINKS
+from minikv.policies import registry
 
 CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 
@@ -33,17 +30,22 @@ LAYERS = '''
     from dataclasses import dataclass
 
     from minikv.policies.base import LayerAllocator
+    from minikv.policies.facts import Part
+    from minikv.policies.options import option
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class FirstMore(LayerAllocator):
-        more: int
+        more: int = option(4, "rows", (0, 4096))
 
         def rows(
             self, layers: int, budget: int, most: int, least: int, protected: int
         ) -> list[int]:
             moved = max(0, min(self.more, most - budget, budget - least)) if layers > 1 else 0
             return [budget + moved, *[budget] * (layers - 2), budget - moved][:layers]
+
+
+    LAYERS = Part("first", FirstMore, "more rows in the first layer")
 '''
 HEADS = '''
     """The first heads get what they can."""
@@ -54,6 +56,7 @@ HEADS = '''
     from torch import Tensor
 
     from minikv.policies.base import Candidates, HeadAllocator
+    from minikv.policies.facts import Part
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,26 +65,33 @@ HEADS = '''
             have = rows.free.sum(1)
             before = have.cumsum(0) - have
             return torch.minimum(have, (total - before).clamp(min=0))
+
+
+    HEADS = Part("firsts", FirstHeads, "the first heads")
 '''
 SELECT = '''
     """The oldest rows, whatever their scores, or the youngest."""
 
-    from dataclasses import dataclass
+    from dataclasses import dataclass, replace
 
     from torch import Tensor
 
-    from minikv.policies import selection
     from minikv.policies.base import Candidates, Selector
+    from minikv.policies.facts import Part
+    from minikv.policies.options import option
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Oldest(Selector):
-        youngest: bool
+        youngest: bool = option(False, "the youngest instead")
 
         def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
             age = rows.view.pos.float()
             worth = age if self.youngest else -age
-            return selection.best(worth, rows.view.pos, rows.free, counts, most)
+            return replace(rows, scores=worth).best(counts, most)
+
+
+    SELECTOR = Part("oldest", Oldest, "the oldest rows")
 '''
 STEP = '''
     """The row that was least looked at since it came leaves, or any."""
@@ -92,14 +102,16 @@ STEP = '''
     import torch
     from torch import Tensor
 
-    from minikv.policies.base import StepPolicy, StepView, unprotected
-    from minikv.kernels.torch.counter_rng import uniform
+    from minikv.policies import options
+    from minikv.policies.base import StepPolicy, StepView, protect
+    from minikv.policies.counter_rng import uniform
+    from minikv.policies.facts import Method
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class LeastSeen(StepPolicy):
-        sinks: int
-        seed: int
+        sinks: int = options.sinks(0)
+        seed: int = options.seed()
         name: str = "toystep"
 
         @property
@@ -109,92 +121,73 @@ STEP = '''
         def update(
             self,
             columns: Mapping[str, Tensor],
-            probabilities: Tensor,
+            attention: Tensor,
             visible: Callable[[], Tensor],
         ) -> None:
-            columns["seen"].add_(probabilities)
+            columns["seen"].add_(attention)
 
-        def score(self, view: StepView, count: int) -> tuple[Tensor, Tensor]:
+        def score(self, view: StepView, count: int) -> Tensor:
             noise = uniform(self.seed, view.layer[:, None], view.pos)
-            return view.columns["seen"] + 1e-6 * noise, unprotected(view, self)
+            return protect(view.columns["seen"] + 1e-6 * noise, view, self)
+
+
+    METHOD = Method(
+        "toystep",
+        "what was least looked at leaves",
+        rule=LeastSeen,
+        paper="a test",
+        scores="attention",
+        second="fades",
+    )
 '''
+
+
+TOYS = {"first": LAYERS, "firsts": HEADS, "oldest": SELECT, "toystep": STEP}
 
 
 @pytest.fixture
 def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of CONTRIBUTING and three others, as files; and their rows."""
-    blocks = re.findall(r"   ```python\n(.*?)   ```", CONTRIBUTING, re.S)
-    code, row = (textwrap.dedent(block) for block in blocks)
-    for name, text in (
-        ("toy_values", code),
-        ("toy_layers", LAYERS),
-        ("toy_heads", HEADS),
-        ("toy_select", SELECT),
-        ("toy_step", STEP),
-    ):
+    """The example of CONTRIBUTING and four others: a file each, and its name in the registry."""
+    (example,) = re.findall(r"   ```python\n(.*?)   ```", CONTRIBUTING, re.S)
+    for name, text in {"values": example, **TOYS}.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text).lstrip())
-    monkeypatch.syspath_prepend(tmp_path)
-    values = eval(row, {"Part": Part, "Option": Option, "SINKS": SINKS})
-    parts = [
-        dataclasses.replace(values, module="toy_values"),
-        Part(
-            "first",
-            "layers",
-            "toy_layers",
-            "FirstMore",
-            "more rows in the first layer",
-            (Option("more", 4, "rows", 0, 4096),),
-        ),
-        Part("firsts", "heads", "toy_heads", "FirstHeads", "the first heads"),
-        Part(
-            "oldest",
-            "select",
-            "toy_select",
-            "Oldest",
-            "the oldest rows",
-            (Option("youngest", False, "the youngest instead"),),
-        ),
-    ]
-    facts = ("prompt", "uniform", "large values", "-", "safe", "a test", "large values stay")
-    rows = [
-        PolicyInfo("toyvalues", True, False, *facts, parts=("values",)),
-        PolicyInfo(
-            "toystep", False, True, *facts, module="toy_step", cls="LeastSeen", own=(NO_SINKS, SEED)
-        ),
-    ]
-    for part in parts:
-        monkeypatch.setitem(PARTS, part.name, part)
-    for info in rows:
-        monkeypatch.setitem(POLICIES, info.name, info)
+    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
+    for names, more in (
+        ("PROMPT", ["values"]),
+        ("SCORERS", ["values"]),
+        ("OTHER_PARTS", ["first", "firsts", "oldest"]),
+        ("STEP", ["toystep"]),
+    ):
+        monkeypatch.setattr(registry, names, [*getattr(registry, names), *more])
 
 
 @pytest.mark.usefixtures("toys")
 def test_toys_are_policies_like_all_others() -> None:
-    for part in ("values", "first", "firsts", "oldest"):
-        check_part(PARTS[part])
-    check_step(POLICIES["toystep"])
-    made = policies.prompt_policy("toyvalues+first+firsts+oldest", {"power": 2.0, "more": 3})
+    made = policies.prompt_policy("values+first+firsts+oldest", {"power": 2.0, "more": 3})
     assert made is not None
     assert made.evidence.sinks == 4
     assert made.layer_rows(3, 40, 100, 5) == [43, 40, 37]
     with pytest.raises(UsageError, match="power must be between"):
-        policies.prompt_policy("toyvalues", {"power": 9.0})
-    card = CliRunner().invoke(app, ["policies", "show", "toyvalues"])
+        policies.prompt_policy("values", {"power": 9.0})
+    card = CliRunner().invoke(app, ["policies", "show", "values"])
     assert "power=1.0" in card.output
-    table = CliRunner().invoke(app, ["policies"])
-    assert "toystep" in table.output
+    assert "fades" in CliRunner().invoke(app, ["policies", "show", "toystep"]).output
+    table = CliRunner().invoke(app, ["policies"]).output
+    assert re.search(r"^values +prompt +length of the value +safe +baseline$", table, re.M)
+    assert re.search(r"^toystep +step ", table, re.M)
+    assert re.search(r"parts to add to a policy:.* oldest \(as", table, re.S)
 
 
 @pytest.mark.usefixtures("toys")
 @pytest.mark.parametrize(
     ("policy", "decode"),
     [
-        ("toyvalues", "toystep"),
-        ("toyvalues+first", "roco"),
-        ("toyvalues+firsts", "roco"),
+        ("values", "toystep"),
+        ("values+first", "roco"),
+        ("values+firsts", "roco"),
         ("adakv+oldest", "toystep"),
         ("snapkv+oldest+first", "none"),
-        ("kvcrush(toyvalues)+critical+turns", "toystep"),
+        ("kvcrush(values)+critical+turns", "toystep"),
     ],
 )
 @pytest.mark.parametrize("windows", [(None, None), (20, None)])
@@ -211,10 +204,10 @@ def test_toys_in_the_walks_of_the_property_tests(
 @pytest.mark.usefixtures("toys")
 def test_a_toy_keeps_what_it_says() -> None:
     """The oldest rows; all that the first heads have; large values."""
-    walk = Walk(EvictionConfig.read("toyvalues+oldest", "none", 30, {"sinks": 0}))
+    walk = Walk(EvictionConfig.read("values+oldest", "none", 30, {"sinks": 0}))
     walk.prompt(ids(90))
     assert walk.kv.kept(1, 2).tolist() == [*range(30)]
-    walk = Walk(EvictionConfig.read("toyvalues", "none", 30, {"sinks": 0}))
+    walk = Walk(EvictionConfig.read("values", "none", 30, {"sinks": 0}))
     walk.prompt(ids(90))
     value = torch.cat(walk.fed[0])[:, 1, 1]
     assert walk.kv.kept(0, 1).tolist() == sorted(value.norm(dim=-1).topk(30).indices.tolist())
@@ -224,7 +217,7 @@ def test_a_toy_keeps_what_it_says() -> None:
 def test_toys_in_a_chat_and_in_eval(tmp_path: Path) -> None:
     text = "The mill on the river is run by Ada, who came from Velgate. " * 9
     chat = minikv.load(
-        policy="toyvalues+first+oldest", decode="toystep", budget=72, device="cpu", power=2.0
+        policy="values+first+oldest", decode="toystep", budget=72, device="cpu", power=2.0
     )
     for turn in range(2):
         if not turn:
@@ -236,7 +229,7 @@ def test_toys_in_a_chat_and_in_eval(tmp_path: Path) -> None:
         assert record["policy_options"]["decode"]["policy"] == "toystep"
     out = tmp_path / "out.json"
     arguments = ["eval", "--tasks", "needle", "--length", "400", "-n", "1", "--budget", "128"]
-    arguments += ["--policy", "toyvalues+firsts,adakv+oldest", "--decode", "toystep"]
+    arguments += ["--policy", "values+firsts,adakv+oldest", "--decode", "toystep"]
     ran = CliRunner().invoke(app, [*arguments, "--json", str(out)])
     assert ran.exit_code == 0, ran.output
-    assert "toyvalues+firsts" in json.dumps(json.loads(out.read_text()))
+    assert "values+firsts" in json.dumps(json.loads(out.read_text()))

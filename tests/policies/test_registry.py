@@ -1,27 +1,62 @@
-"""The table: what a row says is what the class takes."""
+"""The names that the registry knows, and what each policy's file says under them."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 import re
+import typing
 from typing import Any
 
 import pytest
-from rows import check_part, check_step
 
-from minikv.policies import PARTS, POLICIES, Part, PolicyInfo, find
-from minikv.policies.options import Option, read_options
-
-
-@pytest.mark.parametrize("part", PARTS.values(), ids=lambda part: part.name)
-def test_the_fields_of_a_part_are_the_options_of_its_row(part: Part) -> None:
-    check_part(part)
+from minikv import policies
+from minikv.policies import base, find, registry
+from minikv.policies.facts import Method, Part
+from minikv.policies.options import Option, options_of, read_options
 
 
-@pytest.mark.parametrize(
-    "info", [p for p in POLICIES.values() if p.module], ids=lambda info: info.name
-)
-def test_the_fields_of_a_step_policy_are_the_options_of_its_row(info: PolicyInfo) -> None:
-    check_step(info)
+def test_the_registry_names_what_the_files_declare_and_nothing_else() -> None:
+    found = [
+        (type(one), one.name, file)
+        for _, file, _ in pkgutil.iter_modules(policies.__path__)
+        for one in vars(importlib.import_module(f"minikv.policies.{file}")).values()
+        if isinstance(one, Method | Part)
+    ]
+    known = [(Method, name) for name in registry.method_names()]
+    known += [(Part, name) for name in (*registry.SCORERS, *registry.OTHER_PARTS)]
+    assert sorted(map(str, found)) == sorted(
+        str((kind, name, registry.FILES.get(name, name))) for kind, name in known
+    )
+
+
+def test_the_names_of_a_flag_are_of_methods_that_it_can_use() -> None:
+    for method in registry.methods():
+        assert (method.name in registry.PROMPT) == (bool(method.parts) or method.name == "full")
+        assert (method.name in registry.STEP) == (method.rule is not None or method.name == "none")
+        assert (method.name in ("full", "none")) == (method.when == "never")
+        assert method.rule is None or method.rule().name == method.name
+    assert {part.axis for part in map(registry.part, registry.SCORERS)} == {"scorer"}
+    assert "scorer" not in {part.axis for part in map(registry.part, registry.OTHER_PARTS)}
+
+
+def classes() -> list[Any]:
+    """The class of every part and rule."""
+    rules = [method.rule for method in registry.methods() if method.rule is not None]
+    return [*(part.cls for part in registry.parts()), *rules]
+
+
+@pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
+def test_an_option_has_the_type_that_its_field_declares(cls: type) -> None:
+    """And every field of a part is an option; one of a step policy may be a fact of it."""
+    assert cls.__mro__[1].__module__ == base.__name__, "no inheritance deeper than one"
+    kinds = typing.get_type_hints(cls)
+    options = {option.name: type(option.default) for option in options_of(cls)}
+    assert options == {name: kinds[name] for name in options}
+    taken = {*inspect.signature(cls).parameters} - {*options}
+    facts = {*typing.get_type_hints(base.StepPolicy), "matrices"}
+    assert taken <= (facts if issubclass(cls, base.StepPolicy) else set())
 
 
 LOOKS: dict[str, object] = {"kernel": 7, "pooling": "max", "group": "mean"}
@@ -80,9 +115,9 @@ DEFAULTS: dict[str, dict[str, object]] = {
 """Of every option of every policy: a default changes here, in the docs and by a measurement."""
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", registry.method_names())
 def test_defaults(name: str) -> None:
-    found = {option.name: option.default for option in POLICIES[name].options}
+    found = {option.name: option.default for option in registry.method(name).options}
     assert found == DEFAULTS[name]
 
 
@@ -91,9 +126,9 @@ COMPOSED = ("ada-expected+turns", "ada-expected+critical", "kvcrush(expected)", 
 
 def cards() -> list[Any]:
     """Of every policy and part: what it says of paper and release, and its options."""
-    infos = [*POLICIES.values(), *map(find, COMPOSED)]
+    infos = [*registry.methods(), *map(find, COMPOSED)]
     found = [pytest.param(p.differences, p.options, id=f"policy {p.name}") for p in infos]
-    parts = PARTS.values()
+    parts = registry.parts()
     return [*found, *(pytest.param(p.differs, p.options, id=f"part {p.name}") for p in parts)]
 
 
@@ -127,9 +162,9 @@ def test_a_preset_leaves_out_what_is_said_of_other_defaults() -> None:
     assert "newest 10" in " ".join(kvcrush.differences)
 
 
-@pytest.mark.parametrize("info", [p for p in POLICIES.values() if p.preset], ids=lambda p: p.name)
-def test_no_line_of_a_part_names_an_option_with_another_default(info: PolicyInfo) -> None:
-    for part in (PARTS[name] for name in info.parts):
+@pytest.mark.parametrize("info", [p for p in registry.methods() if p.preset], ids=lambda p: p.name)
+def test_no_line_of_a_part_names_an_option_with_another_default(info: Method) -> None:
+    for part in info.parts:
         own = {option.name: option.default for option in part.options}
         other = {name for name in own if info.preset.get(name, own[name]) != own[name]}
         for line in part.differs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small import Dense, engine, ids, network, over, victims
@@ -9,8 +11,8 @@ from torch import Tensor
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.kernels.torch.history import ones
 from minikv.policies.base import PromptView, StepView
+from minikv.policies.bits import ones
 from minikv.policies.scissorhands import ScissorHands
 
 
@@ -32,8 +34,9 @@ def test_scissorhands_counts_the_last_queries(window: int) -> None:
         step.update(columns, p, lambda seen=seen: seen)  # type: ignore[misc]
         history.append(p < 0.5)
         want = torch.stack(history[-window:]).sum(0)
-        words = [column for name, column in columns.items() if name != "queries"]
+        words = [column for name, column in columns.items() if name.startswith("below")]
         assert torch.stack([ones(word) for word in words]).sum(0).tolist() == want.tolist()
+        assert columns["lows"].tolist() == want.tolist()
     assert columns["queries"][0] == min(130, window)
     assert columns["queries"][3] == min(70, window)
 
@@ -85,9 +88,10 @@ def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -
             below[:, : i + 1] += p[:, : i + 1] < 1.0 / (i + 1)
         for head in range(3):
             order = arena.segment("pos", layer, head).long()
-            words = [arena.segment(n, layer, head) for n in arena.extra if n != "queries"]
+            words = [arena.segment(n, layer, head) for n in arena.extra if n.startswith("below")]
             found = torch.stack([ones(word.long()) for word in words]).sum(0)
             assert found.tolist() == below[head, order].long().tolist()
+            assert arena.segment("lows", layer, head).tolist() == found.tolist()
             able = (tokens - order).clamp(max=last)
             assert arena.segment("queries", layer, head).long().tolist() == able.tolist()
 
@@ -95,13 +99,13 @@ def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -
 def test_scissorhands_counts_relative_to_a_rows_age() -> None:
     """6 of 10 queries gave the first row little, 3 of 4 the second, 9 of 20 the third."""
     step = ScissorHands(sinks=0, recent=1, history=32)
-    below = torch.tensor([[0b111111, 0b0111, 0b111111111, 0]])
+    below = torch.tensor([[6.0, 3.0, 9.0, 0.0]])
     queries = torch.tensor([[10.0, 4.0, 20.0, 1.0]])
     pos, zero = torch.tensor([[3, 9, 1, 12]]), torch.zeros(1, dtype=torch.int64)
-    columns = {"below0": below, "queries": queries}
+    columns = {"lows": below, "queries": queries}
     seen = StepView(13, pos, torch.tensor([3]), zero, zero, columns)
-    scores, _ = step.score(seen, 1)
-    torch.testing.assert_close(scores, torch.tensor([[-0.6, -0.75, -0.45, 0.0]]))
+    scores = step.score(seen, 1)
+    torch.testing.assert_close(scores, torch.tensor([[-0.6, -0.75, -0.45, torch.inf]]))
     assert victims(step, seen).tolist() == [1]
 
 
@@ -137,10 +141,10 @@ def test_queries_of_earlier_turns_are_not_counted_again() -> None:
         "below1": torch.zeros(1, 5, dtype=torch.int64),
         "queries": torch.tensor([[39.0, 0.0, 0.0, 0.0, 0.0]]),
     }
-    found = step.prompt(seen, old)
+    found = step.init(replace(seen, carried=old))
     assert found["below0"].tolist()[0][:4] == [0b1011111, 0b1111, 0b11, 0b1]
     old["below0"][0, 0] |= 0b1011 << 28
-    moved = step.prompt(seen, old)
+    moved = step.init(replace(seen, carried=old))
     assert [moved["below0"][0, 0], moved["below1"][0, 0]] == [0b1011111, 0b1011]
     assert found["below1"].tolist()[0][:4] == [0, 0, 0, 0]
     assert found["queries"].tolist()[0][:4] == [40.0, 4.0, 2.0, 1.0]

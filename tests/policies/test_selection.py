@@ -7,15 +7,15 @@ from fractions import Fraction
 
 import oracle
 import pytest
+import small
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from minikv import policies
-from minikv.kernels.torch.counter_rng import gumbel, uniform
-from minikv.kernels.torch.crush import ranks
-from minikv.policies import adakv, kvcrush, selection, tova
+from minikv.kernels.torch.choose import best, order_key, wanted
+from minikv.policies import adakv, kvcrush, selection
 from minikv.policies.base import (
     Candidates,
     Evidence,
@@ -23,6 +23,7 @@ from minikv.policies.base import (
     PromptView,
     Scorer,
 )
+from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.outputs import output_norms
 from minikv.policies.selection import ranked
 
@@ -127,7 +128,7 @@ def test_every_head_gets_the_least(case: list[list[int]], least: int) -> None:
 def test_best(case: tuple[Tensor, Tensor, Tensor, int], counts: list[int]) -> None:
     scores, pos, free, _ = case
     counts = counts[: len(free)]
-    got = selection.best(scores, pos, free, torch.tensor(counts), max(counts))
+    got = best(order_key(scores, pos, free), torch.tensor(counts), max(counts))
     for h, (count, mine) in enumerate(zip(counts, free_rows(free), strict=True)):
         want = oracle.best(scores[h].tolist(), pos[h].tolist(), mine, count)
         assert {*got[h].nonzero().flatten().tolist()} == want
@@ -150,7 +151,7 @@ def test_heads(case: tuple[Tensor, Tensor, Tensor, int], alpha: float, slack: in
     mine, most = free_rows(free), free.sum(1).tolist()
     need = oracle.wanted(scores.tolist(), pos.tolist(), mine, total)
     some = torch.tensor(total), total + slack
-    assert selection.wanted(scores, pos, free, *some).tolist() == need
+    assert wanted(order_key(scores, pos, free), *some).tolist() == need
     for rounding in ("exact", "official"):
         a = selection.exact(alpha) if rounding == "exact" else alpha
         want = oracle.adaptive(need, most, total, a, rounding)
@@ -279,7 +280,7 @@ def expected(
     name: str, values: dict[str, policies.Value], rows_: Candidates, counts: list[int]
 ) -> list[set[int]]:
     """Who stays of each head, by the oracle."""
-    view, free, parts = rows_.view, free_rows(rows_.free), policies.find(name).parts
+    view, free, parts = rows_.view, free_rows(rows_.free), small.parts(name)
     pos, seed = view.pos.tolist(), int(values.get("seed", 0))
     evidence = rows_.scorer.evidence
 
@@ -388,19 +389,9 @@ def test_who_stays(
 def test_which_stand_for_all(pairs: list[tuple[int, int]], how: str) -> None:
     pairs = [(max(pair), min(pair)) for pair in pairs]
     rows_, count = (torch.tensor(x) for x in zip(*pairs, strict=True))
-    got = ranks(rows_, count, how, 41)
+    got = kvcrush.ranks(rows_, count, how, 41)
     for line, (n, m) in zip(got.tolist(), pairs, strict=True):
         assert line[:m] == oracle.ranks(n, m, how)
-
-
-@settings(deadline=None, max_examples=60)
-@given(views())
-def test_a_mean_over_heads(case: tuple[PromptView, Tensor, list[int]]) -> None:
-    view = case[0]
-    values = torch.rand(view.pos.shape, generator=torch.Generator().manual_seed(view.layer)) / 7
-    want = tova.layer_mean(values, view.pos, torch.zeros(len(values), dtype=torch.int64))
-    got = view.ops.heads_mean(values, view.pos, END)
-    assert torch.equal(got[view.live], want[view.live])
 
 
 @pytest.mark.parametrize("heads", [8, 32])
@@ -473,9 +464,8 @@ def test_best_keeps_the_higher_then_the_younger(part: float) -> None:
         pos = torch.tensor(data.draw(st.permutations(range(n))))
         free = torch.tensor([data.draw(st.booleans()) for _ in range(n)])
         count = data.draw(st.integers(0, n))
-        chosen = selection.best(scores[None], pos[None], free[None], torch.tensor([count]), count)[
-            0
-        ]
+        key = order_key(scores[None], pos[None], free[None])
+        chosen = best(key, torch.tensor([count]), count)[0]
         order = sorted(
             (i for i in range(n) if free[i]), key=lambda i: (-float(scores[i]), -int(pos[i]))
         )

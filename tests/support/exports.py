@@ -9,8 +9,8 @@ import torch
 from fakes import ByteTokenizer, ChatML, FakeEngine, FakeKv
 
 from minikv.cache.stats import Shape
+from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
 from minikv.cli.export.facts import ChatFacts, Section
 

@@ -21,12 +21,12 @@ from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
+from minikv.kernels import lowest
 from minikv.kernels.dispatch import choose
-from minikv.kernels.torch.hash_codes import codes
-from minikv.kernels.torch.history import ones
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
+from minikv.policies import registry
 from minikv.policies.base import (
     GlobalAllocator,
     LayerAllocator,
@@ -34,9 +34,10 @@ from minikv.policies.base import (
     PromptView,
     StepPolicy,
     StepView,
-    oldest_of_lowest,
     smallest_budget,
 )
+from minikv.policies.bits import ones
+from minikv.policies.hashevict import codes
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {"rkv": {"window": 3, "buffer": 4}}
@@ -165,31 +166,35 @@ class Dense:
 
 def victims(policy: StepPolicy, view: StepView) -> Tensor:
     """int64 [F]: the column of the row that each head gives up first."""
-    scores, allowed = policy.score(view, 1)
-    return oldest_of_lowest(scores, view.pos, allowed)
+    scores, found = policy.score(view, 1), torch.zeros(len(view.pos), dtype=torch.int64)
+    lowest(scores, view.pos, torch.zeros_like(found), torch.ones_like(found) > 0, found)
+    return found
 
 
 # -- every composition ------------------------------------------------------------------------
 
 
+def parts(name: str) -> tuple[str, ...]:
+    """The names of a prompt policy's parts."""
+    return tuple(part.name for part in policies.find(name).parts)
+
+
 def compositions() -> list[tuple[str, ...]]:
     """All that the registry accepts: a base and at most one part per axis, one spelling each."""
     axes: dict[str, list[str]] = {}
-    for part in policies.PARTS.values():
-        if part.axis != "scorer":
-            axes.setdefault(part.axis, []).append(part.name)
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
-    scorers = [part.name for part in policies.PARTS.values() if part.axis == "scorer"]
-    bases = [*(p.name for p in policies.POLICIES.values() if p.parts), *scorers]
+    for part in map(registry.part, registry.OTHER_PARTS):
+        axes.setdefault(part.axis, []).append(part.name)
+    found: dict[object, tuple[str, ...]] = {}
+    bases = [*(name for name in registry.PROMPT if name != "full"), *registry.SCORERS]
     for base in dict.fromkeys(bases):
         for picks in itertools.product(*([None, *names] for names in axes.values())):
             words = (base, *(part for part in picks if part is not None))
             try:
-                parts = policies.find("+".join(words)).parts
+                made = parts("+".join(words))
             except UsageError:
                 continue
-            if parts not in found or len(words) < len(found[parts]):
-                found[parts] = words
+            if made not in found or len(words) < len(found[made]):
+                found[made] = words
     return list(found.values())
 
 
@@ -344,8 +349,7 @@ class Walk:
                 assert int(kv.arena.cap.sum()) == total
             self._after_choice(had, prompt)
             return
-        parts = policies.find(self.eviction.policy).parts
-        if "layers" not in {policies.PARTS[part].axis for part in parts}:
+        if "layers" not in {part.axis for part in policies.find(self.eviction.policy).parts}:
             assert self.rows == [self.budget] * layers
         assert sum(self.rows) == layers * self.budget
         for layer, window in enumerate(self.windows):
@@ -457,7 +461,8 @@ def _codes(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) ->
 def _bits(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) -> bool:
     """Not more queries that gave little than queries."""
     words = torch.stack([ones(w) for name, w in c.items() if name.startswith("below")])
-    return bool(((words.sum(0) <= c["queries"]) & (c["queries"] <= age)).all())
+    fine = (words.sum(0) == c["lows"]) & (c["lows"] <= c["queries"]) & (c["queries"] <= age)
+    return bool(fine.all())
 
 
 _STATES: dict[str, Callable[[StepPolicy, int, dict[str, Tensor], Tensor], bool]] = {

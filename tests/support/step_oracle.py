@@ -1,209 +1,107 @@
-"""The torch form of every step policy behind the signatures of the kernels that compute the same.
-
-Each function has the arguments of the kernel of its name (see `minikv.kernels.cpu` and `.triton`)
-and runs the policy's own `update` and `score` through `DecodeStep`.
-"""
+"""The torch form of every step policy that has a kernel, behind that kernel's signature: the
+policy's own `update` and `score`, and `torch.decode.lowest`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from minikv.cache.decode_step import DecodeStep
-from minikv.cache.stats import Shape
-from minikv.cache.step_rows import StepRows
-from minikv.kernels import Part, Rows, each_attention
-from minikv.kernels.torch.blocks import lowest_block
+from minikv.kernels import HashRule, NewRow, Rows, append, lowest
+from minikv.kernels.torch.decode import in_use
 from minikv.kernels.torch.layer import rotate
-from minikv.policies.base import PromptView, StepView
+from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.h2o import H2O
-from minikv.policies.hashevict import HashEvict
-from minikv.policies.l2 import L2
-from minikv.policies.random import Random
-from minikv.policies.rkv import RKV
+from minikv.policies.hashevict import HashEvict, codes
 from minikv.policies.roco import RoCo
-from minikv.policies.scissorhands import ScissorHands
-from minikv.policies.streaming import Streaming
-from minikv.policies.tova import Tova
 
-_ENDLESS = 1 << 40
+_OWN = ("k", "v", "pos", "code", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenH2O(H2O):
-    """`young` newest rows of each head [L, H], whatever the cap."""
+    """Any number of protected rows, and `given` newest rows of each head [F], whatever the cap."""
 
     recent: int
-    young: Tensor = field(compare=False)
+    given: Tensor = field(compare=False)
 
     def quota(self, cap: Tensor) -> Tensor:
-        return self.young.view(cap.shape).clamp(min=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenTova(Tova):
-    """Any number of protected newest rows."""
-
-    recent: int  # type: ignore[misc]
+        return self.given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenRoCo(RoCo):
-    """`keep` rows of each head [L, H] in scope, whatever the cap."""
+    """`given` rows of each head [F] may leave, whatever the cap."""
 
-    keep: Tensor = field(compare=False)
+    given: Tensor = field(compare=False)
 
     def quota(self, cap: Tensor) -> Tensor:
-        return self.keep.view(cap.shape)
+        return self.given
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenHashEvict(HashEvict):
-    """Codes in the column's own dtype."""
-
-    code: torch.dtype
-
-    @property
-    def columns(self) -> dict[str, torch.dtype]:
-        return {"code": self.code}
-
-
-def _open(step: DecodeStep, arena: SimpleNamespace, pinned: int) -> None:
-    """Have it step over this arena, as `DecodeStep.open` does."""
-    step._open = StepRows(
-        arena,  # type: ignore[arg-type]
-        step.ops,
-        step.position,
-        step.width,
-        pinned,
-        None,
-        step.shown,
-        step._layer,
-        step._head,
-        readable=False,
-    )
+def _view(
+    rows: Rows,
+    index: Tensor,
+    live: Tensor,
+    over: Tensor,
+    columns: Mapping[str, Tensor],
+    **more: object,
+) -> StepView:
+    """Of heads [F], of which only those that are `over` give up a row. index, live: as `in_use`."""
+    pos = rows.pos[index].to(torch.int64)
+    hidden = ~live | (pos < rows.pinned) | ~over[:, None]
+    each = torch.arange(len(index), device=index.device)
+    there = {name: column[index] for name, column in columns.items()}
+    pos = pos.masked_fill(hidden, -1)
+    cap = rows.cap.flatten()
+    return StepView(rows.newest + 1, pos, cap, each, each, there, **more)  # type: ignore[arg-type]
 
 
 def end_of_step(
-    policy: Any,
+    policy: StepPolicy,
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
     free_slot: Tensor,
-    columns: dict[str, Tensor],
-    window: Tensor | None = None,
-    *,
-    due: bool = True,
+    columns: Sequence[Tensor],
 ) -> None:
-    """Statistics and victims by the policy's torch form, in place."""
-    layers, heads, group, width = logits.shape
-    shape = Shape(layers, heads, heads * group, 1, (None,) * layers, _ENDLESS)
-    step = DecodeStep(shape, logits.device)
-    arena = SimpleNamespace(
-        columns={**columns, "pos": rows.pos},
-        extra=list(columns),
-        start=rows.start,
-        length=rows.length,
-        cap=rows.cap,
-        free_slot=free_slot,
-        coded=False,
-    )
-    step.logits, step.lse, step.width = logits, lse, width
-    step.count, step.position, step.accepted = rows.length, rows.newest, go
-    step.speculative, step.due = True, due
-    _open(step, arena, rows.pinned)
-    if window is not None:
-        step.window = window
-    step._update_and_evict(policy, arena.free_slot.clone(), [])
-
-
-def _make_room(
-    policy: Any,
-    rows: Rows,
-    free_slot: Tensor,
-    slot: Tensor,
-    columns: Mapping[str, Tensor],
-    undo_rows: Mapping[str, Tensor],
-) -> None:
-    """The rows that leave before attention by the policy's torch form, in place."""
-    layers, heads = free_slot.shape
-    shape = Shape(layers, heads, heads, 1, (None,) * layers, _ENDLESS)
-    step = DecodeStep(shape, free_slot.device)
-    arena = SimpleNamespace(
-        columns=columns,
-        start=rows.start,
-        length=rows.length,
-        cap=rows.cap,
-        free_slot=free_slot,
-    )
-    step.policy, step.position, step.slot = policy, rows.newest, slot
-    step.shown = rows.pos
-    step.speculative, step.undo_rows = True, dict(undo_rows)
-    step.width = max(1, int(rows.length.max()))
-    _open(step, arena, rows.pinned)
-    step._make_room()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenStreaming(Streaming):
-    """Any number of protected newest rows."""
-
-    recent: int
-
-
-def streaming_step(rows: Rows, *given: Any) -> None:
-    _make_room(GivenStreaming(sinks=rows.sinks, recent=rows.recent), rows, *given)
-
-
-def l2_step(rows: Rows, *given: Any) -> None:
-    *room, norm = given
-    assert norm is room[2]["norm"]
-    _make_room(L2(sinks=rows.sinks, recent=rows.recent), rows, *room)
-
-
-def random_step(rows: Rows, *given: Any) -> None:
-    *room, seed = given
-    _make_room(Random(sinks=rows.sinks, recent=rows.recent, seed=seed), rows, *room)
+    """Update the policy's columns and choose the victims, in place: see `Kernels.evict`."""
+    start, length, cap = (t.flatten() for t in (rows.start, rows.length, rows.cap))
+    index, live = in_use(start, length, logits.shape[-1], len(rows.pos))
+    p = policy.attention(logits.flatten(0, 1), lse.flatten(0, 1), live)
+    named = dict(zip(policy.columns, columns, strict=True))
+    held = index[live]
+    own = {name: column[held] for name, column in named.items()}
+    policy.update(own, p[live], lambda: live.sum(1, keepdim=True).expand_as(p)[live])
+    for name, column in named.items():
+        column[held] = own[name]
+    over, free = length > cap, free_slot.view(-1).fill_(-1)
+    view = _view(rows, index, live, over, named, attention=p)
+    lowest(policy.score(view, 1), view.pos, start, over, free)
 
 
 def h2o_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
     free_slot: Tensor,
-    sums: Tensor,
-    young: Tensor,
+    columns: Sequence[Tensor],
+    quota: Tensor,
 ) -> None:
-    policy = GivenH2O(recent_share=0.5, sinks=rows.sinks, recent=rows.recent, young=young)
-    end_of_step(policy, logits, lse, rows, go, free_slot, {"sum": sums})
-
-
-def tova_step(
-    logits: Tensor, lse: Tensor, rows: Rows, go: Tensor, free_slot: Tensor, *, layerwise: bool
-) -> None:
-    policy = GivenTova(
-        per_head=not layerwise, protect_newest=True, sinks=rows.sinks, recent=rows.recent
-    )
-    end_of_step(policy, logits, lse, rows, go, free_slot, {})
+    given = quota.flatten()
+    policy = GivenH2O(recent_share=0.5, sinks=rows.sinks, recent=rows.recent, given=given)
+    end_of_step(policy, logits, lse, rows, free_slot, columns)
 
 
 def roco_step(
     logits: Tensor,
     lse: Tensor,
     rows: Rows,
-    go: Tensor,
     free_slot: Tensor,
-    sums: Tensor,
-    squares: Tensor,
-    count: Tensor,
-    keep: Tensor,
+    columns: Sequence[Tensor],
+    quota: Tensor,
 ) -> None:
     policy = GivenRoCo(
         sinks=rows.sinks,
@@ -212,238 +110,43 @@ def roco_step(
         scope_prompt=0.1,
         pool=1,
         lead=1.0,
-        keep=keep,
+        given=quota.flatten(),
     )
-    columns = {"sum": sums, "squares": squares, "count": count}
-    end_of_step(policy, logits, lse, rows, go, free_slot, columns)
+    end_of_step(policy, logits, lse, rows, free_slot, columns)
 
 
-def scissorhands_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    go: Tensor,
-    free_slot: Tensor,
-    words: Sequence[Tensor],
-    queries: Tensor,
-    history: int,
-    window: Tensor,
-) -> None:
-    policy = ScissorHands(sinks=rows.sinks, recent=rows.recent, history=history)
-    columns = {f"below{i}": word for i, word in enumerate(words)} | {"queries": queries}
-    end_of_step(policy, logits, lse, rows, go, free_slot, columns, window)
-
-
-def shift_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    go: Tensor,
-    seen: Sequence[Tensor],
-    group: str,
-) -> None:
-    policy = RKV(
-        sinks=0,
-        window=len(seen),
-        buffer=10**6,  # nobody leaves
-        kernel=1,
-        mix=0.1,
-        threshold=0.5,
-        softmax="all",
-        group=group,
+def hash_append(rule: HashRule, new: NewRow) -> bool:
+    """Write the new rows of one layer, over the victims of `rule`, a HashEvict."""
+    assert isinstance(rule, HashEvict)
+    query, key, columns = new.query, new.key, new.columns
+    if new.turn is not None:
+        cos, sin, turned = new.turn
+        query = turned.copy_(rotate(query.flatten(0, 1)[None], cos, sin)[0].view_as(query))
+        key = rotate(key[None], cos, sin)[0]
+    full = (new.free_slot < 0) & (new.length >= new.cap)
+    index, live = in_use(new.start, new.length, new.width, len(new.shown))
+    tables = new.start, new.length, new.cap, new.shown, new.position - 1
+    rows = Rows(*tables, rule.sinks, rule.recent, new.pinned)
+    code = columns["code"]
+    view = _view(
+        rows,
+        index,
+        live,
+        full,
+        {"code": code},
+        query=query,
+        key=key[:, None],
+        layer_index=new.layer,
     )
-    columns = {f"seen{i}": column for i, column in enumerate(seen)}
-    end_of_step(policy, logits, lse, rows, go, torch.zeros_like(rows.length), columns, due=False)
+    lowest(rule.score(view, 1), view.pos, new.start, full, new.free_slot)
+    slot = torch.where(new.free_slot >= 0, new.free_slot, new.start + new.length)
+    blank = [column for name, column in columns.items() if name not in _OWN]
+    scales = (columns.get("k_scale"), columns.get("v_scale"))
+    stored = (columns[name] for name in ("k", "v", "pos"))
+    append(key, new.value, slot, new.position, *stored, blank, *scales)
+    code.index_copy_(0, slot, codes(key, rule.matrix(new.layer, key)).to(code.dtype))
+    return True
 
 
-def hash_append(
-    probe: Tensor,
-    key: Tensor,
-    value: Tensor,
-    matrix: Tensor,
-    start: Tensor,
-    length: Tensor,
-    cap: Tensor,
-    free_slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    code: Tensor,
-    undo_rows: tuple[Tensor, Tensor, Tensor, Tensor],
-    *,
-    width: int,
-    sinks: int,
-    recent: int,
-    pinned: int,
-    shown: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    others: Sequence[Tensor] = (),
-    undo_others: Sequence[Tensor] = (),
-    turn: tuple[Tensor, Tensor, Tensor] | None = None,
-    keyed: bool = False,
-    arrived: Tensor | None = None,
-) -> None:
-    if turn is not None:
-        cos, sin, turned = turn
-        turned.copy_(rotate(probe.flatten(0, 1)[None], cos, sin)[0].view_as(probe))
-        probe, key = turned, rotate(key[None], cos, sin)[0]
-    heads, _, size = probe.shape
-    policy = GivenHashEvict(
-        code=code.dtype,
-        sinks=sinks,
-        recent=recent,
-        bits=matrix.shape[1],
-        hash_with="key" if keyed else "query",
-        seed=0,
-        matrices={0: matrix},
-    )
-    step = DecodeStep(Shape(1, heads, heads, size, (None,), _ENDLESS), key.device)
-    columns = {"k": k, "v": v, "pos": pos, "code": code}
-    names = ["k_scale", "v_scale"] * (k_scale is not None)
-    names += [f"other{i}" for i in range(len(others) - len(names))]
-    columns |= dict(zip(names, others, strict=True))
-    arena = SimpleNamespace(
-        columns=columns,
-        extra=["code", *(name for name in names if name.startswith("other"))],
-        start=start[None],
-        length=length[None],
-        cap=cap[None],
-        free_slot=free_slot[None],
-        coded=False,
-    )
-    step.policy, step.position = policy, position
-    step.width, step.speculative = width, True
-    step.undo_rows = dict(zip(columns, (*undo_rows, *undo_others), strict=True))
-    if shown is not None:
-        step.shown = shown
-    step.slot = torch.where(free_slot >= 0, free_slot, start + length)[None]
-    _open(step, arena, pinned)
-    step._append(0, probe, key, value)
-
-
-def _block(
-    policy: Any,
-    columns: dict[str, Tensor],
-    pos: Tensor,
-    live: Tensor,
-    limit: int,
-    position: int,
-    pinned: int,
-    attention: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The rows that stay after a block of a prompt, by the policy's torch form."""
-    heads = torch.arange(len(pos), device=pos.device)
-    most = (live - limit).clamp(min=0).max()
-    shown = pos.masked_fill(pos < pinned, -1)
-    view = StepView(position, shown, heads, heads, heads, columns, attention)
-    scores, free = policy.score(view, most)
-    return lowest_block(scores, free, pos, live, limit)
-
-
-def unprotected_block(
-    scores: Tensor,
-    pos: Tensor,
-    live: Tensor,
-    limit: int,
-    position: int,
-    sinks: int,
-    recent: int,
-    pinned: int,
-) -> tuple[Tensor, Tensor]:
-    policy = GivenTova(per_head=True, protect_newest=True, sinks=sinks, recent=recent)
-    return _block(policy, {}, pos, live, limit, position, pinned, scores)
-
-
-def h2o_block(
-    sums: Tensor,
-    newest_rows: Tensor,
-    pos: Tensor,
-    live: Tensor,
-    limit: int,
-    position: int,
-    sinks: int,
-    recent: int,
-    pinned: int,
-) -> tuple[Tensor, Tensor]:
-    policy = GivenH2O(sinks=sinks, recent=recent, recent_share=0.0, young=newest_rows)
-    return _block(policy, {"sum": sums}, pos, live, limit, position, pinned)
-
-
-def roco_block(
-    sums: Tensor,
-    squares: Tensor,
-    counts: Tensor,
-    steady_rows: Tensor,
-    pos: Tensor,
-    live: Tensor,
-    limit: int,
-    position: int,
-    sinks: int,
-    recent: int,
-    pinned: int,
-) -> tuple[Tensor, Tensor]:
-    policy = GivenRoCo(
-        sinks=sinks,
-        recent=recent,
-        scope=0.0,
-        scope_prompt=0.0,
-        pool=1,
-        lead=1.0,
-        keep=steady_rows,
-    )
-    columns = {"sum": sums, "squares": squares, "count": counts}
-    return _block(policy, columns, pos, live, limit, position, pinned)
-
-
-def largest_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    by: Tensor | None = None,
-) -> Tensor:
-    p = each_attention(q, q_pos, parts, window, lse, slice(0, len(q)))
-    return (p if by is None else p / by[:, None]).amax(2)
-
-
-def roco_start(
-    mass: Tensor,
-    squares: Tensor,
-    pos: Tensor,
-    order: Tensor,
-    old: Sequence[Tensor],
-    position: int,
-    observed: int,
-    before: int,
-    kernel: int,
-    lead: float,
-    *,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    policy = RoCo(
-        sinks=0,
-        recent=1,
-        scope=0.0,
-        scope_prompt=0.0,
-        pool=kernel,
-        lead=lead,
-        observe=position - before,
-    )
-    view = PromptView(
-        0,
-        position,
-        pos,
-        observed,
-        mass,
-        squares,
-        Tensor,
-        Tensor,
-        causal=causal,
-        earlier=order.shape[1],
-    )
-    names = policy.total, "squares", "count"
-    found = policy.prompt(view, dict(zip(names, old, strict=True)))
-    return found[names[0]], found[names[1]], found[names[2]]
+EVICT: Mapping[str, Callable[..., None]] = {"h2o": h2o_step, "roco": roco_step}
+APPEND_EVICT: Mapping[str, Callable[..., bool]] = {"hashevict": hash_append}

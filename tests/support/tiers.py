@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import small
@@ -40,3 +41,23 @@ def recalling(kind: str = "ram", free: int | None = None, **given: Any) -> ChatS
     session = chat(reuse=given.pop("reuse", "auto"), **given)
     session.recall = Recall(session.engine.kv, kind, "same", lambda: free)
     return session
+
+
+class Runtime:
+    """CUDA's, for memory that is registered with it. most: bytes that it accepts at once."""
+
+    cudaError = SimpleNamespace(success=0)
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, dict[int, int]()
+
+    def cudaHostRegister(self, begin: int, size: int, flags: int) -> int:
+        assert begin not in self.held, "twice"
+        assert begin % 4096 == 0, "a page of another tensor's"
+        if sum(self.held.values()) + size > self.most:
+            return 2
+        self.held[begin] = size
+        return 0
+
+    def cudaHostUnregister(self, begin: int) -> None:
+        del self.held[begin]

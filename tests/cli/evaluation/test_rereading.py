@@ -23,6 +23,8 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
     net, forwards = network(windows=windows), 0
 
     class Counted:
+        rows = net.rows
+
         def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
             nonlocal forwards
             forwards += len(tokens) == 150
@@ -48,7 +50,6 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
             for layer in range(3):
                 for head in range(kv.shape.kv_heads):
                     assert torch.equal(alone.kv.kept(layer, head), kv.kept(layer, head)), name
-            assert alone.kv.stats().peak_bytes == kv.stats().peak_bytes, name
             assert torch.equal(alone.step(5), shared.step(5)), name
     assert 1 < forwards < len(names) // 2
     assert glances == [150, 20, 20]
@@ -103,6 +104,8 @@ def test_a_document_that_was_evicted_once_is_as_if_it_had_been_each_time(name: s
     net, forwards = network(), 0
 
     class Counted:
+        rows = net.rows
+
         def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
             nonlocal forwards
             forwards += len(tokens) == 150
@@ -136,14 +139,16 @@ def test_a_document_that_was_evicted_once_is_as_if_it_had_been_each_time(name: s
 @pytest.mark.parametrize("decode", ["none", "roco"])
 def test_a_document_is_repeated_once_for_all_budgets(decode: str) -> None:
     """Bit for bit: what is kept under each budget, and the logits of the prompt and of a question;
-    other options, other tokens and a step policy's columns have a pass of their own."""
+    other options and other tokens have a pass of their own."""
     net = network(windows=(None, 40, None))
     kv, texts = engine(net).kv, 0
 
     class Counted:
+        rows = net.rows
+
         def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
             nonlocal texts
-            texts += len(tokens) > 20
+            texts += len(tokens) > 20 and kv.position in (0, 150)
             return net.forward(tokens, kv)
 
     shared = Engine(Rereading(Counted(), kv), kv)  # type: ignore[arg-type]
@@ -166,5 +171,5 @@ def test_a_document_is_repeated_once_for_all_budgets(decode: str) -> None:
                     for head in range(kv.shape.kv_heads):
                         assert torch.equal(alone.kv.kept(layer, head), kv.kept(layer, head)), name
             assert torch.equal(alone.step(5), shared.step(5)), name
-    # Read and repeated for kvzip, for kvzip+, and in three chunks.
-    assert texts == (2 * (2 + 2 + 4) if decode == "none" else 2 * (5 * 2 + 4))
+    # Read once; repeated for kvzip, for kvzip+, and in three chunks.
+    assert texts == 2 * (1 + 1 + 1 + 3)

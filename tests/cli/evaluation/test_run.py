@@ -260,9 +260,10 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
 def test_a_document_is_read_once_for_all_questions_that_have_not_seen_it(
     about: Item, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the question it is another prompt each time; without it, it is one for all policies and
-    evicted once for each."""
+    """With the question it is another prompt each time; without it, it is one for all policies, of
+    which only the end is read again, and evicted once for each."""
     chat = minikv.load(policy="full")
+    chat.engine.network.rows = 128  # type: ignore[attr-defined]
     read: list[tuple[str, int]] = []
     forward, complete = chat.engine.network.forward, Prefill.complete
 

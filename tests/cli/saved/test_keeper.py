@@ -20,8 +20,8 @@ from safetensors.torch import load, save
 from small_chat import chat, held_of, say
 
 import minikv
+from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.facts import Facts
 from minikv.chat.session import ChatSession
 from minikv.cli import json_limits
 from minikv.cli.saved import cache, transcript
@@ -86,7 +86,7 @@ def state(session: ChatSession) -> tuple[object, ...]:
         session.pending_token,
         session.turn,
         list(session.turns),
-        session.shaped_by,
+        session.evicted_for_turn,
         session.eviction,
         session.seed,
         list(session.curve),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from small_chat import chat, held_of, say
 
-from minikv.cache.tier_file import FileRows, header_of, is_open
+from minikv.cache.tier_file import FileRows, header_of, is_open, remove
 from minikv.cache.tier_rows import RamRows
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
@@ -104,7 +104,7 @@ def test_the_next_question_is_a_recall(home: Path, kind: str, dtype: str) -> Non
     """With --tier file, and with /save of a chat whose tier is in memory."""
     _, session = talked(kind, dtype)
     twin = talked_on(kind, dtype)
-    assert stat.S_IMODE((home / "one" / TIER).stat().st_mode) == 0o600
+    assert stat.S_IMODE((home / "one" / TIER).stat().st_mode) == 0o700
     _, again = resumed("one", kind="auto")
     assert (again.recall.place, again.fed) == ("file", session.fed)
     assert unread(again, "And now?") == twin[0]
@@ -275,7 +275,7 @@ def test_a_tier_of_another_model_is_left_alone(home: Path) -> None:
     say(session, "Who?")
     keeper.save(session, "one")
     end()
-    before = (home / "one" / TIER).read_bytes()
+    before = (home / "one" / TIER / "rows").read_bytes()
     keeper, other = start()
     other.facts = replace(other.facts, model=str(folder / "b"))
     with pytest.raises(UsageError, match="does not belong to this run"):
@@ -286,7 +286,7 @@ def test_a_tier_of_another_model_is_left_alone(home: Path) -> None:
     keeper.close()
     other.recall.leave()
     assert other.reports[-1].reuse == "refresh"
-    assert (home / "one" / TIER).read_bytes() == before
+    assert (home / "one" / TIER / "rows").read_bytes() == before
 
 
 def test_a_loaded_chat_leaves_the_file_of_the_one_before(home: Path) -> None:
@@ -295,11 +295,11 @@ def test_a_loaded_chat_leaves_the_file_of_the_one_before(home: Path) -> None:
     session.attach(RIVER)
     say(session, "Else?")
     keeper.save(session, "two")
-    before = (home / "two" / TIER).read_bytes()
+    before = (home / "two" / TIER / "rows").read_bytes()
     keeper.load(session, "one")
     unread(session, "And now?")
     keeper.keep(session)
-    assert (home / "two" / TIER).read_bytes() == before
+    assert (home / "two" / TIER / "rows").read_bytes() == before
     keeper.load(session, "one")  # the one that is open
     assert not session.pending
     unread(session, "Then?")
@@ -310,16 +310,20 @@ def test_a_loaded_chat_leaves_the_file_of_the_one_before(home: Path) -> None:
 # -- forks --------------------------------------------------------------------------------------
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("kind", ["file", "ram"])
 def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
     twin = talked_on("file", "same")
     keeper, session = talked(kind)
     keeper.fork(session, "two")
     assert (keeper.name, session.recall.place) == ("two", kind)
-    before = {path.name: path.read_bytes() for path in (home / "one").iterdir()}
+    before = contents(home / "one")
     say(session, "Elsewhere?")
     keeper.keep(session)
-    assert {path.name: path.read_bytes() for path in (home / "one").iterdir()} == before
+    assert contents(home / "one") == before
     assert [len(read(name).turns) for name in ("one", "two")] == [2, 3]
     _, again = resumed("one")
     assert unread(again, "And now?") == twin[0]
@@ -354,17 +358,23 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999])
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999, "manifest", "earlier"])
 def test_a_damaged_part_is_read_again_and_said_in_one_line(
-    home: Path, at: float, capsys: pytest.CaptureFixture[str]
+    home: Path, at: float | str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Or all of it, where the manifest is damaged or the tier is one file, as it was earlier."""
     twin = talked_on("file", "same")
     talked()
     end()
     path = home / "one" / TIER
-    data = bytearray(path.read_bytes())
-    data[int(at * len(data))] ^= 4
-    path.write_bytes(data)
+    if at == "earlier":
+        remove(path)
+        path.write_bytes(b"minikv tier 1\n")
+    else:
+        path /= "manifest" if at == "manifest" else "rows"
+        data = bytearray(path.read_bytes())
+        data[int(at * len(data)) if isinstance(at, float) else 50] ^= 4
+        path.write_bytes(data)
     _, again = resumed("one")
     notes: list[str] = []
     text = "".join(again.ask("And now?", 8, 0.7, notice=notes.append))
@@ -374,6 +384,12 @@ def test_a_damaged_part_is_read_again_and_said_in_one_line(
     assert text == twin[0][0]
     assert (again.fed, again.pending_token is None) == (twin[0][1], False)
     assert unread(again, "Then?") == twin[1]
+    if at == "earlier":
+        assert "tier.kv is of an earlier version of minikv; the documents are read again" in said[0]
+        keeper, _ = OPEN[-1]
+        keeper.save(again)  # in place of the old file
+        _, third = resumed("one")
+        unread(third, "And then?")
 
 
 def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
@@ -383,7 +399,7 @@ def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
     session.attach(MILL)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UsageError, match=r"tier=.file.. cannot be had: .*No space left"):
+        with pytest.raises(UsageError, match=r"tier=.file.. is not possible: .*No space left"):
             list(session.ask("Who?"))
     assert (session.fed, len(session.pending), os.listdir(home)) == ([], 1, [])
     say(session, "Who?")
@@ -425,7 +441,7 @@ def test_a_directory_that_cannot_be_written(
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
     _, session = start()
     session.attach(MILL)
-    with pytest.raises(UsageError, match=r"tier=.file.. cannot be had"):
+    with pytest.raises(UsageError, match=r"tier=.file.. is not possible"):
         list(session.ask("Who?"))
     _, other = start("auto")
     said: list[str] = []

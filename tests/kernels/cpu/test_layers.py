@@ -28,7 +28,7 @@ from minikv.kernels import dispatch
 from minikv.kernels.cpu import build, choice, layers, prefill, rest
 from minikv.kernels.cpu.step_arena import StepArena
 from minikv.models.llama import Llama
-from minikv.policies.l2 import L2
+from minikv.policies.hashevict import HashEvict
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
@@ -163,7 +163,7 @@ def test_rows_before_the_window_are_not_seen() -> None:
     for together, hidden in product((True, False), (True, False)):
         engine = cached(net, together=together)
         engine.prompt(ids(70))
-        step = engine.kv.open_steps()
+        step = engine.kv.begin_step()
         if hidden:
             step.oldest_seen[1:] = 65
         found[together, hidden] = net.forward(torch.tensor([5]), step)
@@ -206,17 +206,19 @@ def test_spans_hold_each_layer_once(sizes: list[int], monkeypatch: pytest.Monkey
     assert all(len(span) == 1 or sum(sizes[i] for i in span) <= 10 for span in spans)
 
 
-@pytest.mark.parametrize("step", ["none", "roco", "streaming", "l2", "hashevict"])
-def test_a_step_without_memory_did_not_happen(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["none", "roco", "l2", "hashevict"])
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_step_without_memory_leaves_an_empty_cache(
+    step: str, done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not some layers were done. What is read again is as before."""
     net = network(count=4)
-    layer_bytes = 2 * sum(
-        m.dense().numel() for m in (net.layers[0].out, net.layers[0].gate_up, net.layers[0].down)
-    )
-    monkeypatch.setattr(layers, "_AT_ONCE", 2 * layer_bytes)
-    want = told(cached(net, step), 4)
+    layer = net.layers[0]
+    nbytes = 2 * sum(m.dense().numel() for m in (layer.out, layer.gate_up, layer.down))
+    monkeypatch.setattr(layers, "_AT_ONCE", 2 * nbytes)
     engine = cached(net, step)
-    logits = told(engine, 3)[-1]
-    library, left = layers._library(), 0
+    want = told(engine, 4)
+    library, left = layers._library(), done
 
     class Failing:
         def minikv_layers(self, *given: Any) -> int:
@@ -227,45 +229,41 @@ def test_a_step_without_memory_did_not_happen(step: str, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(layers, "_library", Failing)
         net.use(engine.kv.ops)
-        for left in range(len([*layers._spans([layer_bytes] * 4)])):  # noqa: B007
-            position = engine.kv.position
-            with pytest.raises(MemoryError, match="a step found no memory"):
-                engine.step(int(logits.argmax()))
-            assert engine.kv.position == position
+        with pytest.raises(MemoryError, match="a step found no memory"):
+            engine.step(5)
     net.use(engine.kv.ops)
-    assert torch.equal(engine.step(int(logits.argmax())), want[-1])
+    assert engine.kv.position == 0
+    for mine, other in zip(want, told(engine, 4), strict=True):
+        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("step", ["streaming", "l2", "hashevict", "roco"])
 @pytest.mark.parametrize("pinned", [0, 30])
-def test_a_step_that_is_dropped_leaves_no_trace(step: str, pinned: int) -> None:
-    """Nor does one that overwrote a row in every head of every layer; pinned rows stay."""
+def test_what_a_step_writes_before_it_ends(step: str, pinned: int) -> None:
+    """A row of every head in every column: where the policy evicts first, over one that was in use
+    and is not pinned; else over none."""
     net = network()
     found = []
     for together in (True, False):
         engine = cached(net, step, together=together)
         told(engine, 3)
         arena, policy = engine.kv.arena, engine.kv.rules.step
+        assert policy is not None
         decode = DecodeStep(engine.kv.shape, engine.kv.device, engine.kv.ops)
         columns = {name: column.clone() for name, column in arena.columns.items()}
         free_slot = arena.free_slot.clone()
         decode.open(arena, policy, 73, pinned=pinned)
         assert (net._layers is not None) == together
         logits = net.forward(torch.tensor([5]), decode)
-        written = arena.columns["pos"].clone()
-        decode.drop()
-        assert torch.equal(arena.free_slot, free_slot)
-        for layer, head in product(range(3), range(2)):
-            begin, count = int(arena.start[layer, head]), int(arena.length[layer, head])
-            held = torch.arange(begin, begin + count)
-            held = held[held != free_slot[layer, head]]
-            for name, column in arena.columns.items():
-                assert torch.equal(column[held], columns[name][held]), name
-        if pinned and step != "roco":  # which chooses at the end of a step
-            overwritten = columns["pos"][written != columns["pos"]]
-            assert len(overwritten) == 6
-            assert int(overwritten.min()) >= pinned
-        found.append((logits, written))
+        new = arena.columns["pos"] != columns["pos"]
+        assert int(new.sum()) == 6
+        for name, column in arena.columns.items():
+            assert torch.equal(column[~new], columns[name][~new]), name
+        if policy.evict_first:
+            assert int(columns["pos"][new].min()) >= pinned
+        else:
+            assert new.nonzero()[:, 0].tolist() == sorted(free_slot.flatten().tolist())
+        found.append((logits, new))
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
 
@@ -301,32 +299,33 @@ def test_what_is_drawn_is_the_same() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own(L2):
-    """Its norms are a column like others, which it computes of each layer's key."""
+class Own(HashEvict):
+    """Needs the query, and no kernel has its name."""
 
-    norm_column: str = ""
+    name: str = "own"
 
 
-def test_a_policy_that_reads_each_layer_is_asked_layer_by_layer(calls: list[int]) -> None:
-    """Then a step keeps the same rows, with the same norms."""
+def test_a_policy_that_needs_the_query_is_asked_layer_by_layer(calls: list[int]) -> None:
+    """Where it has no kernel. Then a step keeps the same rows, with the same codes."""
     net, runs = network(), []
-    for own in (True, False):
-        engine = cached(net, "l2")
-        rules, kind = engine.kv.rules, Own if own else L2
-        engine.kv.configure(Rules(rules.prompt, kind(sinks=4, recent=1), rules.budget))
-        runs.append((engine, told(engine)))
-        assert (engine.kv.open_steps().step_arena() is None) == own
+    for kind in (Own, HashEvict):
+        engine = cached(net, "hashevict")
+        rules = engine.kv.rules
+        policy = kind(sinks=4, recent=1, bits=8, hash_with="query", seed=0)
+        engine.kv.configure(Rules(rules.prompt, policy, rules.budget))
+        runs.append((engine.kv, told(engine)))
     assert calls == [3] * 12
     (one, mine), (two, other) = runs
     assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
-    same(one.kv, two.kv)
+    same(one, two)
+    assert one.begin_step().step_arena() is None
 
 
-def test_every_other_policy_is_served() -> None:
+def test_every_policy_is_served() -> None:
     for step in STEPS:
         engine = cached(network(), step)
         engine.prompt(ids(70))
-        assert engine.kv.open_steps().step_arena() is not None, step
+        assert engine.kv.begin_step().step_arena() is not None, step
 
 
 def test_what_it_does_not_take() -> None:
@@ -345,7 +344,7 @@ def test_what_it_does_not_take() -> None:
     made = over(exact)
     exact.use(made.ops)
     assert exact._layers is None
-    assert made.open_steps().step_arena() is None
+    assert made.begin_step().step_arena() is None
 
 
 def test_tiles_are_used_where_attention_of_a_step_uses_them() -> None:
@@ -355,7 +354,7 @@ def test_tiles_are_used_where_attention_of_a_step_uses_them() -> None:
             torch.device("cpu"), "auto", 32, torch.bfloat16, processor
         )
         engine.prompt(ids(70))
-        made = engine.kv.open_steps().step_arena()
+        made = engine.kv.begin_step().step_arena()
         assert isinstance(made, StepArena)
         assert made.tiles == (processor == "amx" and prefill.TILES.available())
 
@@ -363,7 +362,7 @@ def test_tiles_are_used_where_attention_of_a_step_uses_them() -> None:
 def test_the_arena_is_released_when_the_steps_end() -> None:
     engine = cached(network(), "h2o")
     told(engine, 2)
-    column = weakref.ref(engine.kv.decode.rows.arena.columns["k"])
+    column = weakref.ref(engine.kv.decode.arena.columns["k"])
     made = engine.kv.decode.step_arena()
     assert isinstance(made, StepArena)
     assert made is engine.kv.decode.step_arena()  # made once

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from draws import CLOSE, Draw, oracle, random_draws
+from torch import Tensor
 
 from minikv.kernels.torch import sampling
 
@@ -114,3 +115,37 @@ def test_random_draws_are_those_of_exact_sums(part: float) -> None:
         near += edge < CLOSE
         assert draw.by(sampling.drawn) == token or edge < CLOSE, draw
     assert near < count / 4
+
+
+def chosen(how: tuple[float, int, float, float] | None, logits: Tensor, at: int = 0) -> list[int]:
+    """Token, token again, and whether all logits are finite; with points 0, 0.7 and the last one
+    for the positions from 10 on."""
+    token, found = torch.tensor([7]), torch.tensor([7, 7])
+    if how is None:
+        sampling.greedy(logits, token, found)
+    else:
+        draws = torch.tensor([0.0, 0.7, LAST], dtype=torch.float64)
+        first, position = torch.tensor(10), torch.tensor(at)
+        sampling.sample(logits, *how, draws, first, position, token, found)
+    return [*token.tolist(), *found.tolist()]
+
+
+def test_the_token_of_the_largest_logit_is_the_first_of_them() -> None:
+    assert chosen(None, torch.tensor([1.0, 3.0, 2.0, 3.0])) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("at", "token"), [(3, 1), (9, 1), (10, 3), (11, 2), (99, 2)])
+def test_each_position_has_its_point(at: int, token: int) -> None:
+    assert chosen((1.0, 0, 1.0, 0.0), SHARES, at) == [token, token, 1]
+
+
+@pytest.mark.parametrize("how", [None, (0.7, 3, 0.9, 0.1)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_told(
+    how: tuple[float, int, float, float] | None, bad: float
+) -> None:
+    logits = torch.zeros(40)
+    logits[20] = bad
+    token, again, finite = chosen(how, logits)
+    assert 0 <= token < 40
+    assert (again, finite) == (token, 0)

@@ -16,8 +16,6 @@ from prompts import observed, weights
 from torch import Tensor
 from triton_device import close, draw, guarded, kernel, on_device, randoms
 
-from minikv.kernels.torch import attention_mass as plain_torch
-
 pytest.importorskip("triton", reason="no Triton on this system")
 
 
@@ -85,23 +83,6 @@ def test_queries_at_one_position(listed: bool) -> None:
     mass, squares = observed(add, asked, one, parts, window, guarded(lse.float()), guarded)
     close(mass, p.sum(2))
     close(squares, p.mean(1).square().sum(1))
-    close(kernel("triton.attention_mass").rows_lse(guarded(q), one, parts, window), lse)
-
-
-@on_device
-@pytest.mark.parametrize("case", ODD, ids=str)
-def test_log_sums_of_queries(case: tuple[int, ...]) -> None:
-    """Of queries that see nothing, too: one is earlier than all rows."""
-    q, q_pos, parts, window, k, pos = scene(case)
-    q_pos = q_pos.clone()
-    q_pos[0] = 0
-    pos = pos.masked_fill(pos == 0, -1)
-    for part in parts:
-        part[1].masked_fill_(part[1] == 0, -1)
-    got = kernel("triton.attention_mass").rows_lse(guarded(q), guarded(q_pos), parts, window)
-    want = weights(q, k, q_pos, pos, window)[1]
-    assert bool((got[:, :, 0] == -math.inf).all())
-    close(got[:, :, 1:], want[:, :, 1:])
 
 
 @on_device
@@ -150,12 +131,6 @@ def test_what_each_of_the_last_queries_looks_at(case: int) -> None:
         known = guarded(lse.float())
         got = made.each_attention(asked, guarded(q_pos), parts, window, known, heads)
         close(got, p[heads])
-    length = torch.rand(len(q_pos), generator=randoms(4)) + 0.1
-    for by in (None, length):
-        got = made.largest_attention(
-            asked, guarded(q_pos), parts, window, known, None if by is None else guarded(by)
-        )
-        close(got, (p if by is None else p / by.double()[:, None]).amax(2))
 
 
 @on_device
@@ -180,40 +155,3 @@ def test_the_most_that_a_query_gives(case: tuple[int, ...], scaled: bool) -> Non
                 guarded(q), guarded(q_pos), parts, scored, window, given, known
             )
             close(got, want[..., columns].amax(2))
-
-
-@on_device
-@pytest.mark.parametrize(("heads", "queries", "rows"), [(1, 1, 1), (2, 11, 30), (3, 8, 140)])
-@pytest.mark.parametrize("more", [False, True])
-def test_queries_are_added_one_after_the_other(
-    heads: int, queries: int, rows: int, more: bool
-) -> None:
-    """To the bit, into parts of longer rows."""
-    p = draw(1, (heads, queries, rows), torch.float32).abs().tril_(rows - queries)
-    wide = [draw(i, (heads, rows + 5), torch.float32).abs() for i in (2, 3)]
-    wide.append(torch.randint(0, 9, (heads, rows + 5), generator=randoms(4)).float())
-    wide = wide if more else wide[:1]
-    there = [guarded(t) for t in wide]
-    plain_torch.add_queries(p, *(t[:, :rows] for t in wide))
-    made = kernel("triton.attention_mass")
-    made.add_queries(guarded(p), *(t[:, :rows] for t in there))
-    for got, want in zip(there, wide, strict=True):
-        assert torch.equal(got.cpu(), want)
-
-
-@on_device
-@pytest.mark.parametrize("window", [None, 30])
-def test_a_blocks_queries_give_each_row_their_mean(window: int | None) -> None:
-    heads, group, size, queries, rows = 3, 2, 32, 7, 70
-    q = draw(1, (heads, group, queries, size), torch.float32, 2.0)
-    k = draw(2, (heads, rows, size), torch.float32)
-    at, pos = torch.arange(rows)[-queries:], torch.arange(rows).repeat(heads, 1)
-    gone = torch.rand(pos.shape, generator=randoms(3)) < 0.2
-    pos[:, :-queries].masked_fill_(gone[:, :-queries], -1)
-    p, lse = weights(q, k, at, pos, window)
-    given = guarded(lse.float())
-    k[pos < 0] = math.nan
-    mean = kernel("triton.attention_mass").mean_attention
-    got = mean(guarded(q), guarded(at), guarded(k), guarded(pos), window, given)
-    close(got, p.mean(1))
-    close(plain_torch.mean_attention(q, at, k, pos, window, lse.float()), p.mean(1))

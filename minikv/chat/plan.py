@@ -1,0 +1,482 @@
+"""Decides what a chat reads for the next question: `plan`, a pure function of plain values.
+
+Below it: how messages become tokens (`Composer`), and how a text that is too long is refused
+without tokenizing it (`MinTokens`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from minikv.cache.rules import Rules
+from minikv.cache.stats import CacheStats
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.protocols import Template, Tokenizer
+from minikv.chat.reuse import Stored, TokenLog, shared
+from minikv.chat.stopping import stoppable
+from minikv.chat.transcript import Document, Message, Turn, rendered
+from minikv.errors import ContextError, MemoryShortError, UsageError
+
+Compose = Callable[[Sequence[Message]], list[int]]
+
+PROBES = ("a", "7?")
+"""Two questions without a common first or last character."""
+_NO_DOCUMENT = 'there is no document to evict beforehand: `reuse="blind"` changes nothing here'
+_NO_TIER = '`tier="none"`'
+_LONG = 256 << 10
+"""Bytes of new text above which tokenizing takes noticeable time and memory."""
+_TOKENIZING = 100
+"""Bytes of memory that tokenizing takes per byte of text (measured: 45 to 110)."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The conversation before the question.
+
+    fed: the tokens that the cache has seen. unfed: those with which the next prompt begins. known:
+    if the cache is empty, the tokens as far as they are known. documents: those that came with each
+    question. read: tokens of the conversation up to the last answer; seen: and with it, as far as
+    it was fed.
+    """
+
+    fed: Sequence[int] = ()
+    unfed: Sequence[int] = ()
+    known: Sequence[int] = ()
+    documents: Sequence[Sequence[Document]] = ()
+    read: int = 0
+    seen: int = 0
+
+    @staticmethod
+    def of(turns: Sequence[Turn], log: TokenLog) -> History:
+        if not turns:
+            return History(log.fed, log.unfed, log.known)
+        documents, last = [turn.documents for turn in turns], turns[-1].report.tokens
+        read = last.prompt_reused + last.prompt_new
+        return History(log.fed, log.unfed, log.known, documents, read, last.seen_total)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The next question. messages: the conversation with it. documents: those that come with it.
+    ids: the tokens of `messages` that the cache has not seen, up to where the answer begins;
+    `compose` makes them. opening, following: see `Template`."""
+
+    messages: Sequence[Message]
+    documents: Sequence[Document]
+    ids: list[int]
+    compose: Compose
+    opening: Compose
+    following: Compose
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """The settings that decide. rules: those of `eviction`. reuse: one of `reuse.REUSES`. rereads:
+    read everything again with this question. keeps_cache: `auto` must not read anything again.
+    pinned: tokens at the beginning that must never be evicted. max_context: positions that the
+    model was trained for. refresh_every, quality: see `ChatSession`."""
+
+    eviction: EvictionConfig
+    rules: Rules
+    reuse: str
+    max_context: int
+    rereads: bool = False
+    keeps_cache: bool = False
+    pinned: int = 0
+    refresh_every: int = 0
+    quality: float = 0.0
+
+    @property
+    def scores_twice(self) -> bool:
+        """Whether the policy scores prompts with a second pass."""
+        return self.rules.prompt is not None and self.rules.prompt.evidence.second_pass
+
+    @property
+    def asks(self) -> bool:
+        """Whether the policy scores with the question."""
+        return self.rules.prompt is not None and self.rules.prompt.evidence.asks
+
+    @property
+    def blind(self) -> bool:
+        """Whether documents are evicted before a question about them is read."""
+        return self.reuse == "blind" or (self.reuse == "auto" and self.scores_twice)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """What a turn reads.
+
+    reuse: for the turn record. parts: the prompts, in order. anew: they are read into an empty
+    cache. pinned: with `anew`, how many first positions are never evicted. recalled: the only part
+    is the whole conversation, of which the tier gives the first `given` tokens. begins: the
+    position at which the last turn begins, if the only part is the whole conversation. asks: the
+    last part only asks about what was read before it. why: a line for the user. auto: `auto` chose
+    this, so `why` is told once and not with each question. instead: what is read if the user
+    stops reading again; None if nothing is read again, or only that fits.
+    """
+
+    reuse: str
+    parts: tuple[list[int], ...]
+    anew: bool
+    pinned: int = 0
+    recalled: bool = False
+    given: int = 0
+    begins: int = 0
+    asks: bool = False
+    why: str = ""
+    auto: bool = False
+    instead: PromptPlan | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids of all parts."""
+        return [id for part in self.parts for id in part]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of all parts."""
+        return sum(map(len, self.parts))
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens to read."""
+        return self.length - self.given
+
+    def behind(self, seen: int) -> int:
+        """How many positions come before the prompts, if the cache has seen `seen` tokens."""
+        return 0 if self.anew else seen
+
+
+def plan(
+    history: History, question: Question, held: CacheStats, tier: Stored, settings: PlanSettings
+) -> PromptPlan:
+    """What to read so that the cache has seen `question`. held: the figures of the cache.
+
+    The first row that is true decides. "tier": `recalls` is true, and the tier has room. "blind":
+    see `PlanSettings`; for `auto` it needs a policy with a second pass. "all": the conversation,
+    into an empty cache. "new": only what the cache has not seen.
+
+    | cache  | if                                             | it reads                 | record  |
+    |--------|------------------------------------------------|--------------------------|---------|
+    | empty  | tier, which has the beginning                  | what the tier lacks      | recall  |
+    | empty  | tier                                           | all, as for a recall     | once *  |
+    | empty  | blind, and there are documents                 | all, cut after each      | blind   |
+    | empty  | blind                                          | all                      | once    |
+    | empty  |                                                | all                      | once *  |
+    | filled | tier, which has the beginning                  | what the tier lacks **   | recall  |
+    | filled | tier                                           | all, as for a recall **  | refresh |
+    | filled | `rereads`, or `reuse` is "refresh"             | all                      | refresh |
+    | filled | auto or recall; rows of a document have left,  | all; says why **         | refresh |
+    |        | the policy asks, not `keeps_cache`; it fits    |                          |         |
+    | filled | blind, and documents come with the question    | new, cut after these     | blind   |
+    | filled | auto or recall; rows of a document have left,  | new; says why            | once    |
+    |        | and the policy does not ask, or `keeps_cache`  |                          |         |
+    | filled |                                                | new                      | once    |
+
+    * "refresh" if there were turns. ** The user may stop what `auto` reads again, if then the new
+    tokens fit: of a recall, what the tier has lost of earlier prompts.
+
+    Raises ContextError if it does not fit the model; and UsageError if `reuse` is "recall" and the
+    policies or the settings rule that out, or if a setting needs a tier and there is none.
+    """
+    way = _behind_what_is_there if history.fed else _from_the_beginning
+    found = way(history, question, held, tier, settings)
+    refuse(found, history, settings)
+    refuse_without_tier(tier, settings, recalled=found.recalled)
+    return found
+
+
+def _from_the_beginning(
+    history: History, question: Question, held: CacheStats, tier: Stored, settings: PlanSettings
+) -> PromptPlan:
+    """The plan if the cache has seen nothing."""
+    ids, fresh = question.ids, "refresh" if history.documents else "once"
+    recalled = recalls(history, held, tier, settings) and tier.room
+    if recalled and history.known:
+        ids = [*history.known, *question.following(question.messages)]
+    whole = PromptPlan(fresh, (ids,), True, settings.pinned, begins=_last_turn(history, ids))
+    if recalled:
+        given = tier.gives(ids)
+        return replace(whole, reuse="recall" if given else fresh, recalled=True, given=given)
+    asked = _asked(history, question)
+    if not settings.blind:
+        return replace(whole, asks=not asked)
+    cut, by_name = parts(ids, asked, question.compose, question.messages), settings.reuse == "blind"
+    if len(cut) > 1:
+        return PromptPlan("blind", cut, True, settings.pinned, asks=True)
+    why = _NO_DOCUMENT if by_name and fresh == "once" and settings.eviction.evicts else ""
+    return PromptPlan("once", cut, True, settings.pinned, asks=True, why=why)
+
+
+def _behind_what_is_there(
+    history: History, question: Question, held: CacheStats, tier: Stored, settings: PlanSettings
+) -> PromptPlan:
+    """The plan if the cache has seen the conversation up to the question."""
+    fed, auto = len(history.fed), settings.reuse == "auto" and not settings.rereads
+    new = PromptPlan("once", (question.ids,), False, asks=not question.documents)
+    stop = new if _fits(new, history, settings) else None
+    if recalls(history, held, tier, settings) and tier.room:
+        whole = [*history.fed, *question.ids]
+        given = tier.gives(whole)
+        mode, lost = "recall" if given else "refresh", not given or given < history.read
+        stop = stop if auto and lost else None
+        return PromptPlan(
+            mode, (whole,), True, recalled=True, given=given, begins=fed, auto=auto, instead=stop
+        )
+    mode, why, chose = "refresh" if settings.rereads else settings.reuse, "", False
+    if mode in ("auto", "recall"):  # there is no tier
+        mode, why = _auto(history, held, tier, settings)
+        chose = True
+    if mode == "refresh":
+        ids = question.opening(question.messages)
+        begins = _last_turn(history, ids)
+        again = PromptPlan("refresh", (ids,), True, settings.pinned, begins=begins)
+        if not chose:
+            return again
+        if _fits(again, history, settings):
+            return replace(again, why=why, auto=True, instead=stop)
+        why = ""
+    if settings.blind and question.documents:
+        asked = _asked(history, question)[-1:]
+        cut = parts(question.ids, asked, question.compose, question.messages)
+        return PromptPlan("blind", cut, False, asks=True)
+    return replace(new, why=why, auto=chose)
+
+
+def recalls(history: History, held: CacheStats, tier: Stored, settings: PlanSettings) -> bool:
+    """Whether the question is answered from a tier, if that has room. Raises UsageError if `reuse`
+    is "recall" and the policies or `tier="none"` rule that out."""
+    # Without eviction the cache has all rows, unless it is empty or another policy evicted.
+    gone = bool(tier.ids) and (not history.fed or held.gaps)
+    reuse, evicts = settings.reuse, settings.eviction.evicts
+    if not (evicts or gone) or reuse not in ("auto", "recall"):
+        return False
+    why = settings.rules.cannot_recall
+    if reuse == "recall" and (why or tier.kind == "none"):
+        raise UsageError(
+            f'`reuse="recall"` is not possible: {why or _NO_TIER}',
+            '`reuse="auto"` reads everything again instead',
+        )
+    return True
+
+
+def _auto(
+    history: History, held: CacheStats, tier: Stored, settings: PlanSettings
+) -> tuple[str, str]:
+    """What `auto` does without a tier, "refresh" or "once", and a line for the user that says why.
+    Nothing else matters, e.g. no time: the same chat gets the same answers on every machine."""
+    if not any(history.documents) or not held.evicted:
+        return "once", ""
+    policy = settings.eviction.policy
+    if not settings.asks:
+        return "once", f'`reuse="auto"` keeps the cache: {policy} does not choose by what is asked'
+    if settings.keeps_cache:
+        return (
+            "once",
+            "the cache stays as it is, as you chose; `chat.refresh()` reads everything again",
+        )
+    return (
+        "refresh",
+        f'`reuse="auto"` reads everything again with each question: {policy} keeps what one '
+        f"question needs{f', and there is no tier ({tier.why})' if tier.why else ''}; "
+        '`chat.reuse = "once"` turns that off',
+    )
+
+
+def reads_again(history: History, held: CacheStats, tier: Stored, settings: PlanSettings) -> int:
+    """How many tokens `auto` would read again with the next question, if it is not empty."""
+    fed = history.fed
+    if tier.room:
+        has = shared(tier.ids, fed)
+        return len(fed) - has if has < history.read else 0
+    return len(fed) if _auto(history, held, tier, settings)[0] == "refresh" else 0
+
+
+def _last_turn(history: History, ids: Sequence[int]) -> int:
+    """The position at which the last turn begins in `ids`, the whole conversation: how many of its
+    tokens are those that earlier turns read and wrote."""
+    return shared((history.fed or history.known)[: history.seen], ids)
+
+
+def _asked(history: History, question: Question) -> list[tuple[int, str]]:
+    """(index in the messages, text of its documents) of each message that has documents."""
+    brought = [*history.documents, question.documents]
+    first = len(question.messages) + 1 - 2 * len(brought)
+    return [(first + 2 * n, rendered(each)) for n, each in enumerate(brought) if each]
+
+
+def parts(
+    ids: list[int],
+    asked: Sequence[tuple[int, str]],
+    compose: Compose,
+    messages: Sequence[Message],
+) -> tuple[list[int], ...]:
+    """Cut `ids`, the tokens of `messages`, where documents end and the questions about them begin.
+
+    asked: for each message with documents, its index and the text of its documents. compose: makes
+    `ids` of `messages`. A cut is where the ids begin to differ if the question is replaced by
+    either of two others. So no token of a question is before its cut, whatever the template and the
+    tokenizer do.
+    """
+    cuts = {0, len(ids)}
+    for at, documents in asked:
+        before, role, after = messages[:at], messages[at].role, messages[at + 1 :]
+        others = [[*before, Message(role, documents + probe), *after] for probe in PROBES]
+        cuts.add(shared(ids, *map(compose, others)))
+    return tuple(ids[a:b] for a, b in pairwise(sorted(cuts)))
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def refuse_without_tier(tier: Stored, settings: PlanSettings, *, recalled: bool) -> None:
+    """Raise UsageError if a setting is on that needs a tier, and there is none. recalled: whether
+    the prompt is, or was, recalled."""
+    named = {"refresh_every": settings.refresh_every, "quality": settings.quality}
+    name = next((name for name, value in named.items() if value), None)
+    eviction = settings.eviction
+    if name is None or (eviction.may_evict and eviction.budget.everything):
+        return
+    if recalled and eviction.evicts and tier.room:  # not what an earlier policy left in the tier
+        return
+    why = tier.why or "none fits"
+    if not eviction.evicts:
+        why = "nothing is evicted"
+    elif settings.reuse not in ("auto", "recall"):
+        why = f'`reuse="{settings.reuse}"`'
+    raise UsageError(
+        f"`{name}={named[name]}` needs all that was read in a tier, and there is none ({why})",
+        f"`{name}=0` answers without",
+    )
+
+
+def _fits(found: PromptPlan, history: History, settings: PlanSettings) -> bool:
+    """Whether the prompts and one token of an answer fit."""
+    return found.behind(len(history.fed)) + found.length + 1 <= settings.max_context
+
+
+def refuse(found: PromptPlan, history: History, settings: PlanSettings) -> None:
+    """Raise ContextError if the prompts do not fit."""
+    if not _fits(found, history, settings):
+        seen = len(history.fed)
+        raise too_long("needs", found.length, found.behind(seen), seen, settings.max_context)
+
+
+def too_long(verb: str, tokens: int, used: int, seen: int, max_context: int) -> ContextError:
+    """The error for a prompt of `tokens` tokens, if the cache has seen `seen`. used: positions that
+    stay in use."""
+    room = max(max_context - used - 1, 0)
+    by_chat = f", {used:,} of them used by this chat" if used else ""
+    choices = ["a shorter document", "a model with a longer context"]
+    if seen:
+        choices.insert(0, "a new conversation (`chat.reset()`)")
+    return ContextError(
+        f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
+        f"for {max_context:,} positions{by_chat}",
+        f"eviction does not extend that, and nothing was cut; choose {', '.join(choices)}",
+    )
+
+
+class MinTokens:
+    """A lower bound for the number of tokens in a text, so that a text that is too long is refused
+    without tokenizing it. The first call of `of` looks through the vocabulary.
+
+    No token stands for more bytes than the longest one, so a text has at least `bytes / longest`
+    tokens. This is true only if tokenizing loses nothing. A tokenizer that drops characters, or
+    puts several unknown ones in one token, is detected by a test string and gets no bound.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._longest: float | None = None
+
+    def of(self, size: int) -> int:
+        """The least number of tokens in a text of `size` bytes."""
+        if self._longest is None:
+            self._longest = longest_token(self._tokenizer) or math.inf
+        return int(size / self._longest)
+
+    def refuse(self, text: str, seen: int, left: int, max_context: int) -> None:
+        """Raise ContextError for a text that cannot fit. seen: tokens that the cache has seen.
+        left: positions that are left, with the pending token counted as used."""
+        size = len(text.encode())
+        # Within `left` it fits even with one token per byte, so the bound is not needed.
+        if size > left and (least := self.of(size)) > left:
+            raise too_long("needs at least", least, seen, seen, max_context)
+
+
+# Characters that hardly any vocabulary has, and white space that a lossy normalizer would shorten.
+_RARE = "".join(chr(0xF0000 + i) for i in range(40))
+_LOSSLESS = f"a{_RARE}b  \t\n\n  c{' ' * 40}Ａﬁé e\u0301"
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """An upper bound of the UTF-8 bytes that one token stands for; None if there is none."""
+    if tokenizer.decode(tokenizer.encode(_LOSSLESS)) != _LOSSLESS:
+        return None
+    # A part of a character decodes to U+FFFD, three bytes, which is never shorter than the part.
+    # One more: a leading space may be dropped from a text that begins with this token.
+    return 1 + max(len(tokenizer.decode([id]).encode()) for id in range(tokenizer.vocab))
+
+
+# -- from messages to tokens -------------------------------------------------------------------
+
+
+def start(template: Template, system: str) -> list[int]:
+    """Token ids before the text of the first user message, with the BOS token if the model has one.
+    All conversations with this system prompt begin with them."""
+    system_messages = [Message("system", system)] if system else []
+    one, two = (template.opening([*system_messages, Message("user", text)]) for text in PROBES)
+    return one[: shared(one, two)]
+
+
+@dataclass(frozen=True, slots=True)
+class Composer:
+    """Makes prompts with a chat template. free(): free bytes of host memory, None if not known.
+    stopped(): whether tokenizing must stop; ten megabytes of text take seconds.
+
+    Its methods raise Interrupted if it is stopped, and MemoryShortError where the tokenizer's
+    library would run out of memory and end the process.
+    """
+
+    template: Template
+    free: Callable[[], int | None]
+    stopped: Callable[[], bool]
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the whole conversation, up to where the next answer begins."""
+        return self._ids(self.template.opening, messages, messages)
+
+    def following(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of what comes after the last answer, up to where the next one begins."""
+        return self._ids(self.template.following, messages, messages[-1:])
+
+    def question(
+        self, history: History, messages: Sequence[Message], documents: Sequence[Document]
+    ) -> Question:
+        """The last message as a question after `history`."""
+
+        def new(messages: Sequence[Message]) -> list[int]:
+            return [*history.unfed, *self.following(messages)]
+
+        compose = new if history.fed else self.opening
+        ids = compose(messages)
+        return Question(messages, documents, ids, compose, self.opening, self.following)
+
+    def _ids(
+        self, compose: Compose, messages: Sequence[Message], new: Sequence[Message]
+    ) -> list[int]:
+        size = sum(len(message.content.encode("utf-8", "surrogatepass")) for message in new)
+        if size < _LONG:
+            return compose(messages)
+        free = self.free()
+        if free is not None and free < size * _TOKENIZING:
+            raise MemoryShortError(
+                f"tokenizing {size >> 10:,} KiB of text takes about {size * _TOKENIZING >> 20:,} "
+                f"MiB of memory, and {free >> 20:,} MiB are free",
+                "ask about a shorter document, or free memory",
+            )
+        return stoppable(lambda: compose(messages), self.stopped)

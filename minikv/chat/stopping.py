@@ -1,0 +1,426 @@
+"""Stopping, and one thing at a time: `cancel` and `skip` set `Cancelling`; `Guard` lets an answer
+or a change hold the chat; `in_background` computes an answer in a thread; `stoppable` leaves work
+that cannot be interrupted.
+
+An answer holds the chat from its first piece until its iterator ends, is closed or is
+garbage-collected. An iterator that was not started holds nothing. Other calls during that time,
+from the same thread or another one, raise UsageError, and the answer goes on; nothing waits.
+
+An interrupt (Ctrl-C in a script) may come between any two instructions. So nothing is locked and
+unlocked: what holds the chat is in a list, and is over by one assignment. An answer whose iterator
+has ended holds nothing, whether or not it could say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from minikv.chat.report import clipped
+from minikv.engine.threads import forked, refuse_fork
+from minikv.errors import Interrupted, UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_AGAIN = 0.02  # seconds between two calls of `cancel`
+_LOOK = 0.05  # seconds between two calls of `stopped`
+_NAME = "minikv-stoppable"
+
+
+class Cancelling:
+    """`cancel` and `skip` are safe to call from a signal handler.
+
+    rereading: `auto` is reading the conversation again, and `skip` stops only that. skipped: `skip`
+    was called for that.
+    """
+
+    def __init__(self) -> None:
+        self.rereading = self.skipped = False
+        self._calls = self._handled = 0  # calls of `cancel`, and how many of them are done
+
+    def cancel(self) -> None:
+        """Stop the turn."""
+        self._calls += 1
+
+    def skip(self) -> None:
+        """Stop reading the conversation again; if it is not read again, stop the turn."""
+        if self.rereading:
+            self.skipped = True
+        else:
+            self.cancel()
+
+    def cancelled(self) -> bool:
+        """Whether the turn must stop."""
+        return self._calls > self._handled
+
+    def stopped(self) -> bool:
+        """Whether reading must stop, with the turn or without it."""
+        return self.cancelled() or self.skipped
+
+    def forget(self, before: int | None = None) -> None:
+        """Forget earlier calls of `skip` and `cancel`; with `before`, only the first `before` calls
+        of `cancel`."""
+        self._handled = max(self._handled, self._calls if before is None else before)
+        self.skipped = False
+
+    def during(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
+        """Return `pieces`. A call of `cancel` applies to them from now until they end, also before
+        the first piece is requested."""
+        calls = self._calls
+
+        def yielded() -> Generator[str, None, None]:
+            self.forget(calls)
+            try:
+                yield from pieces
+            finally:
+                self.forget()
+
+        return yielded()
+
+
+# -- one thing at a time -------------------------------------------------------------------------
+
+
+class _Hold:
+    """What holds a chat: an answer with these pieces, or a change (None). thread: the one that
+    computes in it now. iterator: of the answer."""
+
+    __slots__ = ("iterator", "over", "pieces", "thread")
+
+    def __init__(self, pieces: Generator[str, None, None] | None = None) -> None:
+        self.pieces = pieces
+        self.iterator: weakref.ref[Generator[str, None, None]] | None = None
+        self.thread = threading.get_ident() if pieces is None else None
+        self.over = False
+
+    def next(self) -> str | None:
+        """Compute the next piece; None if there is none."""
+        assert self.pieces is not None
+        refuse_fork()
+        self.thread = threading.get_ident()
+        try:
+            return next(self.pieces, None)
+        finally:
+            self.thread = None
+
+    def admits(self, *, inside: bool) -> bool:
+        """Whether a change may be made here, as part of this change or, if `inside`, of this
+        answer."""
+        return self.thread == threading.get_ident() and (inside or self.pieces is None)
+
+    @property
+    def left(self) -> bool:
+        """Whether an interrupt ended it before it was over."""
+        if self.iterator is None:  # a thread can ask only where its change has ended
+            return self.thread == threading.get_ident()
+        iterator = self.iterator()
+        return iterator is None or getgeneratorstate(iterator) == GEN_CLOSED
+
+    @property
+    def computing(self) -> bool:
+        """Whether a piece of the answer is being computed."""
+        return self.pieces is not None and getgeneratorstate(self.pieces) == GEN_RUNNING
+
+
+class Guard:
+    """Records what holds a chat now. settle(): a method of the chat that finishes what an interrupt
+    left unfinished; called before and after everything that holds the chat. question: the question
+    of the answer that is being written."""
+
+    def __init__(self, settle: Callable[[], None] | None = None) -> None:
+        self.question = ""
+        # Weak: the chat has this guard, and its memory must go as soon as nobody has the chat.
+        self._method = None if settle is None else weakref.WeakMethod(settle)
+        self._holds: list[_Hold] = []  # the first that is not over holds the chat
+        self._free: Callable[[], None] | None = None  # set when the chat is closed
+
+    @property
+    def closed(self) -> bool:
+        """Whether the chat was closed."""
+        return self._free is not None
+
+    def answer(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
+        """Yield `pieces`, and hold the chat meanwhile. Raises UsageError if it is already held."""
+        hold = _Hold(pieces)
+        iterator = self._during(hold)
+        hold.iterator = weakref.ref(iterator)
+        return iterator
+
+    def _during(self, hold: _Hold) -> Generator[str, None, None]:
+        try:
+            try:
+                self._take(hold)
+                # Until the pieces end, or `finish` ends them.
+                while not hold.over and (piece := hold.next()) is not None:
+                    yield piece
+            finally:
+                self._end(hold)
+        finally:
+            self._end(hold)  # an interrupt may have stopped the first
+
+    def change(self, work: Callable[[], R], *, inside: bool = False) -> R:
+        """Hold the chat around `work()`, and return what it returns. Changes may be nested. inside:
+        also allowed as part of an answer, in its thread. Raises UsageError if something else holds
+        the chat."""
+        first = self._first()
+        if first is not None and first.admits(inside=inside):
+            return work()
+        hold = _Hold()
+        try:
+            try:
+                self._take(hold)
+                return work()
+            finally:
+                self._end(hold)
+        finally:
+            self._end(hold)
+
+    def finish(self) -> None:
+        """End the open answer, if there is one, as closing its iterator does. Raises UsageError
+        while another thread computes its next piece."""
+        first = self._first()
+        if first is not None and first.pieces is not None:
+            if first.computing:
+                raise self._refusal(first)
+            self._end(first)
+
+    def close(self, free: Callable[[], None]) -> None:
+        """Refuse everything from now on. `free` is called at once, or, if another thread is
+        computing a piece, after that."""
+        self._free = free
+        with contextlib.suppress(UsageError):
+            self.finish()
+        self._freed()
+
+    def _settle(self) -> None:
+        settle = None if self._method is None else self._method()
+        if settle is not None:
+            settle()
+
+    def _first(self) -> _Hold | None:
+        return next((hold for hold in tuple(self._holds) if not hold.over), None)
+
+    def _take(self, hold: _Hold) -> None:
+        refuse_fork()
+        if self.closed:
+            raise closed()
+        self._holds.append(hold)  # of two threads, one is first
+        while (first := self._first()) is not hold:
+            if first is None or not first.left or first.computing:
+                hold.over = True
+                raise self._refusal(first)
+            self._end(first)
+        self._holds = [hold]  # another thread that came meanwhile is refused
+        self.question = ""
+        self._settle()
+
+    def _end(self, hold: _Hold) -> None:
+        if hold.over or forked():
+            return
+        try:
+            if self._first() is hold:
+                try:
+                    if hold.pieces is not None:
+                        hold.thread = threading.get_ident()
+                        hold.pieces.close()
+                finally:
+                    self._settle()
+        finally:
+            hold.over = True
+        self._freed()
+
+    def _freed(self) -> None:
+        if self._free is None:
+            return
+        hold = _Hold()
+        self._holds.append(hold)
+        try:
+            if self._first() is hold:
+                self._free()
+        finally:
+            hold.over = True
+
+    def _refusal(self, first: _Hold | None) -> UsageError:
+        if first is None or first.pieces is None:
+            return UsageError(
+                "another thread is using this chat", "load a chat of its own for each thread"
+            )
+        to = f" to {clipped(self.question, 40)!r}" if self.question else ""
+        return UsageError(
+            f"the answer{to} is not finished",
+            "take the rest of its pieces, close() its iterator, or call `chat.finish()`; another "
+            "thread needs a chat of its own",
+        )
+
+
+class Guarded(Protocol):
+    """An object with a guard."""
+
+    guard: Guard
+
+
+G = TypeVar("G", bound=Guarded)
+
+
+def closed() -> UsageError:
+    """The error of a chat that was closed."""
+    return UsageError("this chat is closed", "minikv.load() makes another one")
+
+
+def answers(
+    method: Callable[Concatenate[G, P], Generator[str, None, None]],
+) -> Callable[Concatenate[G, P], Generator[str, None, None]]:
+    """Decorate a method that yields the pieces of an answer, which holds the chat."""
+
+    @functools.wraps(method)
+    def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> Generator[str, None, None]:
+        return self.guard.answer(method(self, *given, **named))
+
+    return guarded
+
+
+def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
+    """Decorate a method that changes the chat: it is refused while something else holds the
+    chat."""
+
+    @functools.wraps(method)
+    def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> R:
+        return self.guard.change(lambda: method(self, *given, **named))
+
+    return guarded
+
+
+# -- in a thread ---------------------------------------------------------------------------------
+
+
+class Cancellable(Protocol):
+    """An object with a `cancel` that any thread may call."""
+
+    def cancel(self) -> None: ...
+
+
+C = TypeVar("C", bound=Cancellable)
+
+
+def in_background(
+    method: Callable[Concatenate[C, P], Generator[str, None, None]],
+) -> Callable[Concatenate[C, P], AsyncGenerator[str, None]]:
+    """Wrap a method so that `async for` gets the pieces that it yields, which one thread computes,
+    because OpenMP keeps a pool for every thread that does. If the task is cancelled or the iterator
+    is closed, the answer ends as with `cancel`; this waits until the chat is free."""
+
+    @functools.wraps(method)
+    def background(self: C, /, *given: P.args, **named: P.kwargs) -> AsyncGenerator[str, None]:
+        return _steps(method(self, *given, **named), self.cancel)
+
+    returned = AsyncGenerator[str, None]
+    background.__annotations__ = {**method.__annotations__, "return": returned}
+    whole = inspect.signature(method).replace(return_annotation=returned)
+    background.__signature__ = whole  # type: ignore[attr-defined]
+    return background
+
+
+class _Worker:
+    """Computes the pieces in its thread. Its futures have no exception, which the event loop would
+    report if nobody asked for it: `next` returns a piece or None, and the error that it raised."""
+
+    def __init__(self, pieces: Generator[str, None, None], cancel: Callable[[], None]) -> None:
+        self._pieces, self._cancel = pieces, cancel
+        self._threads = ThreadPoolExecutor(1, "minikv-answer")
+        self._step: Future[tuple[str | None, BaseException | None]] | None = None
+
+    def next(self) -> Future[tuple[str | None, BaseException | None]]:
+        def compute() -> tuple[str | None, BaseException | None]:
+            try:
+                return next(self._pieces, None), None
+            except BaseException as error:
+                return None, error
+
+        self._step = self._threads.submit(compute)
+        return self._step
+
+    def end(self) -> Future[BaseException | None]:
+        """End the answer behind the step under way."""
+
+        def close() -> BaseException | None:
+            try:
+                self._pieces.close()
+            except BaseException as error:
+                return error
+            return None
+
+        ended = self._threads.submit(close)
+        self._threads.shutdown(wait=False)
+        return ended
+
+    def stop(self) -> None:
+        """Stop the step under way. Repeated, because a turn that begins ignores earlier calls."""
+        if self._step is not None and not self._step.done():
+            self._cancel()
+
+
+async def _steps(
+    pieces: Generator[str, None, None], cancel: Callable[[], None]
+) -> AsyncGenerator[str, None]:
+    worker = _Worker(pieces, cancel)
+    try:
+        while True:
+            piece, error = await asyncio.shield(asyncio.wrap_future(worker.next()))
+            if error is not None:
+                raise error
+            if piece is None:
+                return
+            yield piece
+    finally:
+        ended, cancelled = worker.end(), None
+        while not ended.done():
+            worker.stop()
+            try:
+                await asyncio.wait([asyncio.wrap_future(ended)], timeout=_AGAIN)
+            except asyncio.CancelledError as again:  # once more: the chat must be free first
+                cancelled = again
+        if cancelled is not None:
+            raise cancelled
+        if (failed := ended.result()) is not None:
+            raise failed
+
+
+def stoppable(work: Callable[[], R], stopped: Callable[[], bool]) -> R:
+    """Run `work` in another thread; return what it returns, or raise what it raises.
+
+    Raises Interrupted soon after `stopped()` is true. The work is not ended then: it goes on in its
+    thread, and its result is not used. So its side effects must be harmless.
+    """
+    made: list[R] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name=_NAME, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK)
+        if stopped():
+            raise Interrupted("stopped before anything was read", "nothing was added")
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+def left() -> bool:
+    """Whether stopped work still runs in its thread. The interpreter would wait for it at its
+    end."""
+    return any(thread.name == _NAME for thread in threading.enumerate())

@@ -1,0 +1,23 @@
+"""`full` and `none`, which evict nothing: the baselines."""
+
+from __future__ import annotations
+
+from minikv.policies.facts import Method
+
+FULL = Method(
+    "full",
+    "keeps every token; the baseline",
+    paper="baseline",
+    scores="-",
+    shape="-",
+    second="safe",
+)
+
+NONE = Method(
+    "none",
+    "the answer's tokens are all kept until the next prompt (one-shot papers' setting)",
+    paper="-",
+    scores="-",
+    shape="-",
+    second="-",
+)

@@ -1,0 +1,451 @@
+"""What the next question reads: the table of `plan`, a case a row; then how messages become tokens,
+what does not fit, and that a chat does and says what was planned."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from fakes import ByteTokenizer, ChatML
+from small_chat import chat, say
+from test_session import check, make
+
+from minikv.cache.stats import CacheStats
+from minikv.chat import plan as planning
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.plan import (
+    Composer,
+    History,
+    PlanSettings,
+    PromptPlan,
+    Question,
+    longest_token,
+    plan,
+    reads_again,
+)
+from minikv.chat.reuse import Stored
+from minikv.chat.transcript import Document, Message
+from minikv.errors import ContextError, Interrupted, MemoryShortError, UsageError
+
+MILL = "A mill stands by the river and grinds. " * 8
+COMPOSER = Composer(ChatML(ByteTokenizer()), lambda: None, lambda: False)
+ASKED, ANSWERED = Message("user", "mill\n\nWho?"), Message("assistant", "Ada")
+READ = COMPOSER.opening([ASKED])
+SEEN = [*READ, *b"Ad"]  # the last token of the answer was not fed
+STATS = CacheStats(0, 0, 0.0, *[0] * 8, None, None, None, 0.0, None, False, False)
+
+
+def documents(text: str) -> tuple[Document, ...]:
+    return (Document(text.strip()),) if text else ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    cache: "filled"; "empty"; or "again": empty after a turn whose tokens are known. tier: how many
+    of its tokens are the conversation's; None: there is none. how: "all", "recall", "new" or "cut":
+    `parts` says where. why: the beginning of the line for the user. stop: the user may stop reading
+    again. brings, had: text of the documents of this question and of the one before.
+    """
+
+    cache: str
+    tier: int | None
+    reuse: str
+    record: str
+    how: str
+    given: int = 0
+    why: str = ""
+    stop: bool = False
+    parts: tuple[str, ...] = ()
+    policy: str = "adakv"
+    brings: str = ""
+    had: str = "mill\n\n"
+    evicted: int = 9
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> bool:
+        return self.cache == "empty"
+
+    def inputs(self) -> tuple[History, Question, CacheStats, Stored, PlanSettings]:
+        messages = [Message("user", f"{self.brings}Why?")]
+        history, seen = History(), []
+        if not self.first:
+            asked = Message("user", f"{self.had}Who?")
+            read = COMPOSER.opening([asked])
+            seen = [*read, *b"Ad"]  # the last token of the answer was not fed
+            messages = [asked, Message("assistant", "Ada"), *messages]
+            had = documents(self.had)
+            history = History([], [], [*seen, *b"a"], [had], len(read), len(seen))
+        if self.cache == "filled":
+            history = replace(history, fed=seen, unfed=[*b"a"], known=[])
+        eviction = EvictionConfig.read(self.policy, budget=64)
+        limits = {"max_context": 500, "pinned": 2, **self.settings}
+        tier = Stored(why="none fits", kind="auto")
+        if self.tier is not None:
+            tier = Stored([*seen[: self.tier], *[-1] * 9], True, "", "ram")
+        return (
+            history,
+            COMPOSER.question(history, messages, documents(self.brings)),
+            replace(STATS, evicted=self.evicted, gaps=self.evicted > 0),
+            tier,
+            PlanSettings(eviction, eviction.rules(), self.reuse, **limits),
+        )
+
+
+SEEN = len(COMPOSER.opening([Message("user", "mill\n\nWho?")])) + 2
+AGAIN = '`reuse="auto"` reads everything again with each question: adakv keeps what one question'
+BLUNT = '`reuse="auto"` keeps the cache: streaming does not choose'
+KEEPS = "the cache stays as it is, as you chose"
+NONE = "there is no document to evict beforehand"
+WELL = "well\n\n"
+FIRST = {"brings": WELL, "parts": (WELL, "Why?")}
+BOTH = {"brings": WELL, "parts": ("mill\n\n", f"Who?Ada{WELL}", "Why?")}
+LATER = {"brings": WELL, "parts": (f"a{WELL}", "Why?")}
+KEPT: dict[str, Any] = {"settings": {"keeps_cache": True}}
+ANEW: dict[str, Any] = {"settings": {"rereads": True}}
+
+CASES = [
+    # empty, a tier
+    Case("empty", 0, "auto", "once", "recall"),
+    Case("again", SEEN, "auto", "recall", "recall", SEEN),
+    Case("again", 7, "recall", "recall", "recall", 7),
+    Case("again", 7, "auto", "recall", "recall", 7, policy="full"),  # another policy evicted
+    Case("again", 7, "auto", "recall", "recall", 7, policy="full", evicted=0),
+    Case("again", 0, "recall", "refresh", "recall"),
+    # empty, blind
+    Case("empty", None, "blind", "blind", "cut", **FIRST),
+    Case("empty", None, "auto", "blind", "cut", policy="kvzip", **FIRST),
+    Case("again", None, "blind", "blind", "cut", **BOTH),
+    Case("empty", None, "blind", "once", "cut", why=NONE),
+    Case("empty", None, "blind", "once", "cut", policy="full"),
+    Case("empty", None, "auto", "once", "cut", policy="kvzip"),
+    Case("again", None, "blind", "once", "cut", had=""),
+    # empty
+    *(Case("empty", None, reuse, "once", "all", brings=WELL) for reuse in ("auto", "once")),
+    *(Case("again", None, reuse, "refresh", "all") for reuse in ("auto", "once", "refresh")),
+    Case("again", 7, "once", "refresh", "all"),
+    # filled, a tier
+    Case("filled", SEEN, "auto", "recall", "recall", SEEN),
+    Case("filled", 7, "auto", "recall", "recall", 7, stop=True),
+    Case("filled", 7, "recall", "recall", "recall", 7),
+    Case("filled", 7, "auto", "recall", "recall", 7, **ANEW),
+    Case("filled", 0, "auto", "refresh", "recall", stop=True),
+    Case("filled", 7, "auto", "recall", "recall", 7, stop=True, policy="full"),
+    Case("filled", 7, "auto", "once", "new", policy="full", evicted=0),  # the cache has all
+    # filled, everything again
+    Case("filled", None, "refresh", "refresh", "all"),
+    Case("filled", 7, "refresh", "refresh", "all"),
+    Case("filled", None, "once", "refresh", "all", **ANEW),
+    Case("filled", None, "auto", "refresh", "all", **ANEW),
+    Case("filled", None, "auto", "refresh", "all", why=AGAIN, stop=True),
+    Case("filled", None, "recall", "refresh", "all", why=AGAIN, stop=True),
+    # filled, blind
+    Case("filled", None, "blind", "blind", "cut", **LATER),
+    Case("filled", None, "auto", "blind", "cut", policy="kvzip", **LATER),
+    Case("filled", None, "blind", "once", "new"),
+    # filled
+    Case("filled", None, "auto", "once", "new", why=BLUNT, policy="streaming"),
+    Case("filled", None, "auto", "once", "new", why=KEEPS, **KEPT),
+    Case("filled", None, "auto", "once", "new", evicted=0),
+    Case("filled", None, "auto", "once", "new", had=""),
+    Case("filled", 7, "once", "once", "new", brings=WELL),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cache}-{case.reuse}-{case.record}")
+def test_the_table(case: Case) -> None:
+    given = history, question, *_ = case.inputs()
+    before = copy.deepcopy((history, question.ids))
+    found = plan(*given)
+    assert (history, question.ids) == before
+    assert (found.reuse, found.given) == (case.record, case.given)
+    filled, new = case.cache == "filled", not case.first and case.how in ("new", "cut")
+    begins = not filled or case.how in ("all", "recall")
+    assert found.anew == begins
+    assert found.recalled == (case.how == "recall")
+    template = COMPOSER.template
+    following = [*history.unfed, *template.following(question.messages)] if new else []
+    assert found.ids == (template.opening(question.messages) if begins else following)
+    assert len(found.parts) == max(1, len(case.parts))
+    if case.parts:
+        assert tuple(map(ByteTokenizer().decode, found.parts)) == case.parts
+    assert found.pinned == (2 if begins and not (filled and found.recalled) else 0)
+    assert found.begins == (history.seen if case.how in ("all", "recall") else 0)
+    assert found.tokens == len(found.ids) - case.given
+    assert found.why.startswith(case.why)
+    assert bool(found.why) == bool(case.why)
+    if case.stop:
+        new_only = [*history.unfed, *template.following(question.messages)]
+        assert found.instead == PromptPlan("once", (new_only,), False, asks=not case.brings)
+    else:
+        assert found.instead is None
+
+
+@pytest.mark.parametrize(
+    ("case", "asks"),
+    [
+        (Case("empty", None, "once", "once", "all"), True),
+        (Case("empty", None, "once", "once", "all", brings=WELL), False),
+        (Case("again", None, "once", "refresh", "all"), False),
+        (Case("again", None, "once", "refresh", "all", had=""), True),
+        (Case("empty", None, "blind", "blind", "cut", brings=WELL), True),
+        (Case("filled", None, "once", "once", "new"), True),
+        (Case("filled", None, "once", "once", "new", brings=WELL), False),
+        (Case("filled", None, "refresh", "refresh", "all"), False),
+        (Case("filled", 7, "auto", "recall", "recall"), False),
+    ],
+)
+def test_a_prompt_only_asks_where_it_brings_no_document(case: Case, asks: bool) -> None:
+    assert plan(*case.inputs()).asks == asks
+
+
+TIERLESS = "all that was read in a tier, and there is none"
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "words"),
+    [
+        (
+            Case("filled", None, "refresh", "", "", settings={"max_context": 9}),
+            ContextError,
+            r"needs 25 tokens and 8 are left: this model was trained for 9 positions\n",
+        ),
+        (
+            Case("filled", None, "once", "", "", settings={"max_context": SEEN + 9}),
+            ContextError,
+            rf"needs 9 tokens and 8 are left.*, {SEEN} of them used by this chat\n",
+        ),
+        (
+            Case("filled", None, "recall", "", "", policy="kvzip"),
+            UsageError,
+            '^`reuse="recall"` is not possible: kvzip reads everything twice\n',
+        ),
+        (
+            Case("filled", None, "once", "", "", settings={"refresh_every": 5}),
+            UsageError,
+            rf'^`refresh_every=5` needs {TIERLESS} \(`reuse="once"`\)\n',
+        ),
+        (
+            Case("filled", None, "auto", "", "", settings={"quality": 0.5}),
+            UsageError,
+            rf"^`quality=0.5` needs {TIERLESS} \(none fits\)\n",
+        ),
+        (
+            Case("filled", 7, "auto", "", "", policy="full", settings={"quality": 0.5}),
+            UsageError,
+            r"\(nothing is evicted\)\n",
+        ),
+    ],
+)
+def test_what_is_refused(case: Case, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        plan(*case.inputs())
+
+
+def test_recall_by_name_without_a_tier_is_refused() -> None:
+    *given, tier, settings = Case("filled", None, "recall", "", "").inputs()
+    with pytest.raises(UsageError, match=r'is not possible: `tier="none"`\n'):
+        plan(*given, replace(tier, kind="none"), settings)  # type: ignore[misc]
+
+
+def test_what_was_read_is_recalled_as_it_was_though_the_text_may_have_other_tokens() -> None:
+    history, question, held, tier, settings = Case("again", 7, "auto", "", "").inputs()
+    known = [*history.known[:-1], 900]
+    found = plan(replace(history, known=known), question, held, tier, settings)
+    assert found.ids == [*known, *question.following(question.messages)]
+
+
+def test_reading_again_cannot_be_stopped_where_only_that_fits() -> None:
+    limits = {"max_context": SEEN + 9}
+    history, question, *given = Case("filled", None, "auto", "", "", settings=limits).inputs()
+    found = plan(history, replace(question, opening=lambda _: [0] * 5), *given)  # type: ignore[arg-type]
+    assert (found.reuse, found.instead) == ("refresh", None)
+
+
+@pytest.mark.parametrize("length", [499, 500])
+def test_auto_reads_again_only_what_fits(length: int) -> None:
+    """Otherwise it goes on from the cache, and nothing is said."""
+    history, question, *given = Case("filled", None, "auto", "", "").inputs()
+    found = plan(history, replace(question, opening=lambda _: [0] * length), *given)  # type: ignore[arg-type]
+    fits = length < 500
+    assert (found.reuse, bool(found.why)) == ("refresh" if fits else "once", fits)
+
+
+@pytest.mark.parametrize(
+    ("tier", "policy", "settings", "tokens"),
+    [
+        (None, "adakv", {}, SEEN),
+        (None, "adakv", {"keeps_cache": True}, 0),
+        (None, "streaming", {}, 0),
+        (SEEN - 2, "adakv", {}, 0),  # the answer is never in the tier
+        (7, "adakv", {}, SEEN - 7),
+    ],
+)
+def test_how_much_auto_would_read_again(
+    tier: int | None, policy: str, settings: dict[str, Any], tokens: int
+) -> None:
+    history, _, held, stored, chosen = Case(
+        "filled", tier, "auto", "", "", policy=policy, settings=settings
+    ).inputs()
+    assert reads_again(history, held, stored, chosen) == tokens
+
+
+@pytest.mark.parametrize(
+    ("shared", "least", "chunk", "gives"),
+    [(30, 0, 1, 30), (30, 4, 1, 26), (30, 4, 8, 24), (5, 4, 8, 0), (40, 0, 1, 30), (3, 40, 1, 0)],
+)
+def test_what_a_tier_gives(shared: int, least: int, chunk: int, gives: int) -> None:
+    tier = Stored([*range(shared), *[-1] * 5], True, least=least, chunk=chunk)
+    assert tier.gives([*range(30)]) == gives
+
+
+# -- what a chat does and says ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1.0, 1e9, None])
+def test_the_answer_of_auto_depends_on_no_clock(
+    rate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that reads so many tokens per second."""
+    ticks = itertools.count()
+    session, plain = chat(reuse="auto"), chat(reuse="refresh")
+    for each in (session, plain):
+        each.attach(MILL)
+    for question in ("Who?", "Why?", "And then?"):
+        want = say(plain, question)
+        if rate is not None:
+            clock = lambda: next(ticks) * 100 / rate  # noqa: E731
+            monkeypatch.setattr("minikv.chat.session.perf_counter", clock)
+            monkeypatch.setattr("minikv.chat.reading.perf_counter", clock)
+            monkeypatch.setattr("minikv.chat.answer.perf_counter", clock)
+        assert say(session, question) == want
+        monkeypatch.undo()
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
+
+
+def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
+    session = chat(reuse="auto")
+    session.attach(MILL)
+    notes: list[str] = []
+    for n, keeps in enumerate((False, False, False, True, True)):
+        session.keeps_cache = keeps
+        list(session.ask(f"Question {n}?", 3, notice=notes.append))
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh", "once", "once"]
+    assert len(notes) == 2
+    assert notes[0].startswith('`reuse="auto"` reads everything again with each question')
+    assert notes[1].startswith("the cache stays as it is, as you chose")
+    session.keeps_cache = False
+    list(session.ask("Last?", 3, notice=notes.append))
+    assert len(notes) == 3
+    assert session.report is not None
+    assert session.report.reuse == "refresh"
+    assert session.report.warnings == (notes[2],)
+
+
+def test_auto_follows_the_policy_of_now() -> None:
+    session = chat(reuse="auto", budget=64)
+    session.attach(MILL)
+    say(session, "Who?")
+    session.configure(EvictionConfig.read("streaming", budget=64))
+    assert session.reads_again == 0
+    say(session, "Why?")
+    assert session.reports[1].reuse == "once"
+    assert "streaming does not choose" in session.reports[1].warnings[0]
+    session.configure(EvictionConfig.read("adakv", budget=64))
+    assert session.reads_again == len(session.fed)
+
+
+def test_a_prompt_over_the_context_is_refused_with_numbers_and_nothing_is_fed() -> None:
+    chat = make(max_context=64)
+    chat.attach("y" * 50)
+    # 52 + 6 + 4 control tokens = 62 fit and leave room for one more; 63 do not.
+    with pytest.raises(ContextError, match=r"needs 64 tokens and 63 are left.* 64 positions") as e:
+        list(chat.ask("question"[:8]))
+    assert e.value.exit_code == 5
+    assert "nothing was cut" in e.value.hint
+    assert chat.fed == []
+    check(chat)
+    list(chat.ask("quest", max_tokens=1))
+    check(chat)
+
+
+def test_prompt_that_leaves_exactly_one_position_is_answered_to_the_end_of_the_context() -> None:
+    chat = make(max_context=20)
+    pieces = list(chat.ask("q" * 13))  # 13 + 4 = 17 fed; 3 positions left
+    assert chat.report is not None
+    assert chat.report.stop_reason == "context"
+    assert len(chat.fed) == 20
+    assert len("".join(pieces)) == 4  # the fourth is pending_token: no position is left to feed it
+    check(chat)
+    with pytest.raises(ContextError, match="used by this chat"):
+        list(chat.ask("more"))
+    check(chat)
+
+
+def test_ten_megabytes_are_refused_before_tokenizing() -> None:
+    chat = make(max_context=4096)
+    chat.attach("word " * 2_000_000)
+    longest_token(chat.tokenizer)
+    tokenizer = chat.tokenizer
+    before = tokenizer.encoded  # type: ignore[attr-defined]
+    for _ in range(2):  # the vocabulary is looked through once
+        with pytest.raises(ContextError, match=r"needs at least [\d,]+ tokens"):
+            list(chat.ask("q"))
+    assert tokenizer.encoded - before < 1000  # type: ignore[attr-defined]
+    assert len(chat.pending) == 1
+
+
+def test_the_bound_is_never_above_the_truth_and_lossy_vocabularies_have_none() -> None:
+    assert longest_token(ByteTokenizer()) == 4  # a lone byte decodes to U+FFFD, and one more
+
+    class Lossy(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return super().encode(" ".join(text.split()))
+
+    assert longest_token(Lossy()) is None
+
+
+# -- from messages to tokens -------------------------------------------------------------------
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A chat whose tokenizer never comes back from a long text, and stops the chat meanwhile."""
+    talk = chat()
+    compose, never = talk.template.opening, threading.Event()
+
+    def opening(messages: Sequence[Any]) -> list[int]:
+        if len(messages[-1].content) > 1000:
+            talk.cancel()
+            never.wait()
+        return compose(messages)
+
+    monkeypatch.setattr(talk.template, "opening", opening)
+    monkeypatch.setattr(planning, "_LONG", 1000)
+    monkeypatch.setattr(talk, "max_context", 1 << 30)
+    yield talk
+    never.set()
+
+
+def test_ctrl_c_is_heard_while_a_text_is_tokenized(endless: Any) -> None:
+    endless.attach("a mill " * 300)
+    with pytest.raises(Interrupted, match="before anything was read"):
+        list(endless.ask("What?"))
+    assert (endless.turns, endless.fed, len(endless.pending)) == ([], [], 1)
+
+
+def test_a_text_that_memory_does_not_suffice_for_is_refused(endless: Any) -> None:
+    """The library's allocator would end the process."""
+    endless.recall._free = lambda: 1000
+    endless.attach("a mill " * 300)
+    with pytest.raises(MemoryShortError, match="tokenizing") as caught:
+        list(endless.ask("What?"))
+    assert caught.value.exit_code == 4
+    assert len(endless.pending) == 1

@@ -1,0 +1,584 @@
+"""A chat does one thing at a time, can be stopped at any time, and goes on afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import pytest
+from small_chat import chat, held_of
+from test_session import check, make
+
+from minikv.chat.session import ChatSession
+from minikv.chat.stopping import Guard, left, stoppable
+from minikv.errors import Interrupted, UsageError
+
+
+def test_cancel_while_reading_rolls_back_and_the_documents_stay_pending() -> None:
+    chat, twin = make(), make()
+    for c in (chat, twin):
+        list(c.ask("hello"))
+        c.attach("x" * 40, "x.txt")
+    calls = 0
+
+    def stop_at_third(done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            chat.cancel()
+
+    messages, fed = list(chat.messages), list(chat.fed)
+    with pytest.raises(Interrupted, match=r"stopped reading at 12 of \d+ tokens"):
+        list(chat.ask("what is x?", progress=stop_at_third))
+    assert chat.messages == messages
+    assert chat.fed == fed
+    assert [d.name for d in chat.pending] == ["x.txt"]
+    check(chat)
+    assert "".join(chat.ask("what is x?")) == "".join(twin.ask("what is x?"))
+    check(chat)
+
+
+def test_cancel_before_the_first_piece_stops_the_turn() -> None:
+    """Ctrl-C between the question and the first look at it is not lost."""
+    chat = make()
+    answer = chat.ask("q")
+    chat.cancel()
+    with pytest.raises(Interrupted):
+        list(answer)
+    assert chat.messages == []
+    assert len("".join(chat.ask("q"))) == 12
+
+
+def test_a_cancel_is_for_the_answer_under_way() -> None:
+    """Not for another one that was asked for before it, and not fewer after a reset."""
+    chat = make()
+    one, other = chat.ask("q"), chat.ask("q")
+    next(one)
+    chat.cancel()
+    list(one)
+    assert len("".join(other)) == 12
+    for _ in range(3):
+        chat.cancel()
+    late = chat.ask("q")
+    chat.reset()
+    next(late)
+    chat.cancel()
+    assert list(late) == []
+    assert chat.report is not None
+    assert chat.report.stop_reason == "user"
+
+
+def test_cancel_outside_a_turn_does_nothing() -> None:
+    chat = make()
+    chat.cancel()
+    assert len("".join(chat.ask("q"))) == 12
+
+
+STORY = "The mill of Orlin stands by the river. " * 8
+OPEN = r"^the answer to 'Who runs it\?' is not finished"
+
+
+def begun() -> ChatSession:
+    session = chat()
+    session.attach(STORY, "story.txt")
+    return session
+
+
+def state(session: ChatSession) -> tuple[object, ...]:
+    return list(session.fed), held_of(session), session.messages, session.pending_token
+
+
+def undisturbed() -> tuple[str, str, ChatSession]:
+    session = begun()
+    first = "".join(session.ask("Who runs it?", 12, 0.7))
+    return first, "".join(session.ask("And then?", 12, 0.7)), session
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda session: list(session.ask("And then?")),
+        lambda session: next(session.ask("And then?")),
+        lambda session: session.undo(),
+        lambda session: session.reset(),
+        lambda session: session.attach("More."),
+        lambda session: session.refresh(),
+        lambda session: session.snapshot(),
+        lambda session: session.configure(session.eviction),
+    ],
+    ids=["ask", "next", "undo", "reset", "attach", "refresh", "snapshot", "configure"],
+)
+def test_what_comes_into_an_open_answer_is_refused(other: Callable[[ChatSession], object]) -> None:
+    """With an error that names the answer and how to end it; the answer and the one after it are
+    those of a chat that nothing came into."""
+    first, second, alone = undisturbed()
+    session = begun()
+    answer = session.ask("Who runs it?", 12, 0.7)
+    pieces = [next(answer)]
+    with pytest.raises(UsageError, match=OPEN) as refused:
+        other(session)
+    assert "close() its iterator" in refused.value.hint
+    assert "close() its iterator" in "".join(refused.value.__notes__), "a traceback shows it"
+    assert "".join([*pieces, *answer]) == first
+    assert "".join(session.ask("And then?", 12, 0.7)) == second
+    assert state(session) == state(alone)
+
+
+def test_another_thread_is_refused_while_the_prompt_is_read() -> None:
+    """In the middle of a prompt, from a second thread; nothing waits and nothing is changed."""
+    first, second, alone = undisturbed()
+    session = begun()
+    errors: list[UsageError] = []
+
+    def intrude() -> None:
+        for what in (lambda: list(session.ask("And then?")), session.undo, session.reset):
+            try:
+                what()
+            except UsageError as error:
+                errors.append(error)
+
+    def progress(done: int, total: int) -> None:
+        if done < total:
+            other = threading.Thread(target=intrude)
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
+
+    got = "".join(session.ask("Who runs it?", 12, 0.7, progress=progress))
+    assert len(errors) >= 3
+    assert {str(error) for error in errors} == {"the answer to 'Who runs it?' is not finished"}
+    assert got == first
+    assert "".join(session.ask("And then?", 12, 0.7)) == second
+    assert state(session) == state(alone)
+
+
+def test_two_threads_that_ask_at_once() -> None:
+    """Again and again: one of them gets its answer, the other an error, and the transcript is that
+    of the questions that were answered."""
+    session = begun()
+    answered: list[str] = []
+    refused: list[str] = []
+    together = threading.Barrier(2)
+
+    def ask(name: str) -> None:
+        for number in range(6):
+            question = f"{name}{number}?"
+            together.wait(60)
+            try:
+                list(session.ask(question, 3))
+            except UsageError as error:
+                refused.append(str(error))
+            else:
+                answered.append(question)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=ask, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        sys.setswitchinterval(before)
+    assert len(answered) + len(refused) == 12
+    assert answered
+    assert all("not finished" in text or "another thread" in text for text in refused)
+    questions = [turn.question for turn in session.turns]
+    assert sorted(questions) == sorted(answered)
+    alone = begun()
+    for question in questions:
+        list(alone.ask(question, 3))
+    assert state(session) == state(alone)
+
+
+def test_a_change_that_another_thread_makes_is_named() -> None:
+    guard = Guard()
+    errors: list[UsageError] = []
+
+    def intrude() -> None:
+        try:
+            guard.change(lambda: None)
+        except UsageError as error:
+            errors.append(error)
+
+    def run() -> None:
+        other = threading.Thread(target=intrude)
+        other.start()
+        other.join(60)
+
+    guard.change(lambda: guard.change(run))  # a change may be made of others
+    assert [str(error) for error in errors] == ["another thread is using this chat"]
+    intrude()
+    assert len(errors) == 1
+
+
+def test_an_iterator_that_was_not_started_holds_nothing() -> None:
+    session = begun()
+    waiting = session.ask("Later?", 4)
+    assert "".join(session.ask("Now?", 4)) is not None
+    assert [turn.question for turn in session.turns] == ["Now?"]
+    list(waiting)
+    assert [turn.question for turn in session.turns] == ["Now?", "Later?"]
+
+
+def test_an_iterator_that_is_closed_or_collected_lets_go() -> None:
+    session = begun()
+    answer = session.ask("Who runs it?", 12)
+    next(answer)
+    answer.close()
+    assert session.turns[-1].report.stop_reason == "user"
+    for _ in session.ask("And then?", 12):
+        break  # the last reference is gone with the loop
+    gc.collect()
+    assert len(session.turns) == 2
+    list(session.ask("At last?", 2))
+    assert len(session.turns) == 3
+
+
+def test_an_answer_can_be_finished_without_its_iterator() -> None:
+    """As in a notebook, whose last traceback still holds the iterator. What is left of it has no
+    pieces, and does not come between later answers."""
+    session = begun()
+    lost = session.ask("Who runs it?", 12)
+    next(lost)
+    session.finish()
+    session.finish()
+    assert session.turns[-1].report.stop_reason == "user"
+    later = session.ask("And then?", 12)
+    next(later)
+    assert list(lost) == []
+    lost.close()
+    with pytest.raises(UsageError, match="And then"):
+        session.undo()
+    list(later)
+    assert len(session.turns) == 2
+
+
+def test_an_error_in_an_answer_lets_go() -> None:
+    session = begun()
+
+    def fail(done: int, total: int) -> None:
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        list(session.ask("Who runs it?", progress=fail))
+    assert list(session.ask("Who runs it?", 2)) is not None
+    assert len(session.turns) == 1
+
+
+def test_wrong_arguments_are_told_at_the_call() -> None:
+    """Not only when the first piece is taken; the chat is not held."""
+    session = begun()
+    for wrong in (
+        lambda: session.ask(b"Who?"),  # type: ignore[arg-type]
+        lambda: session.ask("Who?", max_tokens=0),
+        lambda: session.ask("Who?", temperature="hot"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UsageError):
+            wrong()
+    list(session.ask("Who?", 2))
+
+
+def test_closing_gives_the_cache_back() -> None:
+    session = begun()
+    with session as same:
+        assert same is session
+        list(session.ask("Who runs it?", 4))
+        kv = session.engine.kv
+        assert kv.stats().allocated_bytes > 0
+    assert kv.stats().allocated_bytes == 0
+    assert len(session.reports) == 1
+    assert repr(session).startswith("<minikv chat: closed")
+    session.close()
+    for use in (
+        lambda: list(session.ask("And then?")),
+        lambda: session.attach("More."),
+        lambda: session.kept(0, 0),
+        lambda: session.undo(),
+        lambda: session.snapshot(),
+        lambda: session.__enter__(),
+    ):
+        with pytest.raises(UsageError, match=r"^this chat is closed"):
+            use()
+
+
+def test_closing_ends_an_open_answer() -> None:
+    """Also where its iterator is still there; it then has no more pieces."""
+    with begun() as session:
+        kv = session.engine.kv
+        answer = session.ask("Who runs it?", 12)
+        next(answer)
+    assert kv.stats().allocated_bytes == 0
+    assert session.turns[-1].report.stop_reason == "user"
+    assert list(answer) == []
+
+
+def test_closing_while_another_thread_reads() -> None:
+    """The other thread's question ends, and the memory is given back then."""
+    session = begun()
+    kv = session.engine.kv
+    closing = threading.Thread(target=session.close)
+
+    def progress(done: int, total: int) -> None:
+        if not closing.ident:
+            closing.start()
+            closing.join(60)
+
+    with pytest.raises(Exception, match="stopped"):
+        list(session.ask("Who runs it?", 12, progress=progress))
+    assert not closing.is_alive()
+    assert kv.stats().allocated_bytes == 0
+    assert session.guard.closed
+
+
+def test_pieces_come_in_order_and_once() -> None:
+    def pieces() -> Iterator[str]:
+        yield from ("a", "b", "c")
+
+    assert list(Guard().answer(pieces())) == ["a", "b", "c"]  # type: ignore[arg-type]
+
+
+async def wait_for(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0.001)
+
+
+def test_the_pieces_are_those_of_ask() -> None:
+    alone, session = begun(), begun()
+    want = list(alone.ask("Who runs it?", 12, 0.7))
+
+    async def main() -> list[str]:
+        return [piece async for piece in session.ask_async("Who runs it?", 12, 0.7)]
+
+    assert asyncio.run(main()) == want
+    assert session.turns[0].answer == alone.turns[0].answer
+    assert session.fed == alone.fed
+
+
+def test_the_loop_goes_on_while_a_prompt_is_read() -> None:
+    """The prompt cannot be read to its end unless the loop answers from the middle of it. All
+    steps are in one thread, which is not the loop's."""
+    session = begun()
+    reading, on = threading.Event(), threading.Event()
+    threads: set[int] = set()
+
+    def progress(done: int, total: int) -> None:
+        threads.add(threading.get_ident())
+        reading.set()
+        assert on.wait(60), "the event loop was blocked"
+
+    async def main() -> str:
+        async def other() -> None:
+            await wait_for(reading)
+            on.set()
+
+        task = asyncio.create_task(other())
+        answer = "".join([p async for p in session.ask_async("Who?", 6, progress=progress)])
+        await task
+        return answer
+
+    assert asyncio.run(main()) == session.turns[0].answer
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_closing_ends_the_answer() -> None:
+    """As `cancel` does; the chat is free as soon as `aclose` returns."""
+    session = begun()
+
+    async def main() -> None:
+        pieces = session.ask_async("Who runs it?", 200)
+        await anext(pieces)
+        with pytest.raises(UsageError, match="not finished"):
+            session.undo()
+        await pieces.aclose()
+        assert session.turns[-1].report.stop_reason == "user"
+        assert [p async for p in session.ask_async("And then?", 2)]
+
+    asyncio.run(main())
+    assert len(session.turns) == 2
+
+
+def test_cancelling_the_task_while_the_prompt_is_read_adds_nothing() -> None:
+    session = begun()
+    reading = threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        reading.set()
+
+    async def ask() -> None:
+        async for _ in session.ask_async("Who runs it?", 4000, progress=progress):
+            pass
+
+    async def main() -> None:
+        task = asyncio.create_task(ask())
+        await wait_for(reading)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        session.attach("free")  # at once
+
+    asyncio.run(main())
+    assert len(session.turns) <= 1  # 1 if all was read before the cancellation came
+    list(session.ask("And then?", 2))
+    assert session.turns[-1].question == "And then?"
+
+
+def test_cancelling_at_once_does_not_read_the_prompt() -> None:
+    """Also where the turn begins after it was told to stop, and so forgets that."""
+    session = begun()
+    before = list(session.pending)
+
+    async def main() -> None:
+        task = asyncio.create_task(anext(session.ask_async("Who runs it?", 4000)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert not session.turns or session.turns[-1].report.stop_reason == "user"
+    if not session.turns:
+        assert session.pending == before
+    assert list(session.ask("And then?", 2))
+
+
+async def ask(session: ChatSession, **given: Any) -> None:
+    async for _ in session.ask_async("Who runs it?", 4000, **given):
+        pass
+
+
+async def cancelled(session: ChatSession, times: int, moment: float, **given: Any) -> None:
+    task = asyncio.create_task(ask(session, **given))
+    await asyncio.sleep(moment)
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0.001)
+    with contextlib.suppress(asyncio.CancelledError, RuntimeError):
+        await task
+
+
+async def closing(session: ChatSession) -> None:
+    pieces = session.ask_async("Who runs it?", 4000)
+    await anext(pieces)
+    task = asyncio.create_task(pieces.aclose())  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def loop_ends(session: ChatSession) -> None:
+    """The loop ends, and cancels the task."""
+    task = asyncio.create_task(ask(session))
+    await asyncio.sleep(0.1)
+    assert not task.done()
+
+
+def no_more(done: int, total: int) -> None:
+    time.sleep(0.1)
+    raise RuntimeError("no more")
+
+
+def slow(done: int, total: int) -> None:
+    time.sleep(0.03)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(partial(cancelled, times=1, moment=moment) for moment in (0, 0.02, 0.1, 0.2)),
+        *(partial(cancelled, times=4, moment=moment) for moment in (0, 0.1, 0.2)),
+        partial(cancelled, times=3, moment=0.02, progress=slow),
+        partial(cancelled, times=1, moment=0.05, progress=no_more),
+        closing,
+        loop_ends,
+    ],
+)
+def test_a_cancelled_task_leaves_a_free_chat_and_no_traceback(
+    end: Callable[[ChatSession], Coroutine[Any, Any, None]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    session = chat()
+    session.attach(STORY * 4, "story.txt")
+    asyncio.run(end(session))
+    assert list(session.ask("And then?", 2)), "the chat is free"
+    ended = [turn.report.stop_reason for turn in session.turns]
+    assert ended in (["length"], ["user", "length"])
+    gc.collect()
+    assert told == []
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_it_says_what_it_returns() -> None:
+    """To those who ask at run time; mypy sees the same."""
+    given, want = signature(ChatSession.ask_async), signature(ChatSession.ask)
+    assert given.parameters == want.parameters
+    assert given.return_annotation == AsyncGenerator[str, None]
+
+
+def test_errors_pass_through() -> None:
+    session = begun()
+    with pytest.raises(UsageError, match="empty"):
+        session.ask_async(" ")
+
+    def fail(done: int, total: int) -> None:
+        raise RuntimeError("no more")
+
+    async def main() -> None:
+        async for _ in session.ask_async("Who?", progress=fail):
+            pass
+
+    with pytest.raises(RuntimeError, match="no more"):
+        asyncio.run(main())
+    assert list(session.ask("Who?", 2))
+
+
+def test_what_the_work_returns_or_raises_comes_out() -> None:
+    assert stoppable(lambda: 3, lambda: False) == 3
+    with pytest.raises(ZeroDivisionError):
+        stoppable(lambda: 1 // 0, lambda: False)
+
+
+def test_work_that_does_not_end_is_left() -> None:
+    never = threading.Event()
+    with pytest.raises(Interrupted) as caught:
+        stoppable(never.wait, lambda: True)
+    assert caught.value.exit_code == 130
+    assert left()
+    never.set()
+    for thread in threading.enumerate():
+        if thread.name == "minikv-stoppable":
+            thread.join(10)
+    assert not left()
+
+
+def test_the_program_does_not_wait_for_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own end took seconds more."""
+    from minikv.cli import main
+
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: ended.append(-1))
+    main._leave_what_goes_on(130)
+    assert ended == []
+    never = threading.Event()
+    with pytest.raises(Interrupted):
+        stoppable(never.wait, lambda: True)
+    main._leave_what_goes_on(130)
+    assert ended == [-1, 130]
+    never.set()
