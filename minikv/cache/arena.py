@@ -224,11 +224,12 @@ class Arena:
         made.cap.copy_(self.cap)
         moved = self.free_slot + made.start - self.start
         made.free_slot.copy_(torch.where(self.free_slot >= 0, moved, -1))
-        tables = torch.stack((self.start, made.start, self.length)).flatten(1).tolist()
-        for name, column in self.columns.items():
-            target = made.columns[name]
-            for old, new, count in zip(*tables, strict=True):
-                target[new : new + count] = column[old : old + count]
+        before, after = self.layout(), made.layout()
+        for layer in range(self.layers):  # one layer at a time, so that the copies stay small
+            length = before.length[layer]
+            old, new = (_rows(t.start[layer], length).to(self.device) for t in (before, after))
+            for name, column in self.columns.items():
+                made.columns[name].index_copy_(0, new, column.index_select(0, old))
         return made
 
     def trimmed(self, sinks: int, pinned: int, most: Tensor) -> Arena:
@@ -313,7 +314,8 @@ class Arena:
 
     def pack(self) -> dict[str, Tensor]:
         """A copy of all rows in use, layer by layer and head by head, on the host."""
-        used = _used(self.layout()).to(self.device)
+        held = self.layout()
+        used = _rows(held.start, held.length).to(self.device)
         return {name: column[used].to("cpu") for name, column in self.columns.items()}
 
     def unpack(self, layout: Layout, region: Sequence[int], columns: Mapping[str, Tensor]) -> Arena:
@@ -325,7 +327,7 @@ class Arena:
         made = self.fresh(sizes, kinds, filled=int(layout.length.sum()))
         for name in ("start", "length", "capacity", "cap", "free_slot"):
             getattr(made, name).copy_(getattr(layout, name))
-        used = _used(layout).to(self.device)
+        used = _rows(layout.start, layout.length).to(self.device)
         for name, rows in columns.items():
             made.columns[name][used] = rows.to(self.device)
         return made
@@ -348,7 +350,8 @@ def held_rows(
     return index, live, pos[index].to(torch.int64).masked_fill(~live, -1)
 
 
-def _used(layout: Layout) -> Tensor:
-    """int64: the rows in use, as indices into the columns."""
-    spans = zip(layout.start.flatten().tolist(), layout.length.flatten().tolist(), strict=True)
+def _rows(start: Tensor, length: Tensor) -> Tensor:
+    """int64: the rows of heads with start and length [...], on the host, as indices into the
+    columns."""
+    spans = zip(start.flatten().tolist(), length.flatten().tolist(), strict=True)
     return torch.cat([torch.arange(begin, begin + count) for begin, count in spans])
