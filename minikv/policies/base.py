@@ -597,11 +597,6 @@ class StepPolicy(ABC):
         """
         return (logits - lse[..., None]).exp_().mean(-2).masked_fill_(~live, 0.0)
 
-    @property
-    def means(self) -> bool:
-        """Whether `attention` is the mean over G."""
-        return type(self).attention is StepPolicy.attention
-
     def update(  # noqa: B027
         self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
     ) -> None:

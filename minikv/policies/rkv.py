@@ -89,10 +89,6 @@ class RKV(StepPolicy):
     def columns(self) -> dict[str, torch.dtype]:
         return {f"seen{i}": torch.float32 for i in range(self.window)}
 
-    @property
-    def means(self) -> bool:
-        return self.group == "mean"
-
     def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
         if self.group != "max":
             mean = StepPolicy.attention(self, logits, lse, live)

@@ -416,6 +416,7 @@ def test_a_policy_sees_the_rows_that_may_leave(monkeypatch: pytest.MonkeyPatch) 
     assert bool((view.pos[1] == -1).all())
     assert view.keys is not None
     assert view.keys(torch.tensor([2])).shape == (1, view.pos.shape[1], SIZE)
+    assert len(view.columns) == 0
 
 
 # -- what kernels take over -----------------------------------------------------------------------
@@ -674,6 +675,16 @@ def test_such_a_kernel_does_not_hash_codes_nor_rows_that_leave_last(
         pytest.skip("needs the C kernels")
     decode.open(arena, run.there.kv.rules.step, 60, leaves_last=marks)
     assert decode.step_arena() is None
+
+
+def test_there_is_no_such_arena_for_a_policy_whose_choice_by_the_query_has_no_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = engine(network(layers=2), None, "full", "hashevict", 24)
+    run.prompt(ids(40))
+    monkeypatch.setattr(run.kv.ops, "step_arena", lambda *given: given)
+    monkeypatch.setattr(run.kv.ops, "append_evict", {})
+    assert run.kv.begin_step().step_arena() is None
 
 
 def test_without_such_a_kernel_or_if_it_refuses_nothing_is_done(

@@ -739,7 +739,8 @@ def test_rows_take_the_old_ones_place_where_addresses_are_kept() -> None:
                     mine = run.kv.arena.segment(name, layer, head)
                     assert torch.equal(mine, twin.kv.arena.segment(name, layer, head))
     assert mark is not None
-    run.kv.go_back(mark)
+    assert run.kv.go_back_to_mark()
+    assert not run.kv.go_back_to_mark()
     assert run.kv.position == 86
     assert run.kv.arena.columns["k"].data_ptr() == place
 
@@ -758,6 +759,18 @@ def test_a_mark_holds_the_tiers_rows_too() -> None:
     run.kv.mark()
     run.kv.forget_mark()
     assert run.kv._mark is None
+
+
+@pytest.mark.parametrize("then", ["settle", "begin_step", "stats"])
+def test_a_step_that_an_interrupt_left_drops_the_cache(then: str) -> None:
+    """Whoever comes next finds it empty; a step that was not begun drops nothing."""
+    run = engine(network(), "snapkv", "roco", 44)
+    run.prompt(ids(60))
+    getattr(run.kv, then)()
+    assert run.kv.position == 60
+    run.kv.begin_step()  # and nothing ended it
+    getattr(run.kv, then)()
+    assert (run.kv.position, run.kv.stats().kept_max) == (0, 0)
 
 
 def test_after_a_reset_a_share_is_of_the_next_prompt() -> None:

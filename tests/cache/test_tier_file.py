@@ -491,6 +491,9 @@ def test_a_file_that_cannot_be_begun_is_not_there(
     with pytest.raises(told or KeyboardInterrupt):
         FileRows.create(path, LAYERS, HEADS, COLUMNS)
     assert not path.exists()
+    monkeypatch.setattr(os, "unlink", fail)  # of one without a name
+    with pytest.raises(told or KeyboardInterrupt):
+        FileRows.create(path, LAYERS, HEADS, COLUMNS, named=False)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

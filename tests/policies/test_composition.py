@@ -11,6 +11,7 @@ from views import build, choose, random_mass, view
 
 from minikv import policies
 from minikv.errors import UsageError
+from minikv.policies.composition import check_name
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,14 @@ from minikv.errors import UsageError
 def test_names_compose(name: str, parts: tuple[str, ...]) -> None:
     assert small.parts(name) == parts
     assert build(name).name == name
+
+
+def test_a_name_is_checked_before_anything_is_made() -> None:
+    for name, step in (("adakv", False), ("h2o+ada", False), ("roco", True)):
+        check_name(name, step=step)
+    for name, step in (("adakw", False), ("h2o+adb", False), ("adakv", True)):
+        with pytest.raises(UsageError):
+            check_name(name, step=step)
 
 
 def test_a_plus_may_end_a_name() -> None:
