@@ -21,9 +21,3 @@ def from_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize what `to_codes` made: numbers [..., D] of `dtype`."""
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     return torch.mul(codes, scale[..., None], out=out)  # without a copy in float32
-
-
-def codes_at(codes: Tensor, scale: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize some rows: numbers [..., D] of `dtype`. codes [R, D] and scale [R] of all rows,
-    index int64 [...]."""
-    return from_codes(codes[index], scale[index], dtype)

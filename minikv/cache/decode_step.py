@@ -133,7 +133,7 @@ class DecodeStep:
         work = (self.logits, self.lse, self.leaves_last, self._shown, self.quota)
         fixed = (*arena.columns.values(), *(getattr(arena, name) for name in _OWN), *own, *work)
         addresses = (t.data_ptr() for t in fixed if t is not None)
-        self.key = policy, pinned, self.width, arena.rows, *addresses
+        self.key = policy, pinned, self.width, *arena.region, *addresses
         self._arena = arena  # last, so that an incomplete step is never open
 
     @property

@@ -534,7 +534,7 @@ class KVCache:
 
     def begin_step(self, *, captured: bool = False) -> DecodeStep:
         """The decode step, ready for the next token: every head has room for its row. `count_step`
-        ends what begins here.
+        ends what begins here. Raises RuntimeError if the last one was not ended.
 
         captured: see `DecodeStep.open`. `settle` closes the steps.
         """
@@ -542,6 +542,7 @@ class KVCache:
         step, decode = self.rules.step, self.decode
         if self._stepping:  # an interrupt has left the last one unfinished
             self.drop()
+            raise RuntimeError("a step was interrupted, and nothing is cached")
         ready = decode.is_open and decode.captured == captured
         if not ready or (step is None and self.position >= self._full):
             self.settle()

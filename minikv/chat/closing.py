@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.stats import CacheStats, Fidelity
+from minikv.cache.stats import CacheStats, Fidelity, full_cache_bytes
 from minikv.chat.answer import Answer, AnswerSettings
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.plan import PromptPlan
@@ -134,14 +134,16 @@ def after(lost: Fidelity | None) -> Iterator[str]:
 
 
 def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:
-    """The cache's present figures; if it was dropped, or there is no memory to count them, `known`.
-    seen: the tokens that the conversation has fed."""
+    """The cache's present figures; if there is no memory to count them, `known`. seen: the tokens
+    that the conversation has fed; after a step that failed the cache holds none of them."""
     try:
-        if kv.position == seen:
-            return kv.stats()
+        stats = kv.stats()
     except (MemoryError, RuntimeError):
-        pass
-    return replace(known, seen=seen)
+        return replace(known, seen=seen)
+    if kv.position == seen:
+        return stats
+    full = full_cache_bytes(kv.shape, seen, kv.dtype.itemsize)
+    return replace(stats, seen=seen, full_bytes=full, evicted=seen, gaps=True, shaped=known.shaped)
 
 
 def prompt_report(

@@ -483,7 +483,7 @@ class ChatSession(ConversationView):
             self.engine,
             self.tokenizer,
             self.recall,
-            self._log.tokens,
+            self._log.ids,
             self.report,
             progress,
             self._cancelling.cancelled,
@@ -789,7 +789,7 @@ class ChatSession(ConversationView):
         return lines
 
 
-_LOST = "a step failed, and nothing is cached: the next question reads the conversation again"
+_LOST = "a step failed, and nothing is cached: the next question reads or recalls everything again"
 
 
 class _Closed:

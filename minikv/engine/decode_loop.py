@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.attend import Attend
+from minikv.cache.decode_step import DecodeStep
 from minikv.cache.kv_cache import KVCache
 from minikv.engine.sampling import WINDOW, Sampling, draw, penalized
 from minikv.errors import NumericsError
@@ -179,12 +180,14 @@ class DecodeLoop:
         After an error the cache is empty.
         """
         kv, how, done = self._kv, (vocab, sampling, seed), False
+        kv.before_settling = self._finish
         try:
+            decode = kv.begin_step(captured=True)
             wait, self._early = self._early, None
             if wait is None or (token, how) != (self._guess, self._how):
                 if wait is not None:
                     self._unended = False  # a step of another token is not ended
-                self._prepare(*how)
+                self._prepare(decode, *how)
                 self._token.fill_(token)
                 if sampling.penalizes:
                     # Where there are fewer, the first one counts several times, which is the same.
@@ -201,14 +204,14 @@ class DecodeLoop:
                     f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
                     'the turn was stopped; try `dtype="float32"`',
                 )
-            kv.decode.schedule.note_left(kv.position, left)
+            decode.schedule.note_left(kv.position, left)
+            self._guess = following
             kv.count_step()
             done = True
         finally:
             if not done:
-                self._early, self._unended = None, False
                 kv.drop()
-        self._guess = following
+                self._early, self._unended, self._drawn = None, False, range(0)
         return following
 
     @property
@@ -223,27 +226,26 @@ class DecodeLoop:
         self._kv.before_settling = None
 
     def _finish(self) -> None:
-        """End the step of the last token that was fed. Called before the cache is read."""
-        unended, self._unended, self._early = self._unended, False, None
-        decode = self._kv.decode
-        if unended and self._at <= self._kv.position and decode.is_open:
-            decode.due, done = decode.schedule.is_due(self._kv.position), False
-            try:
+        """End the step of the last token that was fed. Called before the cache is read. If that
+        fails, the cache is dropped."""
+        kv, decode, done = self._kv, self._kv.decode, False
+        try:
+            if self._unended and self._at <= kv.position and decode.is_open:
+                decode.due = decode.schedule.is_due(kv.position)
                 decode.end()
-                done = True
-            finally:
-                if not done:
-                    self._kv.drop()
+            self._early, self._unended = None, False
+            done = True
+        finally:
+            if not done:
+                self._early, self._unended = None, False
+                kv.drop()
 
-    def _prepare(self, vocab: int, sampling: Sampling, seed: int) -> None:
-        """Prepare the cache for a step, and forget the captured step if it no longer fits."""
-        kv = self._kv
-        kv.before_settling = self._finish
-        decode = kv.begin_step(captured=True)
+    def _prepare(self, decode: DecodeStep, vocab: int, sampling: Sampling, seed: int) -> None:
+        """Prepare for the steps of an answer, and forget the captured step if it no longer fits."""
         if self._how is None or seed != self._how[2]:
             self._drawn = range(0)
         self._how = vocab, sampling, seed
-        self._at = kv.position
+        self._at = self._kv.position
         key = (vocab, sampling, *decode.key)
         if key != self._key:
             same = 5  # vocabulary, sampling, policy, pinned and width; addresses follow
@@ -318,10 +320,11 @@ class DecodeLoop:
         """Send random numbers to the device, unless that of the next draw is already there."""
         if sampling.temperature == 0.0 or self._at + 1 in self._drawn:
             return
-        self._drawn = range(self._at + 1, self._at + 1 + _DRAWS)
-        numbers = [draw(seed, position) for position in self._drawn]
+        drawn, self._drawn = range(self._at + 1, self._at + 1 + _DRAWS), range(0)
+        numbers = [draw(seed, position) for position in drawn]
         # Pinned memory: the copy is asynchronous, and torch keeps the memory until it is done.
         pinned = self._kv.device.type == "cuda"
         made = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
         self._draws.copy_(made, non_blocking=True)
-        self._first_draw.fill_(self._drawn.start)
+        self._first_draw.fill_(drawn.start)
+        self._drawn = drawn  # last: an error on the way leaves no numbers

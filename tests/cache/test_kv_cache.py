@@ -761,15 +761,20 @@ def test_a_mark_holds_the_tiers_rows_too() -> None:
     assert run.kv._mark is None
 
 
-@pytest.mark.parametrize("then", ["settle", "begin_step", "stats"])
+@pytest.mark.parametrize("then", ["settle", "step", "stats"])
 def test_a_step_that_an_interrupt_left_drops_the_cache(then: str) -> None:
-    """Whoever comes next finds it empty; a step that was not begun drops nothing."""
+    """Whoever comes next finds it empty, and no step goes on from there; a step that was not begun
+    drops nothing."""
     run = engine(network(), "snapkv", "roco", 44)
     run.prompt(ids(60))
-    getattr(run.kv, then)()
+    run.kv.settle()
     assert run.kv.position == 60
     run.kv.begin_step()  # and nothing ended it
-    getattr(run.kv, then)()
+    if then == "step":
+        with pytest.raises(RuntimeError, match="interrupted"):
+            run.step(1)
+    else:
+        getattr(run.kv, then)()
     assert (run.kv.position, run.kv.stats().kept_max) == (0, 0)
 
 

@@ -4,11 +4,14 @@ whatever ends it."""
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
+from faults import AtLine
 from small import VOCAB, ids, network, shape
 from stepping import GREEDY, STEPS, Pair, engine, pair
 from tape import Tape
@@ -296,6 +299,70 @@ def test_a_step_that_fails_drops_the_cache(
     run.prompt(ids(30))
     run.write(3)
     run.agree()
+
+
+@pytest.mark.parametrize("step", ["none", "h2o", "hashevict", "rkv"])
+def test_an_interrupt_at_any_line_counts_tokens_or_drops_the_cache(step: str, part: float) -> None:
+    """Of two steps that are launched ahead, and of finishing them: the cache then has the rows of
+    the tokens that it counts, or none."""
+    net, dropped = network(layers=2), 0
+
+    def begun() -> Pair:
+        run = pair(Eager(), "full", step, None if step == "none" else 24, net=net)
+        run.prompt(ids(30))
+        run.write(2)
+        return run
+
+    def go(run: Pair) -> None:
+        token = run.token
+        for _ in range(2):
+            token = run.there.next(token, VOCAB, GREEDY, run.seed)
+        run.there.kv.settle()
+
+    counted = AtLine(0, KeyboardInterrupt())
+    whole = begun()
+    with counted:
+        go(whole)
+    lines = range(1, counted.count + 1)
+    for at in random.Random(0).sample(lines, math.ceil(part * len(lines))):
+        run = begun()
+        with contextlib.suppress(KeyboardInterrupt), AtLine(at, KeyboardInterrupt()):
+            go(run)
+        counts = run.there.kv.put_right()
+        if counts == 0:
+            assert int(run.there.kv.arena.length.sum()) == 0
+            dropped += 1
+            continue
+        while run.here.kv.position < counts:
+            run.token = run.here.next(run.token, VOCAB, GREEDY, run.seed)
+        run.agree()
+    assert dropped
+
+
+def test_an_error_while_random_numbers_are_sent_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is drawn after the conversation was read again is what a new one draws."""
+    run, other = (pair(Eager(), "full", "h2o", 24, sampling=Sampling(1.0)) for _ in "ab")
+    made = torch.tensor
+
+    def fail(values: object, **how: object) -> torch.Tensor:
+        if how.get("dtype") == torch.float64:
+            raise MemoryError
+        return made(values, **how)  # type: ignore[arg-type]
+
+    for each in (run, other):
+        each.prompt(ids(30))
+    monkeypatch.setattr(decode_loop.torch, "tensor", fail)
+    with pytest.raises(MemoryError):
+        run.there.next(run.token, VOCAB, run.sampling, run.seed)
+    monkeypatch.undo()
+    monkeypatch.setattr(decode_step, "_MULTIPLE", 16)
+    run.here.reset()
+    run.prompt(ids(30))
+    for each in (run, other):
+        each.write(5)
+    assert run.drawn == other.drawn
 
 
 class Unable(Eager):
