@@ -645,6 +645,6 @@ def unprotected(view: StepView, policy: StepPolicy, count: int | Tensor = 1) -> 
     return free | (few & (view.pos >= 0) & (view.pos < newest))
 
 
-def protect(scores: Tensor, view: StepView, policy: StepPolicy, count: int | Tensor = 1) -> Tensor:
+def protect(scores: Tensor, view: StepView, policy: StepPolicy) -> Tensor:
     """The scores [F, N], infinite for rows that are not `unprotected`."""
-    return scores.masked_fill(~unprotected(view, policy, count), torch.inf)
+    return scores.masked_fill(~unprotected(view, policy), torch.inf)

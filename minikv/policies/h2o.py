@@ -98,7 +98,7 @@ class H2O(StepPolicy):
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
         newest = torch.minimum(self.quota(view.cap), (view.pos >= 0).sum(1) - count).clamp(min=1)
         edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
-        allowed = unprotected(view, self, count)
+        allowed = unprotected(view, self)
         older = allowed & (view.pos < edge)
         allowed = torch.where(older.sum(1, keepdim=True) >= count, older, allowed)
         return view.columns["sum"].masked_fill(~allowed, torch.inf)

@@ -64,7 +64,7 @@ class HashEvict(StepPolicy):
         assert probe is not None
         assert view.layer_index is not None
         probes = codes(probe, self.matrix(view.layer_index, probe))  # [F, G]
-        return protect(-distances(view.columns["code"], probes, self.bits), view, self, count)
+        return protect(-distances(view.columns["code"], probes, self.bits), view, self)
 
 
 def codes(x: Tensor, matrix: Tensor) -> Tensor:

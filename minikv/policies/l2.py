@@ -56,7 +56,7 @@ class L2(StepPolicy):
         return {"norm": norms(key)}
 
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        return protect(-view.columns["norm"], view, self, count)
+        return protect(-view.columns["norm"], view, self)
 
 
 SCORER = Part(

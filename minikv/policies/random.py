@@ -44,7 +44,7 @@ class Random(StepPolicy):
 
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
         drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
-        return protect(drawn, view, self, count)
+        return protect(drawn, view, self)
 
 
 SCORER = Part("random", RandomScorer, "a draw")

@@ -106,7 +106,7 @@ class RoCo(StepPolicy):
         columns["count"].add_(1.0)
 
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        allowed = unprotected(view, self, count)
+        allowed = unprotected(view, self)
         seen = view.columns["count"].clamp(min=1.0)
         mean = view.columns[self.total] / seen
         variance = (view.columns["squares"] / seen - mean.square()).clamp(min=0.0)

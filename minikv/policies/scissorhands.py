@@ -86,7 +86,7 @@ class ScissorHands(StepPolicy):
 
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
         share = view.columns["lows"] / view.columns["queries"].clamp(min=1.0)
-        return protect(-share, view, self, count)
+        return protect(-share, view, self)
 
 
 def after_prompt(

@@ -41,7 +41,7 @@ class Streaming(StepPolicy):
 
     def score(self, view: StepView, count: int | Tensor) -> Tensor:
         age = view.pos.float()
-        return protect(age.where(view.pos >= self.sinks, -age), view, self, count)
+        return protect(age.where(view.pos >= self.sinks, -age), view, self)
 
 
 SCORER = Part(

@@ -79,7 +79,7 @@ class Tova(StepPolicy):
         mean = view.attention
         if not self.per_head:
             mean = layer_mean(mean, view.pos, view.heads, view.context)
-        return protect(mean, view, self, count)
+        return protect(mean, view, self)
 
 
 SCORER = Part(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pairwise import some_by_day
 from safetensors.torch import load_file
-from small import SOON, VOCAB, engine, ids, network, shape
+from small import SOON, VOCAB, Walk, engine, ids, network, shape
 from torch import Tensor
 
 from minikv import policies
@@ -389,3 +389,14 @@ def test_no_head_holds_more_than_without_eviction(name: str, stride: int) -> Non
                 assert found.held_bytes - found.state_bytes <= most.held_bytes == found.full_bytes
                 for run in (some, full):
                     run.step(3)
+
+
+@pytest.mark.parametrize("name", ["hashevict", "l2", "random", "scissorhands", "roco"])
+def test_heads_of_another_policy_give_up_different_numbers_of_rows(name: str) -> None:
+    """Those that have few to give keep their first and last rows, whatever the others give up."""
+    for seed in range(4):
+        walk = Walk(EvictionConfig.read("snapkv+ada", "none", 58, {"window": 24, "alpha": 0.0}))
+        walk.prompt(ids(111, seed))
+        options = {"sinks": 21, "recent": 13}
+        walk.configure(EvictionConfig.read(name, "auto", 49, options, stride=4))
+        walk.prompt(ids(89, seed + 1))
