@@ -48,7 +48,10 @@ PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
 _DOTS = 1000  # in a line of a file; ten times as many in all lines
 _LINES = 5000
-_OTHERS = (paths.HOME, "MINIKV_NATIVE")  # variables that are no settings: see `kernels.cpu.build`
+_OTHERS = (
+    paths.HOME,
+    "MINIKV_NATIVE",
+)  # variables that are no settings: see `kernels.native.build`
 _LARGEST = 1 << 64  # of whole numbers in the file
 _CHAT = ("ask", "chat")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")

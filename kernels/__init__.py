@@ -6,27 +6,27 @@ does. `triton/` computes on NVIDIA's GPUs, `cpu/` in C. `dispatch` chooses.
 
 from __future__ import annotations
 
-from minikv.kernels.torch.append import advance, append
-from minikv.kernels.torch.attention import (
+from minikv.kernels.append.plain import advance, append
+from minikv.kernels.attention.plain import (
     last_rows_attention,
     merge,
     rows_attention,
     total,
     visible_attention,
 )
-from minikv.kernels.torch.attention_mass import (
+from minikv.kernels.attention.ragged import ragged_prefill
+from minikv.kernels.attention.window import window_attention
+from minikv.kernels.decode.plain import HashRule, NewRow, Rows, lowest, ragged_attention
+from minikv.kernels.evict.choose import NOT_FREE, order_key
+from minikv.kernels.evict.gather import gather_columns, gather_rows, survivors
+from minikv.kernels.int8 import from_codes, to_codes
+from minikv.kernels.mass.plain import (
     Part,
     add_attention_mass,
     each_attention,
     peak_attention,
     rows_lse,
 )
-from minikv.kernels.torch.choose import NOT_FREE, order_key
-from minikv.kernels.torch.decode import HashRule, NewRow, Rows, lowest, ragged_attention
-from minikv.kernels.torch.gather import gather_columns, gather_rows, survivors
-from minikv.kernels.torch.int8 import from_codes, to_codes
-from minikv.kernels.torch.ragged_prefill import ragged_prefill
-from minikv.kernels.torch.window import window_attention
 
 __all__ = [
     "NOT_FREE",

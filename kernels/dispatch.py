@@ -2,55 +2,55 @@
 
     operation              Triton                   C on a CPU          torch
     ---------------------  -----------------------  ------------------  --------------------
-    ragged_attention       triton/decode            cpu/decode          torch/decode
-    advance                triton/append            cpu/append          torch/append
-    append                 -                        cpu/append          torch/append
-    rotate_append          triton/append            cpu/append          torch/append
-    evict                  triton/step              cpu/step            policies
-    append_evict           triton/hash_append       cpu/hash_append     policies
-    lowest                 triton/step              cpu/step            torch/decode
-    rows_attention         -                        cpu/prefill         torch/attention
-    last_rows_attention    triton/attention         cpu/prefill         torch/attention
-    visible_attention      triton/attention         -                   torch/attention
-    merge                  triton/attention         cpu/merge           torch/attention
-    ragged_prefill         triton/ragged_prefill    cpu/prefill         torch/ragged_prefill
-    add_attention_mass     triton/attention_mass    cpu/attention_mass  torch/attention_mass
-    each_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
-    peak_attention         triton/attention_mass    cpu/attention_mass  torch/attention_mass
-    order_key              triton/choose            -                   torch/choose
-    best                   triton/choose            -                   torch/choose
-    wanted                 triton/choose            -                   torch/choose
-    gather_rows            triton/gather            -                   torch/gather
-    gather_columns         triton/gather            -                   torch/gather
-    add_norm               triton/layer             cpu/layer           torch/layer
-    rotate                 triton/layer             cpu/layer           torch/layer
-    rotary_table           triton/layer             -                   torch/layer
-    silu_mul               triton/layer             cpu/layer           torch/layer
-    drawn                  -                        cpu/sampling        torch/sampling
-    row_product            -                        cpu/product         torch/product
-    rest                   triton/rest              cpu/rest            models
-    normed_product         triton/rest              -                   models
-    layers                 -                        cpu/layers          models
-    step_arena             -                        cpu/step_arena      models
-    int8_product           -                        cpu/integer         models
-    int4_product           -                        cpu/integer         models
-    pack_int8              -                        cpu/packing         models
-    pack_int4              -                        cpu/packing         models
-    unpack_int4            -                        cpu/packing         models
-    rows_product           -                        cpu/product_tiles   models
-    w8a16_product          triton/packed_product    -                   models
-    w4a16_product          triton/packed_product    -                   models
-    unpack_int4_rows       triton/packed_product    -                   models
+    ragged_attention       decode/gpu               decode/cpu          decode/plain
+    advance                append/gpu               append/cpu          append/plain
+    append                 -                        append/cpu          append/plain
+    rotate_append          append/gpu               append/cpu          append/plain
+    evict                  evict/gpu                evict/cpu           policies
+    append_evict           append/hash_gpu          append/hash_cpu     policies
+    lowest                 evict/gpu                evict/cpu           decode/plain
+    rows_attention         -                        attention/cpu       attention/plain
+    last_rows_attention    attention/gpu            attention/cpu       attention/plain
+    visible_attention      attention/gpu            -                   attention/plain
+    merge                  attention/gpu            attention/merge_cpu attention/plain
+    ragged_prefill         attention/ragged_gpu     attention/cpu       attention/ragged
+    add_attention_mass     mass/gpu                 mass/cpu            mass/plain
+    each_attention         mass/gpu                 mass/cpu            mass/plain
+    peak_attention         mass/gpu                 mass/cpu            mass/plain
+    order_key              evict/choose_gpu         -                   evict/choose
+    best                   evict/choose_gpu         -                   evict/choose
+    wanted                 evict/choose_gpu         -                   evict/choose
+    gather_rows            evict/gather_gpu         -                   evict/gather
+    gather_columns         evict/gather_gpu         -                   evict/gather
+    add_norm               layer/gpu                layer/cpu           layer/plain
+    rotate                 layer/gpu                layer/cpu           layer/plain
+    rotary_table           layer/gpu                -                   layer/plain
+    silu_mul               layer/gpu                layer/cpu           layer/plain
+    drawn                  -                        sample/cpu          sample/plain
+    row_product            -                        product/cpu         product/plain
+    rest                   layer/rest_gpu           layer/rest_cpu      models
+    normed_product         layer/rest_gpu           -                   models
+    layers                 -                        layer/layers_cpu    models
+    step_arena             -                        layer/arena_cpu     models
+    int8_product           -                        product/integer_cpu models
+    int4_product           -                        product/integer_cpu models
+    pack_int8              -                        product/packing     models
+    pack_int4              -                        product/packing     models
+    unpack_int4            -                        product/packing     models
+    rows_product           -                        product/tiles_cpu   models
+    w8a16_product          product/gpu              -                   models
+    w4a16_product          product/gpu              -                   models
+    unpack_int4_rows       product/gpu              -                   models
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
 policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest`, `layers` and
 normed_product: llama.py); `Kernels` has None for both. step_arena prepares what `layers` takes.
-torch/integer has the specification of int8_product and int4_product, which is too slow to run:
+product/integer has the specification of int8_product and int4_product, which is too slow to run:
 without C, models/linear.py does not quantize activations. On a CPU without C, `TorchOnCPU` takes
-ragged_attention from torch/decode_cpu.
+ragged_attention from decode/plain_cpu.
 `choose` is called once for a device and a head size, and its `Kernels` object is passed on; this
-module keeps no state. On a CPU the choice also depends on the processor: cpu/choice.py says which
-operations are left to torch. rows_product exists only with tiles (AMX).
+module keeps no state. On a CPU the choice also depends on the processor: native/choice.py says
+which operations are left to torch. rows_product exists only with tiles (AMX).
 """
 
 from __future__ import annotations
@@ -62,21 +62,18 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from minikv.kernels.cpu import choice
-from minikv.kernels.torch import append as append_row
-from minikv.kernels.torch import (
-    attention,
-    attention_mass,
-    cudnn,
-    decode,
-    decode_cpu,
-    gather,
-    layer,
-    product,
-    sampling,
-)
-from minikv.kernels.torch import choose as choose_rows
-from minikv.kernels.torch import ragged_prefill as ragged
+from minikv.kernels.append import plain as append_row
+from minikv.kernels.attention import cudnn, ragged
+from minikv.kernels.attention import plain as attention
+from minikv.kernels.decode import plain as decode
+from minikv.kernels.decode import plain_cpu as decode_cpu
+from minikv.kernels.evict import choose as choose_rows
+from minikv.kernels.evict import gather
+from minikv.kernels.layer import plain as layer
+from minikv.kernels.mass import plain as attention_mass
+from minikv.kernels.native import choice
+from minikv.kernels.product import plain as product
+from minikv.kernels.sample import plain as sampling
 
 _OLDEST_TRITON = (3, 6)  # the oldest Triton that the kernels were built with
 _CAPABILITY = (8, 0)
@@ -178,7 +175,7 @@ def choose(
     if reason is not None:
         return Kernels(), f"the Triton kernels are not used: {reason}"
     # By name: a module that imports Triton is loaded only where it is used.
-    found = import_module("minikv.kernels.triton.table").Triton()
+    found = import_module("minikv.kernels.gpu_table").Triton()
     assert isinstance(found, Kernels)
     found.prompt_rows = cudnn.prompt_rows(device, head_dim)
     return found, None
@@ -186,12 +183,14 @@ def choose(
 
 def _native(head_dim: int, dtype: torch.dtype, processor: str) -> tuple[Kernels, str | None]:
     """`choose` for a CPU."""
-    build, heads = (import_module(f"minikv.kernels.cpu.{name}") for name in ("build", "decode"))
+    build, heads = (
+        import_module(f"minikv.kernels.{name}") for name in ("native.build", "decode.cpu")
+    )
     why = heads.unfit(dtype, head_dim)
     if not why:
         found, why = build.library()
         if found is not None:
-            made = import_module("minikv.kernels.cpu.table").Native(processor)
+            made = import_module("minikv.kernels.native.table").Native(processor)
             assert isinstance(made, Kernels)
             return made, None
         if build.switched_off():

@@ -231,8 +231,8 @@ def prompt_rows(*, cuda: bool, head_dim: int) -> int | None:
     """`Kernels.prompt_rows` for this GPU or this processor; None if it has no preference."""
     import torch
 
-    from minikv.kernels.cpu import choice
-    from minikv.kernels.torch import cudnn
+    from minikv.kernels.attention import cudnn
+    from minikv.kernels.native import choice
 
     if cuda:
         return cudnn.prompt_rows(torch.device("cuda"), head_dim)

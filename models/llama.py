@@ -156,15 +156,14 @@ class Ops(Protocol):
 
     @property
     def rest(self) -> Callable[..., Rest | None] | None:
-        """A function that makes a `Rest` from a layer's matrices (kernels/cpu/rest.py,
-        kernels/triton/rest.py); it returns None for matrices that it does not support. None: there
-        is none."""
+        """A function that makes a `Rest` from a layer's matrices (kernels/layer/rest_cpu.py and
+        rest_gpu.py); it returns None for matrices that it does not support. None: there is none."""
         ...
 
     @property
     def layers(self) -> Callable[..., AllLayers | None] | None:
         """A function that makes an `AllLayers` from the `Rest` of each layer and a `First` or None
-        (kernels/cpu/layers.py), or returns None. None: there is none."""
+        (kernels/layer/layers_cpu.py), or returns None. None: there is none."""
         ...
 
     @property
@@ -176,7 +175,7 @@ class Ops(Protocol):
     @property
     def rows_product(self) -> Callable[..., RowsProduct | None] | None:
         """A function that makes a `RowsProduct` from a packed matrix
-        (kernels/cpu/product_tiles.py), or returns None. None: there is none."""
+        (kernels/product/tiles_cpu.py), or returns None. None: there is none."""
         ...
 
     @property

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from minikv.chat.report import size
 from minikv.cli.help import Group
 from minikv.cli.main import _resume_alone, app
-from minikv.kernels.cpu import choice
+from minikv.kernels.native import choice
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/architecture.md").read_text()

@@ -23,8 +23,8 @@ from minikv.chat.fitting import USEFUL, Machine
 from minikv.engine import threads, warmup
 from minikv.errors import UsageError
 from minikv.kernels import dispatch
-from minikv.kernels.cpu import choice
 from minikv.kernels.dispatch import Kernels
+from minikv.kernels.native import choice
 from minikv.loader import (
     build,
     check_budget,

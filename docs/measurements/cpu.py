@@ -37,18 +37,16 @@ from minikv.cache.attend import DenseAttend
 from minikv.cli.doctor import _cpu_facts
 from minikv.engine.sampling import Sampling, pick
 from minikv.kernels import dispatch
-from minikv.kernels.cpu import (
-    attention_mass,
-    choice,
-    integer,
-    merge,
-    packing,
-    prefill,
-    product_tiles,
-)
-from minikv.kernels.torch import attention
-from minikv.kernels.torch import attention_mass as mass_in_torch
-from minikv.kernels.torch import integer as specification
+from minikv.kernels.attention import cpu as prefill
+from minikv.kernels.attention import merge_cpu as merge
+from minikv.kernels.attention import plain as attention
+from minikv.kernels.mass import cpu as attention_mass
+from minikv.kernels.mass import plain as mass_in_torch
+from minikv.kernels.native import choice
+from minikv.kernels.product import integer as specification
+from minikv.kernels.product import integer_cpu as integer
+from minikv.kernels.product import packing
+from minikv.kernels.product import tiles_cpu as product_tiles
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, as_read, kept

@@ -21,9 +21,9 @@ from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.kernels import survivors
+from minikv.kernels.attention.plain import visible
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.attention import visible
-from minikv.kernels.torch.attention_mass import block_logits
+from minikv.kernels.mass.plain import block_logits
 from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.selection import order_of
 

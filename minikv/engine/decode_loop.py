@@ -22,7 +22,7 @@ from minikv.cache.decode_step import DecodeStep
 from minikv.cache.kv_cache import KVCache
 from minikv.engine.sampling import WINDOW, Sampling, draw, penalized
 from minikv.errors import NumericsError
-from minikv.kernels.torch.sampling import greedy, sample
+from minikv.kernels.sample.plain import greedy, sample
 
 _WARM = 2  # how many steps run uncaptured before one is captured
 _DRAWS = 256  # how many random numbers are sent to the device at once

@@ -17,9 +17,9 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import NumericsError, UsageError
 from minikv.kernels import Part
-from minikv.kernels.cpu import build
+from minikv.kernels.attention import cudnn
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import cudnn
+from minikv.kernels.native import build
 from minikv.policies.base import ALL, Evidence, smallest_budget
 
 _ROWS = 4  # per head; compiled kernels do not depend on the number of rows

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.kernels.attention.plain import visible
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.attention import visible
-from minikv.kernels.torch.attention_mass import Part
+from minikv.kernels.mass.plain import Part
 from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView, protect
 from minikv.policies.bits import BITS, ones

@@ -19,7 +19,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, UsageError
-from minikv.kernels.torch import decode_cpu
+from minikv.kernels.decode import plain_cpu as decode_cpu
 from minikv.models.llama import Llama
 
 

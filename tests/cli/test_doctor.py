@@ -23,7 +23,8 @@ from minikv.cli import selftest
 from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, policies
 from minikv.cli.selftest import attempt, tiny
 from minikv.cli.terminal import Terminal
-from minikv.kernels.cpu import build, choice, prefill
+from minikv.kernels.attention import cpu as prefill
+from minikv.kernels.native import build, choice
 from minikv.policies.roco import RoCo
 
 SECRET = "hf_a_secret_that_must_not_be_seen"

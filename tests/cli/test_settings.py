@@ -220,7 +220,7 @@ def test_config_show_has_the_warnings_too(home: Path, monkeypatch: pytest.Monkey
 
 
 def test_variables_that_are_no_settings_are_known(home: Path) -> None:
-    from minikv.kernels.cpu.build import OFF
+    from minikv.kernels.native.build import OFF
 
     assert read(home, **{OFF: "0", "MINIKV_HOME": str(home)}).notes == ()
 

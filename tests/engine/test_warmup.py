@@ -15,10 +15,10 @@ from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _blocks, _tiles, warm
 from minikv.kernels import Rows
+from minikv.kernels.attention import plain as attention
+from minikv.kernels.attention import ragged
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import attention
-from minikv.kernels.torch import attention_mass as mass
-from minikv.kernels.torch import ragged_prefill as ragged
+from minikv.kernels.mass import plain as mass
 from minikv.policies.base import Evidence
 
 
@@ -147,8 +147,8 @@ def test_the_tiles_of_few_queries_are_among_them() -> None:
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
     """Whatever the number of tokens, few or many rows, listed or not, in every kind of layer."""
-    tiles = pytest.importorskip("minikv.kernels.triton.tiles")
-    columns = pytest.importorskip("minikv.kernels.triton.attention_mass")
+    tiles = pytest.importorskip("minikv.kernels.gpu")
+    columns = pytest.importorskip("minikv.kernels.mass.gpu")
     seen: set[tuple[int, bool, int | None]] = set()
     sums: set[tuple[int, int, int | None]] = set()
 
@@ -214,7 +214,7 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_every_tile_of_a_block_is_among_them(group: int) -> None:
     """Whatever its number of rows, among few rows and many, in every kind of layer."""
-    tiles = pytest.importorskip("minikv.kernels.triton.tiles")
+    tiles = pytest.importorskip("minikv.kernels.gpu")
     seen: set[tuple[int, bool, int | None]] = set()
 
     class Counting(Kernels):
@@ -250,7 +250,7 @@ def test_every_tile_of_a_block_is_among_them(group: int) -> None:
 def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
     """A short prompt behind rows that lie in segments, or are listed, has fewer queries than the
     policy observes."""
-    columns = pytest.importorskip("minikv.kernels.triton.attention_mass")
+    columns = pytest.importorskip("minikv.kernels.mass.gpu")
     seen: set[tuple[int, int, int | None]] = set()
 
     class Counting(Kernels):

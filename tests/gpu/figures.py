@@ -44,7 +44,7 @@ from plain_tree import linked
 
 linked()
 if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels/triton"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
     import quick_interpreter
 
     quick_interpreter.install()
@@ -59,10 +59,11 @@ from minikv.cli.bench.cached import Cached
 from minikv.cli.bench.floors import Rates, decode_floor
 from minikv.engine.decode_loop import DecodeLoop, Eager, captured
 from minikv.kernels import dispatch, rows_attention
+from minikv.kernels.attention import plain as attention
+from minikv.kernels.attention.cudnn import make_plans, planned
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch import attention, choose
-from minikv.kernels.torch.cudnn import make_plans, planned
-from minikv.kernels.triton.table import Triton
+from minikv.kernels.evict import choose
+from minikv.kernels.gpu_table import Triton
 from minikv.loader import shape_of, workspace
 from minikv.models.llama import Llama
 

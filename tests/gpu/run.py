@@ -110,7 +110,7 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
     tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "40"]
     tests += ["-m", "gpu and not soak"]
     if small:  # one of the files that have tests for a GPU
-        tests += ["-n", "0", str(ROOT / "tests/kernels/triton/test_append.py")]
+        tests += ["-n", "0", str(ROOT / "tests/kernels/append/test_gpu.py")]
     else:
         tests += map(str, with_gpu_tests())
     ncu = ("ncu", "--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv"))

@@ -40,7 +40,7 @@ from plain_tree import linked
 
 linked()
 if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels/triton"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
     import quick_interpreter
 
     quick_interpreter.install()
@@ -49,8 +49,9 @@ import rest_twin
 import step_oracle
 
 from minikv.kernels import NewRow, Rows, dispatch, last_rows_attention, to_codes, window_attention
-from minikv.kernels.torch import attention_mass, decode
-from minikv.kernels.triton.table import Triton
+from minikv.kernels.decode import plain as decode
+from minikv.kernels.gpu_table import Triton
+from minikv.kernels.mass import plain as attention_mass
 from minikv.models.linear import Plain
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
 from minikv.pages import Pages

@@ -199,7 +199,7 @@ def test_what_would_run_is_listed() -> None:
 
 def test_the_tests_for_a_gpu_are_found() -> None:
     names = {path.name for path in run.with_gpu_tests()}
-    assert {"test_decode.py", "test_decode_loop.py", "test_no_host_sync.py"} <= names
+    assert {"test_gpu.py", "test_decode_loop.py", "test_no_host_sync.py"} <= names
     assert "test_results.py" not in names
 
 
@@ -211,8 +211,8 @@ def test_the_parts_of_bench_and_the_kernels_that_are_named_exist(tmp_path: Path)
     assert parts == {part.name for part in everything.parts(arguments, gpu=True)}
     pytest.importorskip("triton", reason="no Triton on this system")
     pattern = next(word for word in known["ncu"].commands[0] if word.startswith("regex:"))
-    names = ("decode", "step", "hash_append", "rest")
-    modules = [importlib.import_module(f"minikv.kernels.triton.{name}") for name in names]
+    names = ("decode.gpu", "evict.gpu", "append.hash_gpu", "layer.rest_gpu")
+    modules = [importlib.import_module(f"minikv.kernels.{name}") for name in names]
     for name in re.findall(r"\w+", pattern.partition("(")[2]):
         assert any(hasattr(module, name) for module in modules), name
 
@@ -236,11 +236,11 @@ OPTIONAL = ("hypothesis", "transformers", "mistral_common", "pypdf", "pyte", "ma
 def test_optional_packages_are_not_needed_on_a_gpu(tmp_path: Path, gpu: bool) -> None:
     """With -m gpu files are skipped whose packages are missing; without it they are an error."""
     without(tmp_path, OPTIONAL)
-    files = ("tests/cache/test_int8.py", "tests/kernels/triton/test_append.py")
+    files = ("tests/cache/test_int8.py", "tests/kernels/append/test_gpu.py")
     options = ("-p", "no:hypothesispytest", "-n", "0", "--collect-only")
     mark = ("-m", "gpu") if gpu else ()
     env = {"PYTHONPATH": str(tmp_path), "GPU_TEST_SEED": "12"}
     ran = called("-m", "pytest", *options, *mark, *files, **env)
     assert (ran.returncode == 0) == gpu, ran.stdout[-3000:] + ran.stderr[-3000:]
-    assert "test_append.py" in ran.stdout
+    assert "test_gpu.py" in ran.stdout
     assert "GPU_TEST_SEED=12 repeats them" in ran.stdout

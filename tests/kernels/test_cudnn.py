@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minikv.kernels.torch import attention, cudnn
+from minikv.kernels.attention import cudnn
+from minikv.kernels.attention import plain as attention
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, corner: int) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def operations() -> list[str]:
 
 @pytest.mark.parametrize(
     ("column", "table"),
-    [(0, "triton.table.Triton"), (1, "cpu.table.Native"), (2, "dispatch.Kernels")],
+    [(0, "gpu_table.Triton"), (1, "native.table.Native"), (2, "dispatch.Kernels")],
 )
 def test_the_table_of_who_computes_what_is_true(column: int, table: str) -> None:
     """Each cell names the module of the function; "-" is an operation that torch computes."""

@@ -23,7 +23,7 @@ from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.engine.warmup import warm
-from minikv.kernels.triton import gather
+from minikv.kernels.evict import gather_gpu as gather
 from minikv.models.linear import Plain
 
 

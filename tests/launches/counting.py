@@ -59,7 +59,7 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.engine.warmup import warm
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.triton.table import Triton
+from minikv.kernels.gpu_table import Triton
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Plain
 from minikv.models.linear_gpu import kept_on, unpack_int4_rows

@@ -2,7 +2,7 @@
 
 The launcher is linked with `stub_cuda.c` in place of libcuda, and counts there what arrives. By
 default a kernel is parsed and typed for its real arguments, but no machine code is made of it: the
-compile gate (tests/kernels/triton/test_compile_gate.py) does that for chosen builds, and it takes a
+compile gate (tests/kernels/test_compile_gate.py) does that for chosen builds, and it takes a
 hundred times as long. Needs a C compiler.
 """
 

@@ -1,5 +1,5 @@
 """Packed matrices of a GPU, with torch: the layout and what is computed do not depend on where they
-lie. tests/launches runs a network with them on a stand-in for a GPU, tests/kernels/triton the
+lie. tests/launches runs a network with them on a stand-in for a GPU, tests/kernels the
 kernels."""
 
 from __future__ import annotations

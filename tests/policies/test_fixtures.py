@@ -25,7 +25,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
-from minikv.kernels.torch.choose import best, order_key
+from minikv.kernels.evict.choose import best, order_key
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush
 from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView
@@ -143,7 +143,7 @@ def test_adakv(name: str, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", of("snapkv") + of("adakv"))
 def test_scores(name: str, tensors: dict[str, Tensor]) -> None:
     """The pooled scores themselves, to 2e-4, where the case has them."""
-    from minikv.kernels.torch import attention_mass
+    from minikv.kernels.mass import plain as attention_mass
 
     case, data = CASES[name], roles(CASES[name], tensors)
     params = case["params"]

@@ -1,4 +1,4 @@
-"""The rest of a layer as separate calls make it, in torch: the twin of kernels/triton/rest.py."""
+"""The rest of a layer as separate calls make it, in torch: twin of kernels/layer/rest_gpu.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.kernels.torch import layer
+from minikv.kernels.layer import plain as layer
 from minikv.models.linear import Matrix
 from minikv.models.linear_gpu import unpack_int4_rows
 
@@ -34,7 +34,7 @@ def rest(
     next_norm: Tensor,
     eps: float,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """As `rest` of kernels/triton/rest.py, which may be None for what this takes."""
+    """As `rest` of kernels/layer/rest_gpu.py, which may be None for what this takes."""
 
     def run(x: Tensor, mixed: Tensor) -> Tensor:
         normed = layer.add_norm(x, _times(out, mixed), mlp_norm, eps)
@@ -46,7 +46,7 @@ def rest(
 
 
 def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-    """As the function of that name in kernels/triton/rest.py."""
+    """As the function of that name in kernels/layer/rest_gpu.py."""
     return lambda x: _times(matrix, layer.add_norm(x, None, norm, eps))
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from minikv.kernels import HashRule, NewRow, Rows, append, lowest
-from minikv.kernels.torch.decode import in_use
-from minikv.kernels.torch.layer import rotate
+from minikv.kernels.decode.plain import in_use
+from minikv.kernels.layer.plain import rotate
 from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.h2o import H2O
 from minikv.policies.hashevict import HashEvict, codes

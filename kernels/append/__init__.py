@@ -1,0 +1,1 @@
+"""A new row takes its place in the cache."""

@@ -1,0 +1,95 @@
+"""Where the row of a new token goes, and writing it. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.int8 import to_codes
+from minikv.kernels.layer.plain import rotate
+
+
+def append(
+    key: Tensor,
+    value: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    blank: Sequence[Tensor],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write a new row into each head of one layer, in every column, in place.
+
+    key, value [H, D], rotated by the network; slot int64 [H]: the rows to write, all different;
+    position int64 []: goes into `pos` int32 [R]; k, v [R, D]; `blank`: further columns [R]
+    (float32, int16, int32, int64 or bool), in which the row becomes 0. With k_scale and v_scale
+    float32 [R], k and v are int8: codes and scales as `to_codes` makes them.
+    """
+    if k_scale is not None and v_scale is not None:
+        (key, key_scale), (value, value_scale) = to_codes(key), to_codes(value)
+        k_scale.index_copy_(0, slot, key_scale)
+        v_scale.index_copy_(0, slot, value_scale)
+    k.index_copy_(0, slot, key)
+    v.index_copy_(0, slot, value)
+    pos.index_copy_(0, slot, position.to(pos.dtype).expand(len(slot)))
+    for column in blank:
+        column.index_fill_(0, slot, 0)
+
+
+def rotate_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    blank: Sequence[Tensor],
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate the queries and keys of one token by `layer.rotate`, then `append` its rows.
+
+    qkv [H * G + 2 * H, D]: queries, keys, values of H heads; cos, sin [1, 1, D]; slot [H] and what
+    follows as in `append`. Returns the rotated queries [H, G, D] and keys [H, D].
+    """
+    heads, size = len(slot), qkv.shape[1]
+    rotated = rotate(qkv[None, :-heads], cos, sin)[0]
+    query, key = rotated[:-heads].view(heads, -1, size), rotated[-heads:]
+    append(key, qkv[-heads:], slot, position, k, v, pos, blank, k_scale, v_scale)
+    return query, key
+
+
+def advance(
+    start: Tensor,
+    length: Tensor,
+    cap: Tensor,
+    free_slot: Tensor,
+    position: Tensor,
+    count: Tensor,
+    slot: Tensor,
+    *,
+    before: bool,
+) -> None:
+    """Count the token of a decode step, then choose the rows of the next one. In place, all heads.
+
+    start, length, cap, free_slot, count, slot int64 [L, H]; position int64 []: tokens so far.
+
+    length = count, position += 1. Then a head with free_slot >= 0 does not grow. With `before`
+    (eviction before attention) a full head, length >= cap, does not grow either. count = length,
+    plus one where a head grows. slot = free_slot where that is >= 0, else start + length, which has
+    no meaning in a full head.
+    """
+    length.copy_(count)
+    position.add_(1)
+    grows = free_slot < 0
+    slot.copy_(torch.where(grows, start + length, free_slot))
+    if before:
+        grows &= length < cap
+    count.add_(grows)

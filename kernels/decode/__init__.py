@@ -1,0 +1,1 @@
+"""A step's attention: one token against the rows of each head."""

@@ -1,0 +1,120 @@
+"""Attention of a decode step, in C (`decode.c`), with vectors or, for the logits, with bfloat16
+tiles (AMX). `torch/decode.py` takes other dtypes and strides, and heads of more than 256."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from minikv.kernels.attention import cpu as prefill
+from minikv.kernels.decode import plain as plain_torch
+from minikv.kernels.native.binding import INT8, KINDS, address, loaded
+
+_MAX_HEAD_DIM = 256
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The library, the arguments of its functions declared."""
+    found = loaded()
+    p, i, n = c_void_p, c_int, c_int64
+    found.minikv_ragged_attention.argtypes = [i] * 6 + [p] * 9 + [p, n, p, p]
+    found.minikv_ragged_attention.restype = c_int
+    return found
+
+
+def unfit(dtype: torch.dtype, head_dim: int) -> str:
+    """Why the C kernels cannot compute heads of this dtype and size; "" if they can."""
+    if dtype not in KINDS:
+        return f"they take no {str(dtype).removeprefix('torch.')}"
+    if head_dim > _MAX_HEAD_DIM:
+        return f"they take heads of at most {_MAX_HEAD_DIM}, not {head_dim}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Attention of a step. tiles: logits of bfloat16 are computed with tiles, if the head size fits
+    and this process may use tiles."""
+
+    tiles: bool
+
+    def ragged_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor,
+        length: Tensor,
+        *,
+        width: int,
+        pos: Tensor | None = None,
+        oldest: Tensor | None = None,
+        logits: Tensor | None = None,
+        lse: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        arrived: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `torch.decode.ragged_attention`."""
+        heads, group, size = q.shape
+        stored = INT8 if k_scale is not None else KINDS.get(k.dtype, -1)
+        kind = KINDS.get(q.dtype, -1)
+        fits = kind >= 0 and stored in (kind, INT8) and size <= _MAX_HEAD_DIM and q.is_contiguous()
+        if not (fits and _exact(logits) and _exact(lse)):
+            return plain_torch.ragged_attention(
+                q,
+                k,
+                v,
+                start,
+                length,
+                width=width,
+                pos=pos,
+                oldest=oldest,
+                logits=logits,
+                lse=lse,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
+        seen = None if pos is None or oldest is None else pos
+        out = torch.empty_like(q)
+        sums = lse
+        if sums is None:
+            sums = torch.empty((heads, group), dtype=torch.float32, device=q.device)
+        failed = _library().minikv_ragged_attention(
+            kind,
+            stored,
+            self.tiles and prefill.TILES.available(),
+            heads,
+            group,
+            size,
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            start.data_ptr(),
+            length.data_ptr(),
+            address(seen),
+            address(None if seen is None else oldest),
+            address(k_scale),
+            address(v_scale),
+            address(logits),
+            0 if logits is None else logits.shape[-1],
+            sums.data_ptr(),
+            out.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("attention found no memory")
+        return out, sums
+
+
+VECTORS, TILES = Decode(False), Decode(True)
+
+
+def _exact(tensor: Tensor | None) -> bool:
+    """Whether C can write float32 to the tensor, or there is none to write to."""
+    return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())

@@ -1,0 +1,1 @@
+"""Which rows leave, and where the others move."""

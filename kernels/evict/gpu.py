@@ -1,0 +1,363 @@
+"""The end of a decode step, in Triton: update the statistics and choose the victims of all heads in
+one launch.
+
+A program has one KV head of one layer and reads its rows in tiles, in as few passes as possible. It
+makes one integer key of each row: the score in the upper bits, the position in the lower ones. The
+row with the lowest key is the victim: the lowest score, and of equal scores the oldest row. H2O
+narrows the choice to rows older than the n newest. Their limit is guessed and checked by counting,
+which nearly always works; otherwise it is found by bisection on its bits. RoCo narrows it to the n
+smallest variances, whose limit `nth` finds. Nothing is sorted. Specification: `torch/decode.py` for
+`lowest`, for the rest the file of each policy in minikv/policies.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minikv.kernels.decode.plain import Rows
+from minikv.kernels.evict.nth_gpu import MOST_ROWS, NO_ORDER, nth, ordered
+from minikv.kernels.gpu import typed
+from minikv.kernels.gpu_variants import Variant
+
+NONE = tl.constexpr((1 << 63) - 1)  # a key that no row has
+_LAST = tl.constexpr((1 << 31) - 1)
+_SCALARS = ["width", "sinks", "recent", "pinned"]
+_BLOCK, _WARPS = 1024, 8
+
+
+@triton.jit
+def _mean_prob(logits, lse, head, width, j, ok, G: tl.constexpr):
+    """The probabilities of rows j of a head, averaged over its G queries."""
+    p = tl.zeros(j.shape, tl.float32)
+    for g in tl.static_range(G):
+        at = head * G + g
+        x = tl.load(logits + at * width + j, mask=ok, other=-float("inf"))
+        p += tl.exp(x - tl.load(lse + at))
+    return tl.div_rn(p, G * 1.0)
+
+
+@triton.jit
+def _key(score, at):
+    """An int64 key, ordered by score, then by position. The score must not be negative."""
+    bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # -0 is 0
+    return (bits.to(tl.int64) << 32) | at.to(tl.int64)
+
+
+@triton.jit
+def lower(best, row, key, j, evictable):
+    """In each lane, the lower of the lowest key so far and the key of a row, if it may leave."""
+    lower = evictable & (key < best)
+    return tl.where(lower, key, best), tl.where(lower, j, row)
+
+
+@triton.jit
+def lowest_of(best, row):
+    """The lowest key of all lanes, and its row; row 0 if no row may leave."""
+    least = tl.min(best, 0)
+    found = tl.min(tl.where(best == least, row, _LAST), 0)
+    return least, tl.where(least == NONE, 0, found)
+
+
+@triton.jit
+def may_leave(at, unpinned, newest, sinks, recent, strict):
+    """Which rows are evictable: see `Rows`. Not `strict`: the rows to use if none is evictable."""
+    return unpinned & tl.where(strict, (at >= sinks) & (at <= newest - recent), at < newest)
+
+
+@triton.jit
+def _signed_key(score, at):
+    """`_key` of a score of either sign."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
+    # The bits of negative floats have the reverse order.
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(tl.int64) << 32) | at.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _lowest(scores, pos, start, over, free_slot, width, BN: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    if tl.load(over + head):
+        best = tl.full((BN,), NONE, tl.int64)
+        row = tl.zeros((BN,), tl.int32)
+        for s in tl.range(0, width, BN):
+            j = s + tl.arange(0, BN)
+            ok = j < width
+            score = tl.load(scores + head * width + j, mask=ok, other=float("inf"))
+            at = tl.load(pos + head * width + j, mask=ok, other=0)
+            best, row = lower(best, row, _signed_key(score, at), j, score < float("inf"))
+        tl.store(free_slot + head, tl.load(start + head) + lowest_of(best, row)[1])
+
+
+@triton.jit(do_not_specialize=_SCALARS)
+def _h2o(
+    logits,
+    lse,
+    start,
+    length,
+    cap,
+    pos,
+    newest,
+    free_slot,
+    sums,
+    newest_rows,
+    width,
+    sinks,
+    recent,
+    pinned,
+    G: tl.constexpr,
+    BN: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    count = tl.load(length + head).to(tl.int32)
+    begin = tl.load(start + head)
+    now = tl.load(newest)
+    wanted = tl.load(newest_rows + head)
+    guess = now - wanted + 1  # if the head has the newest `wanted` positions
+    n = tl.arange(0, BN)
+    best = tl.full((BN,), NONE, tl.int64)
+    row = tl.zeros((BN,), tl.int32)
+    seen = tl.zeros((BN,), tl.int32)
+    late = tl.zeros((BN,), tl.int32)
+    some = tl.zeros((BN,), tl.int32)
+    for s in tl.range(0, count, BN):
+        j = s + n
+        ok = j < count
+        where = begin + j
+        total = tl.load(sums + where, mask=ok, other=0.0)
+        total += _mean_prob(logits, lse, head, width, j, ok, G)
+        tl.store(sums + where, total, mask=ok)
+        at = tl.load(pos + where, mask=ok, other=-1)
+        unpinned = ok & (at >= pinned)
+        evictable = may_leave(at, unpinned, now, sinks, recent, True)
+        best, row = lower(best, row, _key(total, at), j, evictable & (at < guess))
+        seen += unpinned.to(tl.int32)
+        late += (unpinned & (at >= guess)).to(tl.int32)
+        some += evictable.to(tl.int32)
+    victim = tl.full((), -1, tl.int64)
+    if count > tl.load(cap + head):
+        tl.debug_barrier()  # what other threads of the program stored is read below
+        shown_rows = tl.sum(seen, 0)
+        newer = tl.maximum(tl.minimum(wanted, shown_rows - 1), 1)
+        least, found = lowest_of(best, row)
+        if (least == NONE) | (newer != wanted) | (tl.sum(late, 0) != newer):
+            strict = tl.sum(some, 0) > 0
+            lo = tl.full((), -1, tl.int64)  # `newer` rows or more are this late
+            hi = now + 1  # fewer are
+            while lo + 1 < hi:
+                middle = (lo + hi) // 2
+                late = tl.zeros((BN,), tl.int32)
+                for s in tl.range(0, count, BN):
+                    j = s + n
+                    at = tl.load(pos + begin + j, mask=j < count, other=-1)
+                    late += ((at >= pinned) & (at >= middle)).to(tl.int32)
+                enough = tl.sum(late, 0) >= newer
+                lo = tl.where(enough, middle, lo)
+                hi = tl.where(enough, hi, middle)
+            best = tl.full((BN,), NONE, tl.int64)
+            row = tl.zeros((BN,), tl.int32)
+            rest = best
+            other = row
+            for s in tl.range(0, count, BN):
+                j = s + n
+                ok = j < count
+                at = tl.load(pos + begin + j, mask=ok, other=-1)
+                evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
+                key = _key(tl.load(sums + begin + j, mask=ok, other=0.0), at)
+                best, row = lower(best, row, key, j, evictable & (at < lo))
+                rest, other = lower(rest, other, key, j, evictable)
+            least, found = lowest_of(best, row)
+            if least == NONE:
+                least, found = lowest_of(rest, other)
+        victim = begin + found
+    tl.store(free_slot + head, victim)
+
+
+@triton.jit(do_not_specialize=_SCALARS)
+def _roco(
+    logits,
+    lse,
+    start,
+    length,
+    cap,
+    pos,
+    newest,
+    free_slot,
+    sums,
+    squares,
+    counted,
+    steady_rows,
+    width,
+    sinks,
+    recent,
+    pinned,
+    G: tl.constexpr,
+    BN: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    count = tl.load(length + head).to(tl.int32)
+    begin = tl.load(start + head)
+    now = tl.load(newest)
+    over = count > tl.load(cap + head)
+    n = tl.arange(0, BN)
+    some = tl.zeros((BN,), tl.int32)
+    if over:
+        for s in tl.range(0, count, BN):
+            at = tl.load(pos + begin + s + n, mask=s + n < count, other=-1)
+            some += may_leave(at, at >= pinned, now, sinks, recent, True).to(tl.int32)
+    strict = tl.sum(some, 0) > 0
+    orders = logits + head * G * width  # where the logits of the head's first query were
+    orders = orders.to(tl.pointer_type(tl.int32))
+    some = tl.zeros((BN,), tl.int32)
+    for s in tl.range(0, count, BN):
+        j = s + n
+        ok = j < count
+        where = begin + j
+        p = _mean_prob(logits, lse, head, width, j, ok, G)
+        total = tl.load(sums + where, mask=ok, other=0.0) + p
+        power = tl.load(squares + where, mask=ok, other=0.0) + p * p
+        seen = tl.load(counted + where, mask=ok, other=0.0) + 1.0
+        tl.store(sums + where, total, mask=ok)
+        tl.store(squares + where, power, mask=ok)
+        tl.store(counted + where, seen, mask=ok)
+        seen = tl.maximum(seen, 1.0)
+        mean = tl.div_rn(total, seen)
+        variance = tl.maximum(tl.div_rn(power, seen) - mean * mean, 0.0)  # rounded as torch rounds
+        at = tl.load(pos + where, mask=ok, other=-1)
+        evictable = may_leave(at, ok & (at >= pinned), now, sinks, recent, strict)
+        tl.store(orders + j, tl.where(evictable, ordered(variance), NO_ORDER), mask=ok)
+        some += evictable.to(tl.int32)
+    victim = tl.full((), -1, tl.int64)
+    if over:
+        tl.debug_barrier()  # what other threads of the program stored is read below
+        few = tl.maximum(tl.minimum(tl.load(steady_rows + head), tl.sum(some, 0)), 1)
+        limit = nth(orders, count, few - 1, BN)[0]
+        best = tl.full((BN,), NONE, tl.int64)
+        row = tl.zeros((BN,), tl.int32)
+        for s in tl.range(0, count, BN):
+            j = s + n
+            ok = j < count
+            order = tl.load(orders + j, mask=ok, other=NO_ORDER)
+            steady = (order <= limit) & (order < NO_ORDER)
+            seen = tl.load(counted + begin + j, mask=ok, other=0.0)
+            mean = tl.div_rn(tl.load(sums + begin + j, mask=ok, other=0.0), tl.maximum(seen, 1.0))
+            at = tl.load(pos + begin + j, mask=ok, other=-1)
+            best, row = lower(best, row, _key(mean, at), j, steady)
+        victim = begin + lowest_of(best, row)[1]
+    tl.store(free_slot + head, victim)
+
+
+@triton.jit
+def popcount(x):
+    """The number of set bits of 32-bit numbers. Triton's interpreter has no operation for it."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return (x * 0x01010101) >> 24
+
+
+def lowest(
+    scores: Tensor,
+    pos: Tensor,
+    start: Tensor,
+    over: Tensor,
+    free_slot: Tensor,
+    *,
+    block: int = _BLOCK,
+) -> None:
+    """See `torch.decode.lowest`. `block`: rows that a program reads at once."""
+    scores, pos = scores.contiguous(), pos.contiguous()
+    assert all(t.is_contiguous() for t in (start, over, free_slot))
+    assert scores.shape == pos.shape, "there is a score for every row"
+    grid = (len(scores),)
+    _lowest[grid](scores, pos, start, over, free_slot, scores.shape[1], BN=block, num_warps=_WARPS)
+
+
+def h2o_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    free_slot: Tensor,
+    columns: Sequence[Tensor],
+    quota: Tensor,
+    *,
+    block: int = _BLOCK,
+) -> None:
+    """H2O (arXiv 2306.14048, section 4): add the step's probabilities to the column of sums [R];
+    the row with the lowest sum is the victim. quota int64 [L, H]: how many of a head's newest rows
+    are kept. See `Kernels.evict`. `block`: rows that a program reads at once."""
+    _launch(_h2o, logits, lse, rows, free_slot, columns, quota, block)
+
+
+def roco_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    free_slot: Tensor,
+    columns: Sequence[Tensor],
+    quota: Tensor,
+    *,
+    block: int = _BLOCK,
+) -> None:
+    """RoCo (arXiv 2402.06262, section 4.2): add the step's probability, its square and 1 to the
+    columns of sums, squares and counts [R]; of the rows with the smallest variances, the one with
+    the lowest mean is the victim. quota int64 [L, H]: how many rows with the smallest variances are
+    candidates. See `Kernels.evict`. Overwrites the logits of the first query of each group, whose
+    memory takes the order of the variances."""
+    assert logits.shape[-1] < MOST_ROWS.value
+    _launch(_roco, logits, lse, rows, free_slot, columns, quota, block, enable_fp_fusion=False)
+
+
+def _launch(
+    kernel: Any,
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    free_slot: Tensor,
+    columns: Sequence[Tensor],
+    quota: Tensor,
+    block: int,
+    **how: bool,
+) -> None:
+    tables = rows.start, rows.length, rows.cap, rows.pos, rows.newest
+    args = logits, lse, *tables, free_slot, *columns, quota
+    assert all(t.is_contiguous() for t in args)
+    numbers = logits.shape[-1], rows.sinks, rows.recent, rows.pinned
+    kernel[(free_slot.numel(),)](
+        *args, *numbers, G=logits.shape[2], BN=block, num_warps=_WARPS, **how
+    )
+
+
+def variants(group: int = 4) -> list[Variant]:
+    """Builds for the compile gate, for a model of G queries per KV head."""
+    common: dict[str, str | tuple[str, ...]] = {
+        "scores": "*fp32",
+        "over": "*i1",
+        "logits": "*fp32",
+        "lse": "*fp32",
+        "start": "*i64",
+        "length": "*i64",
+        "cap": "*i64",
+        "pos": "*i32",
+        "newest": "*i64",
+        "free_slot": "*i64",
+        "sums": "*fp32",
+        "squares": "*fp32",
+        "counted": "*fp32",
+        "newest_rows": "*i64",
+        "steady_rows": "*i64",
+    }
+    shapes = {"G": group, "BN": _BLOCK}
+    found = []
+    for name, fn in (("lowest", _lowest), ("h2o", _h2o), ("roco", _roco)):
+        constants: dict[str, object] = {k: v for k, v in shapes.items() if k in fn.arg_names}
+        kinds = common | ({"pos": "*i64"} if fn is _lowest else {})
+        signature = typed(fn, kinds, constants)
+        found.append(Variant(name, fn, signature, constants, warps=_WARPS))
+    return found

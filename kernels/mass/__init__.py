@@ -1,0 +1,1 @@
+"""The attention that keys receive, for the policies."""

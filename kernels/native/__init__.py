@@ -1,0 +1,1 @@
+"""Compiles the C sources once, and chooses what C computes on this processor."""

@@ -1,0 +1,1 @@
+"""Draws the next token."""

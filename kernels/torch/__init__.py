@@ -1,1 +1,0 @@
-"""Every operation in plain torch: the specification of the C and Triton kernels."""

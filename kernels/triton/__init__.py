@@ -1,1 +1,0 @@
-"""The kernels of NVIDIA's GPUs, in Triton."""

@@ -1,0 +1,150 @@
+"""The decode step in torch, against float64 arithmetic and a plain loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from guards import guarded
+from lowest import SHAPES, Case, draw, expected, outcome
+
+from minikv import kernels
+from minikv.kernels.decode import plain_cpu as decode_cpu
+from minikv.kernels.native import choice
+
+
+@pytest.mark.parametrize("attend", [kernels.ragged_attention, decode_cpu.ragged_attention])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    ("lengths", "size"), [((1,), 8), ((17, 17, 17), 8), ((300, 4), 80), ((7, 0, 9), 8)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_one_query_per_head(
+    attend: Callable[..., Any],
+    lengths: tuple[int, ...],
+    size: int,
+    group: int,
+    dtype: torch.dtype,
+    windowed: bool,
+) -> None:
+    """Output, log-sum-exp and logits of every head's own rows, in memory full of NaN."""
+    generator = torch.Generator().manual_seed(size)
+    heads, length = len(lengths), torch.tensor(lengths)
+    start = 2 + torch.arange(heads) * (int(length.max()) + 3)
+    rows = int(start[-1]) + int(length.max()) + 2
+    q = torch.randn(heads, group, size, generator=generator).to(dtype) * 2
+    k, v = (torch.full((rows, size), math.nan, dtype=dtype) for _ in range(2))
+    pos = torch.full((rows,), 1 << 30, dtype=torch.int32)
+    for s, n in zip(start.tolist(), lengths, strict=True):
+        k[s : s + n], v[s : s + n] = torch.randn(2, n, size, generator=generator).to(dtype)
+        pos[s : s + n] = torch.randperm(n, generator=generator).to(torch.int32)
+    logits = torch.full((heads, group, int(length.max()) + 5), math.nan)
+    lse = torch.full((heads, group), math.nan)
+    oldest = torch.tensor(3) if windowed and min(lengths) > 3 else None
+    out, same = attend(
+        q,
+        k,
+        v,
+        start,
+        length,
+        width=int(length.max()),
+        pos=None if oldest is None else pos,
+        oldest=oldest,
+        logits=logits,
+        lse=lse,
+    )
+    assert torch.equal(same, lse)
+    loose = 1e-4 if dtype == torch.float32 else 4e-2
+    for h, (s, n) in enumerate(zip(start.tolist(), lengths, strict=True)):
+        if not n:
+            assert not out[h].any()
+            assert bool((lse[h] == -math.inf).all())
+            continue
+        want = q[h].double() @ k[s : s + n].double().T / math.sqrt(size)
+        if oldest is not None:
+            want = want.masked_fill(pos[s : s + n] < oldest, -math.inf)
+        torch.testing.assert_close(logits[h, :, :n].double(), want, rtol=loose, atol=loose)
+        torch.testing.assert_close(lse[h].double(), want.logsumexp(-1), rtol=loose, atol=loose)
+        mixed = want.softmax(-1) @ v[s : s + n].double()
+        torch.testing.assert_close(out[h].double(), mixed, rtol=loose, atol=loose)
+
+
+@pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 17, 23), (40, 0, 3)])
+@pytest.mark.parametrize("most", [1 << 22, 100])
+def test_without_products_of_bfloat16_float32_multiplies(
+    lengths: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are not rounded to bfloat16, however many rows are converted together."""
+    generator = torch.Generator().manual_seed(1)
+    length = torch.tensor(lengths)
+    start, rows = torch.arange(3) * 41, 3 * 41
+    q = torch.randn(3, 2, 64, generator=generator).bfloat16()
+    k, v = torch.randn(2, rows, 64, generator=generator).bfloat16().unbind()
+
+    def off(native: bool) -> float:
+        """The largest error of a logit, which is float32 whatever multiplied."""
+        monkeypatch.setattr(choice, "multiplies_bf16", lambda: native)
+        monkeypatch.setattr(decode_cpu, "_CONVERTED", most)
+        logits = torch.full((3, 2, 40), math.nan)
+        decode_cpu.ragged_attention(q, k, v, start, length, width=40, logits=logits)
+        worst = 0.0
+        for h, n in enumerate(lengths):
+            want = q[h].double() @ k[start[h] : start[h] + n].double().T / 8
+            worst = max(worst, float((logits[h, :, :n] - want).abs().max()) if n else 0.0)
+        return worst
+
+    assert off(native=False) < 1e-5
+    assert off(native=True) > 1e-4
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (40, 17)])
+def test_many_rows_are_converted_head_by_head(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither together nor, for uneven heads, in one product over all rows."""
+    batched, taken = decode_cpu._batched, []
+    monkeypatch.setattr(choice, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(decode_cpu, "_batched", lambda *a: taken.append(len(a[0])) or batched(*a))
+    q, k = torch.randn(2, 1, 8).bfloat16(), torch.randn(82, 8).bfloat16()
+    for most, heads in ((81 * 8, [] if lengths[1] == 17 else [2]), (56 * 8, [1, 1])):
+        taken.clear()
+        monkeypatch.setattr(decode_cpu, "_CONVERTED", most)
+        start = torch.tensor([0, 41])
+        decode_cpu.ragged_attention(q, k, k, start, torch.tensor(lengths), width=40)
+        assert taken == heads
+
+
+@pytest.mark.parametrize(("rows", "grown"), [(60, 1), (61, 0)])
+def test_only_small_layouts_are_cached(
+    rows: int, grown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take memory that nothing counts. What is computed is the same."""
+    q, k = torch.randn(2, 1, 8), torch.randn(rows, 8)
+    case = q, k, k, torch.tensor([0, 20]), torch.tensor([13, rows - 20])
+    monkeypatch.setattr(decode_cpu, "_CACHED", 2 * 60)
+    monkeypatch.setattr(decode_cpu, "_cached_layout", lru_cache(decode_cpu._layout))
+    got, want = (
+        attend(*case, width=rows)
+        for attend in (decode_cpu.ragged_attention, kernels.ragged_attention)
+    )
+    torch.testing.assert_close(got, want)
+    assert decode_cpu._cached_layout.cache_info().currsize == grown
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_lowest_score_leaves(shape: tuple[int, int]) -> None:
+    for seed in range(40):
+        case = draw(shape, seed)
+        assert torch.equal(outcome(kernels.lowest, case, guarded), expected(case)), seed
+
+
+def test_the_lowest_score_by_hand() -> None:
+    """Two rows have the lowest score; the older of them is the last one."""
+    scores, pos = torch.tensor([[3.0, -1.0, torch.inf, -1.0]]), torch.tensor([[9, 7, -1, 3]])
+    case = Case(scores, pos, torch.tensor([20]), torch.tensor([True]))
+    assert outcome(kernels.lowest, case, guarded).tolist() == [23]

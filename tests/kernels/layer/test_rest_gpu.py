@@ -1,0 +1,223 @@
+"""The rest of a layer in four launches, in Triton, against the separate calls, on odd sizes, in
+NaN-guarded memory; and the network that takes it.
+
+Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
+a CUDA device, they also run on it (marker `gpu`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import rest_twin
+import small
+import torch
+from pairwise import pairwise
+from torch import Tensor
+from triton_device import DEVICE, draw, guarded, kernel, on_device, untouched
+
+from minikv.cache.attend import DenseAttend
+from minikv.kernels.dispatch import Kernels
+from minikv.models.linear import Matrix, Plain
+from minikv.models.linear_gpu import as_read, kept_on
+from minikv.models.llama import Llama
+
+pytest.importorskip("triton", reason="no Triton on this system")
+
+FORMS = ("auto", "int8", "int4")
+BFLOAT16 = torch.bfloat16
+SIZES = [
+    (96, 64, 32, 9),  # fewer columns than are read at once; rows left over
+    (32, 4224, 32, 20),  # more, and not whole
+]
+"""Columns of x, of attention's result, of the MLP, and rows of the product that follows."""
+
+
+def matrix(
+    seed: int, outs: int, n: int, form: str, dtype: torch.dtype, biased: bool
+) -> tuple[Matrix, Matrix]:
+    """Random weights as the kernels read them, in guarded memory; and as they are."""
+    bias = draw(seed + 50, (outs,), dtype) if biased else None
+    plain = Plain(draw(seed, (outs, n), dtype) / n**0.5, bias)
+    made = as_read(kept_on(torch.device("cuda"), plain, form, _room))
+    assert made is not None
+    assert (made.scales is None) == (form == "auto")
+    there = {
+        name: None if part is None else guarded(part)
+        for name, part in (("scales", made.scales), ("bias", made.bias))
+    }
+    return replace(made, weights=guarded(made.weights), **there), made
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def near(got: Tensor, want: Tensor, form: str) -> None:
+    """As a whole: one number of a product may be the small rest of large ones."""
+    loose = 2e-2 if got.dtype == BFLOAT16 else 5e-3 if form == "int4" else 2e-3
+    got, want = got.cpu().double(), want.cpu().double()
+    assert got.shape == want.shape
+    assert float((got - want).norm()) <= loose * float(want.norm())
+
+
+CASES = pairwise(SIZES, FORMS, (BFLOAT16, torch.float16), (False, True), (False, True))
+
+
+@on_device
+@pytest.mark.parametrize(("sizes", "form", "dtype", "biased", "last"), CASES)
+def test_a_layer_is_that_of_the_separate_calls(
+    sizes: tuple[int, ...], form: str, dtype: torch.dtype, biased: bool, last: bool
+) -> None:
+    hidden, attended, mlp, rows = sizes
+    shapes = ((hidden, attended), (2 * mlp, hidden), (hidden, mlp), (rows, hidden))
+    both = [matrix(i, *shape, form, dtype, biased) for i, shape in enumerate(shapes)]
+    norms = [draw(i, (hidden,), dtype) for i in (10, 11)]
+    x, mixed = draw(12, (1, hidden), dtype, 2.0), draw(13, (1, attended), dtype)
+    there, given = guarded(x), guarded(mixed)
+    ours, theirs = ([pair[i] for pair in both] for i in (0, 1))
+    if last:
+        ours[3] = theirs[3] = None  # type: ignore[call-overload]
+    made = kernel("layer.rest_gpu").rest(*ours, *map(guarded, norms), 1e-5)
+    got = made(there, given)
+    want = rest_twin.rest(*theirs, *norms, 1e-5)(x, mixed)
+    assert got.dtype == dtype
+    near(got, want, form)
+    near(there, x, form)
+    assert untouched(there)
+    assert untouched(given)
+
+
+@on_device
+@pytest.mark.parametrize(("form", "gated", "biased"), pairwise(FORMS, (0, 1), (False, True)))
+def test_programs_that_go_through_several_tiles(form: str, gated: int, biased: bool) -> None:
+    """One, two, or one for each tile, of which the last has rows left over: the same bits, with
+    nothing written beyond the end."""
+    rest = kernel("layer.rest_gpu")
+    ours, theirs = matrix(1, 22, 160, form, torch.float16, biased)
+    norm, x = draw(2, (160,), torch.float16), draw(3, (1, 160), torch.float16, 3.0)
+    then, found = (rest.GATE if gated else rest.KEEP), []
+    for programs in (0, 1, 2):
+        config = rest.Config(4, 256, 4, programs)
+        product = rest.product_of(ours, torch.float16, config)
+        assert rest.programs_of(config, 22, 160) == (programs or 6)
+        out = guarded(torch.full((1, 22 >> gated), torch.nan, dtype=torch.float16))
+        found.append(product(guarded(x), out, then, guarded(norm), 1e-6).cpu())
+        assert untouched(out)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    want = rest_twin.normed_product(theirs, norm, 1e-6)(x)
+    near(found[0], rest_twin.layer.silu_mul(want) if gated else want, form)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("form", "dtype", "biased"), pairwise(FORMS, (BFLOAT16, torch.float16), (False, True))
+)
+def test_the_product_of_a_norm(form: str, dtype: torch.dtype, biased: bool) -> None:
+    ours, theirs = matrix(1, 9, 4224, form, dtype, biased)
+    norm, x = draw(2, (4224,), dtype), draw(3, (1, 4224), dtype, 3.0)
+    there = guarded(x)
+    got = kernel("layer.rest_gpu").normed_product(ours, guarded(norm), 1e-6)(there)
+    near(got, rest_twin.normed_product(theirs, norm, 1e-6)(x), form)
+    assert torch.equal(there.cpu(), x)
+
+
+@on_device
+def test_groups_of_every_size() -> None:
+    for columns, group in ((1664, 128), (1600, 64), (1568, 32)):
+        ours, theirs = matrix(1, 6, columns, "int4", BFLOAT16, False)
+        assert theirs.scales is not None
+        assert len(theirs.scales) == columns // group
+        x = draw(2, (1, columns), BFLOAT16)
+        norm = torch.ones(columns, dtype=BFLOAT16)
+        got = kernel("layer.rest_gpu").normed_product(ours, guarded(norm), 1e-6)(guarded(x))
+        near(got, rest_twin.normed_product(theirs, norm, 1e-6)(x), "int4")
+
+
+@on_device
+def test_a_step_of_a_network_takes_them() -> None:
+    """A prompt is not one row; and what watches the norms sees them, so nothing is left out."""
+    config = small.network(layers=2).config
+    net = Llama(config, dtype=torch.float16, device=DEVICE).randomise(1, 0.2)
+    rest, called = kernel("layer.rest_gpu"), []
+
+    class Stand(Kernels):
+        products = True
+
+        @staticmethod
+        def rest(*given: Any) -> Any:
+            made = rest.rest(*given)
+            return lambda *args: called.append("rest") or made(*args)
+
+        @staticmethod
+        def normed_product(*given: Any) -> Any:
+            made = rest.normed_product(*given)
+            return lambda *args: called.append("first") or made(*args)
+
+    found = []
+    for ops in (Stand(), None):
+        net.use(ops)
+        kv = DenseAttend(net.config.windows)
+        kv.begin(4)
+        logits = [net.forward(torch.tensor(small.ids(4)), kv)]
+        assert called == [] or ops is None
+        logits += [net.forward(torch.tensor([token]), kv) for token in small.ids(2, 1)]
+        found.append(torch.stack(logits))
+    assert called == ["first", "rest", "rest"] * 2
+    near(found[0], found[1], "auto")
+    called.clear()
+    net.use(Stand())
+    seen: list[Tensor] = []
+    kv.watch = seen.append  # type: ignore[attr-defined]
+    net.forward(torch.tensor([1]), kv)
+    assert (called, len(seen)) == ([], 2)
+
+
+def test_what_they_do_not_take() -> None:
+    """float32; columns or groups that are not whole vectors; rows that lie apart; another layout or
+    dtype; a norm that is too long."""
+    rest = importlib.import_module("minikv.kernels.layer.rest_gpu")
+
+    def taken(made: Matrix, norm: Tensor | None = None) -> bool:
+        ones = torch.ones(made.n, dtype=BFLOAT16)
+        return rest.normed_product(made, ones if norm is None else norm, 1e-5) is not None
+
+    def zeros(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    plain = Matrix(8, 32, zeros(8, 32))
+    four = Matrix(8, 64, zeros(8, 32, dtype=torch.uint8), zeros(2, 8, 2))
+    assert taken(plain)
+    assert taken(four)
+    assert taken(Matrix(8, 32, zeros(8, 32, dtype=torch.int8), zeros(8)))
+    for bad in (
+        Matrix(8, 32, zeros(8, 32, dtype=torch.float32)),
+        Matrix(8, 24, zeros(8, 24)),
+        Matrix(8, 32, zeros(8, 64)[:, :32]),
+        replace(plain, bias=zeros(16)[::2]),
+        replace(four, half=32),
+        replace(four, scales=zeros(2, 8, 2, dtype=torch.float32)),
+        replace(four, scales=zeros(4, 8, 2)),
+        Matrix(8, 192, zeros(8, 96, dtype=torch.uint8), zeros(2, 8, 2)),
+        Matrix(8, 16400, zeros(8, 16400)),
+    ):
+        assert not taken(bad), bad
+    assert not taken(plain, torch.ones(32))
+    assert not taken(plain, zeros(64)[::2])
+    square, wide = Matrix(32, 32, zeros(32, 32)), Matrix(64, 32, zeros(64, 32))
+    norm = zeros(32)
+    given = square, wide, square
+    assert rest.rest(*given, None, norm, norm, 1e-5) is not None
+    assert rest.rest(*given, square, norm, norm, 1e-5) is not None
+    bad = Matrix(32, 32, zeros(32, 32, dtype=torch.float32))
+    for i in range(3):
+        mixed = [bad if i == j else one for j, one in enumerate(given)]
+        assert rest.rest(*mixed, None, norm, norm, 1e-5) is None
+    assert rest.rest(*given, bad, norm, norm, 1e-5) is None
+    assert rest.rest(*given, square, norm, norm.half(), 1e-5) is None
+    assert rest.rest(*given, square, norm.float(), norm, 1e-5) is None

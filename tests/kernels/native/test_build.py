@@ -1,0 +1,621 @@
+"""Compiling the C library: where it is kept, what is trusted, and compilers that fail."""
+
+from __future__ import annotations
+
+import ctypes
+import grp
+import os
+import platform
+import pwd
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import forked
+import pytest
+import torch
+from pairwise import some_by_day
+
+from minikv.kernels import dispatch
+from minikv.kernels.native import build
+
+needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of libraries in a cache directory that is not made yet, nothing loaded, and one
+    small source that compiles at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")
+    (build.FOLDER / "native").mkdir(parents=True)
+    (tmp_path / "tmp").mkdir(mode=0o700)
+    (build.FOLDER / "native" / "tiny.c").write_text("int tiny(void) { return 7; }\n")
+    monkeypatch.delenv(build.OFF, raising=False)
+    build.library.cache_clear()
+    yield tmp_path / "home" / "cache" / "minikv" / "kernels"  # type: ignore[misc]
+    build.library.cache_clear()
+
+
+def answer() -> int:
+    """What the function in the library returns, at a start of its own."""
+    build.library.cache_clear()
+    found, why = build.library()
+    assert found is not None, why
+    return int(found.tiny())
+
+
+def plant(path: Path, number: int = 8) -> None:
+    """A whole library that was made from another source."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    source = path.with_suffix(".c")
+    source.write_text(f"int tiny(void) {{ return {number}; }}\n")
+    subprocess.run([str(build.find()), "-shared", "-fPIC", source, "-o", path], check=True)
+    source.unlink()
+    path.write_bytes(path.read_bytes() + build._digest(path.read_bytes()))
+    path.chmod(0o700)
+
+
+@needs_compiler
+@pytest.mark.parametrize("umask", [0, 0o002, 0o077, 0o177])
+def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        assert build.compiles()
+        assert build.library()[0] is not None
+    finally:
+        os.umask(before)
+    made = list(kept.iterdir())
+    assert [path.suffix for path in made] == [".so"]
+    for folder in (kept, *kept.parents[:3]):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not build.compiles()
+    build.library.cache_clear()
+    assert not build.compiles()
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    assert build.library()[0] is not None
+    assert list(kept.iterdir()) == made
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("which", "mode"),
+    [("file", 0o722), ("kernels", 0o777), ("minikv", 0o770), ("cache", 0o777), ("home", 0o720)],
+)
+def test_what_others_may_change_is_not_run(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, which: str, mode: int
+) -> None:
+    """A library in a folder that others may write to, or may exchange, could be theirs."""
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name="staff", gr_mem=[]))
+    compiler = build.find()
+    assert compiler is not None
+    path = kept / f"{build.key(compiler)}.so"
+    plant(path)
+    assert answer() == 8
+    places = {folder.name: folder for folder in (kept, *kept.parents)}
+    (path if which == "file" else places[which]).chmod(mode)
+    build.library.cache_clear()
+    remark = build.remarks()[0]
+    assert remark.startswith(f"{path} cannot be used")
+    assert answer() == 7
+    assert (build.store()[0] == kept) == (which == "file")
+    assert not build.compiles()
+
+
+@needs_compiler
+def test_a_folder_of_the_system_that_all_may_write_to_is_no_danger(kept: Path) -> None:
+    """In /tmp nobody renames what belongs to others."""
+    kept.parents[2].mkdir(mode=0o700)
+    kept.parents[2].chmod(0o1777)
+    assert answer() == 7
+    assert len(list(kept.iterdir())) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("group", "members", "trusted"),
+    [("ada", [], True), ("ada", ["ada"], True), ("ada", ["bob"], False), ("staff", [], False)],
+)
+def test_the_group_of_one_user_is_no_other_user(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, group: str, members: list[str], trusted: bool
+) -> None:
+    """Where each user has a group, a home directory often lets it write."""
+    kept.parents[1].mkdir(parents=True)
+    for folder in kept.parents[1:3]:
+        folder.chmod(0o775)
+    own = kept.parents[1].stat().st_gid
+    user = SimpleNamespace(pw_name="ada", pw_gid=own)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    about = SimpleNamespace(gr_name=group, gr_mem=members)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: about)
+    assert (build.store()[0] == kept) == trusted
+    user.pw_gid = own + 1
+    assert build.store()[0] != kept
+    monkeypatch.setattr(grp, "getgrgid", {}.__getitem__)
+    assert build.store()[0] != kept
+
+
+def foreign(monkeypatch: pytest.MonkeyPatch, path: Path, owner: int) -> None:
+    """Let a path seem to belong to another user."""
+    lstat = Path.lstat
+
+    def seen(self: Path) -> os.stat_result:
+        about = lstat(self)
+        return os.stat_result((*about[:4], owner, *about[5:10])) if self == path else about
+
+    monkeypatch.setattr(Path, "lstat", seen)
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", ["target's", "middle", "back", "link", "loop"])
+def test_a_link_leads_nowhere_that_others_may_change(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Nor over a folder in which they may exchange the next link."""
+    there, shared = tmp_path / "open" / "cache", tmp_path / "shared"
+    plant(there / "minikv" / "kernels" / f"{build.key(str(build.find()))}.so")
+    shared.mkdir()
+    (shared / "inner").mkdir()
+    (shared / "link").symlink_to("inner/../../open/cache" if which == "back" else there)
+    kept.parents[2].mkdir()
+    kept.parents[1].symlink_to(os.path.relpath(shared / "link", kept.parents[2]))
+    assert answer() == 8
+    if which == "target's":
+        there.parent.chmod(0o777)
+    elif which == "back":
+        (shared / "inner").chmod(0o777)
+    elif which == "middle":
+        shared.chmod(0o777)
+    elif which == "loop":
+        monkeypatch.setattr(build, "_LINKS", 1)
+    else:
+        shared.chmod(0o1777)
+        assert answer() == 8
+        foreign(monkeypatch, shared / "link", os.getuid() + 1)
+    assert answer() == 7
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("mapped", "trusted"),
+    [("0 0 4294967295", False), ("0 1000 1\n", True), ("1000 1000 1", True), (None, False)],
+)
+def test_an_unknown_owner_is_the_system_only_in_a_user_namespace(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, mapped: str | None, trusted: bool
+) -> None:
+    """On the system itself it is a user, nobody, under whom services run."""
+
+    def read_text(self: Path) -> str:
+        if mapped is None:
+            raise FileNotFoundError
+        return mapped
+
+    kept.parents[1].mkdir(parents=True)
+    foreign(monkeypatch, kept.parents[2], 65534)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert (build.store()[0] == kept) == trusted
+
+
+@needs_compiler
+def test_what_was_compiled_where_others_lead_is_not_loaded(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is exchanged between the check and the compiler's start."""
+    store = build.store
+
+    def exchanged() -> tuple[Path | None, str]:
+        found = store()
+        kept.rename(tmp_path / "mine")
+        kept.mkdir()
+        kept.chmod(0o777)
+        return found
+
+    monkeypatch.setattr(build, "store", exchanged)
+    found, why = build.library()
+    assert (found, why) == (None, f"what was compiled in {kept} is damaged, or not yours alone")
+
+
+@needs_compiler
+def test_a_library_that_is_exchanged_after_the_check_is_not_loaded(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = kept / f"{build.key(str(build.find()))}.so"
+    other, digest = tmp_path / "other.so", build._digest
+    plant(path, 8)
+    plant(other, 9)
+
+    def exchanged(data: bytes) -> bytes:
+        if other.exists():
+            os.replace(other, path)
+        return digest(data)
+
+    monkeypatch.setattr(build, "_digest", exchanged)
+    assert answer() == 8
+    assert not other.exists()
+
+
+@needs_compiler
+@pytest.mark.parametrize("why", ["no memory files", "nothing runs from memory"])
+def test_without_files_in_memory_a_private_copy_is_loaded(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    load = ctypes.CDLL
+
+    def from_disk(path: str) -> ctypes.CDLL:
+        if path.startswith("/proc"):
+            raise OSError(1, "not permitted")
+        assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
+        return load(path)
+
+    if why == "no memory files":
+        monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(build.ctypes, "CDLL", from_disk)
+    assert answer() == 7
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+
+
+NO_ROOM = SimpleNamespace(total=1 << 40, free=1 << 20)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("no home", "there is no home directory"),
+        ("a file", "cannot be made (Not a directory)"),
+        ("others", "other users may change"),
+        ("full", "less than 32 MiB are free in"),
+        ("read-only", "cannot be written to"),
+    ],
+)
+def test_without_a_cache_directory_a_private_temporary_one_is_found_again(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str, said: str
+) -> None:
+    """It is said once, and compiled once."""
+    home = kept.parents[2]
+    if why == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", "")
+    elif why == "a file":
+        home.write_text("")
+    elif why == "others":
+        home.mkdir()
+        home.chmod(0o777)
+    elif why == "full":
+        usage = build.shutil.disk_usage
+        monkeypatch.setattr(
+            build.shutil, "disk_usage", lambda path: NO_ROOM if path == kept else usage(path)
+        )
+    else:
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: path != kept and access(path, mode))
+    assert build.compiles()
+    (remark,) = build.remarks()
+    place = tmp_path / "tmp" / f"minikv-kernels-{os.getuid()}"
+    assert said in remark
+    assert remark.endswith(f": the compiled kernels are kept in {place}")
+    assert answer() == 7
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    build.library.cache_clear()
+    assert not build.compiles()
+    assert answer() == 7
+
+
+@needs_compiler
+@pytest.mark.parametrize("why", ["link", "mode", "owner", "full", "none"])
+def test_without_any_place_nothing_is_compiled(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The name of the temporary folder is known, so that others can make it first."""
+    place = tmp_path / "tmp" / f"minikv-kernels-{os.getuid()}"
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    old = other / f"{'0' * 24}.so"
+    old.write_bytes(b"")
+    os.utime(old, (1e9, 1e9))
+    kept.parents[2].write_text("")
+    if why == "link":
+        place.symlink_to(other)
+    elif why == "mode":
+        place.mkdir()
+        place.chmod(0o777)
+    elif why == "owner":
+        place.mkdir(mode=0o700)
+        monkeypatch.setattr(os, "getuid", lambda: int(place.name.rpartition("-")[2]) + 1)
+        place.rename(place.with_name(f"minikv-kernels-{os.getuid()}"))
+    elif why == "full":
+        monkeypatch.setattr(build.shutil, "disk_usage", lambda path: NO_ROOM)
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(kept.parents[2]))
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled"))
+    assert not build.compiles()
+    assert build.remarks() == []
+    found, said = build.library()
+    assert found is None
+    assert "cannot be made (Not a directory); " in said
+    assert "\n" not in said
+    assert old.exists()
+
+
+@needs_compiler
+def test_a_damaged_library_is_made_anew(kept: Path) -> None:
+    compiler = build.find()
+    assert compiler is not None
+    kept.mkdir(parents=True)
+    path = kept / f"{build.key(compiler)}.so"
+    path.write_bytes(b"")
+    old, foreign = kept / f"{'0' * 24}.so", kept / "foreign.so"
+    for one in (old, foreign):
+        one.write_bytes(b"")
+        os.utime(one, (1e9, 1e9))
+    assert build.library()[0] is not None
+    assert path.stat().st_size > 0
+    assert (old.exists(), foreign.exists()) == (False, True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["pipe", "large"])
+def test_what_is_no_library_is_not_read(kept: Path, kind: str) -> None:
+    """To open a named pipe would wait for ever."""
+    compiler = build.find()
+    assert compiler is not None
+    assert build.remarks() == []
+    path = kept / f"{build.key(compiler)}.so"
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    else:
+        path.touch()
+        os.truncate(path, build._LARGEST + 1)
+    path.chmod(0o600)
+    assert build._checked(path) is None
+    (remark,) = build.remarks()
+    assert remark.startswith(f"{path} cannot be used")
+    assert build.library()[0] is not None
+    assert path.is_file()
+    assert build.remarks() == []
+
+
+@needs_compiler
+def test_a_library_that_was_cut_off_or_altered_is_made_anew(kept: Path) -> None:
+    """To load a file that is shorter than it says ends the process with SIGBUS."""
+    compiler = build.find()
+    assert compiler is not None
+    assert build.library()[0] is not None
+    path = kept / f"{build.key(compiler)}.so"
+    whole = path.read_bytes()
+    assert build._checked(path) is not None
+    for data in (whole[: len(whole) // 2], whole[:-1], whole[:5000] + b"?" + whole[5001:]):
+        path.unlink()  # not written over: it is loaded here
+        path.write_bytes(data)
+        path.chmod(0o700)
+        build.library.cache_clear()
+        assert build.compiles()
+        code = (
+            "from pathlib import Path; from minikv.kernels.native import build; "
+            f"build.FOLDER = Path({str(build.FOLDER)!r}); print(build.library()[0].tiny())"
+        )
+        done = forked.run(code=code)
+        assert (done.out, done.err, done.code) == ("7\n", "", 0)
+        assert build._checked(path) is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize("answers", ["", 'if [ "$1" = --version ]; then echo cc; exit; fi\n'])
+def test_a_compiler_that_hangs_is_found_out_by_an_empty_file(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str
+) -> None:
+    """Also one that says its name, as a wrapper does that waits for another machine."""
+    hangs = tmp_path / "cc"
+    hangs.write_text(f"#!/bin/sh\n{answers}exec sleep 60\n")
+    hangs.chmod(0o755)
+    monkeypatch.setenv("CC", str(hangs))
+    monkeypatch.setattr(build, "_ANSWER", 0.2)
+    began = time.monotonic()
+    assert build.library() == (None, "cc does not answer")
+    assert time.monotonic() - began < 20
+
+
+@needs_compiler
+def test_another_source_is_another_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = build.find()
+    assert compiler is not None
+    before = build.key(compiler)
+    for path in (*build.FOLDER.glob("*/*.c"), *build.FOLDER.glob("*/*.h")):
+        copy = tmp_path / path.relative_to(build.FOLDER)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    assert build.key(compiler) == before
+    with (tmp_path / "native/numbers.h").open("a") as file:
+        file.write("\n")
+    assert build.key(compiler) != before
+
+
+def test_no_compiler_is_one_line_and_the_twins(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    chosen, notice = dispatch.choose(torch.device("cpu"), "auto", 64, torch.bfloat16)
+    assert chosen.name == "torch"
+    assert notice is not None
+    assert "no C compiler" in notice
+    assert "\n" not in notice
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "ways"),
+    [
+        ("", 1, len(build.FLAG_SETS)),
+        ("native.c:1: error: nothing works\nmore", 1, len(build.FLAG_SETS)),
+        ("", -9, 1),
+        ("x.s: Assembler messages:\nFatal error: can't write: No space left on device", 1, 1),
+        ("ld: final link failed: Disk quota exceeded", 1, 1),
+    ],
+)
+def test_a_compiler_that_fails_is_one_line(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, said: str, status: int, ways: int
+) -> None:
+    """One that is killed is not asked for something worse, which would be kept, and no flags make
+    room on a disk."""
+    tried = []
+
+    def run(command: list[str], **more: object) -> SimpleNamespace:
+        if "-dM" in command:
+            return SimpleNamespace(returncode=0, stdout=b"cc 12", stderr=b"")
+        tried.append(command)
+        return SimpleNamespace(returncode=status, stderr=said.encode())
+
+    monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
+    monkeypatch.setattr(build.subprocess, "run", run)
+    found, why = build.library()
+    assert found is None
+    assert "env failed" in why
+    assert "\n" not in why
+    assert "space" not in said or "No space left on device" in why
+    assert len(tried) == ways * len(build.sources())
+    assert not [path for path in kept.iterdir() if path.suffix == ".so"]
+
+
+def test_clang_is_asked_for_no_threads(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
+    tried = []
+
+    def run(command: list[str], **more: object) -> SimpleNamespace:
+        tried.append(command)
+        return SimpleNamespace(returncode=1, stdout=b"#define __clang__ 1", stderr=b"no")
+
+    monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
+    monkeypatch.setattr(build.subprocess, "run", run)
+    assert build.library()[0] is None
+    assert len(tried) == 1 + (len(build.FLAG_SETS) - 1) * len(build.sources())
+    assert not any("-fopenmp" in command for command in tried)
+
+
+def test_it_can_be_switched_off(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.OFF, "0")
+    chosen, notice = dispatch.choose(torch.device("cpu"), "auto", 64, torch.bfloat16)
+    assert (chosen.name, notice) == ("torch", None)
+    assert not kept.exists()
+
+
+def test_what_the_c_does_not_take_is_said(kept: Path) -> None:
+    for size, dtype in ((64, torch.float16), (264, torch.float32)):
+        chosen, notice = dispatch.choose(torch.device("cpu"), "auto", size, dtype)
+        assert chosen.name == "torch"
+        assert notice is not None
+        assert ("float16" if size == 64 else "264") in notice
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", some_by_day(range(1, len(build.FLAG_SETS)), lambda way: way == 1))
+def test_without_threads_it_compiles_too(way: int, tmp_path: Path) -> None:
+    """A compiler without OpenMP, as on some systems, still makes a library. Without `omp simd`
+    too, the next test has one by day."""
+    quick = ["-O0" if flag == "-O3" else flag for flag in build.FLAGS]
+    flags = [*quick, *build.FLAG_SETS[way], build.headers(), "-shared"]
+    done = subprocess.run(
+        [str(build.find()), *flags, *map(str, build.sources()), "-o", tmp_path / "made.so", "-lm"],
+        capture_output=True,
+        check=False,
+        env={**os.environ},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert ctypes.CDLL(str(tmp_path / "made.so")).minikv_threads() == 1
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86's names")
+@pytest.mark.parametrize(
+    ("processor", "level", "openmp"),
+    some_by_day(
+        [
+            ("x86-64", "-O0", False),
+            *product(("haswell", "x86-64"), ("-O1", "-O3"), (True,)),
+        ],
+        lambda case: case[1] == "-O0",
+    ),
+)
+def test_processors_with_shorter_vectors(
+    processor: str, level: str, openmp: bool, tmp_path: Path
+) -> None:
+    """What one with AVX2, and one without any AVX, would compile passes the same tests; by day
+    with a compiler that has no OpenMP."""
+    compiler = tmp_path / "cc"
+    refuses = "" if openmp else 'case "$*" in *-fopenmp*) echo "no OpenMP" >&2; exit 1;; esac\n'
+    compiler.write_text(
+        f'#!/bin/sh\n{refuses}exec "{build.find()}" "$@" -march={processor} {level}\n'
+    )
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "0",
+            *(
+                str(Path(__file__).parents[1] / name / "test_cpu.py")
+                for name in ("decode", "product")
+            ),
+        ],
+        env={**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+    (made,) = (tmp_path / "minikv" / "kernels").glob("*.so")
+    if not openmp:
+        assert ctypes.CDLL(str(made)).minikv_threads() == 1
+
+
+def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes the root directory for it."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    assert build._cache() is None
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86's names")
+@pytest.mark.parametrize(
+    ("processor", "level"),
+    some_by_day(
+        [
+            ("sandybridge", "-O0"),
+            *product(("sandybridge", "bdver4", "knl", "skylake-avx512", "cooperlake"), ("-O1",)),
+        ],
+        lambda case: case[1] == "-O0",
+    ),
+)
+def test_every_set_of_instructions_compiles(processor: str, level: str, tmp_path: Path) -> None:
+    """Between AVX and AVX-512 a set may have wide vectors and lack an instruction for them, which
+    is an error at any level; -O1 also warns of values that are used before they are set."""
+    flags = (
+        "-std=gnu11",
+        level,
+        "-fPIC",
+        "-fopenmp",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-c",
+        build.headers(),
+    )
+    done = subprocess.run(
+        [str(build.find()), *flags, f"-march={processor}", *map(str, build.sources())],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,269 @@
+"""Who computes what on a CPU is a table of instructions: every class of it, imitated."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from drawing import randoms
+
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.stats import Shape
+from minikv.kernels import dispatch
+from minikv.kernels.attention import cpu as prefill
+from minikv.kernels.attention import plain as attention
+from minikv.kernels.decode import cpu as decode
+from minikv.kernels.native import build, choice, table
+from minikv.models.linear import bf16_products, has_tiles
+
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+
+
+def chosen(processor: str) -> dispatch.Kernels:
+    ops, why = dispatch.choose(CPU, "auto", 64, torch.bfloat16, processor)
+    assert why is None
+    return ops
+
+
+def test_every_class_says_of_every_operation_who_computes_it() -> None:
+    found = {name: value for name, value in vars(table.Native).items() if name[0] != "_"}
+    own = {name for name, value in found.items() if isinstance(value, staticmethod | dict)}
+    assert own == {name for names in choice.OPERATIONS.values() for name in names}
+    for row in choice.CHOICES.values():
+        assert row.keys() == choice.OPERATIONS.keys()
+        assert set(row.values()) <= {choice.C, choice.TILES, choice.FLOATS, choice.TORCH}
+        special = {name for name, who in row.items() if who in (choice.TILES, choice.FLOATS)}
+        assert special <= {*choice.WITHOUT_TILES}
+    assert choice.processor() in choice.CHOICES
+    assert choice.FLOAT_ROWS.keys() <= choice.CHOICES.keys()
+    assert choice.PROMPT_ROWS.keys() <= choice.CHOICES.keys()
+
+
+def test_nothing_is_timed() -> None:
+    for module in (choice, table, dispatch):
+        names = {
+            node.name
+            for line in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
+            if isinstance(line, ast.Import | ast.ImportFrom)
+            for node in line.names
+        }
+        assert not names & {"time", "perf_counter", "timeit", "random"}
+
+
+@needs_compiler
+@pytest.mark.parametrize("processor", choice.CHOICES)
+def test_the_table_is_what_runs(processor: str) -> None:
+    ops = chosen(processor)
+    assert ops.choices.startswith(f"{processor}: C for ")
+    for operation, names in choice.OPERATIONS.items():
+        assert operation in ops.choices
+        if names == ("rows_product",):
+            continue
+        who = choice.CHOICES[processor][operation]
+        tiled = decode.TILES if operation == "step attention" else prefill.TILES
+        source = {
+            choice.TORCH: dispatch.Kernels,
+            choice.FLOATS: prefill.FLOAT,
+            choice.TILES: tiled,
+        }.get(who, table.Native)
+        for name in names:
+            if name == "step_arena":  # it is told about tiles
+                continue
+            assert getattr(ops, name) == getattr(source, name), (operation, name)
+    packed = choice.CHOICES[processor]["prompts with packed weights"]
+    assert (ops.rows_product is not None) == (packed == choice.TILES)
+    assert ops.integer_prompts == (packed == choice.C)
+
+
+@needs_compiler
+def test_with_tiles_of_bfloat16_prompts_take_them() -> None:
+    """The rule for AMX."""
+    ops = chosen("amx")
+    assert ops.rows_attention == prefill.TILES.rows_attention
+    assert ops.last_rows_attention == prefill.TILES.last_rows_attention
+    assert ops.ragged_prefill == prefill.TILES.ragged_prefill
+    assert ops.ragged_attention == decode.TILES.ragged_attention
+    assert chosen("avx512-bf16").ragged_attention == decode.VECTORS.ragged_attention
+    assert ops.prompt_rows == 2048
+    assert chosen("avx512-bf16").prompt_rows is None
+    assert "C with tiles for prompt attention" in ops.choices
+    assert chosen("avx512-bf16").rows_attention == prefill.BF16.rows_attention
+    assert not ops.integer_prompts
+    assert chosen("avx512-bf16").integer_prompts
+
+
+@needs_compiler
+def test_where_bfloat16_is_slow_floats_multiply() -> None:
+    """Intel without tiles: attention of prompts in C, and torch's products of many rows."""
+    ops = chosen("avx512-bf16-intel")
+    assert ops.last_rows_attention == prefill.FLOAT.last_rows_attention
+    assert ops.float_rows == choice.FLOAT_ROWS["avx512-bf16-intel"]
+    assert "C in float32 for prompt attention" in ops.choices
+    assert chosen("avx512-bf16").float_rows is None
+    slow, _ = dispatch.choose(CPU, "torch", 64, torch.bfloat16, "avx512-bf16-intel")
+    assert slow.float_rows == ops.float_rows
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 33, 70])
+def test_an_imitated_class_computes_the_same(rows: int) -> None:
+    q = randoms(1, 2, 2, rows, 64, dtype=torch.bfloat16)
+    k, v = randoms(2, 2, 70, 64, dtype=torch.bfloat16), randoms(3, 2, 70, 64, dtype=torch.bfloat16)
+    want, sums = attention.last_rows_attention(q.float(), k.float(), v.float())
+    for processor in ("amx", "avx512-bf16", "avx512-bf16-intel"):
+        out, lse = chosen(processor).last_rows_attention(q, k, v)
+        torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, sums, rtol=2e-2, atol=2e-2)
+
+
+@needs_compiler
+def test_a_cache_takes_the_class_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processor in choice.CHOICES:
+        monkeypatch.setattr(choice, "processor", lambda processor=processor: processor)
+        made = KVCache(Shape(1, 1, 1, 64, (None,), 64), dtype=torch.bfloat16, device="cpu")
+        if processor != "amx" or prefill.TILES.available():
+            assert made.ops.choices == choice.describe(processor)
+
+
+@needs_compiler
+def test_a_compiler_that_knows_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "processor", lambda: "amx")
+    monkeypatch.setattr(choice, "tiles_refused", lambda: False)
+    monkeypatch.setattr(prefill.Prefill, "available", lambda _: False)
+    without = table.Native()
+    assert without.rows_attention is attention.rows_attention
+    assert without.rows_product is None
+    assert without.ragged_attention == decode.VECTORS.ragged_attention
+    assert "torch for prompt attention, prompts with packed weights" in without.choices
+    monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
+    assert table.Native().choices == choice.describe("amx")
+    monkeypatch.setattr(choice, "tiles_refused", lambda: True)
+    assert table.Native().choices.endswith("; " + REFUSED)
+    assert REFUSED not in chosen("amx").choices
+
+
+REFUSED = "Linux refuses this process the tiles (AMX) of the processor"
+
+
+@needs_compiler
+def test_without_threads_torch_reads_prompts_in_place_of_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table.product, "threads", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    ops = table.Native("amx")
+    assert ops.rows_attention is attention.rows_attention
+    assert ops.rows_product is None
+    assert not ops.integer_prompts
+    assert "torch for prompt attention, prompts with packed weights" in ops.choices
+    others = table.Native("avx512-bf16")
+    assert others.rows_attention == prefill.BF16.rows_attention
+
+
+@pytest.mark.parametrize(
+    ("machine", "level", "tiles", "bf16", "vendor", "found"),
+    [
+        ("x86_64", "AVX512", True, True, "GenuineIntel", "amx"),
+        ("x86_64", "AVX512", False, True, "AuthenticAMD", "avx512-bf16"),
+        ("x86_64", "AVX512", False, True, "GenuineIntel", "avx512-bf16-intel"),
+        ("x86_64", "AVX512", False, True, "", "avx512-bf16"),
+        ("AMD64", "AVX512", False, False, "GenuineIntel", "avx512"),
+        ("x86_64", "AVX2", True, True, "GenuineIntel", "avx2"),  # torch was told to use no more
+        ("x86_64", "DEFAULT", False, False, "GenuineIntel", "other"),
+        ("aarch64", "DEFAULT", False, False, "", "arm"),
+        ("riscv64", "DEFAULT", False, False, "", "other"),
+    ],
+)
+def test_the_class_is_what_torch_may_use(
+    machine: str,
+    level: str,
+    tiles: bool,
+    bf16: bool,
+    vendor: str,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "vendor", lambda: vendor)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    assert choice.processor.__wrapped__() == found
+    monkeypatch.setattr(choice, "processor", lambda: found)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bf16)
+    native = found in ("amx", "avx512-bf16", "avx512-bf16-intel")
+    assert choice.multiplies_bf16.__wrapped__() == native
+    assert bf16_products.__wrapped__() == native  # models may not import kernels
+    assert has_tiles.__wrapped__() == (found == "amx")
+
+
+def test_tiles_that_are_refused_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "vendor", lambda: "GenuineIntel")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for there, granted in ((True, True), (True, False), (False, False)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda there=there: there)
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda granted=granted: granted)
+        assert choice.tiles_refused() == (there and not granted)
+        assert (choice.processor.__wrapped__() == "amx") == (there and granted)
+        assert has_tiles.__wrapped__() == (there and granted)
+
+
+SMALL_STACK = """
+import ctypes, torch
+
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+room = ctypes.create_string_buffer(4096)
+given = Stack(ctypes.addressof(room), 0, 4096)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(given), None) == 0
+from minikv.kernels.native import choice
+from minikv.kernels.attention import cpu as prefill
+
+q, k = torch.randn(1, 1, 40, 64).bfloat16(), torch.randn(1, 40, 64).bfloat16()
+out, _ = prefill.TILES.rows_attention(q, k, k)
+assert out.isfinite().all()
+print(choice.tiles_refused(), choice.processor(), prefill.TILES.available())
+"""
+
+
+@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no tiles")
+def test_linux_refuses_tiles_and_attention_goes_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_STACK], capture_output=True, text=True, timeout=300
+    )
+    refused, found, available = done.stdout.split() or [done.stderr, "", ""]
+    assert (refused, available) == ("True", "False")
+    assert found == "avx512-bf16-intel" or choice.processor() != "amx"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t: fpu\n\nprocessor\t: 1\n",
+            "GenuineIntel",
+        ),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", ""),
+        (None, ""),
+    ],
+)
+def test_the_maker_is_what_linux_says(
+    text: str | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: Path) -> str:
+        assert path == Path("/proc/cpuinfo")
+        if text is None:
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert choice.vendor() == found

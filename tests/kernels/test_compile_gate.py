@@ -1,0 +1,239 @@
+"""Every Triton kernel is compiled without a GPU, and the result is read: no stack and no spills,
+keys, values and other rows read as wide as their `Variant` says, pointer by pointer, matrix
+instructions where they are meant, no more shared memory than a multiprocessor has.
+
+By default some of what a model of 8B launches, for compute capability 9.0; `pytest -m "soak or not
+soak"` adds the rest of it, other head sizes and dtypes, and 8.0. Nothing comes from Triton's cache.
+With pytest-xdist the workers share the builds; without it threads do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pairwise import some_by_day
+from pointer_reads import UNKNOWN, reads, too_narrow
+
+pytest.importorskip("triton", reason="no Triton on this system")
+
+from minikv import kernels
+from minikv.kernels.gpu_variants import Variant
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory that one block may have (CUDA programming guide, compute capabilities)."""
+DEFAULT = 90
+
+
+def _collect() -> dict[str, Variant]:
+    found: dict[str, Variant] = {}
+    for module in pkgutil.walk_packages(kernels.__path__, "minikv.kernels."):
+        if not module.name.endswith("gpu"):
+            continue
+        made = importlib.import_module(module.name)
+        for variant in made.variants() if "variants" in vars(made) else ():
+            assert variant.name not in found, f"two variants are called {variant.name}"
+            found[variant.name] = variant
+    return found
+
+
+def _daily(name: str) -> bool:
+    """By day: of each kernel the first and the last that an 8B model launches (bfloat16, heads of
+    128), or one; those of `MORE` at night."""
+    if name in MORE:
+        return False
+    others = [n for n, other in VARIANTS.items() if other.fn is VARIANTS[name].fn]
+    typical = [n for n in others if not RARE.search(n)]
+    return name in (min(typical), max(typical)) if typical else name == min(others)
+
+
+VARIANTS = _collect()
+MORE = ("ragged-prefill-bf16-d128-g4-lines40",)
+"""Builds of the night: 40 lines differ from 4,096 in the size of a tile only."""
+RARE = re.compile(r"fp16|fp32|\b(?:d?80|d?256|64)\b")
+BUILDS = some_by_day(
+    [(name, arch) for name in sorted(VARIANTS) for arch in SHARED],
+    lambda case: case[1] == DEFAULT and _daily(case[0]),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One compiled variant: its instructions, the bytes of its loads by pointer, and the memory
+    that it needs."""
+
+    instructions: frozenset[str]
+    ptx: str
+    llvm: str
+    reads: Mapping[str, Collection[int]]
+    stack: int
+    local: int
+    shared: int
+
+
+def compiled(
+    name: str,
+    arch: int,
+    tool: Path,
+    folder: Path,
+    unaligned: Collection[str] = (),
+) -> Built:
+    """Compile a variant and read the machine code. It is disassembled only where a test reads
+    instructions: that takes as long as compiling. unaligned: pointers that the compiler is not told
+    to be aligned, as it would be by a mistake in the kernel's decorator."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    variant = VARIANTS[name]
+    names = list(variant.signature)
+    aligned = [i for i in variant.aligned if names[i] not in unaligned]
+    source = ASTSource(
+        variant.fn,
+        dict(variant.signature),
+        {(names.index(n),): value for n, value in variant.constants.items()},
+        {(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    cubin = folder / f"{'-'.join([name, str(arch), *unaligned])}.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+
+    def said(*command: str | Path) -> str:
+        return subprocess.run([*command, cubin], capture_output=True, text=True, check=True).stdout
+
+    usage = said(tool, "--dump-resource-usage")
+    number = {k: int(v) for k, v in re.findall(r"(STACK|LOCAL):(\d+)", usage)}
+    disassembled = variant.mma and not unaligned
+    sass = said(tool.with_name("nvdisasm"), "-ndf", "-c") if disassembled else ""
+    found = re.findall(r"\b([A-Z][A-Z0-9]*(?:\.[A-Z0-9_]+)*)\b", sass)
+    widths: Mapping[str, Collection[int]] = {}
+    if variant.reads:
+        taken = [n for n, kind in variant.signature.items() if kind != "constexpr"]
+        widths = reads(made.asm["llir"], taken)
+    memory = number["STACK"], number["LOCAL"], made.metadata.shared
+    return Built(frozenset(found), made.asm["ptx"], made.asm["llir"], widths, *memory)
+
+
+def cuobjdump() -> Path:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
+    return tool
+
+
+def alone(name: str, folder: Path, *, unaligned: Collection[str] = ()) -> Built:
+    """A build of one test, for compute capability 9.0."""
+    import triton
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder / "cache")
+        return compiled(name, DEFAULT, cuobjdump(), folder, unaligned)
+
+
+@pytest.fixture(scope="module")
+def build(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str, int], Built]]:
+    """(name, arch) -> Built. The first call starts all builds of this run."""
+    import triton
+
+    tool = cuobjdump()
+    folder = tmp_path_factory.mktemp("cubins")
+    started: dict[tuple[str, int], Future[Built]] = {}
+    with triton.knobs.cache.scope(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        triton.knobs.cache.dir = str(folder / "cache")
+
+        def start(name: str, arch: int) -> Future[Built]:
+            if (name, arch) not in started:
+                started[name, arch] = pool.submit(compiled, name, arch, tool, folder)
+            return started[name, arch]
+
+        def one(name: str, arch: int) -> Built:
+            if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers divide the tests themselves
+                for item in request.session.items:
+                    if (
+                        isinstance(item, pytest.Function)
+                        and item.originalname == "test_machine_code"
+                    ):
+                        start(**item.callspec.params)
+            return start(name, arch).result()
+
+        yield one
+
+
+OLD_SINE = {"table-bf16": 32}
+"""Bytes of stack in which Triton 3.6 reduces large angles. It runs once a step."""
+
+
+@pytest.mark.parametrize(("name", "arch"), BUILDS)
+def test_machine_code(build: Callable[[str, int], Built], name: str, arch: int) -> None:
+    built, variant = build(name, arch), VARIANTS[name]
+    words = {word: word.split(".") for word in built.instructions}
+    heads = {parts[0] for parts in words.values()}
+    assert built.local == 0
+    if name not in OLD_SINE or built.stack != OLD_SINE[name]:
+        assert built.stack == 0
+        assert not heads & {"LDL", "STL"}
+    assert built.shared <= SHARED[arch]
+    assert too_narrow(built.reads, variant.reads) == []
+    assert UNKNOWN not in built.reads, "a load whose pointer is not known"
+    if variant.mma:
+        assert heads & {"HMMA", "HGMMA"}, "no matrix instruction"
+
+
+@pytest.mark.parametrize(
+    "unaligned",
+    [pytest.param(("k", "v"), marks=pytest.mark.soak), ("v",), ("k",)],
+    ids="-".join,
+)
+def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
+    tmp_path: Path, unaligned: tuple[str, ...]
+) -> None:
+    """A `split` that is not told that keys or values are aligned reads them two bytes at a time.
+    Its queries are still read 16 bytes at a time, which is no excuse."""
+    name = "split-bf16-128"
+    built = alone(name, tmp_path, unaligned=unaligned)
+    assert set(built.reads["q"]) == {16}
+    assert too_narrow(built.reads, VARIANTS[name].reads) == [
+        f"{pointer} is read 2 bytes at a time, not 16" for pointer in sorted(unaligned)
+    ]
+
+
+def test_every_part_is_written_before_it_is_counted(build: Callable[[str, int], Built]) -> None:
+    """Of attention, the program that arrives last reads what all threads of the others wrote: each
+    program has a barrier between its stores and the counter, which releases and acquires."""
+    before, counter, after = re.split(r"(atom\.\S+)", build("split-bf16-128", DEFAULT).ptx)
+    assert {"gpu", "acq_rel", "add"} <= set(counter.split("."))
+    assert "bar.sync" in before[before.rindex("st.global") :]
+    assert "ld.global.cg" in after
+    assert "ld.global.b" not in after
+
+
+def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None:
+    """The kernels that go over all rows; a step's own row is read by the numbers."""
+    walks = ("split", "mass", "each", "rows", "ragged-prefill", "add-norm")
+    walks += (
+        "silu-mul",
+        "rotate",
+        "merge",
+        "w8a16-product",
+        "w4a16-product",
+        "row-product",
+        "visible",
+        "joined",
+        "unrotated",
+    )
+    for name, variant in VARIANTS.items():
+        assert bool(variant.reads) == name.startswith(walks), name
+        assert set(variant.reads) <= set(variant.signature)
