@@ -10,15 +10,14 @@ from minikv.kernels.append.plain import advance, append
 from minikv.kernels.attention.plain import (
     last_rows_attention,
     merge,
+    ragged_prefill,
     rows_attention,
     total,
     visible_attention,
+    window_attention,
 )
-from minikv.kernels.attention.ragged import ragged_prefill
-from minikv.kernels.attention.window import window_attention
 from minikv.kernels.decode.plain import HashRule, NewRow, Rows, lowest, ragged_attention
-from minikv.kernels.evict.choose import NOT_FREE, order_key
-from minikv.kernels.evict.gather import gather_columns, gather_rows, survivors
+from minikv.kernels.evict.plain import NOT_FREE, gather_columns, gather_rows, order_key, survivors
 from minikv.kernels.int8 import from_codes, to_codes
 from minikv.kernels.mass.plain import (
     Part,

@@ -1,74 +1,33 @@
 """Who computes what: Triton on a CUDA device, C on a CPU, plain torch for the rest.
 
-    operation              Triton                   C on a CPU          torch
-    ---------------------  -----------------------  ------------------  --------------------
-    ragged_attention       decode/gpu               decode/cpu          decode/plain
-    advance                append/gpu               append/cpu          append/plain
-    append                 -                        append/cpu          append/plain
-    rotate_append          append/gpu               append/cpu          append/plain
-    evict                  evict/gpu                evict/cpu           policies
-    append_evict           append/hash_gpu          append/hash_cpu     policies
-    lowest                 evict/gpu                evict/cpu           decode/plain
-    rows_attention         -                        attention/cpu       attention/plain
-    last_rows_attention    attention/gpu            attention/cpu       attention/plain
-    visible_attention      attention/gpu            -                   attention/plain
-    merge                  attention/gpu            attention/merge_cpu attention/plain
-    ragged_prefill         attention/ragged_gpu     attention/cpu       attention/ragged
-    add_attention_mass     mass/gpu                 mass/cpu            mass/plain
-    each_attention         mass/gpu                 mass/cpu            mass/plain
-    peak_attention         mass/gpu                 mass/cpu            mass/plain
-    order_key              evict/choose_gpu         -                   evict/choose
-    best                   evict/choose_gpu         -                   evict/choose
-    wanted                 evict/choose_gpu         -                   evict/choose
-    gather_rows            evict/gather_gpu         -                   evict/gather
-    gather_columns         evict/gather_gpu         -                   evict/gather
-    add_norm               layer/gpu                layer/cpu           layer/plain
-    rotate                 layer/gpu                layer/cpu           layer/plain
-    rotary_table           layer/gpu                -                   layer/plain
-    silu_mul               layer/gpu                layer/cpu           layer/plain
-    drawn                  -                        sample/cpu          sample/plain
-    row_product            -                        product/cpu         product/plain
-    rest                   layer/rest_gpu           layer/rest_cpu      models
-    normed_product         layer/rest_gpu           -                   models
-    layers                 -                        layer/layers_cpu    models
-    step_arena             -                        layer/arena_cpu     models
-    int8_product           -                        product/integer_cpu models
-    int4_product           -                        product/integer_cpu models
-    pack_int8              -                        product/packing     models
-    pack_int4              -                        product/packing     models
-    unpack_int4            -                        product/packing     models
-    rows_product           -                        product/tiles_cpu   models
-    w8a16_product          product/gpu              -                   models
-    w4a16_product          product/gpu              -                   models
-    unpack_int4_rows       product/gpu              -                   models
+`Kernels` has the torch form of every operation, which defines what it computes; `FORMS` says which
+have a faster one, and where. `choose` is called once for a device and a head size, and its
+`Kernels` object is passed on; this module keeps no state. On a CPU the choice also depends on the
+processor: native/choice.py says which operations are left to torch.
 
-A "-" means that the torch form is used there. "policies" means that the torch form is in the
-policy's own file in minikv/policies, "models" that it is in models/linear.py (`rest`, `layers` and
-normed_product: llama.py); `Kernels` has None for both. step_arena prepares what `layers` takes.
-product/integer has the specification of int8_product and int4_product, which is too slow to run:
-without C, models/linear.py does not quantize activations. On a CPU without C, `TorchOnCPU` takes
-ragged_attention from decode/plain_cpu.
-`choose` is called once for a device and a head size, and its `Kernels` object is passed on; this
-module keeps no state. On a CPU the choice also depends on the processor: native/choice.py says
-which operations are left to torch. rows_product exists only with tiles (AMX).
+The torch forms of `evict` and `append_evict` are in the policies' own files in minikv/policies;
+those that are None here are in models/linear.py and llama.py. product/integer.py specifies
+int8_product and int4_product, too slowly to run: without C, models/linear.py does not quantize
+activations. On a CPU without C, `TorchOnCPU` takes ragged_attention from decode/plain_cpu.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.append import plain as append_row
-from minikv.kernels.attention import cudnn, ragged
+from minikv.kernels.attention import cudnn
 from minikv.kernels.attention import plain as attention
 from minikv.kernels.decode import plain as decode
 from minikv.kernels.decode import plain_cpu as decode_cpu
-from minikv.kernels.evict import choose as choose_rows
-from minikv.kernels.evict import gather
+from minikv.kernels.evict import plain as evict_rows
 from minikv.kernels.layer import plain as layer
 from minikv.kernels.mass import plain as attention_mass
 from minikv.kernels.native import choice
@@ -82,7 +41,7 @@ _LARGEST_FLOAT32 = 128  # head size; larger float32 heads do not fit the registe
 
 
 class Kernels:
-    """Every operation in torch. `cpu.table` and `triton.table` replace those that they have."""
+    """Every operation in torch; `choose` replaces those that have a faster form."""
 
     name = "torch"
     choices = ""
@@ -115,17 +74,16 @@ class Kernels:
     lowest = staticmethod(decode.lowest)
     rows_attention = staticmethod(attention.rows_attention)
     last_rows_attention = staticmethod(attention.last_rows_attention)
-    visible_attention = staticmethod(attention.visible_attention)
     merge = staticmethod(attention.merge)
-    ragged_prefill = staticmethod(ragged.ragged_prefill)
+    ragged_prefill = staticmethod(attention.ragged_prefill)
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
     peak_attention = staticmethod(attention_mass.peak_attention)
-    order_key = staticmethod(choose_rows.order_key)
-    best = staticmethod(choose_rows.best)
-    wanted = staticmethod(choose_rows.wanted)
-    gather_rows = staticmethod(gather.gather_rows)
-    gather_columns = staticmethod(gather.gather_columns)
+    order_key = staticmethod(evict_rows.order_key)
+    best = staticmethod(evict_rows.best)
+    wanted = staticmethod(evict_rows.wanted)
+    gather_rows = staticmethod(evict_rows.gather_rows)
+    gather_columns = staticmethod(evict_rows.gather_columns)
     add_norm = staticmethod(layer.add_norm)
     rotate = staticmethod(layer.rotate)
     rotary_table = staticmethod(layer.rotary_table)
@@ -145,6 +103,50 @@ class Kernels:
     w8a16_product: Callable[..., torch.Tensor] | None = None
     w4a16_product: Callable[..., torch.Tensor] | None = None
     unpack_int4_rows: Callable[..., None] | None = None
+
+
+FORMS: Mapping[str, tuple[str, str]] = {
+    "ragged_attention": ("decode.gpu", "decode.cpu"),
+    "advance": ("append.gpu", "append.cpu"),
+    "append": ("", "append.cpu"),
+    "rotate_append": ("append.gpu", "append.cpu"),
+    "append_evict": ("append.hash_gpu", "append.cpu"),
+    "evict": ("evict.gpu", "evict.cpu"),
+    "lowest": ("evict.gpu", "evict.cpu"),
+    "order_key": ("evict.choose_gpu", ""),
+    "best": ("evict.choose_gpu", ""),
+    "wanted": ("evict.choose_gpu", ""),
+    "gather_rows": ("evict.gather_gpu", ""),
+    "gather_columns": ("evict.gather_gpu", ""),
+    "rows_attention": ("", "attention.cpu"),
+    "last_rows_attention": ("attention.gpu", "attention.cpu"),
+    "merge": ("attention.gpu", "attention.cpu"),
+    "ragged_prefill": ("attention.ragged_gpu", "attention.cpu"),
+    "add_attention_mass": ("mass.gpu", "mass.cpu"),
+    "each_attention": ("mass.gpu", "mass.cpu"),
+    "peak_attention": ("mass.gpu", "mass.cpu"),
+    "add_norm": ("layer.gpu", "layer.cpu"),
+    "rotate": ("layer.gpu", "layer.cpu"),
+    "rotary_table": ("layer.gpu", ""),
+    "silu_mul": ("layer.gpu", "layer.cpu"),
+    "drawn": ("", "sample.cpu"),
+    "row_product": ("", "product.cpu"),
+    "rest": ("layer.rest_gpu", "layer.rest_cpu"),
+    "normed_product": ("layer.rest_gpu", ""),
+    "layers": ("", "layer.layers_cpu"),
+    "step_arena": ("", "layer.arena_cpu"),
+    "int8_product": ("", "product.integer_cpu"),
+    "int4_product": ("", "product.integer_cpu"),
+    "pack_int8": ("", "product.packing"),
+    "pack_int4": ("", "product.packing"),
+    "unpack_int4": ("", "product.packing"),
+    "rows_product": ("", "product.tiles_cpu"),
+    "w8a16_product": ("product.gpu", ""),
+    "w4a16_product": ("product.gpu", ""),
+    "unpack_int4_rows": ("product.gpu", ""),
+}
+"""Operation -> the modules of minikv.kernels that have it in Triton and in C; "" where torch
+computes it. rows_product exists only with tiles (AMX). step_arena prepares what `layers` takes."""
 
 
 class TorchOnCPU(Kernels):
@@ -174,25 +176,67 @@ def choose(
     reason = unfit(device, head_dim, dtype)
     if reason is not None:
         return Kernels(), f"the Triton kernels are not used: {reason}"
-    # By name: a module that imports Triton is loaded only where it is used.
-    found = import_module("minikv.kernels.gpu_table").Triton()
-    assert isinstance(found, Kernels)
+    found = on_gpu()
     found.prompt_rows = cudnn.prompt_rows(device, head_dim)
     return found, None
 
 
+def on_gpu() -> Kernels:
+    """The operations of a CUDA device. This imports Triton."""
+    found = Kernels()
+    found.name, found.products = "triton", True
+    found.block = 1 << 22  # enough to occupy the device
+    for name, (module, _) in FORMS.items():
+        if module:
+            setattr(found, name, getattr(_module(module), name))
+    return found
+
+
+def in_c(processor: str = "") -> Kernels:
+    """The operations in C, except those that `choice` leaves to torch on this class of processor.
+    processor: a key of `choice.CHOICES`; "" is the class of this machine."""
+    found, kind = Kernels(), processor or choice.processor()
+    found.name = "native"
+    threads = _module("product.cpu").threads()
+    # Compiled without threads, products and tiles would use only one core.
+    found.products = threads > 1 or torch.get_num_threads() == 1
+    # A compiler may not support tiles; torch does.
+    tiled = _module("attention.cpu").TILES.available()
+    choices = dict(choice.CHOICES[kind])
+    if not (found.products and (bool(processor) or tiled)):
+        tiles = [name for name, who in choices.items() if who == choice.TILES]
+        choices |= {name: choice.WITHOUT_TILES[name] for name in tiles}
+    found.choices = choice.describe(kind, choices)
+    if not processor and choice.tiles_refused():
+        found.choices += "; Linux refuses this process the tiles (AMX) of the processor"
+    for operation, who in choices.items():
+        for name in choice.OPERATIONS[operation] if who != choice.TORCH else ():
+            module = _module(FORMS[name][1])
+            form = getattr(module, "FORMS", {}).get(who)
+            setattr(found, name, getattr(form, name, None) or getattr(module, name))
+    prompts = choices["prompts with packed weights"]
+    found.integer_prompts = prompts == choice.C
+    if prompts != choice.TILES:
+        found.rows_product = None
+    if choices["step attention"] == choice.TILES and tiled:
+        found.step_arena = partial(_module("layer.arena_cpu").step_arena, tiles=True)
+    found.prompt_rows = choice.PROMPT_ROWS.get(kind)
+    found.float_rows = choice.FLOAT_ROWS.get(kind)
+    return found
+
+
+def _module(name: str) -> Any:
+    """A module of minikv.kernels, loaded where it is used: some import Triton."""
+    return import_module(f"minikv.kernels.{name}")
+
+
 def _native(head_dim: int, dtype: torch.dtype, processor: str) -> tuple[Kernels, str | None]:
     """`choose` for a CPU."""
-    build, heads = (
-        import_module(f"minikv.kernels.{name}") for name in ("native.build", "decode.cpu")
-    )
-    why = heads.unfit(dtype, head_dim)
+    build, why = _module("native.build"), _module("decode.cpu").unfit(dtype, head_dim)
     if not why:
         found, why = build.library()
         if found is not None:
-            made = import_module("minikv.kernels.native.table").Native(processor)
-            assert isinstance(made, Kernels)
-            return made, None
+            return in_c(processor), None
         if build.switched_off():
             return TorchOnCPU(processor), None
     return TorchOnCPU(processor), f"the C kernels are not used, and steps are slower: {why}"

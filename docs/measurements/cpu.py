@@ -37,8 +37,8 @@ from minikv.cache.attend import DenseAttend
 from minikv.cli.doctor import _cpu_facts
 from minikv.engine.sampling import Sampling, pick
 from minikv.kernels import dispatch
+from minikv.kernels.attention import cpu as merge
 from minikv.kernels.attention import cpu as prefill
-from minikv.kernels.attention import merge_cpu as merge
 from minikv.kernels.attention import plain as attention
 from minikv.kernels.mass import cpu as attention_mass
 from minikv.kernels.mass import plain as mass_in_torch

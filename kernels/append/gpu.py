@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import power, typed
-from minikv.kernels.gpu_variants import Variant
-from minikv.kernels.int8_gpu import quantized
+from minikv.kernels.gpu import Variant, power, quantized, typed
 
 
 @triton.jit

@@ -17,9 +17,7 @@ import triton.language as tl
 from minikv.kernels.append.gpu import turned_rows
 from minikv.kernels.decode.plain import HashRule, NewRow
 from minikv.kernels.evict.gpu import NONE, lower, lowest_of, may_leave, popcount
-from minikv.kernels.gpu import power, typed
-from minikv.kernels.gpu_variants import Variant
-from minikv.kernels.int8_gpu import quantized
+from minikv.kernels.gpu import Variant, power, quantized, typed
 
 _OWN = ("k", "v", "pos", "code", "k_scale", "v_scale")
 _BLOCK, _WARPS = 1024, 8
@@ -331,3 +329,6 @@ def variants() -> list[Variant]:
             )
         )
     return found
+
+
+append_evict = {"hashevict": hash_append}

@@ -3,11 +3,14 @@ bfloat16 vectors (prefill.c), which a processor may lack, or with floats (prefil
 says which is fastest.
 
 They take bfloat16 and float32 (always multiplied as floats), and heads whose size is a multiple of
-16 up to 256. Everything else goes to `torch/attention.py`.
+16 up to 256. Everything else goes to plain.py.
+
+Results over disjoint sets of rows are joined in C too (`merge.c`), of up to 8 parts.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
@@ -18,7 +21,8 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.attention import plain as plain_torch
-from minikv.kernels.attention import ragged as plain_ragged
+from minikv.kernels.native import choice
+from minikv.kernels.native.binding import KINDS, loaded
 from minikv.kernels.native.build import library
 
 _MULTIPLE = 16
@@ -75,7 +79,7 @@ class Prefill:
         """See `torch.ragged_prefill.ragged_prefill`. Without a window, head by head in C."""
         tables = torch.stack((start, length, free_slot), 1)
         attend = self.rows_attention
-        return plain_ragged.head_by_head(q, k, v, tables, pos, q_pos, window, attend)
+        return plain_torch.head_by_head(q, k, v, tables, pos, q_pos, window, attend)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
         """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""
@@ -117,6 +121,8 @@ class Prefill:
 TILES = Prefill("minikv_rows_attention_tiles")
 BF16 = Prefill("minikv_rows_attention")
 FLOAT = Prefill("minikv_rows_attention_float")
+FORMS = {choice.C: BF16, choice.TILES: TILES, choice.FLOATS: FLOAT}
+"""What `choice` calls them."""
 
 
 @cache
@@ -131,3 +137,55 @@ def _function(symbol: str) -> Attend | None:
     function.argtypes = [c_void_p] * 5 + [_Shape]
     function.restype = c_int
     return cast(Attend, function)
+
+
+_PARTS = 8
+
+_Addresses = c_void_p * _PARTS
+_Joined = c_int64 * (9 + 6 * _PARTS)
+"""`Shape` of merge.c."""
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The library, the arguments of its functions declared."""
+    found = loaded()
+    found.minikv_merge.argtypes = [_Addresses, _Addresses, c_void_p, c_void_p, _Joined]
+    found.minikv_merge.restype = None
+    return found
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """See `torch.attention.merge`."""
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
+    heads, group, rows, size = outs[0].shape
+    kind = outs[0].dtype
+    fits = kind in KINDS and size <= _MAX_HEAD_DIM and len(parts) <= _PARTS
+    fits = fits and all(x.dtype is kind and x.stride(3) == 1 and x.is_cpu for x in outs)
+    if not fits or any(x.dtype is not torch.float32 for x in lses):
+        return plain_torch.merge(parts)
+    joined = torch.empty_like(outs[0])
+    whole = torch.empty((heads, group, rows))
+    none = [0] * 3 * (_PARTS - len(parts))
+    shape = _Joined(
+        heads,
+        group,
+        rows,
+        size,
+        len(parts),
+        KINDS[kind],
+        *joined.stride()[:3],
+        *(step for x in outs for step in x.stride()[:3]),
+        *none,
+        *(step for x in lses for step in x.stride()),
+    )
+    _library().minikv_merge(
+        _Addresses(*(x.data_ptr() for x in outs)),
+        _Addresses(*(x.data_ptr() for x in lses)),
+        joined.data_ptr(),
+        whole.data_ptr(),
+        shape,
+    )
+    return joined, whole

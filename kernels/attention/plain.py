@@ -1,4 +1,5 @@
-"""Attention of a prompt's queries over rows of which every head has the same number.
+"""Attention of a prompt's queries: over rows of which every head has the same number, under a
+sliding window, and over the rows that are left from earlier turns.
 
 Shapes use the project's letters (`minikv`). Logits are scaled by 1/sqrt(D); softmax is in float32.
 Attention over disjoint sets of rows is joined by the log-sum-exp of the logits (`merge`), as in
@@ -8,6 +9,7 @@ FlashAttention (arXiv 2205.14135, section 3.1).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -218,3 +220,120 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tu
     lse = torch.logsumexp(logits, -1)
     p = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
     return torch.matmul(p.to(v.dtype), v[:, None]), lse
+
+
+Attend = Callable[..., tuple[Tensor, Tensor]]
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend = rows_attention
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last T of N rows: row i sees rows max(0, i - window + 1) .. i.
+
+    q [H, G, T, D], k and v [H, N, D], N >= T: any strides, but the last is 1. attend: the form of
+    `rows_attention` to call. Results as in `rows_attention`. Needs no mask, and beside the results
+    only copies of at most T rows.
+    """
+    if q.device.type == "cuda":
+        fused = cuda_attention(q, k, v, causal=True, window=window)
+        if fused is not None:
+            return fused
+    first = k.shape[1] - q.shape[2]
+    parts = [
+        _stretch(q[:, :, lo:hi], k[:, : first + hi], v[:, : first + hi], window, attend)
+        for lo, hi in _stretches(first, q.shape[2], window)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def _stretches(first: int, rows: int, window: int) -> Iterator[tuple[int, int]]:
+    """Divide `rows` queries, the first of which is row `first`: (begin, end) of each stretch.
+
+    The first stretch is the queries that see all rows before them. The others have fewer rows than
+    the window (one row if it is 1), are as few as possible, and have about the same size.
+    """
+    lo = min(max(0, window - first), rows)
+    if lo:
+        yield 0, lo
+    if lo < rows:
+        count = -(-(rows - lo) // max(1, window - 1))
+        size = -(-(rows - lo) // count)
+        for begin in range(lo, rows, size):
+            yield begin, min(begin + size, rows)
+
+
+def _stretch(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> tuple[Tensor, Tensor]:
+    """`window_attention` of one stretch."""
+    hi = k.shape[1]
+    lo = hi - q.shape[2]
+    begin = hi - window + 1 if hi > window else 0  # all queries see the rows from here on
+    parts = [attend(q, k[:, lo:], v[:, lo:], causal=True)]
+    if begin < lo:
+        parts.append(attend(q, k[:, begin:lo], v[:, begin:lo]))
+    if 0 < begin <= lo:  # a window of 1 has no such rows
+        early = slice(lo - window + 1, begin)
+        out, lse = attend(q.flip(2), k[:, early].flip(1), v[:, early].flip(1), causal=True)
+        parts.append((out.flip(2), lse.flip(2)))
+    return merge(parts)
+
+
+def ragged_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    free_slot: Tensor,
+    max_length: int,
+    *,
+    pos: Tensor | None = None,
+    q_pos: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the segment of each head. All its rows are older than the queries.
+
+    q [H, G, T, D]; k, v [R, D]; start, length, free_slot int64 [H]: head h has rows start[h] ..
+    start[h] + length[h] - 1, but not row free_slot[h] (-1: none). No length exceeds `max_length`.
+    With a window, query i sees row j iff q_pos[i] - pos[j] < window; pos int32 [R], q_pos int64
+    [T]. Results as in `rows_attention`; a query that sees no row gets zeros and a log-sum-exp of
+    -inf.
+    """
+    tables = torch.stack((start, length, free_slot), 1)
+    return head_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
+
+
+def head_by_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tensor,
+    pos: Tensor | None,
+    q_pos: Tensor | None,
+    window: int | None,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """`ragged_prefill` with one call of `attend`, a form of `rows_attention`, per head.
+
+    tables int64 [H, 3]: start, length and free_slot.
+    """
+    parts = []
+    for h, (begin, count, free) in enumerate(tables.tolist()):
+        rows: slice | Tensor = slice(begin, begin + count)
+        if begin <= free < begin + count:
+            rows = torch.arange(begin, begin + count - 1, device=q.device)
+            rows += rows >= free
+            count -= 1
+        one = q[h : h + 1]
+        if not count:
+            lse = torch.full(one.shape[:3], -math.inf, device=q.device)
+            parts.append((torch.zeros_like(one), lse))
+        elif window is None:
+            parts.append(attend(one, k[rows][None], v[rows][None]))
+        else:
+            assert pos is not None
+            assert q_pos is not None
+            at = pos[rows].to(torch.int64)[None]
+            parts.append(visible_attention(one, k[rows][None], v[rows][None], q_pos, at, window))
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

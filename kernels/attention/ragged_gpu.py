@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.gpu import (
+    WIDE,
+    Variant,
     attention_tile,
     in_rows,
     row_stride,
@@ -25,7 +27,6 @@ from minikv.kernels.gpu import (
     upcast,
     width,
 )
-from minikv.kernels.gpu_variants import WIDE, Variant
 
 _PROGRAMS = 256  # enough to occupy the device
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.decode import plain as plain_torch
+from minikv.kernels.native import choice
 from minikv.kernels.native.binding import INT8, KINDS, address, loaded
 
 _MAX_HEAD_DIM = 256
@@ -113,6 +114,8 @@ class Decode:
 
 
 VECTORS, TILES = Decode(False), Decode(True)
+FORMS = {choice.C: VECTORS, choice.TILES: TILES}
+"""What `choice` calls them."""
 
 
 def _exact(tensor: Tensor | None) -> bool:

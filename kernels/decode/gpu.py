@@ -23,9 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import power, typed, upcast
+from minikv.kernels.gpu import WIDE, Variant, power, typed, upcast
 from minikv.kernels.gpu import width as columns
-from minikv.kernels.gpu_variants import WIDE, Variant
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _UNIT = tl.constexpr(16)  # rows; all pieces but the last of a head have a multiple

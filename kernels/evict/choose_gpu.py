@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import head_stride, lines, power, typed
-from minikv.kernels.gpu_variants import Variant
+from minikv.kernels.gpu import Variant, head_stride, lines, power, typed
 
 _ROWS = 1024  # of a head, in one program or one round of it
 _FEW, _FEW_IN_ALL = 4096, 8192  # rows of a head and of a layer that one program searches alone

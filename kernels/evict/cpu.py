@@ -100,3 +100,6 @@ def _run(
     )
     if failed:
         raise MemoryError("the end of a step found no memory")
+
+
+evict = {"h2o": h2o_step, "roco": roco_step}

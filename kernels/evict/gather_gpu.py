@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import head_stride, in_rows, power, row_stride, typed
-from minikv.kernels.gpu_variants import WIDE, Variant
+from minikv.kernels.gpu import WIDE, Variant, head_stride, in_rows, power, row_stride, typed
 
 _ROWS = 32  # rows that one program copies
 _VALUES = 1024

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import in_rows, power, row_stride, typed
-from minikv.kernels.gpu_variants import WIDE, Variant
+from minikv.kernels.gpu import WIDE, Variant, in_rows, power, row_stride, typed
 from minikv.kernels.layer import plain as plain_torch
 
 _MAX_ROW = 16384  # the longest row that one program can hold

@@ -31,8 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import power, typed
-from minikv.kernels.gpu_variants import WIDE, Variant
+from minikv.kernels.gpu import WIDE, Variant, power, typed
 from minikv.kernels.layer.gpu import add_norm, rounded
 from minikv.kernels.product.matrix import Matrix
 

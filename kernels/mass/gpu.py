@@ -21,7 +21,9 @@ from torch import Tensor
 
 from minikv.kernels.gpu import (
     FAR,
+    WIDE,
     Tile,
+    Variant,
     head_stride,
     in_rows,
     power,
@@ -30,7 +32,6 @@ from minikv.kernels.gpu import (
     upcast,
     width,
 )
-from minikv.kernels.gpu_variants import WIDE, Variant
 from minikv.kernels.mass.plain import Part, rows_lse, with_index
 
 _FEW = 64  # queries at the end of a prompt, which see nearly all rows

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import typed, upcast
-from minikv.kernels.gpu_variants import WIDE, Variant
+from minikv.kernels.gpu import WIDE, Variant, typed, upcast
 
 _ROWS = 16  # rows of x that a program multiplies: a matrix instruction takes no fewer
 _OUT = 32  # rows of the weights that a program multiplies

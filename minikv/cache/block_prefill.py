@@ -20,7 +20,7 @@ from minikv.cache.plan import Plan
 from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
-from minikv.kernels import survivors
+from minikv.kernels import survivors, visible_attention
 from minikv.kernels.attention.plain import visible
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass.plain import block_logits
@@ -167,7 +167,7 @@ class BlockPrefill:
         at = self._positions[self._done : self._done + rows]
         columns["pos"][:, new] = at
         seen_k, seen_v, pos = (columns[name][:, : new.stop] for name in ("k", "v", "pos"))
-        mixed, lse = self._ops.visible_attention(query, seen_k, seen_v, at, pos, window)
+        mixed, lse = visible_attention(query, seen_k, seen_v, at, pos, window)
         self._done, self._added, self._most = self._done + rows, rows, self._most + rows
         if not step.evict_first:
             last = self._learn(query, lse, at, window)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from itertools import product
 
 import torch
 
@@ -62,8 +61,6 @@ def warm(kv: KVCache, network: Network) -> None:
             _tiles(kv)  # else heads are even, and their rows are a plain block
         if kv.rules.prompt is not None:
             _choices(kv)
-        if kv.rules.stride:
-            _blocks(kv)
         whole = any(window is None for window in kv.shape.windows)
         if whole and not kv.rules.stride and kv.ops.prompt_rows is not None:
             heads = kv.shape.kv_heads, kv.shape.heads // kv.shape.kv_heads
@@ -179,21 +176,6 @@ def _choices(kv: KVCache) -> None:
         kv.ops.wanted(key, counts.sum(), heads)
         for also in (None, pos >= 0):
             kv.ops.best(key, counts, 1, also)
-
-
-def _blocks(kv: KVCache) -> None:
-    """Run the kernels that attend by positions: with every tile size, with few rows, and with so
-    many that several programs divide them."""
-    shape = kv.shape
-    heads, group = shape.kv_heads, shape.heads // shape.kv_heads
-    with torch.inference_mode():
-        for rows in (1, _DIVIDED):
-            k = torch.zeros((heads, rows, shape.head_dim), dtype=kv.dtype, device=kv.device)
-            pos = torch.zeros((heads, rows), dtype=torch.int64, device=kv.device)
-            for window, lines in product(dict.fromkeys(shape.windows), _LINES):
-                q = k.new_zeros((heads, group, max(1, lines // group), shape.head_dim))
-                at = pos.new_ones(q.shape[2])
-                kv.ops.visible_attention(q, k, k, at, pos, window)
 
 
 def _observed(kv: KVCache) -> list[int]:

@@ -15,6 +15,7 @@ from small import SOON, VOCAB, Walk, engine, ids, network, shape
 from torch import Tensor
 
 from minikv import policies
+from minikv.cache import block_prefill
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
@@ -22,7 +23,6 @@ from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, UsageError
-from minikv.kernels.dispatch import Kernels
 from minikv.models.llama import Llama
 from minikv.policies.base import StepPolicy
 from minikv.policies.tova import Tova
@@ -86,13 +86,13 @@ def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | No
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every block that is mixed: no other prompt of these tests goes by positions."""
     sizes: list[int] = []
-    mix = Kernels.visible_attention
+    mix = block_prefill.visible_attention
 
     def listen(query: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         sizes.append(query.shape[2])
         return mix(query, *rest)
 
-    monkeypatch.setattr(Kernels, "visible_attention", staticmethod(listen))
+    monkeypatch.setattr(block_prefill, "visible_attention", listen)
     return sizes
 
 

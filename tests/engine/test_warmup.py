@@ -13,10 +13,9 @@ import torch
 
 from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
-from minikv.engine.warmup import _blocks, _tiles, warm
+from minikv.engine.warmup import _tiles, warm
 from minikv.kernels import Rows
-from minikv.kernels.attention import plain as attention
-from minikv.kernels.attention import ragged
+from minikv.kernels.attention import plain as ragged
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass import plain as mass
 from minikv.policies.base import Evidence
@@ -209,41 +208,6 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
                     if how == [listed, window]
                 }
                 assert made == {columns._span_tile(dtype, size, n * group) for n in counts}
-
-
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
-def test_every_tile_of_a_block_is_among_them(group: int) -> None:
-    """Whatever its number of rows, among few rows and many, in every kind of layer."""
-    tiles = pytest.importorskip("minikv.kernels.gpu")
-    seen: set[tuple[int, bool, int | None]] = set()
-
-    class Counting(Kernels):
-        @staticmethod
-        def visible_attention(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            q_pos: torch.Tensor,
-            k_pos: torch.Tensor,
-            window: int | None,
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.add((q.shape[2], k.shape[1] == 1, window))
-            return attention.visible_attention(q, k, v, q_pos, k_pos, window)
-
-    kv = SimpleNamespace(
-        shape=Shape(3, 2, 2 * group, 64, (None, 40, None), 1000),
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        ops=Counting(),
-    )
-    _blocks(kv)  # type: ignore[arg-type]
-    counts = range(1, 257)
-    for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
-        every = {tiles.attention_tile(dtype, size, n * group) for n in counts}
-        for window in (None, 40):
-            for few in (True, False):
-                rows = [n for n, *how in seen if how == [few, window]]
-                assert {tiles.attention_tile(dtype, size, n * group) for n in rows} == every
 
 
 @pytest.mark.parametrize("observe", [1, 16, 17, 32, 64])

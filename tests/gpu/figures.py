@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -61,9 +61,8 @@ from minikv.engine.decode_loop import DecodeLoop, Eager, captured
 from minikv.kernels import dispatch, rows_attention
 from minikv.kernels.attention import plain as attention
 from minikv.kernels.attention.cudnn import make_plans, planned
-from minikv.kernels.dispatch import Kernels
-from minikv.kernels.evict import choose
-from minikv.kernels.gpu_table import Triton
+from minikv.kernels.dispatch import Kernels, on_gpu
+from minikv.kernels.evict import plain as choose
 from minikv.loader import shape_of, workspace
 from minikv.models.llama import Llama
 
@@ -73,31 +72,33 @@ _FEW = 1, 1, 1  # where nothing is measured
 ROOM = 512  # steps that fit behind a prompt without eviction
 
 
-class Library(Triton):
+def cublas() -> Kernels:
     """cuBLAS multiplies, in nine launches a layer instead of six."""
+    found = on_gpu()
+    found.products = False
+    return found
 
-    products = False
 
-
-class Flash(Triton):
+def flash() -> Kernels:
     """Prompts are read with FlashAttention 2, whatever their length."""
-
-    last_rows_attention = staticmethod(attention.last_rows_attention)
-
-
-class TorchSteps(Triton):
-    """What a step policy does before and after attention, in torch."""
-
-    evict: Mapping[str, Callable[..., None]] = {}
-    append_evict: Mapping[str, Callable[..., bool]] = {}
+    found = on_gpu()
+    found.last_rows_attention = attention.last_rows_attention  # type: ignore[method-assign]
+    return found
 
 
-class TorchSelection(Triton):
+def torch_steps() -> Kernels:
+    """What a step policy does before and after attention is in torch."""
+    found = on_gpu()
+    found.evict, found.append_evict = {}, {}
+    return found
+
+
+def torch_selection() -> Kernels:
     """The rows that stay after a prompt are chosen in torch, and moved in Triton."""
-
-    order_key = staticmethod(choose.order_key)
-    best = staticmethod(choose.best)
-    wanted = staticmethod(choose.wanted)
+    found = on_gpu()
+    for name in ("order_key", "best", "wanted"):
+        setattr(found, name, getattr(choose, name))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +153,10 @@ class Bench:
             self.found = json.loads(path.read_text())
         self.item = ""
 
-    def variant(self, kind: type[Kernels]) -> Kernels:
+    def variant(self, make: Callable[[], Kernels]) -> Kernels:
         """Other kernels, which read prompts in chunks of the same length; without a GPU the same
         ones."""
-        made = kind() if self.gpu else self.ops
+        made = make() if self.gpu else self.ops
         made.prompt_rows = self.ops.prompt_rows
         return made
 
@@ -500,7 +501,7 @@ def products(bench: Bench) -> None:
     in_turns(
         bench,
         ("own products", bench.ops, True),
-        ("cuBLAS", bench.variant(Library), True),
+        ("cuBLAS", bench.variant(cublas), True),
         ("no graph", bench.ops, False),
     )
 
@@ -529,20 +530,20 @@ def in_turns(bench: Bench, *ways: tuple[str, Any, bool]) -> None:
 
 def evicting(bench: Bench) -> None:
     """What a step policy adds to a step, over a cache that holds the same rows."""
-    torch_steps = bench.variant(TorchSteps) if bench.gpu else None
+    in_torch = bench.variant(torch_steps) if bench.gpu else None
     for policy, decode, rows, ops in (
         ("adakv", "roco", 1024, bench.ops),
-        ("adakv", "roco", 1024, torch_steps),
+        ("adakv", "roco", 1024, in_torch),
         ("adakv", "h2o", 1024, bench.ops),
-        ("adakv", "h2o", 1024, torch_steps),
+        ("adakv", "h2o", 1024, in_torch),
         ("adakv", "hashevict", 1024, bench.ops),
-        ("adakv", "hashevict", 1024, torch_steps),
+        ("adakv", "hashevict", 1024, in_torch),
         *(("adakv", name, 1024, bench.ops) for name in ("streaming", "tova", "scissorhands")),
         ("adakv", "tova", 4096, bench.ops),
     ):
         if ops is None:
             continue
-        name = "in torch" if isinstance(ops, TorchSteps) else ""
+        name = "in torch" if ops is in_torch else ""
         one = bench.start(policy, decode, rows, bench.tokens(8), name=name, ops=ops)
         base = one.cached.without_policy()
         base.engine.kv.use(ops)
@@ -570,13 +571,13 @@ def ends(bench: Bench) -> None:
     for thousands in (8, 32):
         for policy, ops in (
             ("adakv", bench.ops),
-            ("adakv", bench.variant(TorchSelection) if bench.gpu else None),
+            ("adakv", bench.variant(torch_selection) if bench.gpu else None),
             ("snapkv", bench.ops),
             ("h2o", bench.ops),
         ):
             if ops is None:
                 continue
-            name = "chosen in torch" if isinstance(ops, TorchSelection) else ""
+            name = "" if ops is bench.ops else "chosen in torch"
             best: Series | None = None
             for _ in range(1 if bench.small or thousands > 8 else 2):
                 one = bench.start(
@@ -788,10 +789,10 @@ def resident() -> int:
 def prompts(bench: Bench, lengths: Sequence[float]) -> None:
     """Prompts of several lengths: attention by flash and by cuDNN, and chunks of other lengths."""
     ways: tuple[tuple[str, Any, int | None], ...] = (
-        ("flash, chunks of 2,048", bench.variant(Flash), 2048),
+        ("flash, chunks of 2,048", bench.variant(flash), 2048),
         ("as it is", bench.ops, None),
         ("cuDNN, chunks of 2,048", bench.ops, 2048),
-        ("flash", bench.variant(Flash), None),
+        ("flash", bench.variant(flash), None),
     )
     try:
         for thousands in lengths:

@@ -50,7 +50,7 @@ import step_oracle
 
 from minikv.kernels import NewRow, Rows, dispatch, last_rows_attention, to_codes, window_attention
 from minikv.kernels.decode import plain as decode
-from minikv.kernels.gpu_table import Triton
+from minikv.kernels.dispatch import on_gpu
 from minikv.kernels.mass import plain as attention_mass
 from minikv.models.linear import Plain
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
@@ -182,7 +182,7 @@ def attention(s: Sizes, uses: str) -> str:
         length[0] = min(int(length[0]), total - int(start[0]))
     width = int(length.max())
     outs = []
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         logits = torch.zeros(s.heads, s.group, width, device=s.device) if "logits" in uses else None
         arrived = torch.zeros(s.heads, dtype=torch.int32, device=s.device)
         mixed, lse = ops.ragged_attention(
@@ -208,7 +208,7 @@ def turned(s: Sizes, coded: bool) -> str:
     inverse = (1e4 ** -(torch.arange(s.size // 2) / (s.size // 2))).to(device)
     slot = torch.randperm(rows, generator=s.made)[: s.heads].to(device)
     outs = []
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         angles = ops.rotary_table(torch.tensor(131071, device=device), inverse, 1.0, s.kind)
         kind = torch.int8 if coded else s.kind
         k, v = (torch.zeros(rows, s.size, dtype=kind, device=device) for _ in range(2))
@@ -239,7 +239,7 @@ def hashed(s: Sizes) -> str:
     )
     rule = HashEvict(sinks=4, recent=10, bits=bits, hash_with="query", seed=0, matrices={0: matrix})
     outs = []
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         mine = [t.clone() for t in (*base, pos, code)]
         columns = dict(zip(("k", "v", "pos", "code"), mine, strict=True))
         hole = torch.full((s.heads,), -1, device=s.device)
@@ -257,7 +257,7 @@ def advanced(s: Sizes) -> str:
     sides, outs = (s.layers, s.heads), []
     start, length, cap = (torch.randint(9, sides, generator=s.made) for _ in range(3))
     hole = torch.randint(-3, 5, sides, generator=s.made).clamp(min=-1)
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         state = [
             t.to(s.device)
             for t in (
@@ -306,7 +306,7 @@ def judged(s: Sizes, name: str) -> str:
     )
     half = (length // 2).to(s.device)
     outs = []
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         hole = torch.full(sides, 77, device=s.device)
         mine = [t.to(s.device).clone() for t in (sums, squares, count)]
         mine = mine[:1] if name == "h2o" else mine
@@ -326,27 +326,12 @@ def lowest(s: Sizes) -> str:
     over = torch.rand(heads, generator=s.made) < 0.7
     given = [t.to(s.device) for t in (scores, pos, torch.arange(heads) * wide, over)]
     outs = []
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         free_slot = torch.full((heads,), -1, device=s.device)
         ops.lowest(*given, free_slot)
         outs.append(free_slot)
     assert torch.equal(*outs), "not equal"
     return "equal"
-
-
-def read_in_block(s: Sizes, queries: int) -> str:
-    """Attention by positions."""
-    count = s.rows + queries
-    q, k = s.normal(s.heads, s.group, queries, s.size), s.normal(s.heads, count, s.size)
-    v, at = s.normal(s.heads, count, s.size), torch.arange(s.rows, count, device=s.device)
-    pos = torch.arange(count).expand(s.heads, count).clone()
-    gone = torch.rand((s.heads, s.rows), generator=s.made) < 0.2
-    pos[:, : s.rows].masked_fill_(gone, -1)
-    outs = [
-        ops.visible_attention(q, k, v, at, pos.to(s.device), None) for ops in (Twins(), Triton())
-    ]
-    (out, lse), (mine, sums) = outs
-    return near(1e-2, out=(mine, out), lse=(sums, lse))
 
 
 def columns(s: Sizes, n: int, queries: int) -> str:
@@ -356,7 +341,7 @@ def columns(s: Sizes, n: int, queries: int) -> str:
     last, parts = at[n - queries :], [(k, at[None])]
     lse = attention_mass.rows_lse(q, last, parts, None)
     outs = []
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         mass = torch.zeros(s.heads, s.group, n, device=s.device)
         squares = torch.zeros(s.heads, n, device=s.device)
         ops.add_attention_mass(mass, squares, q, lse, last, k, at[None], None)
@@ -375,7 +360,7 @@ def segments(s: Sizes, new: int) -> str:
     q = s.normal(s.heads, s.group, new, s.size)
     outs = [
         ops.ragged_prefill(q, k, v, start, length, hole, int(length.max()))
-        for ops in (Twins(), Triton())
+        for ops in (Twins(), on_gpu())
     ]
     seen = torch.isfinite(outs[0][1])
     return near(
@@ -390,7 +375,7 @@ def chosen(s: Sizes, n: int) -> str:
     free = torch.rand((s.heads, n), generator=s.made).to(s.device) < 0.9
     counts = torch.randint(n // 4, (s.heads,), generator=s.made).to(s.device)
     outs = []
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         key = ops.order_key(scores, pos, free)
         some = ops.best(key, counts, n // 4), ops.best(key, counts, n // 4, pos < 9)
         outs.append((key, *some, ops.wanted(key, counts.sum(), s.heads * n // 4)))
@@ -409,7 +394,7 @@ def gathered(s: Sizes) -> str:
     fresh = s.normal(s.heads, n, s.size), s.normal(s.heads, n, s.size)
     values, outs = s.normal(s.heads, n, kind=torch.float32), []
     pos = torch.arange(n, device=s.device).expand(s.heads, n)
-    for ops in (Twins(), Triton()):
+    for ops in (Twins(), on_gpu()):
         into = tuple(
             torch.zeros(s.heads * stays, s.size, dtype=s.kind, device=s.device) for _ in range(2)
         )
@@ -430,7 +415,7 @@ def between(s: Sizes) -> str:
         qkv = s.normal(t, s.heads * (s.group + 2), s.size)
         cos, sin = s.normal(t, 1, s.size), s.normal(t, 1, s.size)
         both, outs = s.normal(t, 2 * s.mlp), []
-        for ops in (Twins(), Triton()):
+        for ops in (Twins(), on_gpu()):
             here = x.clone()
             normed = ops.add_norm(here, y, weight, 1e-5)
             outs.append(
@@ -459,7 +444,7 @@ def packed(s: Sizes, form: str) -> str:
         kind = Int8OnGpu if form == "int8" else Int4OnGpu
         matrix = kind(plain, Pages(s.device).empty)
         dense = matrix.dense()
-        matrix.ops = Triton()
+        matrix.ops = on_gpu()
         for t in (1, 5, 16, 40):
             x = s.normal(t, columns)
             said.append(near(2e-2, product=(matrix(x), x.double() @ dense.double().T)))
@@ -484,11 +469,11 @@ def behind_attention(s: Sizes, form: str) -> str:
         matrices.append(as_read(kept_on(on_gpu, plain, form, Pages(s.device).empty)))
     norms = [s.normal(hidden) for _ in range(2)]
     x, mixed = s.normal(1, hidden), s.normal(1, attended)
-    said, again = "", [] if s.interprets else [Triton().rest]
+    said, again = "", [] if s.interprets else [on_gpu().rest]
     for last in (False, True):
         given = (*matrices[:3], None if last else matrices[3], *norms, 1e-5)
         outs = []
-        for make in (rest_twin.rest, Triton().rest, *again):
+        for make in (rest_twin.rest, on_gpu().rest, *again):
             made, here = make(*given), x.clone()
             assert made is not None, "not taken"
             outs.append((made(here, mixed), here))
@@ -499,7 +484,7 @@ def behind_attention(s: Sizes, form: str) -> str:
         said = near(bound, made=(outs[1][0], outs[0][0]), x=(outs[1][1], outs[0][1]))
     got, want = (
         make(matrices[3], norms[0], 1e-5)(x)
-        for make in (Triton().normed_product, rest_twin.normed_product)
+        for make in (on_gpu().normed_product, rest_twin.normed_product)
     )
     return said + ", " + near(4e-2, first=(got, want))
 
@@ -533,7 +518,7 @@ def long_prompt(s: Sizes) -> str:
     qkv = s.normal(rows, s.heads * (s.group + 1), s.size)[:, : s.heads * s.group]
     q = qkv.unflatten(1, (s.heads, s.group)).permute(1, 2, 0, 3)
     k, v = (s.normal(s.heads, keys + rows, s.size) for _ in range(2))
-    mixed, lse = Triton().last_rows_attention(q, k, v)
+    mixed, lse = on_gpu().last_rows_attention(q, k, v)
     want, sums = last_rows_attention(q, k, v)
     return near(1e-2, mixed=(mixed, want)) + ", " + near(1e-5, lse=(lse, sums))
 
@@ -548,7 +533,7 @@ def far_rows(s: Sizes) -> str:
     k[last:], v[last:] = s.normal(512, s.size), s.normal(512, s.size)
     q = s.normal(1, s.group, s.size)
     start, length = (torch.tensor([n], device=s.device) for n in (last, 512))
-    got = Triton().ragged_attention(q, k, v, start, length, width=512)
+    got = on_gpu().ragged_attention(q, k, v, start, length, width=512)
     want = decode.ragged_attention(
         q, k[last:].clone(), v[last:].clone(), start * 0, length, width=512
     )
@@ -683,10 +668,6 @@ def checks(s: Sizes, device: str, *, small: bool) -> list[Check]:
         Check("advance", partial(advanced, s)),
         *(Check(f"{name} step", partial(judged, s, name), 6.0) for name in ("h2o", "roco")),
         Check("lowest", partial(lowest, s)),
-        *(
-            Check(f"a block of {queries}", partial(read_in_block, s, queries), 8.0)
-            for queries in (5, 64)
-        ),
     ]
     few = 32 if s.rows > 100 else 8
     both = s.rows // 5 * 2

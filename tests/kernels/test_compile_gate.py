@@ -26,7 +26,7 @@ from pointer_reads import UNKNOWN, reads, too_narrow
 pytest.importorskip("triton", reason="no Triton on this system")
 
 from minikv import kernels
-from minikv.kernels.gpu_variants import Variant
+from minikv.kernels.gpu import Variant
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may have (CUDA programming guide, compute capabilities)."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -48,16 +46,19 @@ def test_a_reason_is_one_line_and_never_an_error(
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         if changed.get("broken"):
             raise OSError("a library is missing")
-        return SimpleNamespace(Triton=Fake, __version__=changed.get("version", "3.6.0"))
+        return SimpleNamespace(__version__=changed.get("version", "3.6.0"))
 
-    class Fake(dispatch.Kernels):
-        name = "triton"
+    def fake() -> dispatch.Kernels:
+        made = dispatch.Kernels()
+        made.name = "triton"
+        return made
 
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: changed.get("capability", (9, 0))
     )
     monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
     monkeypatch.setattr(dispatch, "import_module", load)
+    monkeypatch.setattr(dispatch, "on_gpu", fake)
     for name in ("auto", "triton"):
         chosen, notice = dispatch.choose(torch.device("cuda"), name, head_dim, dtype)
         assert (chosen.name == "triton") == (line is None)
@@ -68,42 +69,17 @@ def test_a_reason_is_one_line_and_never_an_error(
     assert dispatch.choose(torch.device("cuda"), "torch", head_dim, dtype)[1] is None
 
 
-def operations() -> list[str]:
-    facts = {
-        "name",
-        "choices",
-        "products",
-        "integer_prompts",
-        "float_rows",
-        "prompt_rows",
-        "block",
-    }
-    return [n for n in vars(dispatch.Kernels) if not n.startswith("_") and n not in facts]
-
-
-@pytest.mark.parametrize(
-    ("column", "table"),
-    [(0, "gpu_table.Triton"), (1, "native.table.Native"), (2, "dispatch.Kernels")],
-)
-def test_the_table_of_who_computes_what_is_true(column: int, table: str) -> None:
-    """Each cell names the module of the function; "-" is an operation that torch computes."""
-    module, _, name = table.rpartition(".")
-    if column == 0:
+@pytest.mark.parametrize(("column", "like"), [(0, "gpu"), (1, "c")])
+def test_every_module_of_the_table_has_its_operation(column: int, like: str) -> None:
+    """Those of C are one name for all ways of an operation (`FORMS` of the module)."""
+    if like == "gpu":
         pytest.importorskip("triton", reason="no Triton on this system")
-    kernels = getattr(importlib.import_module(f"minikv.kernels.{module}"), name)
-    assert dispatch.__doc__ is not None
-    lines = re.findall(r"^ {4}(\w+) +(\S+) +(\S+) +(\S+)$", dispatch.__doc__, re.MULTILINE)
-    said = {line[0]: line[1 + column] for line in lines if line[0] != "operation"}
-    assert list(said) == operations()
-    for operation, cell in said.items():
-        function = getattr(kernels, operation)
-        if isinstance(function, Mapping):  # of kernels by the names of policies
-            modules = {one.__module__.removeprefix("minikv.kernels.") for one in function.values()}
-            assert modules == ({cell.replace("/", ".")} if cell != "policies" else set()), operation
-            continue
-        if cell in ("policies", "models"):
-            assert function is None, operation
-        elif cell == "-":
-            assert function is getattr(dispatch.Kernels, operation), operation
-        else:
-            assert function.__module__ == "minikv.kernels." + cell.replace("/", "."), operation
+    facts = ("name", "choices", "products", "integer_prompts", "float_rows", "prompt_rows", "block")
+    known = {name for name in vars(dispatch.Kernels) if name[0] != "_"} - {*facts}
+    assert {*dispatch.FORMS} <= known
+    for name in known:
+        module = dispatch.FORMS.get(name, ("", ""))[column]
+        if module:
+            there = importlib.import_module(f"minikv.kernels.{module}")
+            forms = vars(there).get("FORMS", {}).values()
+            assert hasattr(there, name) or all(hasattr(form, name) for form in forms)

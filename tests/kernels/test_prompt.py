@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="no Triton on this system")
 def test_prompts_read_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts and an answer between them: uneven heads, a sliding window, columns of a step
     policy. The same rows stay as with the twins."""
-    from minikv.kernels.gpu_table import Triton
+    from minikv.kernels.dispatch import on_gpu
 
     net = small.network(layers=2, heads=4, kv_heads=2, head_dim=16, windows=(None, 60), rows=16)
     logits, kept = {}, {}
@@ -29,7 +29,7 @@ def test_prompts_read_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         kv = small.scheduler(net, "h2o+ada", "roco", 40)
         engine, found, rows = Engine(net, kv), [], []
         for turn, count in enumerate((50, 30)):
-            ops = Triton() if triton else Kernels()
+            ops = on_gpu() if triton else Kernels()
             with monkeypatch.context() as patch:
                 patch.setattr(kv, "ops", ops)
                 found.append(engine.prompt(small.ids(count, turn)))

@@ -58,8 +58,7 @@ from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.engine.warmup import warm
-from minikv.kernels.dispatch import Kernels
-from minikv.kernels.gpu_table import Triton
+from minikv.kernels.dispatch import FORMS, Kernels, on_gpu
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Plain
 from minikv.models.linear_gpu import kept_on, unpack_int4_rows
@@ -105,8 +104,13 @@ class Case:
         return " ".join((pair, *options, *filter(None, (self.kept, weights, budget, chunks))))
 
 
-class _Kernels(Triton):
+_LAUNCH = on_gpu()
+
+
+class _Kernels(Kernels):
     """Triton's operations, of which each launches, and then is computed by its torch form."""
+
+    name, products, block = _LAUNCH.name, _LAUNCH.products, _LAUNCH.block
 
 
 def _w4a16_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
@@ -161,7 +165,7 @@ class _Made:
 def _made(name: str) -> Callable[..., Any]:
     """Of an operation that makes a function of weights, or of such functions. None where the
     kernels do not take the weights."""
-    make, twin = getattr(Triton, name), getattr(rest_twin, name)
+    make, twin = getattr(_LAUNCH, name), getattr(rest_twin, name)
 
     def made(*given: Any) -> Any:
         launch = make(*_parts(given, "launch"))
@@ -178,14 +182,14 @@ def _parts(given: Any, name: str) -> Any:
 
 
 _MAKERS = ("rest", "normed_product")
-for _name in vars(Triton):
-    if isinstance(vars(Triton)[_name], staticmethod):
-        _launch = getattr(Triton, _name)
+for _name, (_module, _) in FORMS.items():
+    if _module and _name not in ("evict", "append_evict"):
+        _launch = getattr(_LAUNCH, _name)
         _wrapped = _made(_name) if _name in _MAKERS else _both(_launch, _torch_form(_name))
         setattr(_Kernels, _name, staticmethod(_wrapped))
-_Kernels.evict = {n: _both(kernel, step_oracle.EVICT[n]) for n, kernel in Triton.evict.items()}
+_Kernels.evict = {n: _both(kernel, step_oracle.EVICT[n]) for n, kernel in _LAUNCH.evict.items()}
 _Kernels.append_evict = {
-    n: _both(kernel, step_oracle.APPEND_EVICT[n]) for n, kernel in Triton.append_evict.items()
+    n: _both(kernel, step_oracle.APPEND_EVICT[n]) for n, kernel in _LAUNCH.append_evict.items()
 }
 
 

@@ -8,8 +8,8 @@ from small import engine, ids, network
 
 from minikv import policies
 from minikv.errors import UsageError
-from minikv.kernels.evict.choose import order_key
-from minikv.kernels.evict.choose import wanted as wanted_rows
+from minikv.kernels.evict.plain import order_key
+from minikv.kernels.evict.plain import wanted as wanted_rows
 from minikv.policies.base import (
     Candidates,
     HeadAllocator,

@@ -25,7 +25,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
-from minikv.kernels.evict.choose import best, order_key
+from minikv.kernels.evict.plain import best, order_key
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush
 from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView

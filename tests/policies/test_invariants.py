@@ -37,7 +37,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.kernels.evict.choose import order_key, wanted
+from minikv.kernels.evict.plain import order_key, wanted
 from minikv.policies import kvcrush
 from minikv.policies.base import (
     Candidates,

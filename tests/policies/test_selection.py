@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minikv import policies
-from minikv.kernels.evict.choose import best, order_key, wanted
+from minikv.kernels.evict.plain import best, order_key, wanted
 from minikv.policies import adakv, kvcrush, selection
 from minikv.policies.base import (
     Candidates,

@@ -11,7 +11,7 @@ from guards import guarded
 from hash_cases import LAYER, check, drawn, run
 from pairwise import pairwise, some_by_day
 
-from minikv.kernels.append.hash_cpu import hash_append
+from minikv.kernels.append.cpu import hash_append
 from minikv.kernels.native import build
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")

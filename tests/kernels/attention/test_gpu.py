@@ -15,7 +15,7 @@ from torch import Tensor
 from triton_device import DEVICE, INTERPRETED, close, draw, guarded, kernel, on_device, randoms
 
 from minikv.kernels.attention import plain as plain_torch
-from minikv.kernels.attention.window import window_attention
+from minikv.kernels.attention.plain import window_attention
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
@@ -70,89 +70,6 @@ def test_what_saw_no_row_has_no_weight() -> None:
     got, sums = kernel("attention.gpu").merge([*there, (guarded(out), guarded(lse))])
     close(got, out)
     close(sums, lse)
-
-
-@on_device
-@pytest.mark.parametrize(
-    ("heads", "group", "size", "rows", "keys", "window", "dtype"),
-    [
-        (2, 3, 80, 5, 70, None, torch.float32),
-        (2, 1, 64, 9, 700, None, torch.bfloat16),
-        (3, 1, 128, 17, 40, 20, torch.float16),
-        (1, 2, 256, 3, 150, 60, torch.float16),
-    ],
-)
-def test_positions_decide_what_a_query_sees(
-    heads: int,
-    group: int,
-    size: int,
-    rows: int,
-    keys: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> None:
-    """Rows in any order, in parts of longer memory, and a query that sees nothing."""
-    q = draw(1, (rows, heads, group, size), dtype, 2.0)
-    k, v = (draw(i, (heads, keys, size), dtype) for i in (2, 3))
-    pos = torch.stack([torch.randperm(keys + 2, generator=randoms(h))[:keys] for h in range(heads)])
-    pos = pos.masked_fill(torch.rand(pos.shape, generator=randoms(4)) < 0.2, -1)
-    at = torch.arange(keys + 2 - rows, keys + 2)
-    pos[0] = pos[0].masked_fill(pos[0] <= at[0], -1)  # the first query
-    turned = q.permute(1, 2, 0, 3)
-    none = (pos < 0)[..., None]
-    clean = k.masked_fill(none, 0.0), v.masked_fill(none, 0.0)
-    want, whole = plain_torch.visible_attention(turned, *clean, at, pos, window)
-    wide = [guarded(torch.cat((t.masked_fill(none, math.nan), t), 1))[:, :keys] for t in (k, v)]
-    seen = guarded(torch.cat((pos, pos), 1))[:, :keys]
-    there = guarded(q).permute(1, 2, 0, 3)
-    got, lse = kernel("attention.gpu").visible_attention(there, *wide, guarded(at), seen, window)
-    assert got.dtype == dtype
-    assert got.permute(2, 0, 1, 3).is_contiguous()
-    close(got, want, DTYPES[dtype])
-    close(lse, whole, 1e-5 if dtype == torch.float32 else 2e-3)
-
-
-@on_device
-@pytest.mark.parametrize(
-    ("heads", "group", "rows", "old", "size", "window", "dtype"),
-    [
-        (2, 3, 5, 300, 16, None, torch.float32),
-        (1, 1, 1, 1, 80, None, torch.float16),
-        (3, 4, 37, 40, 64, 20, torch.bfloat16),
-        (2, 2, 9, 1100, 128, 700, torch.bfloat16),
-    ],
-)
-def test_rows_are_seen_by_their_positions(
-    heads: int,
-    group: int,
-    rows: int,
-    old: int,
-    size: int,
-    window: int | None,
-    dtype: torch.dtype,
-) -> None:
-    """Earlier rows with gaps, NaN where no row is, then the queries' own. A query of the first head
-    sees nothing but itself."""
-    count = old + rows
-    q = draw(1, (rows, heads, group, size), dtype, 2.0)
-    k, v = (draw(seed, (heads, count, size), dtype) for seed in (2, 3))
-    pos = torch.arange(count).expand(heads, count).clone()
-    pos[:, :old] = pos[:, :old].masked_fill(
-        torch.rand((heads, old), generator=randoms(4)) < 0.4, -1
-    )
-    pos[0, :old] = -1
-    k[pos < 0] = v[pos < 0] = math.nan
-    at = torch.arange(old, count)
-    there = guarded(q).permute(1, 2, 0, 3), *(guarded(t) for t in (k, v, at, pos))
-    got, lse = kernel("attention.gpu").visible_attention(*there, window)
-    blank = (t.masked_fill((pos < 0)[..., None], 0.0).double() for t in (k, v))
-    want, whole = plain_torch.visible_attention(
-        q.permute(1, 2, 0, 3).double(), *blank, at, pos, window
-    )
-    assert got.dtype == dtype
-    assert got.permute(2, 0, 1, 3).is_contiguous()
-    close(got, want, DTYPES[dtype])
-    close(lse, whole, DTYPES[dtype])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the library's kernels for a GPU")

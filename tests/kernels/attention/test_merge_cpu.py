@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minikv.kernels.attention import merge_cpu as native
+from minikv.kernels.attention import cpu as native
 from minikv.kernels.attention import plain as twin
 from minikv.kernels.native.build import library
 

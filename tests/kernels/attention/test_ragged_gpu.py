@@ -14,7 +14,7 @@ import torch
 from prompts import weights
 from triton_device import close, draw, guarded, kernel, on_device, randoms
 
-from minikv.kernels.attention import ragged as plain_torch
+from minikv.kernels.attention import plain as plain_torch
 
 pytest.importorskip("triton", reason="no Triton on this system")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton_device import draw, guarded, kernel, on_device, randoms
 
-from minikv.kernels.evict import choose as plain_torch
+from minikv.kernels.evict import plain as plain_torch
 
 pytest.importorskip("triton", reason="no Triton on this system")
 

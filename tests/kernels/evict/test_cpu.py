@@ -13,8 +13,8 @@ from step_cases import POLICIES, Case, check, drawn, smooth
 
 from minikv.kernels import Rows
 from minikv.kernels.evict import cpu as native
+from minikv.kernels.evict.cpu import evict
 from minikv.kernels.native import build
-from minikv.kernels.native.table import Native
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on t
 @pytest.mark.parametrize("policy", POLICIES)
 def test_statistics_and_victims(policy: str) -> None:
     for seed in range(60):
-        check(policy, Native.evict[policy], drawn(policy, seed, exact=True), guarded)
+        check(policy, evict[policy], drawn(policy, seed, exact=True), guarded)
     for seed in range(40):
-        check(policy, Native.evict[policy], smooth(policy, seed), guarded)
+        check(policy, evict[policy], smooth(policy, seed), guarded)
 
 
 def test_variances_next_to_each_other_by_hand() -> None:
@@ -56,7 +56,7 @@ def test_many_rows_on_several_threads(policy: str) -> None:
 
     def once(_: int) -> None:
         torch.set_num_threads(2)
-        check(policy, Native.evict[policy], full, guarded)
+        check(policy, evict[policy], full, guarded)
 
     try:
         once(0)
@@ -76,7 +76,7 @@ def test_other_strides_and_dtypes_are_refused(policy: str) -> None:
         (case.logits, far, "int32 pos"),
     ):
         with pytest.raises(AssertionError, match=f"contiguous CPU tensors: {why}"):
-            Native.evict[policy](
+            evict[policy](
                 logits, case.lse, rows, torch.zeros_like(case.quota), case.columns, case.quota
             )
 

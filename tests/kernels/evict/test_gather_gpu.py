@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton_device import draw, guarded, kernel, on_device, randoms
 
-from minikv.kernels.evict import gather as plain_torch
+from minikv.kernels.evict import plain as plain_torch
 
 pytest.importorskip("triton", reason="no Triton on this system")
 

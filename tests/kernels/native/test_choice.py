@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from minikv.kernels import dispatch
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.attention import plain as attention
 from minikv.kernels.decode import cpu as decode
-from minikv.kernels.native import build, choice, table
+from minikv.kernels.native import build, choice
+from minikv.kernels.product import cpu as product
 from minikv.models.linear import bf16_products, has_tiles
 
 CPU = torch.device("cpu")
@@ -31,9 +33,8 @@ def chosen(processor: str) -> dispatch.Kernels:
 
 
 def test_every_class_says_of_every_operation_who_computes_it() -> None:
-    found = {name: value for name, value in vars(table.Native).items() if name[0] != "_"}
-    own = {name for name, value in found.items() if isinstance(value, staticmethod | dict)}
-    assert own == {name for names in choice.OPERATIONS.values() for name in names}
+    in_c = {name for name, (_, module) in dispatch.FORMS.items() if module}
+    assert in_c == {name for names in choice.OPERATIONS.values() for name in names}
     for row in choice.CHOICES.values():
         assert row.keys() == choice.OPERATIONS.keys()
         assert set(row.values()) <= {choice.C, choice.TILES, choice.FLOATS, choice.TORCH}
@@ -45,7 +46,7 @@ def test_every_class_says_of_every_operation_who_computes_it() -> None:
 
 
 def test_nothing_is_timed() -> None:
-    for module in (choice, table, dispatch):
+    for module in (choice, dispatch):
         names = {
             node.name
             for line in ast.walk(ast.parse(Path(str(module.__file__)).read_text()))
@@ -65,15 +66,12 @@ def test_the_table_is_what_runs(processor: str) -> None:
         if names == ("rows_product",):
             continue
         who = choice.CHOICES[processor][operation]
-        tiled = decode.TILES if operation == "step attention" else prefill.TILES
-        source = {
-            choice.TORCH: dispatch.Kernels,
-            choice.FLOATS: prefill.FLOAT,
-            choice.TILES: tiled,
-        }.get(who, table.Native)
         for name in names:
             if name == "step_arena":  # it is told about tiles
                 continue
+            module = importlib.import_module(f"minikv.kernels.{dispatch.FORMS[name][1]}")
+            form = module if hasattr(module, name) else vars(module)["FORMS"].get(who)
+            source = dispatch.Kernels if who == choice.TORCH else form
             assert getattr(ops, name) == getattr(source, name), (operation, name)
     packed = choice.CHOICES[processor]["prompts with packed weights"]
     assert (ops.rows_product is not None) == (packed == choice.TILES)
@@ -135,15 +133,15 @@ def test_a_compiler_that_knows_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(choice, "processor", lambda: "amx")
     monkeypatch.setattr(choice, "tiles_refused", lambda: False)
     monkeypatch.setattr(prefill.Prefill, "available", lambda _: False)
-    without = table.Native()
+    without = dispatch.in_c()
     assert without.rows_attention is attention.rows_attention
     assert without.rows_product is None
     assert without.ragged_attention == decode.VECTORS.ragged_attention
     assert "torch for prompt attention, prompts with packed weights" in without.choices
     monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
-    assert table.Native().choices == choice.describe("amx")
+    assert dispatch.in_c().choices == choice.describe("amx")
     monkeypatch.setattr(choice, "tiles_refused", lambda: True)
-    assert table.Native().choices.endswith("; " + REFUSED)
+    assert dispatch.in_c().choices.endswith("; " + REFUSED)
     assert REFUSED not in chosen("amx").choices
 
 
@@ -154,14 +152,14 @@ REFUSED = "Linux refuses this process the tiles (AMX) of the processor"
 def test_without_threads_torch_reads_prompts_in_place_of_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(table.product, "threads", lambda: 1)
+    monkeypatch.setattr(product, "threads", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    ops = table.Native("amx")
+    ops = dispatch.in_c("amx")
     assert ops.rows_attention is attention.rows_attention
     assert ops.rows_product is None
     assert not ops.integer_prompts
     assert "torch for prompt attention, prompts with packed weights" in ops.choices
-    others = table.Native("avx512-bf16")
+    others = dispatch.in_c("avx512-bf16")
     assert others.rows_attention == prefill.BF16.rows_attention
 
 
