@@ -102,18 +102,6 @@ def doctor() -> typer.Typer:
 
 
 @app.command(
-    "verify",
-    cls=Later,
-    rich_help_panel=_MORE,
-    short_help="compare a model's files with their checksums",
-)
-def verify() -> typer.Typer:
-    from minikv.cli.entry.verify import app
-
-    return app
-
-
-@app.command(
     "report",
     cls=Later,
     rich_help_panel=_MORE,
