@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from minikv.cli.editor import Help
 
 
+LONG = 32_768
+"""Tokens. Before more than these are read again, a chat on a terminal asks once."""
+
+
 def chat(
     files: Sequence[str],
     settings: Settings,
@@ -128,7 +132,6 @@ def chat(
             origins,
             offline=settings.offline,
             debug=debug,
-            reread_limit=settings.reread_limit,
             checks=settings.check == "on",
         )
         read_line: Callable[[], str] = sources.PipedLines()
@@ -182,7 +185,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     with terminal.silent():
                         commands.execute(context, line)
                 else:
-                    if typed and not asked and 0 < context.reread_limit < session.reads_again:
+                    if typed and not asked and session.reads_again > LONG:
                         asked = True
                         with terminal.anew():
                             session.keeps_cache = not _rereads(context, read_line)

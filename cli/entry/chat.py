@@ -26,7 +26,7 @@ def chat(
     call: Call,
     settings: Settings,
     generation: Generation,
-    interface: Annotated[Interface, Only("preset encoding_errors chats_limit quiet plain debug")],
+    interface: Annotated[Interface, Only("encoding_errors chats_limit quiet plain debug")],
     files: Files = None,
     prompt: Annotated[
         str | None,
