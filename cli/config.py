@@ -43,7 +43,7 @@ PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
 _DOTS = 1000  # in a line of a file; ten times as many in all lines
 _LINES = 5000
-_OTHERS = (paths.HOME, "MINIKV_NATIVE")  # variables that are no settings: see `kernels.native.build`
+_OTHERS = (paths.HOME, "MINIKV_NATIVE")  # no settings; see `kernels.native.build`
 SAVED = "Saved chats"
 """A panel of --help-all."""
 
