@@ -20,7 +20,6 @@ import minikv
 from minikv.cli.help import Group, Later
 from minikv.cli.terminal import Terminal, hush, open_streams
 from minikv.engine import threads
-from minikv.settings import GONE
 
 _MORE = "Look up, measure, set up"
 
@@ -77,11 +76,8 @@ _COMMANDS = (
     ("models", "entry.models", None, "list, download and remove models"),
     ("chats", "entry.chats", None, "list, show and remove saved chats"),
 )
-_GONE = {
-    "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
-    **{f"--{name.replace('_', '-')}": words for name, words in GONE.items()},
-}
-"""Commands and flags of earlier versions, with what to use instead."""
+_GONE = {"verify": "hf cache verify NAME compares the files of a model in the hub's cache"}
+"""Commands of earlier versions, with what to use instead."""
 
 
 def _later(module: str) -> Callable[[], typer.Typer]:
@@ -106,10 +102,7 @@ def run() -> None:
         code = app(args=_resume_alone(sys.argv[1:]), prog_name="minikv", standalone_mode=False)
     except typer.TyperException as error:
         command = " ".join(["minikv", *_command_words(sys.argv[1:])])
-        message = error.format_message()
-        gone = re.match(r"No such (?:option: |command ')([\w-]+)", message)
-        if gone and gone[1] in _GONE:
-            message = f"{gone[1]} is gone: {_GONE[gone[1]]}"
+        message = _told(error.format_message())
         if message:  # a command without the name of one below it has shown its help
             Terminal().fail(message, f"`{command} --help` shows the usage")
         code = error.exit_code
@@ -122,6 +115,20 @@ def run() -> None:
     if "minikv.chat.stopping" in sys.modules:
         _exit_if_threads_remain(int(code or 0))
     sys.exit(code or 0)
+
+
+def _told(message: str) -> str:
+    """A message of typer; for a flag or command of earlier versions, what to use instead."""
+    unknown = re.match(r"No such (?:option: |command ')([\w-]+)", message)
+    if unknown is None:
+        return message
+    from minikv.cli.wording import worded
+    from minikv.settings import GONE
+
+    name = unknown[1]
+    words = GONE.get(name.removeprefix("--").replace("-", "_")) if name[:2] == "--" else None
+    words = words or _GONE.get(name)
+    return f"{name} is gone: {worded(words)}" if words else message
 
 
 def _exit_if_threads_remain(code: int) -> None:

@@ -35,9 +35,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL, CACHE, DOCUMENTS = "Model", "KV cache", "Documents"
 SAMPLING, OUTPUT, ADVANCED = "Sampling", "Output", "Advanced"
 GONE: Mapping[str, str] = {
-    "quality": "choose --budget; /stats shows what eviction loses",
-    "preset": "--policy kvzip makes one cache for all questions",
-    "reread_limit": "a chat asks once before a long reading; --reuse once never reads again",
+    "quality": "choose `budget`; the record of a turn says what eviction loses",
+    "preset": '`policy="kvzip"` makes one cache for all questions',
+    "reread_limit": 'a chat asks once before a long reading; `reuse="once"` never reads again',
 }
 """Settings of earlier versions, with what to use instead."""
 _CHAT = ("ask", "chat")

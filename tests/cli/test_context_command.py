@@ -6,8 +6,9 @@ import io
 
 import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngine
-from test_settings import bundled, do, talk_of  # noqa: F401
+from test_settings import do, talk_of
 
+import minikv
 from minikv.chat.session import ChatSession
 from minikv.cli import document_commands, kept
 from minikv.cli.command import Context
@@ -18,6 +19,11 @@ from minikv.cli.context_command import usage
 def context() -> Context:
     tokenizer = ByteTokenizer()
     return talk_of(ChatSession(FakeEngine(), tokenizer, ChatML(tokenizer), max_context=4096))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def bundled() -> ChatSession:
+    return minikv.load(device="cpu", budget=64)
 
 
 def test_tokens_adds_up_to_the_context(context: Context) -> None:

@@ -165,7 +165,9 @@ def test_packed_weights_are_planned_where_they_run(form: str) -> None:
         with pytest.raises(ModelError, match=f'`weights="{re.escape(form)}"`') as caught:
             run(None, "1000", weights=form, **named)
         assert caught.value.exit_code == 2
-    with pytest.raises(UsageError, match=r"weights must be one of .*, got 'int2\+head'") as caught:
+    with pytest.raises(
+        UsageError, match=r"`weights` must be one of .*, got 'int2\+head'"
+    ) as caught:
         run(None, "1000", weights="int2+head", device="cpu")
     assert caught.value.exit_code == 2
 
@@ -723,7 +725,7 @@ def test_policies_decode_and_options_are_the_users() -> None:
         ({"tokens": "5", "budget": "lots"}, "cannot read the budget"),
         (
             {"tokens": "5", "dtype": "int3"},
-            "dtype must be one of auto, float32, bfloat16, float16, got 'int3'",
+            "`dtype` must be one of auto, float32, bfloat16, float16, got 'int3'",
         ),
         ({"tokens": "5", "device": "tpu"}, "unknown device 'tpu'"),
         ({"tokens": "5", "device": "cuda:99"}, "no CUDA device for 'cuda:99'"),
