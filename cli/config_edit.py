@@ -29,11 +29,11 @@ def edited(text: str, key: str, value: Plain | None, table: str = "") -> str:
     lines = text.splitlines(keepends=True)
     default = re.compile(rf"\s*#\s*{re.escape(key)}\s*=")  # as `config init` writes it
     at = next((i for i, line in enumerate(lines) if default.match(line)), None)
-    found = ""
     if not (known or table) and value is not None and at is not None:
         found = "".join([*lines[:at], f"{key} = {literal(value)}\n", *lines[at + 1 :]])
-    if not _says(found, wanted, table):
-        found = _written(text, key, value, table)
+        if _says(found, wanted, table):
+            return found
+    found = _written(text, key, value, table)
     if not _says(found, wanted, table):
         raise ValueError(f"the line of {key} cannot be changed safely")
     return found
