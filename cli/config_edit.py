@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from typing import Any
 
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
@@ -42,13 +43,11 @@ def edited(text: str, key: str, value: Plain | None, table: str = "") -> str:
 def _written(text: str, key: str, value: Plain | None, table: str) -> str:
     try:
         document = tomlkit.parse(text)
-        if table and table not in document:
-            document[table] = tomlkit.table()
-        inner = document[table] if table else document
+        inner: Any = document.setdefault(table, tomlkit.table()) if table else document
         if value is None:
-            del inner[key]  # type: ignore[attr-defined]
+            del inner[key]
         else:
-            inner[key] = list(value) if isinstance(value, tuple) else value  # type: ignore[index]
+            inner[key] = list(value) if isinstance(value, tuple) else value
         return tomlkit.dumps(document)
     except TOMLKitError as error:
         raise ValueError(str(error)) from None

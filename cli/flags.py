@@ -60,7 +60,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             continue
         assert isinstance(kind, type)
         only = next((note for note in notes if isinstance(note, Only)), None)
-        known = settings_of(kind) | (only.changed if only else {})
+        known = {**settings_of(kind), **(only.changed if only else {})}
         groups[one.name] = kind, known
         for name in only.names if only else [field.name for field in fields(kind)]:
             parameters.append(_OPTIONS if name == "options" else _parameter(known[name]))

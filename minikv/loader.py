@@ -191,9 +191,8 @@ def settings_from(**given: Any) -> Settings:
     UsageError for a name that is neither; the hint says where it belongs, or suggests others."""
     own = [*settings_of(Settings)]
     options = {name: given.pop(name) for name in [*given] if name not in own}
-    known = {
-        option.name for one in (*registry.methods(), *registry.parts()) for option in one.options
-    }
+    known = {option.name for method in registry.methods() for option in method.options}
+    known |= {option.name for part in registry.parts() for option in part.options}
     for name in options:
         refuse_gone(name, f"`{name}`")
         if name in settings_of(Generation):

@@ -113,14 +113,16 @@ class Setting:
             return tuple(texts)
         if type(value) is int and not -_LARGEST < value < _LARGEST:
             raise UsageError(f"{where} is too large a number")
-        if type(value) is int and kind is not bool and (kind is float or self.test is read_budget):
-            value = kind(value)
+        if type(value) is int and kind is float:
+            value = float(value)
+        if type(value) is int and self.test is read_budget:
+            value = str(value)
         if isinstance(value, str) and value in self.words:
             return value
-        if type(value) is not kind:
+        if type(value) is not kind or not isinstance(value, str | int | float):
             raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}")
-        self.check(value, where)  # type: ignore[arg-type]
-        return value  # type: ignore[return-value]
+        self.check(value, where)
+        return value
 
     def check(self, value: Plain, where: str) -> None:
         """Raise UsageError if a value of the setting's type is not one of the choices or not within
