@@ -47,31 +47,11 @@ from minikv.settings import Generation, Settings
 
 HERE = Path(__file__).parents[1]
 KEYS = {
-    "turn",
-    "policy",
-    "policy_options",
-    "budget",
-    "kernels",
-    "dtype",
-    "device",
-    "tokens",
-    "kv_bytes",
-    "time_s",
-    "rate",
-    "loss",
-    "shaped_by_turn",
-    "stop_reason",
-    "seed",
-    "sampling",
-    "device_mem",
-    "warnings",
-    "reuse",
-    "kv_dtype",
-    "weights",
-    "tier",
-    "refreshes",
-    "fidelity",
-    "against_full",
+    *(
+        "turn policy policy_options budget kernels dtype device tokens kv_bytes time_s rate loss "
+        "shaped_by_turn stop_reason seed sampling device_mem warnings reuse kv_dtype weights tier "
+        "refreshes fidelity against_full"
+    ).split()
 }
 
 
@@ -321,47 +301,12 @@ def test_stdout_ends_with_one_newline_whatever_the_answer_ends_with(
 
 def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -> None:
     (tmp_path / "system.txt").write_text("be brief\n")
-    result = world.run(
-        "ask",
-        "q",
-        document,
-        "-m",
-        "some/model",
-        "--policy",
-        "snapkv",
-        "--budget",
-        "20%",
-        "--decode",
-        "none",
-        "-o",
-        "window=16",
-        "--device",
-        "cpu",
-        "--dtype",
-        "bfloat16",
-        "--kernels",
-        "torch",
-        "-s",
-        "7",
-        "--revision",
-        "abc",
-        "--offline",
-        "-S",
-        f"@{tmp_path / 'system.txt'}",
-        "-t",
-        "0.5",
-        "--top-p",
-        "0.9",
-        "--top-k",
-        "5",
-        "--repeat-penalty",
-        "1.2",
-        "--min-p",
-        "0.1",
-        "--json",
-        "--reuse",
-        "blind",
+    flags = (
+        "-m some/model --policy snapkv --budget 20% --decode none -o window=16 --device cpu "
+        "--dtype bfloat16 --kernels torch -s 7 --revision abc --offline -t 0.5 --top-p 0.9 "
+        "--top-k 5 --repeat-penalty 1.2 --min-p 0.1 --json --reuse blind"
     )
+    result = world.run("ask", "q", document, *flags.split(), "-S", f"@{tmp_path / 'system.txt'}")
     assert result.exit_code == 0, result.output
     assert world.settings == Settings(
         keep_packed="on",
