@@ -186,7 +186,7 @@ def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packin
     return Packing(int8, int4)
 
 
-def settings_from(**given: Any) -> Settings:
+def settings_from(budget: int | str = "auto", **given: Any) -> Settings:
     """The settings of `minikv.load`: fields of `Settings`, and options of policies. Raises
     UsageError for a name that is neither; the hint says where it belongs, or suggests others."""
     own = [*settings_of(Settings)]
@@ -206,7 +206,7 @@ def settings_from(**given: Any) -> Settings:
             f"minikv.load() has no argument {quoted(name)}, and no policy has such an option",
             f"did you mean {' or '.join(near)}?" if near else f"it takes: {', '.join(own)}",
         )
-    budget, model = given.get("budget", ""), given.get("model")
+    model = given.get("model")
     if isinstance(budget, bool) or not isinstance(budget, int | str):
         raise UsageError(
             f"`budget` must be a whole number or a text, got {quoted(budget)}",
@@ -214,7 +214,7 @@ def settings_from(**given: Any) -> Settings:
         )
     if isinstance(model, PathLike):
         given["model"] = fspath(model)
-    return Settings(**given | {"budget": str(budget)}, options=options)
+    return Settings(**given, budget=str(budget), options=options)
 
 
 def shape_of(config: ModelConfig) -> Shape:
