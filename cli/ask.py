@@ -13,7 +13,9 @@ import typer
 
 from minikv.chat.report import percent_saved
 from minikv.cli import documents, render
+from minikv.cli.config import Interface
 from minikv.cli.documents import Text
+from minikv.cli.flags import Call
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.question import sorted_out
 from minikv.cli.saved.keeper import Keeper
@@ -40,24 +42,23 @@ def ask(
     files: Sequence[str],
     settings: Settings,
     generation: Generation,
-    terminal: Terminal,
+    interface: Interface,
+    call: Call,
     *,
-    errors: str,
-    as_json: bool,
-    stats: bool,
-    loaders: Mapping[str, str] = documents.NO_LOADERS,
+    as_json: bool = False,
     chat: str | None = None,
     go_on: bool = False,
-    given: Collection[str] = (),
 ) -> None:
     """Answer on stdout. With `chat`, in the saved chat of this name, and with `go_on`, in the one
-    that was saved last: with its own settings except those `given`; the chat is then saved with
-    this turn. Exits with 130 if the user stopped the answer.
+    that was saved last: with its own settings except those that were typed; the chat is then saved
+    with this turn. Exits with 130 if the user stopped the answer.
 
     `question` "-" is the whole user message from standard input, verbatim but for one line end at
     its end, which `echo` adds. Otherwise what is piped in is the document if no file is named, or
     if one of `files` is "-".
     """
+    terminal, given, loaders = call.terminal, call.given, call.config.loaders
+    errors = interface.encoding_errors
     question, files, note = sorted_out(question, files)
     if note:
         terminal.note(note)
@@ -99,7 +100,7 @@ def ask(
     assert report is not None, "a finished turn has a report"
     if as_json:
         terminal.data(json.dumps({"answer": answer, **report.to_dict()}))
-    if stats:
+    if interface.stats:
         terminal.say(render.stats(report), "dim")
     else:
         _say_what_is_gone(report, terminal)

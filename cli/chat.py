@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,9 @@ import minikv
 from minikv.cli import commands, documents, render, saving, sources
 from minikv.cli.chats_command import read_limit, warn_of
 from minikv.cli.command import Context, Leave
-from minikv.cli.config import Config
+from minikv.cli.config import Interface
 from minikv.cli.failures import explain, show
+from minikv.cli.flags import Call
 from minikv.cli.interrupt import Interrupts, Terminated
 from minikv.cli.paths import history_file
 from minikv.cli.saved.keeper import Keeper
@@ -37,36 +38,34 @@ if TYPE_CHECKING:
     from minikv.cli.editor import Help
 
 
+LONG = 32_768
+"""Tokens. Before more than these are read again, a chat on a terminal asks once."""
+
+
 def chat(
     files: Sequence[str],
     settings: Settings,
     generation: Generation,
-    terminal: Terminal,
+    interface: Interface,
+    call: Call,
     *,
-    errors: str,
     first: str | None = None,
     as_json: bool = False,
     resume: str | None = None,
     reread: bool = False,
     save: bool = True,
-    given: Collection[str] = (),
-    config: Config | None = None,
     history: bool = True,
-    chats_limit: str = "off",
-    debug: bool = False,
 ) -> None:
     """Talk until /exit or Ctrl-D. Without a terminal, each line of standard input is a question;
     the exit code is then that of the first turn that failed.
 
     `first` is asked before anything is typed. With `as_json`, stdout gets a JSON record per turn.
-    `resume` opens a saved chat, "" the newest one; with `reread`, without its cache. `given`: the
-    settings that the user stated, with which that chat must have been saved. `config`: where the
-    other settings come from. `chats_limit`: warn at the end if all saved chats take more. With
-    `history`, what is typed is stored for later chats. With `debug`,
-    an error shows where it happened.
+    `resume` opens a saved chat, "" the newest one; with `reread`, without its cache. The settings
+    that were typed (`call.given`) win over those with which that chat was saved. With `history`,
+    what is typed is stored for later chats.
     """
-    config = config or Config()
-    limit = read_limit(chats_limit)
+    terminal, config, given = call.terminal, call.config, call.given
+    errors, limit = interface.encoding_errors, read_limit(interface.chats_limit)
     piped = sources.piped_document(terminal) if "-" in files else b""
     typed = sys.stdin.isatty()
     if first is not None and not first.strip():
@@ -127,8 +126,7 @@ def chat(
             config.loaders,
             origins,
             offline=settings.offline,
-            debug=debug,
-            reread_limit=settings.reread_limit,
+            debug=interface.debug,
             checks=settings.check == "on",
         )
         read_line: Callable[[], str] = sources.PipedLines()
@@ -182,7 +180,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     with terminal.silent():
                         commands.execute(context, line)
                 else:
-                    if typed and not asked and 0 < context.reread_limit < session.reads_again:
+                    if typed and not asked and session.reads_again > LONG:
                         asked = True
                         with terminal.anew():
                             session.keeps_cache = not _rereads(context, read_line)

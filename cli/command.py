@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from minikv.chat.reuse import REREAD_LIMIT
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
@@ -25,8 +24,7 @@ class Context:
     """What a command may read and change. `errors`: how invalid bytes in documents are handled;
     `generation`: how the next answers are written; `keeper`: saves the chat; `loaders`: a command
     per file extension; `origins`: where each setting's value came from; `offline`: no network;
-    `debug`: show where an error happened; `reread_limit`: how many tokens `--reuse auto` reads
-    again without asking, 0 for any number; `checks`: answers are compared with those of a cache
+    `debug`: show where an error happened; `checks`: answers are compared with those of a cache
     without eviction."""
 
     session: ChatSession
@@ -39,7 +37,6 @@ class Context:
     origins: dict[str, str] = field(default_factory=dict)
     offline: bool = False
     debug: bool = False
-    reread_limit: int = REREAD_LIMIT
     checks: bool = False
 
 

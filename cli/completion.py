@@ -66,7 +66,7 @@ def flag(setting: Setting) -> Callable[[str], list[str]] | None:
     """
     if setting.name == "model":
         return _aliases
-    if setting.choices or not values(setting) or type(setting.default) is bool:
+    if not values(setting) or type(setting.default) is bool:
         return None
 
     def complete(incomplete: str) -> list[str]:

@@ -1,37 +1,32 @@
 """Settings from files and the environment, each with where it came from.
 
-A flag wins over /set, that over a preset, that over MINIKV_* variables, those over ./minikv.toml,
-that over the user's config.toml, that over the default. An unknown key in a file is an error,
-because a setting that silently has no effect is hard to notice.
+A flag wins over MINIKV_* variables, those over ./minikv.toml, that over the user's config.toml, and
+that over the default. An unknown key in a file is an error, because a setting that silently has no
+effect is hard to notice.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minikv.chat.eviction_config import read_budget
 from minikv.checks import quoted
 from minikv.cli import paths
 from minikv.cli.terminal import clean
-from minikv.cli.values import spelled
 from minikv.errors import UsageError
-from minikv.policies import check_name, step_names
 from minikv.settings import (
     ADVANCED,
-    CACHE,
     DOCUMENTS,
     OUTPUT,
-    PRESETS,
     Generation,
     Plain,
     Setting,
     Settings,
+    refuse_gone,
     setting,
     settings_of,
 )
@@ -48,15 +43,7 @@ PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
 _DOTS = 1000  # in a line of a file; ten times as many in all lines
 _LINES = 5000
-_OTHERS = (
-    paths.HOME,
-    "MINIKV_NATIVE",
-)  # variables that are no settings: see `kernels.native.build`
-_LARGEST = 1 << 64  # of whole numbers in the file
-_CHAT = ("ask", "chat")
-_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-
-
+_OTHERS = (paths.HOME, "MINIKV_NATIVE")  # no settings; see `kernels.native.build`
 SAVED = "Saved chats"
 """A panel of --help-all."""
 
@@ -65,23 +52,10 @@ SAVED = "Saved chats"
 class Interface:
     """What a command reads and shows, whatever it computes."""
 
-    preset: str = setting(
-        "",
-        "a named set of settings, for those that are not given as flags; "
-        + "; ".join(
-            f"{name}: {' '.join(f'--{key} {value}' for key, value in values.items())}"
-            for name, values in PRESETS.items()
-        ),
-        CACHE,
-        commands=_CHAT,
-        choices=("", *PRESETS),
-        takes="NAME",
-    )
     encoding_errors: str = setting(
         "strict",
         "invalid bytes in a document: refuse them, or replace them with U+FFFD",
         DOCUMENTS,
-        commands=_CHAT,
         choices=("strict", "replace"),
     )
     stats: bool = setting(
@@ -96,7 +70,12 @@ class Interface:
         takes="SIZE|off",
     )
     quiet: bool = setting(
-        False, "answers and errors only", OUTPUT, letters=("-q",), commands=_CHAT, common=True
+        False,
+        "answers and errors only",
+        OUTPUT,
+        letters=("-q",),
+        commands=("ask", "chat"),
+        common=True,
     )
     plain: bool = setting(False, "no Markdown, colours or progress lines", OUTPUT, in_file=False)
     debug: bool = setting(False, "show tracebacks", ADVANCED, in_file=False)
@@ -124,15 +103,13 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Config:
     """What files and variables say. `alias_files`: which file has each alias. `notes` are warnings
-    to show. `by_preset`: the settings that the preset in force sets, if there is one."""
+    to show."""
 
     values: Mapping[str, Value] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     loaders: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     alias_files: Mapping[str, str] = field(default_factory=dict)
-    preset: str = ""
-    by_preset: tuple[str, ...] = ()
 
     def model(self, name: str | None) -> str | None:
         """What --model means: an alias stands for its model; an empty name, and the name that
@@ -164,16 +141,10 @@ class Config:
             for command, parameters in commands.items()
         }
 
-    def under(self, preset: str, given: Collection[str]) -> Config:
-        """This, under a preset, which sets what was not `given` as a flag."""
-        return replace(self, preset=preset, by_preset=tuple(set(PRESETS[preset]) - set(given)))
-
     def origins(self, given: Collection[str]) -> dict[str, str]:
         """Where each setting's value came from; `given`: parameters typed on the command line."""
         return {
-            name: f"--preset {self.preset}"
-            if name in self.by_preset
-            else setting.flag
+            name: setting.flag
             if name in given
             else self.values[name].origin
             if name in self.values
@@ -207,8 +178,9 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
                 if key == ALIASES:
                     alias_files |= dict.fromkeys(found, shown)
             elif key in SETTINGS:
-                values[key] = Value(_checked(SETTINGS[key], value, f"{shown}: {key}"), shown)
+                values[key] = Value(allowed(SETTINGS[key], value, f"{shown}: {key}"), shown)
             else:
+                refuse_gone(key, f"{shown}: {key}")
                 known = [*SETTINGS, *_TABLES]
                 raise UsageError(f"{shown}: unknown key {quoted(key)}", nearest(key, known))
     notes = []
@@ -216,8 +188,9 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         if not variable.startswith(PREFIX) or variable in _OTHERS or not text:
             continue
         key = variable.removeprefix(PREFIX).lower()
-        if key in SETTINGS:
-            values[key] = Value(_parsed(SETTINGS[key], text, variable), variable)
+        refuse_gone(key, variable)
+        if one := SETTINGS.get(key):
+            values[key] = Value(allowed(one, one.parse(text), variable), variable)
         else:
             near = _near(key, SETTINGS)
             guess = f"; did you mean {PREFIX}{near.upper()}?" if near else ""
@@ -313,92 +286,16 @@ def _table(value: object, where: str) -> dict[str, str]:
     return value
 
 
-def _checked(setting: Setting, value: object, where: str) -> Plain:
-    """A value of a file, in the type of the setting."""
-    kind = type(setting.default)
-    if kind is tuple:
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise UsageError(f"{where} must be {_KINDS[kind]}, got {quoted(value)}")
-        return possible(setting, tuple(texts), where)
-    if type(value) is int and not -_LARGEST < value < _LARGEST:
-        raise UsageError(f"{where} is too large a number")
-    if kind is str and type(value) is int and setting.name == "budget":
-        value = str(value)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if isinstance(value, str) and value in setting.words:
-        return value
-    if type(value) is not kind or not isinstance(value, str | int | float):
-        raise UsageError(f"{where} must be {_kind(setting)}, got {quoted(value)}")
-    return possible(setting, value, where)
-
-
-def _parsed(setting: Setting, text: str, variable: str) -> Plain:
-    """A variable's text, in the type of the setting."""
-    return possible(setting, typed(setting, text, variable), variable)
-
-
-def typed(setting: Setting, text: str, where: str) -> Plain:
-    """A text in the type of the setting. Raises UsageError, beginning with `where`."""
-    kind, value = type(setting.default), text.strip()
-    if kind is tuple:
-        return (spelled(text),) if text else ()
-    if value in setting.words:
-        return value
-    try:
-        if kind is bool:
-            if value.lower() not in (*_YES, *_NO):
-                raise ValueError
-            return value.lower() in _YES
-        return kind(value)
-    except ValueError:
-        raise UsageError(f"{where} must be {_kind(setting)}, got {quoted(text)}") from None
-
-
-def possible(setting: Setting, value: Plain, where: str) -> Plain:
-    """The value, if there is such a one. Refused here, where it is known who said it."""
-    setting.check_choice(value, where)
-    if isinstance(value, tuple):
-        if "" in value:
-            raise UsageError(f"{where} must not have an empty text")
-        return value
-    if not isinstance(value, str):
-        if not setting.low <= value <= setting.high:
-            most = f" and at most {setting.high:,.0f}" if setting.high < math.inf else ""
-            raise UsageError(f"{where} must be at least {setting.low:g}{most}, got {value}")
-        return value
-    try:
-        _known(setting.name, value)
-    except UsageError as error:
-        raise UsageError(f"{where}: {clean(str(error))}", clean(error.hint)) from None
-    return value
-
-
-def _known(name: str, value: str) -> None:
-    """Raise the UsageError that a flag of this value would raise; an empty one says nothing."""
-    if name == "budget" and value:
-        read_budget(value)
-    elif name == "policy" and value and value not in step_names():  # those go with a stride
-        check_name(value)
-    elif name == "decode" and value not in ("", "auto"):
-        check_name(value, step=True)
-    elif name == "device" and value:
-        Settings(device=value)
-
-
-_KINDS: Mapping[type, str] = {
-    str: "a text in quotes",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    tuple: "a list of texts",
-}
-
-
-def _kind(setting: Setting) -> str:
-    """What a value must be, for a message."""
-    return " or ".join((_KINDS[type(setting.default)], *setting.words))
+def allowed(setting: Setting, value: object, where: str) -> Plain:
+    """A value of a file or variable in the type of the setting. An empty text says nothing, and is
+    allowed. Raises UsageError, which begins with `where`."""
+    found = setting.read(value, where)
+    if setting.test is not None and isinstance(found, str) and found:
+        try:
+            setting.test(found)
+        except UsageError as error:
+            raise UsageError(f"{where}: {clean(str(error))}", clean(error.hint)) from None
+    return found
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

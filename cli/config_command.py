@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,22 +16,20 @@ from minikv.cli.config import (
     LOCAL,
     SETTINGS,
     Config,
+    allowed,
     load,
     nearest,
-    possible,
     read_toml,
     short,
-    typed,
     user_file,
 )
-from minikv.cli.config_edit import edited, literal, name_of
+from minikv.cli.config_edit import edited, literal
 from minikv.cli.paths import config_file
 from minikv.cli.saved.files import private, write
 from minikv.cli.tables import cells, cut, padded
 from minikv.cli.terminal import Terminal, clean
-from minikv.cli.values import spelled
 from minikv.errors import UsageError
-from minikv.settings import Plain
+from minikv.settings import Plain, refuse_gone, spelled
 
 
 def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
@@ -107,15 +106,16 @@ def change(key: str, words: Sequence[str], terminal: Terminal) -> None:
         return
     name = key.lstrip("-").replace("-", "_")
     if name not in SETTINGS:
+        refuse_gone(name, name)
         raise UsageError(f"there is no key {key!r}", nearest(name, [*SETTINGS, f"{ALIASES}.NAME"]))
     one = SETTINGS[name]
     if isinstance(one.default, tuple):
-        value: Plain = tuple(spelled(word) for word in words if word)
+        value: object = [spelled(word) for word in words if word]
     elif len(words) == 1:
-        value = typed(one, words[0], name)
+        value = one.parse(words[0])
     else:
         raise UsageError(f"{name} takes one value, got {' '.join(words)!r}", "quote a text")
-    _write(name, possible(one, value, name), terminal)
+    _write(name, allowed(one, value, name), terminal)
 
 
 def unset(key: str, terminal: Terminal) -> None:
@@ -143,7 +143,8 @@ def _write(name: str, value: Plain | None, terminal: Terminal, table: str = "") 
     """Set or remove a key of the user's own file, and say what wins over it."""
     path = Path(os.path.realpath(config_file()))  # a link to it stays a link
     shown, shown_name = short(path), clean(f"{table}.{name}" if table else name)
-    key = f"{table}.{name_of(name)}" if table else name
+    plain = re.fullmatch(r"[A-Za-z0-9_-]+", name)
+    key = f"{table}.{name if plain else literal(name)}" if table else name
     line = f"{key} removed" if value is None else f"{key} = {literal(value)}"
     try:
         before = path.read_bytes().decode() if read_toml(path, shown) is not None else ""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -23,7 +23,7 @@ from minikv.cli.config import Config
 from minikv.cli.failures import guard
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.settings import CACHE, PRESETS, Setting, settings_of
+from minikv.settings import CACHE, Setting, settings_of, spelled
 
 
 class Only:
@@ -51,46 +51,38 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     each field of its settings classes. Errors become a line and an exit code."""
     made = inspect.signature(run, eval_str=True)
     parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context)]
-    groups: dict[str, type] = {}
+    groups: dict[str, tuple[type, Mapping[str, Setting]]] = {}
     for one in list(made.parameters.values())[1:]:
-        kind, *notes = get_args(one.annotation) if _annotated(one) else (one.annotation,)
+        noted = get_origin(one.annotation) is Annotated
+        kind, *notes = get_args(one.annotation) if noted else (one.annotation,)
         if not is_dataclass(kind):
             parameters.append(one.replace(kind=_KIND))
             continue
         assert isinstance(kind, type)
-        groups[one.name] = kind
-        known = settings_of(kind)
         only = next((note for note in notes if isinstance(note, Only)), None)
-        names = only.names if only else [field.name for field in fields(kind)]
-        changed = only.changed if only else {}
-        for name in names:
-            if name == "options":
-                parameters.append(_OPTIONS)
-            else:
-                parameters.append(_parameter(changed.get(name, known[name])))
+        known = {**settings_of(kind), **(only.changed if only else {})}
+        groups[one.name] = kind, known
+        for name in only.names if only else [field.name for field in fields(kind)]:
+            parameters.append(_OPTIONS if name == "options" else _parameter(known[name]))
 
     def called(context: typer.Context, **typed: Any) -> None:
         terminal = Terminal(quiet=typed.get("quiet", False), plain=typed.get("plain", False))
+        debug = typed.get("debug", False)
         if not terminal.live:  # the hub library reads this when it is imported
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        if not typed.get("debug", False):  # it logs every attempt; the last one is our error
+        if not debug:  # it logs every attempt; the last one is our error
             os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-        with guard(terminal, debug=typed.get("debug", False)):
-            _refuse_gone()
+        with guard(terminal, debug=debug):
+            _check_cwd_exists()
             known, given = context.obj or Config(), config.given(context)
-            if preset := typed.get("preset"):
-                known = known.under(preset, given)
-                typed |= {name: PRESETS[preset][name] for name in known.by_preset}
-                if "preset" in given:  # its settings count as typed: they win over a saved chat's
-                    given |= set(known.by_preset)
             call = Call(terminal, known, given, context.invoked_subcommand)
             place = known.model_from(typed.get("model"), typed="model" in given)
             if typed.get("go_on") or typed.get("resume") is not None:
                 place = ""  # the chat says which model it is
-            for name, kind in groups.items():
+            for name, (kind, settings) in groups.items():
                 own = {field.name for field in fields(kind)} & set(typed)
                 values = {key: typed.pop(key) for key in own}
-                typed[name] = kind(**_read(values, call))
+                typed[name] = kind(**_read(values, settings, call))
             with _placed(place):
                 run(call, **typed)
 
@@ -115,7 +107,7 @@ def _placed(place: str) -> Iterator[None]:
         raise
 
 
-def _refuse_gone() -> None:
+def _check_cwd_exists() -> None:
     """Raise UsageError if the current directory was deleted: relative names mean nothing there, and
     torch's library would end the process."""
     try:
@@ -145,56 +137,46 @@ _OPTIONS = inspect.Parameter(
 )
 
 
-def _annotated(one: inspect.Parameter) -> bool:
-    return get_origin(one.annotation) is Annotated
-
-
-def _number_or_word(one: Setting, text: str | float) -> str | float:
-    """A value of a setting that has `words`. A configuration file gives a number itself."""
-    if text in one.words:
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        words = " nor ".join(one.words)
-        raise typer.BadParameter(f"{quoted(text)} is neither a number nor {words}") from None
-
-
 @functools.cache  # most settings are flags of several commands
 def _parameter(one: Setting) -> inspect.Parameter:
-    """The flag of a setting."""
-    kind: Any = Literal[one.choices] if one.choices else type(one.default)
-    if kind is tuple:
-        kind = list[str]
+    """The flag of a setting: a switch, a list of texts or a text, which `Setting.read` reads."""
+    kind: Any = {bool: bool, tuple: list[str]}.get(type(one.default), str)
+    word = "|".join(one.choices) or _WORDS.get(type(one.default))
     option = typer.Option(
         one.flag,
         *one.letters,
         help=one.help,
         rich_help_panel=None if one.common else one.panel,
-        metavar=one.takes or None,
+        metavar=one.takes or word,
         autocompletion=completion.flag(one),
-        parser=functools.partial(_number_or_word, one) if one.words else None,
     )
-    return inspect.Parameter(
-        one.name, _KIND, default=one.default, annotation=Annotated[kind, option]
-    )
+    shown = str(one.default) if kind is str else one.default
+    return inspect.Parameter(one.name, _KIND, default=shown, annotation=Annotated[kind, option])
 
 
-def _read(values: Mapping[str, Any], call: Call) -> dict[str, Any]:
-    """The values of the fields: an alias becomes its model, @FILE its text, -o a mapping. Raises
-    UsageError."""
-    from minikv.cli.values import read_pairs, spelled
+_WORDS: Mapping[type, str] = {int: "N", float: "N", str: "TEXT", tuple: "TEXT"}
 
-    made = dict(values)
+
+def _read(values: Mapping[str, Any], known: Mapping[str, Setting], call: Call) -> dict[str, Any]:
+    """The values of the fields: a text is parsed, an alias becomes its model, @FILE its text, -o a
+    mapping. Raises UsageError."""
+    from minikv.cli.values import read_pairs
+
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "options":
+            made[name] = read_pairs(value or [])
+        elif isinstance(value, str):
+            made[name] = known[name].read(known[name].parse(value), known[name].flag)
+        elif name == "stop":
+            texts = value or ()
+            made[name] = tuple(map(spelled, texts) if name in call.given else texts)
+        else:
+            made[name] = value
     if "model" in made:
         made["model"] = call.config.model(made["model"])
-    if "stop" in made:
-        texts = made["stop"] or ()
-        made["stop"] = tuple(map(spelled, texts) if "stop" in call.given else texts)
     if "revision" in made:
         made["revision"] = made["revision"] or None
-    if "options" in made:
-        made["options"] = read_pairs(made["options"] or [])
     if made.get("system", "").startswith("@"):
         made["system"] = _file_text(made["system"][1:], typed="system" in call.given)
     return made

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from minikv.cache.stats import full_cache_bytes
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.report import size
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, UsageError
 from minikv.settings import Settings
@@ -151,14 +150,7 @@ def forecast(
     weights = weight_bytes(config, kind, form)
     load = loading_bytes(config, kind, form)
     disk = packed_bytes(config, form) if packed and where.type == "cpu" else 0
-    limit = settings.packed_bytes()
-    if disk < LEAST or not limit:
-        disk = 0
-    elif disk > limit:
-        notes.append(
-            f"the packed weights take {size(disk)} and --keep-packed allows {size(limit)}: every "
-            "start packs them again"
-        )
+    if disk < LEAST or settings.keep_packed == "off":
         disk = 0
 
     def work_space(tokens: int, *, foresees: bool = False) -> int:

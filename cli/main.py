@@ -7,8 +7,11 @@ Only the module of the command that is typed is imported, and nothing here impor
 # Without `from __future__ import annotations`: typer needs the annotations as objects.
 import atexit
 import contextlib
+import importlib
 import os
+import re
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -54,122 +57,41 @@ def main(
             config.install(context, made)
 
 
-@app.command("ask", cls=Later, short_help="one question, one answer; made for pipes")
-def ask() -> typer.Typer:
-    from minikv.cli.entry.ask import app
-
-    return app
-
-
-@app.command("chat", cls=Later, short_help="questions and answers over documents, on a terminal")
-def chat() -> typer.Typer:
-    from minikv.cli.entry.chat import app
-
-    return app
-
-
-@app.command("demo", cls=Later, short_help="a guided chat of two minutes, with the bundled model")
-def demo() -> typer.Typer:
-    from minikv.cli.entry.demo import app
-
-    return app
-
-
-@app.command(
-    "eval",
-    cls=Later,
-    rich_help_panel=_MORE,
-    short_help="answer quality under each policy, compared with the full cache",
+_COMMANDS = (
+    ("ask", "entry.ask", None, "one question, one answer; made for pipes"),
+    ("chat", "entry.chat", None, "questions and answers over documents, on a terminal"),
+    ("demo", "entry.demo", None, "a guided chat of two minutes, with the bundled model"),
+    (
+        "eval",
+        "entry.evaluate",
+        _MORE,
+        "answer quality under each policy, compared with the full cache",
+    ),
+    ("plan", "entry.plan", None, "will it fit in memory? and what to do if not"),
+    ("doctor", "entry.doctor", None, "what this machine offers, and a self-test"),
+    ("report", "entry.report", _MORE, "make a page from an exported chat; loads no model"),
+    ("policies", "entry.policies", _MORE, "the eviction methods, one line each"),
+    ("bench", "bench.app", _MORE, "measure speed, and compare with the hardware's limits"),
+    ("config", "entry.config", _MORE, "settings from files and MINIKV_* variables"),
+    ("models", "entry.models", None, "list, download and remove models"),
+    ("chats", "entry.chats", None, "list, show and remove saved chats"),
 )
-def evaluate() -> typer.Typer:
-    from minikv.cli.entry.evaluate import app
-
-    return app
+_GONE = {"verify": "hf cache verify NAME compares the files of a model in the hub's cache"}
+"""Commands of earlier versions, with what to use instead."""
 
 
-@app.command("plan", cls=Later, short_help="will it fit in memory? and what to do if not")
-def plan() -> typer.Typer:
-    from minikv.cli.entry.plan import app
+def _later(module: str) -> Callable[[], typer.Typer]:
+    """A function that imports the module of a command, and returns its app."""
 
-    return app
+    def imported() -> typer.Typer:
+        made: typer.Typer = importlib.import_module(f"minikv.cli.{module}").app
+        return made
 
-
-@app.command("doctor", cls=Later, short_help="what this machine offers, and a self-test")
-def doctor() -> typer.Typer:
-    from minikv.cli.entry.doctor import app
-
-    return app
+    return imported
 
 
-@app.command(
-    "verify",
-    cls=Later,
-    rich_help_panel=_MORE,
-    short_help="compare a model's files with their checksums",
-)
-def verify() -> typer.Typer:
-    from minikv.cli.entry.verify import app
-
-    return app
-
-
-@app.command(
-    "report",
-    cls=Later,
-    rich_help_panel=_MORE,
-    short_help="make a page from an exported chat; loads no model",
-)
-def report() -> typer.Typer:
-    from minikv.cli.entry.report import app
-
-    return app
-
-
-@app.command(
-    "policies", cls=Later, rich_help_panel=_MORE, short_help="the eviction methods, one line each"
-)
-def policies() -> typer.Typer:
-    from minikv.cli.entry.policies import app
-
-    return app
-
-
-@app.command(
-    "bench",
-    cls=Later,
-    rich_help_panel=_MORE,
-    short_help="measure speed, and compare with the hardware's limits",
-)
-def bench() -> typer.Typer:
-    from minikv.cli.bench.app import app
-
-    return app
-
-
-@app.command(
-    "config",
-    cls=Later,
-    rich_help_panel=_MORE,
-    short_help="settings from files and MINIKV_* variables",
-)
-def config() -> typer.Typer:
-    from minikv.cli.entry.config import app
-
-    return app
-
-
-@app.command("models", cls=Later, short_help="list, download and remove models")
-def models() -> typer.Typer:
-    from minikv.cli.entry.models import app
-
-    return app
-
-
-@app.command("chats", cls=Later, short_help="list, show and remove saved chats")
-def chats() -> typer.Typer:
-    from minikv.cli.entry.chats import app
-
-    return app
+for _name, _module, _panel, _help in _COMMANDS:
+    app.command(_name, cls=Later, rich_help_panel=_panel, short_help=_help)(_later(_module))
 
 
 def run() -> None:
@@ -180,7 +102,7 @@ def run() -> None:
         code = app(args=_resume_alone(sys.argv[1:]), prog_name="minikv", standalone_mode=False)
     except typer.TyperException as error:
         command = " ".join(["minikv", *_command_words(sys.argv[1:])])
-        message = error.format_message().replace(": Value error, ", ": ")  # from its validation
+        message = _told(error.format_message())
         if message:  # a command without the name of one below it has shown its help
             Terminal().fail(message, f"`{command} --help` shows the usage")
         code = error.exit_code
@@ -191,11 +113,25 @@ def run() -> None:
         hush()
         code = 1
     if "minikv.chat.stopping" in sys.modules:
-        _leave_what_goes_on(int(code or 0))
+        _exit_if_threads_remain(int(code or 0))
     sys.exit(code or 0)
 
 
-def _leave_what_goes_on(code: int) -> None:
+def _told(message: str) -> str:
+    """A message of typer; for a flag or command of earlier versions, what to use instead."""
+    unknown = re.match(r"No such (?:option: |command ')([\w-]+)", message)
+    if unknown is None:
+        return message
+    from minikv.cli.wording import worded
+    from minikv.settings import GONE
+
+    name = unknown[1]
+    words = GONE.get(name.removeprefix("--").replace("-", "_")) if name[:2] == "--" else None
+    words = words or _GONE.get(name)
+    return f"{name} is gone: {worded(words)}" if words else message
+
+
+def _exit_if_threads_remain(code: int) -> None:
     """End the process now if another thread still works on something that Ctrl-C abandoned."""
     from minikv.chat.stopping import left
 

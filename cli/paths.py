@@ -24,11 +24,6 @@ def chats_folder() -> Path:
     return _own("chats") or _under("user_data_path") / "chats"
 
 
-def digests_folder() -> Path:
-    """Checksums of model directories. Raises UsageError where there is no home directory."""
-    return _own("digests") or _under("user_data_path") / "digests"
-
-
 def history_file() -> Path:
     """What was typed in chats. Raises UsageError where there is no home directory."""
     return _own("history") or _under("user_state_path") / "history"

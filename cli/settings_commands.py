@@ -13,14 +13,13 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import size
 from minikv.cli import completion, documents, refresh, render
 from minikv.cli.command import Command, Context
-from minikv.cli.config import SETTINGS, typed
+from minikv.cli.config import SETTINGS
 from minikv.cli.config_command import listed, text
 from minikv.cli.context_command import count_tokens
 from minikv.cli.tables import cells, padded
-from minikv.cli.values import spelled
 from minikv.errors import UsageError
 from minikv.policies import registry
-from minikv.settings import Generation, settings_of
+from minikv.settings import Generation, refuse_gone, settings_of, spelled
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -42,6 +41,7 @@ def _set(context: Context, arguments: list[str]) -> None:
         rest = [value, *rest]
     key = _SHORT.get(name, name.lstrip("-").replace("-", "_"))
     if key not in _CHANGES:
+        refuse_gone(key, key)
         if key in SETTINGS:
             raise UsageError(
                 f"{key} cannot change in a chat", f"start one with {SETTINGS[key].flag}"
@@ -52,10 +52,9 @@ def _set(context: Context, arguments: list[str]) -> None:
     if rest:
         if len(rest) > 1 and key not in ("system", "stop"):
             raise UsageError(f"{key} takes one value, got {' '.join(rest)!r}")
-        changed = typed(SETTINGS[key], " ".join(rest), key)
-        if key == "stop":
-            changed = tuple(spelled(text) for text in rest if text)
-        SETTINGS[key].check_choice(changed, key)
+        one = SETTINGS[key]
+        said = [spelled(word) for word in rest if word] if key == "stop" else None
+        changed = one.read(one.parse(" ".join(rest)) if said is None else said, key)
         _CHANGES[key](context, changed)
         context.origins[key] = HERE
     context.terminal.say("\n".join(_lines(context, [key])))
@@ -122,18 +121,8 @@ def _reuse(context: Context, value: str) -> None:
         )
 
 
-def _reread_limit(context: Context, value: int) -> None:
-    context.reread_limit = value
-    context.session.keeps_cache = False  # the next reading is asked about again
-
-
-def _tier_use(key: str) -> Callable[[Context, Any], None]:
-    def change(context: Context, value: Any) -> None:
-        one = SETTINGS[key]
-        checks.number(key, value, one.low, one.high)
-        setattr(context.session, key, value)
-
-    return change
+def _refresh_every(context: Context, value: int) -> None:
+    context.session.refresh_every = value
 
 
 def _fidelity(context: Context, value: str) -> None:
@@ -176,9 +165,7 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "budget": _budget,
     "decode": _decode,
     "reuse": _reuse,
-    "reread_limit": _reread_limit,
-    "refresh_every": _tier_use("refresh_every"),
-    "quality": _tier_use("quality"),
+    "refresh_every": _refresh_every,
     "fidelity": _fidelity,
     "check": _check,
     "encoding_errors": _encoding,
@@ -220,9 +207,7 @@ def _values(context: Context) -> dict[str, str]:
         "reuse": session.reuse,
         "tier": session.recall.kind,
         "tier_dtype": session.recall.dtype,
-        "reread_limit": str(context.reread_limit),
         "refresh_every": str(session.refresh_every),
-        "quality": f"{session.quality:g}",
         "fidelity": "on" if session.fidelity else "off",
         "check": "on" if context.checks else "off",
         "kv": facts.kv,

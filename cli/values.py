@@ -22,13 +22,6 @@ def read_list(text: str, flag: str = "") -> tuple[str, ...]:
     return parts
 
 
-def spelled(text: str) -> str:
-    """The text that the user means: `\\n`, `\\t` and `\\\\` stand for a new line, a tab and a
-    backslash; any other backslash for itself."""
-    signs = {"n": "\n", "t": "\t", "\\": "\\"}
-    return re.sub(r"\\([nt\\])", lambda found: signs[found[1]], text)
-
-
 def read_pairs(pairs: list[str]) -> dict[str, object]:
     """["window=16"] -> {"window": "16"}. Raises UsageError on anything else."""
     options: dict[str, object] = {}

@@ -6,8 +6,8 @@ tokens, N rows in a padded view, R rows in the arena, V vocabulary, W rows of an
 
 from __future__ import annotations
 
-from os import PathLike, fspath
-from typing import TYPE_CHECKING
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from minikv.errors import MinikvError
 
@@ -40,72 +40,18 @@ def load(
     model: str | PathLike[str] | None = None,
     policy: str = "adakv",
     budget: int | str = "auto",
-    decode: str = "auto",
-    device: str = "auto",
-    dtype: str = "auto",
-    kernels: str = "auto",
-    seed: int = 0,
-    stride: int = 0,
-    kv: str = "auto",
-    weights: str = "auto",
-    keep_packed: str = "off",
-    reuse: str = "auto",
-    tier: str = "auto",
-    tier_dtype: str = "same",
-    refresh_every: int = 0,
-    quality: float = 0.0,
-    fidelity: str = "on",
-    system: str = "",
-    pin_system: bool = False,
-    revision: str | None = None,
-    offline: bool = False,
-    threads: int | None = None,
-    **policy_options: object,
+    **settings: Any,
 ) -> ChatSession:
     """Load `model` (a directory or a hub id; None is the bundled model) and return a chat with it.
 
     `budget` is tokens per head, averaged over heads and layers (512), a share of the first prompt
     ("20%") or memory for all layers ("64MiB"); "auto" evicts nothing while everything fits. The
-    other arguments are fields of
-    `minikv.settings.Settings`, which describes them and their allowed values. `policy_options` are
-    checked against those of all policies. Raises MinikvError or ModelError, both with
-    `exit_code`.
+    other arguments are the fields of `minikv.settings.Settings`, which describes them and their
+    allowed values, such as decode="h2o", and options of the policies, such as window=32. Raises
+    MinikvError or ModelError, both with `exit_code`.
     """
-    from inspect import signature
-
     from minikv.engine.threads import wait_briefly
-    from minikv.loader import build, check_budget, check_names
-    from minikv.settings import Settings
+    from minikv.loader import build, settings_from
 
     wait_briefly()  # before torch is imported, to know the options of policies
-    check_names(policy_options, list(signature(load).parameters)[:-1])
-    check_budget(budget)
-
-    return build(
-        Settings(
-            model=fspath(model) if isinstance(model, PathLike) else model,
-            policy=policy,
-            budget=str(budget),
-            decode=decode,
-            device=device,
-            dtype=dtype,
-            kernels=kernels,
-            seed=seed,
-            stride=stride,
-            kv=kv,
-            weights=weights,
-            keep_packed=keep_packed,
-            reuse=reuse,
-            tier=tier,
-            tier_dtype=tier_dtype,
-            refresh_every=refresh_every,
-            quality=quality,
-            fidelity=fidelity,
-            system=system,
-            pin_system=pin_system,
-            revision=revision,
-            offline=offline,
-            threads=threads,
-            options=dict(policy_options),
-        )
-    )
+    return build(settings_from(model=model, policy=policy, budget=budget, **settings))

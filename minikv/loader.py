@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
+from os import PathLike, fspath
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minikv.checks import quoted
 from minikv.engine import threads
 from minikv.errors import UsageError
 from minikv.policies import registry
-from minikv.settings import Generation, Settings, no_cuda, settings_of
+from minikv.settings import Generation, Settings, no_cuda, refuse_gone, settings_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +93,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         weights=settings.weights,
         progress=progress,
         packing=packing,
-        keep_packed=settings.packed_bytes(),
+        keep_packed=settings.keep_packed == "on",
     )
     load_s = perf_counter() - began
     config, network, own = loaded.config, loaded.network, loaded.config.own
@@ -139,7 +140,6 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         pin_system=settings.pin_system,
         reuse=settings.reuse,
         refresh_every=settings.refresh_every,
-        quality=settings.quality,
         fidelity=settings.fidelity == "on",
         recall=recall,
         fit=lambda eviction, tokens, answer: machine.rows(
@@ -186,31 +186,35 @@ def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packin
     return Packing(int8, int4)
 
 
-def check_names(named: Iterable[str], own: Sequence[str]) -> None:
-    """Raise UsageError for a name that is not an option of any policy. The hint says where it
-    belongs, or suggests similar names. own: the arguments of `minikv.load`."""
-    options = {option.name for method in registry.methods() for option in method.options}
-    options |= {option.name for part in registry.parts() for option in part.options}
-    for name in named:
+def settings_from(budget: int | str = "auto", **given: Any) -> Settings:
+    """The settings of `minikv.load`: fields of `Settings`, and options of policies. Raises
+    UsageError for a name that is neither; the hint says where it belongs, or suggests others."""
+    own = [*settings_of(Settings)]
+    options = {name: given.pop(name) for name in [*given] if name not in own}
+    known = {option.name for method in registry.methods() for option in method.options}
+    known |= {option.name for part in registry.parts() for option in part.options}
+    for name in options:
+        refuse_gone(name, f"`{name}`")
         if name in settings_of(Generation):
             raise UsageError(
                 f"minikv.load() has no argument {name!r}", f"give it to chat.ask(..., {name}=...)"
             )
-        if name not in options:
-            near = difflib.get_close_matches(name, [*own, *options], n=3, cutoff=0.6)
-            raise UsageError(
-                f"minikv.load() has no argument {quoted(name)}, and no policy has such an option",
-                f"did you mean {' or '.join(near)}?" if near else f"it takes: {', '.join(own)}",
-            )
-
-
-def check_budget(budget: object) -> None:
-    """Raise UsageError for a budget that is neither a number nor a text."""
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, [*own, *known], n=3, cutoff=0.6)
+        raise UsageError(
+            f"minikv.load() has no argument {quoted(name)}, and no policy has such an option",
+            f"did you mean {' or '.join(near)}?" if near else f"it takes: {', '.join(own)}",
+        )
+    model = given.get("model")
     if isinstance(budget, bool) or not isinstance(budget, int | str):
         raise UsageError(
             f"`budget` must be a whole number or a text, got {quoted(budget)}",
             "give 'auto', tokens per head (512), a share of the prompt ('20%') or bytes ('64MiB')",
         )
+    if isinstance(model, PathLike):
+        given["model"] = fspath(model)
+    return Settings(**given, budget=str(budget), options=options)
 
 
 def shape_of(config: ModelConfig) -> Shape:

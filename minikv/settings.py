@@ -2,6 +2,7 @@
 
 The fields of the classes below make the flags of the command line, the keys of the configuration
 file, the `MINIKV_*` variables, the settings of `/set`, and what `minikv.load` checks.
+`Setting.read` checks a value, wherever it comes from.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 from minikv import checks
-from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig, read_budget
-from minikv.chat.reuse import REREAD_LIMIT, REUSES, TIER_DTYPES, TIERS
+from minikv.chat.reuse import REUSES, TIER_DTYPES, TIERS
 from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies import (
@@ -34,23 +34,33 @@ MAX_TOKENS = 512  # of an answer, also from Python
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL, CACHE, DOCUMENTS = "Model", "KV cache", "Documents"
 SAMPLING, OUTPUT, ADVANCED = "Sampling", "Output", "Advanced"
+GONE: Mapping[str, str] = {
+    "quality": "choose `budget`; the record of a turn says what eviction loses",
+    "preset": '`policy="kvzip"` makes one cache for all questions',
+    "reread_limit": 'a chat asks once before a long reading; `reuse="once"` never reads again',
+}
+"""Settings of earlier versions, with what to use instead."""
 _CHAT = ("ask", "chat")
-_MOST_THREADS = 4096
+_LARGEST = 1 << 64  # of whole numbers
 _KEY = "setting"
+_TRUTHS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 
 Plain = str | int | float | bool | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the command line and the configuration file know about one field.
+    """What is known about one field.
 
     default: of the flag; Python's may differ. A tuple is a flag that may be given several times.
     panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the
-    word for its value there. letters: other spellings of the flag. low and high: limits of a
-    number. words: texts that may stand in place of a number. commands: those for which a
-    configuration file sets it (empty: every command that has the flag). in_file: if False, a
-    configuration file cannot set it.
+    word for its value there. letters: other spellings of the flag. within: the least and the most
+    of a number. words: texts that may be in place of a number. test: raises UsageError for a text
+    that means nothing. commands: those for which a configuration file sets it (empty: every command
+    that has the flag). in_file: if False, a configuration file cannot set it.
     """
 
     name: str
@@ -58,61 +68,92 @@ class Setting:
     help: str
     panel: str | None
     choices: tuple[str, ...] = ()
-    low: float = -math.inf
-    high: float = math.inf
+    within: tuple[float, float] = (-math.inf, math.inf)
     letters: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     in_file: bool = True
     common: bool = False
     takes: str = ""
     words: tuple[str, ...] = ()
+    test: Callable[[str], object] | None = None
 
     @property
     def flag(self) -> str:
         """The flag as it is typed, e.g. --keep-packed."""
         return f"--{self.name.replace('_', '-')}"
 
-    def check_choice(self, value: object, where: str) -> None:
-        """Raise UsageError, beginning with `where`, if the value is not one of the choices."""
+    @property
+    def kind(self) -> str:
+        """What a value must be, for a message."""
+        return " or ".join((_KINDS[type(self.default)], *self.words))
+
+    def parse(self, text: str) -> object:
+        """A text of a flag, a variable or a command as the value that a configuration file would
+        have; the text itself if it is none."""
+        kind, value = type(self.default), text.strip()
+        if kind is tuple:
+            return [spelled(text)] if text else []
+        if kind is bool:
+            return _TRUTHS.get(value.lower(), text)
+        try:
+            return value if value in self.words else kind(value)
+        except ValueError:
+            return text
+
+    def read(self, value: object, where: str) -> Plain:
+        """The value in the type of the setting. Raises UsageError, which begins with `where`, for
+        any other type and for a value that is not allowed."""
+        kind = type(self.default)
+        if kind is tuple:
+            texts = [value] if isinstance(value, str) else value
+            if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+                raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}")
+            if "" in texts:
+                raise UsageError(f"{where} must not have an empty text")
+            return tuple(texts)
+        if type(value) is int and not -_LARGEST < value < _LARGEST:
+            raise UsageError(f"{where} is too large a number")
+        if type(value) is int and kind is float:
+            value = float(value)
+        if type(value) is int and self.test is read_budget:
+            value = str(value)
+        if isinstance(value, str) and value in self.words:
+            return value
+        if type(value) is not kind or not isinstance(value, str | int | float):
+            raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}")
+        self.check(value, where)
+        return value
+
+    def check(self, value: Plain, where: str) -> None:
+        """Raise UsageError if a value of the setting's type is not one of the choices or not within
+        the limits."""
         if self.choices and value not in self.choices:
             some = ", ".join(self.choices)
             raise UsageError(f"{where} must be one of {some}, got {quoted(value)}")
+        low, high = self.within
+        if isinstance(value, int | float) and not low <= value <= high:  # NaN fails too
+            limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:,.0f}"
+            raise UsageError(f"{where} must be {limits}, got {value}")
+
+
+_KINDS: Mapping[type, str] = {
+    str: "a text in quotes",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list of texts",
+}
 
 
 def setting(
-    default: Plain | None,
-    help: str,
-    panel: str,
-    *,
-    flag_default: Plain | None = None,
-    choices: tuple[str, ...] = (),
-    low: float = -math.inf,
-    high: float = math.inf,
-    letters: tuple[str, ...] = (),
-    commands: tuple[str, ...] = (),
-    in_file: bool = True,
-    common: bool = False,
-    takes: str = "",
-    words: tuple[str, ...] = (),
+    default: Plain | None, help: str, panel: str, *, flag_default: Plain | None = None, **how: Any
 ) -> Any:
     """A dataclass field with a `Setting` as metadata. flag_default: if None, the flag has the
-    default of the field, or "" if that is None."""
+    default of the field, or "" if that is None. how: other fields of `Setting`."""
+    if panel in (CACHE, DOCUMENTS, SAMPLING):  # what a chat alone has
+        how.setdefault("commands", _CHAT)
     shown = default if flag_default is None else flag_default
-    made = Setting(
-        "",
-        "" if shown is None else shown,
-        help,
-        panel,
-        choices,
-        low,
-        high,
-        letters,
-        commands,
-        in_file,
-        common,
-        takes,
-        words,
-    )
+    made = Setting("", "" if shown is None else shown, help, panel, **how)
     return field(default=default, metadata={_KEY: made})
 
 
@@ -129,11 +170,32 @@ def settings_of(*kinds: type) -> Mapping[str, Setting]:
     )
 
 
-PRESETS: Mapping[str, Mapping[str, Plain]] = {
-    # One cache for many questions: documents are evicted once, before any question.
-    "many-questions": {"policy": "kvzip", "reuse": "blind"},
-}
-"""Settings that go together, by the name that --preset takes."""
+def refuse_gone(name: str, where: str) -> None:
+    """Raise UsageError, which begins with `where`, if `name` is a setting of earlier versions."""
+    if name in GONE:
+        raise UsageError(f"{where} is gone: {GONE[name]}")
+
+
+def spelled(text: str) -> str:
+    """The text that the user means: `\\n`, `\\t` and `\\\\` are a new line, a tab and a backslash;
+    any other backslash is itself."""
+    signs = {"n": "\n", "t": "\t", "\\": "\\"}
+    return re.sub(r"\\([nt\\])", lambda found: signs[found[1]], text)
+
+
+def _known_policy(name: str) -> None:
+    if name not in step_names():  # they go with a stride
+        check_name(name)
+
+
+def _known_step_policy(name: str) -> None:
+    if name != "auto":
+        check_name(name, step=True)
+
+
+def _known_device(name: str) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise UsageError(f"unknown device {name!r}", "use auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +220,9 @@ class Settings:
         None, "commit, branch or tag of a hub model", MODEL, takes="NAME"
     )
     offline: bool = setting(False, "never use the network", MODEL)
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N", MODEL, takes="NAME")
+    device: str = setting(
+        "auto", "auto, cpu, cuda or cuda:N", MODEL, takes="NAME", test=_known_device
+    )
     dtype: str = setting(
         "auto",
         "number format of weights and cache: float32, bfloat16, float16; auto: that of the files",
@@ -178,20 +242,21 @@ class Settings:
     )
     keep_packed: str = setting(
         "off",
-        "disk space for packed weights (those of --weights int8 or int4), so that later starts "
-        "need not pack them again; the least recently used are removed first; off: keep none",
+        "keep packed weights (those of --weights int8 or int4) on disk, so that later starts need "
+        "not pack them again; `minikv models` lists and removes them",
         MODEL,
-        flag_default="20GiB",
-        takes="SIZE",
+        flag_default="on",
+        choices=("on", "off"),
+        takes="on|off",
     )
     policy: str = setting(
         DEFAULT_PROMPT,
         "which tokens stay in memory after a prompt was read (`minikv policies` explains): "
         f"{', '.join(prompt_names())}",
         CACHE,
-        commands=_CHAT,
         common=True,
         takes="NAME",
+        test=_known_policy,
     )
     budget: str = setting(
         DEFAULT_BUDGET,
@@ -202,28 +267,26 @@ class Settings:
         commands=(*_CHAT, "plan"),
         common=True,
         takes="SIZE",
+        test=read_budget,
     )
     decode: str = setting(
         "auto",
         f"which tokens leave memory while the answer is written: auto, {', '.join(step_names())}",
         CACHE,
         takes="NAME",
-        commands=_CHAT,
+        test=_known_step_policy,
     )
     stride: int = setting(
         0,
         "read the prompt in blocks of this many tokens and evict after each; needs a policy that "
         "can also evict while writing, such as --policy roco; 0: the prompt in one piece",
         CACHE,
-        commands=_CHAT,
-        low=0,
-        high=MOST_STRIDE,
+        within=(0, MOST_STRIDE),
     )
     kv: str = setting(
         "auto",
         "number format of cached keys and values; auto: --dtype; int8: about half of bfloat16",
         CACHE,
-        commands=_CHAT,
         choices=("auto", "int8"),
     )
     reuse: str = setting(
@@ -233,7 +296,6 @@ class Settings:
         "the first question; blind: the tokens that were kept before any question was seen; auto: "
         "recall if it fits, else refresh (kvzip: blind)",
         CACHE,
-        commands=_CHAT,
         common=True,
         takes="WAY",
         choices=REUSES,
@@ -245,7 +307,6 @@ class Settings:
         "if it fits, else a file; on a CPU a file, as ram would take what eviction saves (kvzip "
         "keeps them only while it reads)",
         CACHE,
-        commands=_CHAT,
         takes="PLACE",
         choices=TIERS,
     )
@@ -254,7 +315,6 @@ class Settings:
         "number format of what --tier keeps; same: that of the model; int8: about half of "
         "bfloat16, but rounded: the same question, asked again, may get another answer",
         CACHE,
-        commands=_CHAT,
         takes="FORMAT",
         choices=TIER_DTYPES,
     )
@@ -263,28 +323,14 @@ class Settings:
         "every so many tokens of an answer, choose again which tokens stay in memory, from all "
         "that --tier keeps and the answer so far; 0: once per answer",
         CACHE,
-        commands=_CHAT,
         takes="TOKENS",
-        low=0,
-        high=1 << 31,
-    )
-    quality: float = setting(
-        0.0,
-        "take the smallest budget under which the probabilities of the answer's first token differ "
-        "by at most this KL divergence (in nats, such as 0.05) from those without eviction; "
-        "--budget is the maximum; needs --tier; 0: off",
-        CACHE,
-        commands=_CHAT,
-        takes="NATS",
-        low=0,
-        high=1000,
+        within=(0, 1 << 31),
     )
     fidelity: str = setting(
         "on",
         "with --tier, measure with each question what eviction loses (/stats shows it); off: saves "
         "a step for each question",
         CACHE,
-        commands=_CHAT,
         takes="on|off",
         choices=("on", "off"),
     )
@@ -293,18 +339,8 @@ class Settings:
         "after each answer, until you type, write it again from all that --tier keeps, and say "
         "whether it is the answer of a cache without eviction",
         CACHE,
-        commands=_CHAT,
         takes="on|off",
         choices=("on", "off"),
-    )
-    reread_limit: int = setting(
-        REREAD_LIMIT,
-        "--reuse auto asks once before it reads more than this many tokens again; 0: it never asks",
-        CACHE,
-        commands=("chat",),
-        takes="TOKENS",
-        low=0,
-        high=1 << 31,
     )
     options: Mapping[str, object] = field(default_factory=dict)
     pin_system: bool = setting(False, "never evict the system prompt", CACHE, commands=_CHAT)
@@ -314,7 +350,6 @@ class Settings:
         DOCUMENTS,
         common=True,
         letters=("-S",),
-        commands=_CHAT,
     )
     seed: int = setting(0, "seed of every random draw", SAMPLING, letters=("-s",), commands=_CHAT)
     threads: int | None = setting(
@@ -322,9 +357,8 @@ class Settings:
         "CPU threads; 0: as many as the process may use",
         ADVANCED,
         flag_default=0,
+        within=(0, 4096),
         commands=_CHAT,
-        low=0,
-        high=_MOST_THREADS,
     )
     kernels: str = setting(
         "auto",
@@ -336,20 +370,9 @@ class Settings:
     def __post_init__(self) -> None:
         for one in fields(Settings):
             if _KEY in one.metadata:
-                _check_type(one.name, getattr(self, one.name), str(one.type))
-        for name, setting in settings_of(Settings).items():
-            setting.check_choice(getattr(self, name), name)
-            if name in ("refresh_every", "quality"):
-                checks.number(name, getattr(self, name), setting.low, setting.high)
+                _check_field(one.name, getattr(self, one.name), str(one.type), one.metadata[_KEY])
         checks.unicode("the system prompt", self.system)
-        self.packed_bytes()
-        if self.threads is not None and not 0 <= self.threads <= _MOST_THREADS:
-            raise UsageError(
-                f"`threads` must be from 0 to {_MOST_THREADS:,}, got {self.threads}",
-                "0 uses all there are",
-            )
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
-            raise UsageError(f"unknown device {self.device!r}", "use auto, cpu, cuda or cuda:N")
+        _known_device(self.device)
         if self.kernels == "triton" and self.device == "cpu":
             raise no_cuda()
 
@@ -357,27 +380,13 @@ class Settings:
         """Whether the weights are packed to fewer bits (int8 or int4)."""
         return self.weights not in ("auto", "plain")
 
-    def packed_bytes(self) -> int:
-        """How many bytes of packed weights may be kept on disk. Raises UsageError for a wrong
-        `keep_packed`."""
-        if self.keep_packed == "off":
-            return 0
-        found = Budget.size(self.keep_packed)
-        if found is not None:
-            return found
-        raise UsageError(
-            f"`keep_packed` must be off or a size, got {quoted(self.keep_packed)}",
-            "give a size with its unit, such as 20GiB",
-        )
-
     def check_eviction(self) -> None:
         """Raise the UsageError of `eviction`. Imports torch only if there are options to check."""
         if self.options or self.stride:
             self.eviction()
             return
         check_name(self.policy)
-        if self.decode != "auto":
-            check_name(self.decode, step=True)
+        _known_step_policy(self.decode)
         read_budget(self.budget)
 
     def eviction(self) -> EvictionConfig:
@@ -397,8 +406,7 @@ class Generation:
         "longest answer, in tokens",
         SAMPLING,
         letters=("-n",),
-        commands=_CHAT,
-        low=1,
+        within=(1, math.inf),
         common=True,
     )
     temperature: float | Literal["auto"] = setting(
@@ -408,9 +416,7 @@ class Generation:
         SAMPLING,
         common=True,
         letters=("--temp", "-t"),
-        commands=_CHAT,
-        low=0,
-        high=100,
+        within=(0, 100),
         takes="N|auto",
         words=("auto",),
     )
@@ -418,25 +424,19 @@ class Generation:
         0,
         "sample from the k likeliest tokens; 0: off",
         SAMPLING,
-        commands=_CHAT,
-        low=0,
-        high=1 << 31,
+        within=(0, 1 << 31),
     )
     top_p: float = setting(
         1.0,
         "sample from the likeliest tokens that make up this probability; 1: off",
         SAMPLING,
-        commands=_CHAT,
-        low=0,
-        high=1,
+        within=(0, 1),
     )
     min_p: float = setting(
         0.0,
         "sample from tokens at least this fraction as likely as the likeliest; 0: off",
         SAMPLING,
-        commands=_CHAT,
-        low=0,
-        high=1,
+        within=(0, 1),
     )
     repeat_penalty: float = setting(
         1.0,
@@ -444,36 +444,27 @@ class Generation:
         "itself less: their logits are divided by this number, or multiplied if they are not above "
         "0, such as 1.1; 1: off",
         SAMPLING,
-        commands=_CHAT,
-        low=0.1,
-        high=10,
+        within=(0.1, 10),
     )
     stop: tuple[str, ...] = setting(
         (),
         "the answer ends before this text, which is not shown; \\n and \\t stand for a new line "
         "and a tab; may be given several times",
         SAMPLING,
-        commands=_CHAT,
     )
 
     def __post_init__(self) -> None:
         checks.stop_texts(self.stop)
         for name, one in settings_of(Generation).items():
             value = getattr(self, name)
-            if isinstance(value, tuple) or value in one.words:
-                continue
-            if isinstance(value, str):
-                raise UsageError(f"{one.flag} must be a number or auto, got {quoted(value)}")
-            if one.low <= value <= one.high:  # NaN fails too
-                continue
-            if one.high == math.inf:
-                raise UsageError(f"{one.flag} must be at least {one.low}, got {value}")
-            low, high = type(value)(one.low), type(value)(one.high)
-            raise UsageError(f"{one.flag} must be between {low:,} and {high:,}, got {value:,}")
+            if isinstance(value, str) and value not in one.words:
+                raise UsageError(f"`{name}` must be {one.kind}, got {quoted(value)}")
+            if not isinstance(value, str | tuple):
+                one.check(value, f"`{name}`")
 
 
-def _check_type(name: str, value: object, annotation: str) -> None:
-    """Raise UsageError for a value of another type than the field has."""
+def _check_field(name: str, value: object, annotation: str, setting: Setting) -> None:
+    """Raise UsageError if Python's value of a field is of another type, or is not allowed."""
     kind, _, none = annotation.partition(" | ")
     if none and value is None:
         return
@@ -481,8 +472,9 @@ def _check_type(name: str, value: object, annotation: str) -> None:
         checks.text(f"`{name}`", value)
     elif kind == "bool":
         checks.truth(name, value)
-    elif kind == "int":
+    else:
         checks.whole(name, value)
+    setting.check(value, f"`{name}`")  # type: ignore[arg-type]
 
 
 def no_cuda() -> UsageError:

@@ -70,7 +70,7 @@ def load(
     weights: str = "auto",
     progress: Progress | None = None,
     packing: Packing | None = None,
-    keep_packed: int = 0,
+    keep_packed: bool = False,
 ) -> Loaded:
     """Load a directory or a hub id; None is the bundled model.
 
@@ -84,8 +84,7 @@ def load(
       packed to int8, too.
     - progress: gets the progress of a download and of reading the weights.
     - packing: the functions that pack to int8 and int4; None: torch.
-    - keep_packed: at most this many bytes of packed weights are kept on disk, so that later calls
-      need not pack.
+    - keep_packed: packed weights are kept on disk, so that later calls need not pack.
 
     Raises ModelError: a setting that this machine cannot use (exit code 2); not found, gated or
     unsupported (3); too large (4); corrupt (6).
@@ -120,7 +119,7 @@ def load(
         from minikv.models.packed import Origin, Packed
 
         origin = Origin(source.name, source.folder, checkpoint, config, weights)
-        packed = Packed(origin, keep_packed, progress)
+        packed = Packed(origin, progress)
     try:
         network = load_network(
             checkpoint,

@@ -159,16 +159,6 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
         return Path(hub.hf_hub_download(found, wanted, revision=revision)).parent
 
 
-def on_disk(model: str | Path, *, revision: str | None = None) -> Source | None:
-    """As `resolve`, but without network: what is on this disk, complete or not. None for a hub
-    model of which nothing is. Raises ModelUnavailable or UnsupportedModel."""
-    found = _named(model, revision)
-    if isinstance(found, Path):
-        return Source(os.fspath(model), found, None)
-    folder = _snapshot(_hub(found, offline=True), found, revision)
-    return None if folder is None else Source(found, folder, folder.name)
-
-
 def _named(model: str | Path, revision: str | None) -> Path | str:
     """The existing directory or the hub id that `model` names. Raises ModelUnavailable or
     UnsupportedModel."""

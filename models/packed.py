@@ -8,7 +8,6 @@ of each other tensor. So a damaged file is detected when it is read, and is writ
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -85,14 +84,14 @@ class Origin:
 
 class Packed:
     """The kept packed weights of one model in one form. `fill` reads them; `keep` writes them after
-    weights had to be packed. At most `limit` bytes are kept for all models together.
+    weights had to be packed.
 
     If reading or writing is not possible, `progress.say` gets a line, and no error is raised.
     Exceptions of `progress` end the loading.
     """
 
-    def __init__(self, origin: Origin, limit: int, progress: Progress | None) -> None:
-        self._origin, self._limit, self._progress = origin, limit, progress
+    def __init__(self, origin: Origin, progress: Progress | None) -> None:
+        self._origin, self._progress = origin, progress
         self._entries: dict[str, Entry] = {}
         self._checks: dict[str, int] = {}
         self._file: BinaryIO | None = None
@@ -188,14 +187,9 @@ class Packed:
             self._file = None
 
     def keep(self, network: Llama) -> None:
-        """If a matrix was packed, write all packed matrices. Otherwise note that the file was used
-        now."""
+        """If a matrix was packed, write all packed matrices."""
         self.close()
-        if self._path is None:
-            return
-        if not self._packs:
-            with contextlib.suppress(OSError):
-                os.utime(self._path)
+        if self._path is None or not self._packs:
             return
         parts = dict(_parts(network))
         needs = sum(part.nbytes for part in parts.values())
@@ -211,19 +205,13 @@ class Packed:
     def _write(self, path: Path, parts: Mapping[str, Tensor], needs: int) -> str:
         """Write the file. Returns "", or why nothing was written. Raises OSError."""
         folder = path.parent
-        if needs > self._limit:
-            return f"they take {_gib(needs)}, and `keep_packed` allows {_gib(self._limit)}"
         packed_files.make(folder)
-        leaving = packed_files.leaving(folder, needs, self._limit, path.name)
         free = shutil.disk_usage(folder).free
-        if free + sum(one.bytes for one in leaving) < needs + SPARE:
+        if free < needs + SPARE:
             return f"they take {_gib(needs)}, and {_gib(free)} of the disk are free ({folder})"
-        freed = packed_files.remove(leaving)
-        free = shutil.disk_usage(folder).free
-        freed_note = f"; {_gib(freed)} of other models made room" if freed else ""
         self._say(
             f"keeping the packed weights for the next start: {_gib(needs)} in {folder}, "
-            f'{_gib(free)} free{freed_note} (`keep_packed="off"` keeps none)'
+            f'{_gib(free)} free (`keep_packed="off"` keeps none)'
         )
         about = {
             "format": FORMAT,

@@ -1,5 +1,4 @@
-"""Files with packed weights: where they are, to which model they belong, and which are removed when
-there are too many.
+"""Files with packed weights: where they are, and to which model they belong.
 
 Importing this does not import torch.
 """
@@ -33,14 +32,12 @@ process."""
 @dataclass(frozen=True, slots=True)
 class PackedFile:
     """A file with the packed weights of a model. model: a hub id, or the real path of a directory;
-    "" if not known. folder: the real path that the model was loaded from. used: when the file was
-    last read or written, in seconds since the epoch."""
+    "" if not known. folder: the real path that the model was loaded from."""
 
     path: Path
     model: str
     folder: str
     bytes: int
-    used: float
 
 
 def store() -> Path:
@@ -57,8 +54,7 @@ def store() -> Path:
 
 
 def listed(folder: Path | None = None) -> list[PackedFile]:
-    """All files with packed weights, the longest unused first. For a file that is damaged, `model`
-    is ""."""
+    """All files with packed weights, by name. For a file that is damaged, `model` is ""."""
     found = []
     with contextlib.suppress(OSError):
         for path in (store() if folder is None else folder).iterdir():
@@ -67,8 +63,8 @@ def listed(folder: Path | None = None) -> list[PackedFile]:
                 with contextlib.suppress(OSError, ModelError), open_regular(path) as file:
                     about = os.fstat(file.fileno())
                     model, place = _whose(file)
-                    found.append(PackedFile(path, model, place, about.st_size, about.st_mtime))
-    return sorted(found, key=lambda one: (one.used, one.path.name))
+                    found.append(PackedFile(path, model, place, about.st_size))
+    return sorted(found, key=lambda one: one.path.name)
 
 
 def of_model(name: str) -> list[PackedFile]:
@@ -132,20 +128,6 @@ def _abandoned(part: BinaryIO) -> bool:
     except OSError:  # a disk without locks
         return os.fstat(part.fileno()).st_mtime < time.time() - _ABANDONED
     return True
-
-
-def leaving(folder: Path, needs: int, limit: int, but: str) -> list[PackedFile]:
-    """The longest unused files that must be removed so that all files, with `needs` bytes more,
-    take at most `limit` bytes. The file named `but` does not count, because it is about to be
-    replaced."""
-    files = [one for one in listed(folder) if one.path.name != but]
-    held, found = sum(one.bytes for one in files), []
-    for one in files:
-        if held + needs <= limit:
-            break
-        found.append(one)
-        held -= one.bytes
-    return found
 
 
 def _whose(file: BinaryIO) -> tuple[str, str]:

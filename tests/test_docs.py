@@ -105,8 +105,8 @@ def test_the_readme_has_the_commands_of_a_first_day() -> None:
 
 def test_the_guide_has_the_commands_that_left_the_readme() -> None:
     found = commands(GUIDE)
-    assert len(found) >= 23
-    assert {"ask", "chat", "verify", "chats", "config", "eval", "bench"} <= {w[0] for w in found}
+    assert len(found) >= 22
+    assert {"ask", "chat", "chats", "config", "eval", "bench"} <= {w[0] for w in found}
 
 
 def anchors(page: str) -> set[str]:

@@ -27,11 +27,10 @@ from minikv.kernels.dispatch import Kernels
 from minikv.kernels.native import choice
 from minikv.loader import (
     build,
-    check_budget,
-    check_names,
     output_of,
     packing_of,
     prompt_rows,
+    settings_from,
     shape_of,
     workspace,
 )
@@ -95,7 +94,6 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
             system="be brief",
             pin_system=True,
             refresh_every=3,
-            quality=0.5,
             options={"window": 5},
         )
     )
@@ -108,12 +106,7 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     assert kv.output is not None
     assert torch.equal(kv.rotary, net.rotary.inverse)  # type: ignore[arg-type]
     assert (chat.seed, chat.system, chat.pin_system) == (7, "be brief", True)
-    assert (chat.reuse, chat.refresh_every, chat.quality, chat.fidelity) == (
-        "blind",
-        3,
-        0.5,
-        False,
-    )
+    assert (chat.reuse, chat.refresh_every, chat.fidelity) == ("blind", 3, False)
     facts = chat.facts
     assert (facts.model, facts.revision) == (str(folder), "")
     assert (facts.device, facts.dtype, facts.kv) == ("cpu", "bfloat16", "int8")
@@ -325,35 +318,32 @@ def test_packing_is_the_kernels_where_they_have_it(
 
 
 @pytest.mark.parametrize(
-    ("name", "says", "hint"),
+    ("given", "says", "hint"),
     [
-        ("temperature", "has no argument 'temperature'", "chat.ask(..., temperature=...)"),
-        ("windo", "no policy has such an option", "did you mean window"),
-        ("polici", "no policy has such an option", "did you mean policy or"),
-        ("zzzzzz", "no policy has such an option", "it takes: model, policy"),
+        ({"temperature": 1}, "has no argument 'temperature'", "chat.ask(..., temperature=...)"),
+        ({"windo": 1}, "no policy has such an option", "did you mean window"),
+        ({"polici": 1}, "no policy has such an option", "did you mean policy or"),
+        ({"zzzzzz": 1}, "no policy has such an option", "it takes: model, revision"),
+        ({"budget": True}, "must be a whole number or a text", "20%"),
+        ({"budget": [512]}, "must be a whole number or a text", "20%"),
+        ({"quality": 0.1}, "`quality` is gone: choose `budget`", ""),
     ],
+    ids=str,
 )
-def test_a_wrong_name_is_told_where_it_belongs(name: str, says: str, hint: str) -> None:
-    with pytest.raises(UsageError, match="has no argument") as refused:
-        check_names([name], ["model", "policy"])
+def test_a_wrong_argument_is_told_where_it_belongs(
+    given: dict[str, Any], says: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        settings_from(**given)
     assert says in str(refused.value)
     assert hint in refused.value.hint
 
 
-def test_the_options_of_every_policy_are_names() -> None:
+def test_fields_of_settings_and_options_of_every_policy_are_arguments(tmp_path: Path) -> None:
     """Of prompt policies, of step policies, and of parts that no method has."""
-    check_names(["window", "alpha", "history", "edge", "buffer"], [])
-
-
-@pytest.mark.parametrize("budget", [True, None, 5.0, [512]])
-def test_a_budget_is_a_whole_number_or_a_text(budget: object) -> None:
-    with pytest.raises(UsageError, match="must be a whole number or a text") as refused:
-        check_budget(budget)
-    assert "20%" in refused.value.hint
-    with pytest.raises(UsageError, match="must be a whole number or a text"):
-        minikv.load("nowhere", budget=budget)  # type: ignore[arg-type]
-    check_budget(512)
-    check_budget("20%")
+    options = dict.fromkeys(["window", "alpha", "history", "edge", "buffer"], 3)
+    made = settings_from(model=tmp_path, budget=512, seed=4, **options)
+    assert made == Settings(model=str(tmp_path), budget="512", seed=4, options=options)
 
 
 # -- facts of the network -------------------------------------------------------------------------

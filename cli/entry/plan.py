@@ -29,7 +29,7 @@ def plan(
         ),
     ],
     generation: Annotated[Generation, Only("max_tokens")],
-    interface: Annotated[Interface, Only("preset debug")],
+    interface: Annotated[Interface, Only("debug")],
     tokens: Annotated[
         str,
         typer.Option(

@@ -162,9 +162,9 @@ def loads(layers: int, repeat: int, folder: Path) -> list[dict[str, Any]]:
     for form in ("auto", "int8", "int4"):
         ways: dict[str, Callable[[], object]] = {}
 
-        def load(form: str = form, by: Packing = C, keep: int = 0) -> None:
+        def load(form: str = form, by: Packing = C, keep: bool = False) -> None:
             checkpoint = Checkpoint.open(folder)
-            own = Packed(Origin("", folder, checkpoint, config, form), keep, Quiet())
+            own = Packed(Origin("", folder, checkpoint, config, form), Quiet())
             made = load_network(
                 checkpoint, config, form=form, packing=by, packed=own if keep else None
             )
@@ -174,11 +174,11 @@ def loads(layers: int, repeat: int, folder: Path) -> list[dict[str, Any]]:
         if form == "auto":
             ways["plain"] = load
         else:
-            load(keep=1 << 40)
+            load(keep=True)
             ways = {
                 "packed by torch": lambda load=load: load(by=BY["torch"]),
                 "packed by C": load,
-                "kept": lambda load=load: load(keep=1 << 40),
+                "kept": lambda load=load: load(keep=True),
             }
         took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for turn in range(repeat):

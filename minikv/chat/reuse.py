@@ -21,8 +21,6 @@ from minikv.errors import UsageError
 REUSES = ("auto", "recall", "refresh", "once", "blind")
 TIERS = ("auto", "ram", "file", "none")
 TIER_DTYPES = ("same", "int8")
-REREAD_LIMIT = 32_768
-"""If more tokens than this must be read again, a chat on a terminal asks first."""
 _BLOCK = 4096  # tokens
 
 

@@ -23,7 +23,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 
 from minikv.models.bundled import world
-from minikv.models.digests import listed
 from minikv.models.rope import RopeConfig, frequencies
 
 SPECIALS = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
@@ -316,7 +315,6 @@ def write(folder: Path, w: dict[str, Tensor], size: Size, tokenizer: Tokenizer) 
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "digests.json").write_text(listed(folder))
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import header
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, NumericsError, UsageError
+from minikv.loader import settings_from
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -170,7 +170,7 @@ def test_another_setting_is_refused(value: str) -> None:
 
 def test_python_reads_again_by_default_as_a_terminal_does() -> None:
     assert Settings().reuse == SETTINGS["reuse"].default == "auto"
-    assert inspect.signature(minikv.load).parameters["reuse"].default == "auto"
+    assert settings_from().reuse == "auto"
 
 
 # -- a reading that fails -------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_what_json_prints_is_said() -> None:
 def test_a_flag_of_the_second_tier_works_and_is_completed() -> None:
     """Completion offers no hidden flags, so none is hidden from it."""
     said = CliRunner().invoke(app, ["plan", "--stride", "x"])
-    assert "Invalid value for '--stride'" in said.output
+    assert "--stride must be a whole number, got 'x'" in said.output
     done = CliRunner().invoke(
         app,
         [],

@@ -14,7 +14,7 @@ import pytest
 from minikv.cli import config_command, paths
 from minikv.cli.history import HistoryFile
 from minikv.cli.saved import tier
-from minikv.cli.saved.files import new_folder, private
+from minikv.cli.saved.files import new_folder
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
@@ -71,7 +71,6 @@ def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: config_command.change("seed", ["3"], Terminal()),
         lambda: HistoryFile(paths.history_file()).store_string("Who?"),
         lambda: new_folder("chat"),
-        lambda: private(paths.digests_folder()),
         lambda: tier.place({}, saved=False),
     ],
 )

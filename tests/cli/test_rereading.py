@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from small_chat import chat
 
+import minikv.cli.chat
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import converse
 from minikv.cli.command import Context
@@ -20,35 +21,33 @@ from minikv.settings import Generation
 MILL = "A mill stands by the river and grinds. " * 8
 
 
-def talk(
-    lines: Sequence[str | type[BaseException]], limit: int, *, typed: bool = True
-) -> tuple[ChatSession, int]:
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChatSession, int]]:
     """A chat in which these lines come in; how many of them were taken."""
-    session = chat(reuse="auto")
-    session.attach(MILL)
-    terminal = Terminal()
-    context = Context(
-        session,
-        terminal,
-        "strict",
-        Generation(max_tokens=4),
-        Interrupts(),
-        Keeper(terminal, active=False),
-        reread_limit=limit,
-    )
-    coming: Iterator[str | type[BaseException]] = iter(lines)
-    taken = 0
 
-    def read_line() -> str:
-        nonlocal taken
-        line = next(coming, EOFError)
-        if isinstance(line, str):
-            taken += 1
-            return line
-        raise line
+    def run(
+        lines: Sequence[str | type[BaseException]], limit: int, *, typed: bool = True
+    ) -> tuple[ChatSession, int]:
+        monkeypatch.setattr(minikv.cli.chat, "LONG", limit)
+        session, terminal, taken = chat(reuse="auto"), Terminal(), 0
+        session.attach(MILL)
+        keeper = Keeper(terminal, active=False)
+        generation = Generation(max_tokens=4)
+        context = Context(session, terminal, "strict", generation, Interrupts(), keeper)
+        coming: Iterator[str | type[BaseException]] = iter(lines)
 
-    assert converse(context, read_line, typed=typed) == 0
-    return session, taken
+        def read_line() -> str:
+            nonlocal taken
+            line = next(coming, EOFError)
+            if isinstance(line, str):
+                taken += 1
+                return line
+            raise line
+
+        assert converse(context, read_line, typed=typed) == 0
+        return session, taken
+
+    return run
 
 
 def modes(session: ChatSession) -> list[str]:
@@ -67,7 +66,10 @@ def modes(session: ChatSession) -> list[str]:
     ],
 )
 def test_a_long_reading_is_asked_about_once(
-    answers: list[str | type[BaseException]], later: str, capsys: pytest.CaptureFixture[str]
+    talk: Any,
+    answers: list[str | type[BaseException]],
+    later: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     session, _ = talk(["Who?", "Why?", *answers, "And?"], 100)
     assert modes(session) == ["once", later, later]
@@ -77,21 +79,15 @@ def test_a_long_reading_is_asked_about_once(
     assert "may miss what question 1 did not need" in err
 
 
-def test_a_short_reading_and_a_limit_of_0_are_not_asked_about() -> None:
-    for limit in (0, 10_000):
-        session, taken = talk(["Who?", "Why?"], limit)
-        assert (modes(session), taken) == (["once", "refresh"], 2)
+def test_a_short_reading_is_not_asked_about(talk: Any) -> None:
+    session, taken = talk(["Who?", "Why?"], 10_000)
+    assert (modes(session), taken) == (["once", "refresh"], 2)
 
 
-def test_piped_questions_are_never_taken_for_an_answer() -> None:
+def test_piped_questions_are_never_taken_for_an_answer(talk: Any) -> None:
     session, taken = talk(["Who?", "n", "And?"], 100, typed=False)
     assert [turn.question for turn in session.turns] == ["Who?", "n", "And?"]
     assert (modes(session), taken) == (["once", "refresh", "refresh"], 3)
-
-
-def test_the_limit_can_be_set_in_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
-    session, _ = talk(["/set reread_limit 50", "Who?", "Why?", "n", "/set reread_limit 0", "A?"], 0)
-    assert modes(session) == ["once", "once", "refresh"]
 
 
 def test_ctrl_c_while_reading_again_answers_from_the_cache(

@@ -1,4 +1,4 @@
-"""Settings: files, variables and flags with their origins; /set, /show, /system, /tokens."""
+"""Settings: one row of a table is tried as a flag, in a file, as a variable and with /set."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import inspect
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import typer
@@ -24,25 +23,17 @@ import minikv
 from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import (
-    config,
-    config_command,
-    context_command,
-    document_commands,
-    kept,
-    settings_commands,
-)
+from minikv.cli import config, config_command, context_command, settings_commands
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS, Config, Interface, load
-from minikv.cli.context_command import usage
-from minikv.cli.flags import Call, Only, _file_text, command
+from minikv.cli.flags import Call, _file_text, command
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.policies import registry
-from minikv.settings import PRESETS, Generation, Settings
+from minikv.settings import GONE, Generation, Settings
 
 
 @pytest.fixture
@@ -57,76 +48,214 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(home: Path, own: str = "", local: str = "", **environ: str) -> Config:
     """What `load` makes of the user's file, the folder's file and variables."""
-    if own:
-        (home / "home/.config/minikv/config.toml").write_text(own)
-    if local:
-        (home / "here/minikv.toml").write_text(local)
+    (home / "home/.config/minikv/config.toml").write_text(own)
+    (home / "here/minikv.toml").write_text(local)
     return load(environ, home / "here")
 
 
-# -- what wins ------------------------------------------------------------------------------
+SEEN: dict[str, Any] = {}
 
 
-def test_a_variable_wins_over_the_folder_and_the_folder_over_the_user(home: Path) -> None:
-    made = read(
-        home,
-        "budget = 64\ntop_k = 5\nseed = 1\n",
-        'budget = "20%"\nseed = 2\n',
-        MINIKV_BUDGET="300",
-    )
-    told = {name: (value.value, value.origin) for name, value in made.values.items()}
-    assert told == {
-        "budget": ("300", "MINIKV_BUDGET"),
-        "seed": (2, "./minikv.toml"),
-        "top_k": (5, "~/.config/minikv/config.toml"),
-    }
-    origins = made.origins({"seed"})
-    assert origins["seed"] == "--seed"
-    assert origins["budget"] == "MINIKV_BUDGET"
-    assert origins["temperature"] == "default"
-    assert set(origins) == set(SETTINGS)
+@command
+def ask(
+    call: Call, question: str, settings: Settings, generation: Generation, interface: Interface
+) -> None:
+    for group in (settings, generation, interface):
+        SEEN.update({field.name: getattr(group, field.name) for field in fields(group)})
+    SEEN["origins"] = call.config.origins(call.given)
 
 
-def test_nothing_said_is_nothing_set(home: Path) -> None:
-    assert read(home) == Config()
-    assert load({}, home / "here") == Config()
-    assert read(home, MINIKV_SEED="") == Config()
+def invoke(made: Config, *arguments: str) -> Result:
+    """Run a command that only notes in `SEEN` what its settings came to be."""
+    small = typer.Typer()
+
+    @small.callback()
+    def main(context: typer.Context) -> None:
+        config.install(context, made)
+
+    small.command()(ask)
+    small.command("other")(lambda: None)
+    SEEN.clear()
+    return CliRunner().invoke(small, ["ask", "q", *arguments])
+
+
+# -- a value from everywhere ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "value"),
+    ("key", "text", "toml", "value"),
     [
-        ("TEMPERATURE", "0.5", 0.5),
-        ("TOP_K", "40", 40),
-        ("OFFLINE", "yes", True),
-        ("OFFLINE", "0", False),
-        ("MODEL", "a/b", "a/b"),
-        ("BUDGET", "20%", "20%"),
-        ("DTYPE", "bfloat16", "bfloat16"),
-        ("SEED", "-3", -3),
-        ("STOP", r"\nQ: ", ("\nQ: ",)),
+        ("temperature", "0.5", "0.5", 0.5),
+        ("temperature", "1", "1", 1.0),
+        ("temperature", "auto", "'auto'", "auto"),
+        ("top_k", "40", "40", 40),
+        ("offline", "yes", "true", True),
+        ("quiet", "0", "false", False),
+        ("model", "a/b", "'a/b'", "a/b"),
+        ("budget", "20%", "'20%'", "20%"),
+        ("budget", "512", "512", "512"),
+        ("dtype", "bfloat16", "'bfloat16'", "bfloat16"),
+        ("policy", "snapkv", "'snapkv'", "snapkv"),
+        ("seed", "-3", "-3", -3),
+        ("keep_packed", "off", "'off'", "off"),
+        ("stop", r"\nQ: ", r"""["\nQ: "]""", ("\nQ: ",)),
+        ("stop", "a", "'a'", ("a",)),
     ],
 )
-def test_variables_have_the_type_of_their_flag(
-    home: Path, variable: str, text: str, value: object
+def test_a_value_is_the_same_from_a_flag_a_file_and_a_variable(
+    home: Path, key: str, text: str, toml: str, value: object
 ) -> None:
-    got = read(home, **{f"MINIKV_{variable}": text}).values[variable.lower()].value
-    assert got == value
-    assert type(got) is type(value)
+    for made in (
+        read(home, own=f"{key} = {toml}"),
+        read(home, local=f"{key} = {toml}"),
+        read(home, **{f"MINIKV_{key.upper()}": text}),
+    ):
+        found = made.values[key].value
+        assert (found, type(found)) == (value, type(value))
+        assert invoke(made).exit_code == 0
+        assert SEEN[key] == value
+        assert SEEN["origins"][key] == made.values[key].origin
+    if not isinstance(value, bool):
+        done = invoke(read(home, own=f"{key} = {toml}"), f"{SETTINGS[key].flag}={text}")
+        assert done.exit_code == 0, done.output
+        assert (SEEN[key], SEEN["origins"][key]) == (value, SETTINGS[key].flag)
 
 
-def test_files_have_the_types_of_toml(home: Path) -> None:
-    assert read(home, 'temperature = "auto"').values["temperature"].value == "auto"
-    made = read(home, "temperature = 1\nbudget = 512\nquiet = true\nmax_tokens = 9")
-    values = {name: value.value for name, value in made.values.items()}
-    assert values == {"temperature": 1.0, "budget": "512", "quiet": True, "max_tokens": 9}
-    assert type(values["temperature"]) is float
-    for text in ("stop = ['a', '\\n']", """stop = ["a", '\\n']"""):
-        assert read(home, text).values["stop"].value == ("a", "\\n")  # TOML has its own escapes
-    assert read(home, "stop = 'a'").values["stop"].value == ("a",)
+def test_what_wins_and_what_nothing_said_is(home: Path) -> None:
+    made = read(
+        home, "budget = 64\ntop_k = 5\nseed = 1", 'budget = "20%"\nseed = 2', MINIKV_BUDGET="3"
+    )
+    assert {name: (value.value, value.origin) for name, value in made.values.items()} == {
+        "budget": ("3", "MINIKV_BUDGET"),
+        "seed": (2, "./minikv.toml"),
+        "top_k": (5, "~/.config/minikv/config.toml"),
+    }
+    assert made.origins({"seed"})["seed"] == "--seed"
+    assert set(made.origins(())) == set(SETTINGS)
+    assert read(home) == read(home, MINIKV_SEED="") == Config()
+    invoke(read(home))
+    plain = {**vars_of(Settings(threads=0, keep_packed="on")), **vars_of(Generation())}
+    assert SEEN.items() >= (plain | vars_of(Interface())).items()
+    invoke(read(home, 'model = "a"', 'model = ""'))
+    assert SEEN["model"] is None  # an empty text leaves the flag's own default
+    invoke(read(home, 'policy = "roco"\ndecode = "auto"\nstride = 32\nsystem = ""\nbudget = ""'))
+    assert (SEEN["policy"], SEEN["stride"]) == ("roco", 32)
+    assert "4321" in invoke(read(home, "budget = 4321"), "--help").output
 
 
-# -- bad input ------------------------------------------------------------------------------
+def vars_of(settings: Any) -> dict[str, Any]:
+    return {
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        if field.name != "options"
+    }
+
+
+# -- what is refused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("top_k", "0.5", "must be a whole number, got"),
+        ("top_k", "-1", "must be between 0 and 2,147,483,648, got -1"),
+        ("temperature", "-1", "must be between 0 and 100, got -1"),
+        ("temperature", "nan", "must be between 0 and 100, got nan"),
+        ("temperature", "hot", "must be a number or auto, got 'hot'"),
+        ("top_p", "1.5", "must be between 0 and 1, got 1.5"),
+        ("max_tokens", "0", "must be at least 1, got 0"),
+        ("threads", "9999", "must be between 0 and 4,096, got 9999"),
+        ("stride", "512", "must be between 0 and 256, got 512"),
+        ("refresh_every", "-1", "must be between 0 and 2,147,483,648, got -1"),
+        ("dtype", "int3", "must be one of auto, float32, bfloat16, float16, got 'int3'"),
+        ("kv", "int4", "must be one of auto, int8, got 'int4'"),
+        ("fidelity", "some", "must be one of on, off, got 'some'"),
+        ("keep_packed", "20GiB", "must be one of on, off, got '20GiB'"),
+        ("encoding_errors", "maybe", "must be one of strict, replace, got 'maybe'"),
+        ("quiet", "maybe", "must be true or false, got 'maybe'"),
+        ("budget", "abc", "cannot read the budget 'abc'"),
+        ("policy", "nope", "unknown policy 'nope'"),
+        ("decode", "snapkv", "snapkv works only as --policy"),
+        ("device", "gpu", "unknown device 'gpu'"),
+        ("seed", "9" * 30, "is too large a number"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_the_same_words_wherever_it_is(
+    home: Path, monkeypatch: pytest.MonkeyPatch, key: str, text: str, message: str
+) -> None:
+    """With the place at the beginning: a file and a key, a variable, a flag, or /set."""
+    monkeypatch.chdir(home / "here")
+    monkeypatch.setenv("NO_COLOR", "1")
+    number = text.lstrip("-").replace(".", "").isdigit() or text == "nan"
+    (home / "here/minikv.toml").write_text(f"{key} = {text if number else repr(text)}\n")
+    refused = {f"./minikv.toml: {key}": CliRunner().invoke(app, ["plan"])}
+    (home / "here/minikv.toml").unlink()
+    with monkeypatch.context() as patch:
+        patch.setenv(f"MINIKV_{key.upper()}", text)
+        refused[f"MINIKV_{key.upper()}"] = CliRunner().invoke(app, ["plan"])
+    refused[key] = CliRunner().invoke(app, ["config", "set", "--", key, text])
+    if key != "quiet":
+        arguments = ["ask", "q", "/dev/null", f"{SETTINGS[key].flag}={text}"]
+        refused[""] = CliRunner().invoke(app, arguments)
+    for where, done in refused.items():
+        assert done.exit_code == 2, done.output
+        assert done.stderr.startswith(f"error: {where}")
+        assert message in done.stderr
+        assert done.stderr.count("\n") <= 2
+    assert not (home / "home/.config/minikv/config.toml").exists()
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_what_is_gone_is_refused_with_what_to_use(
+    home: Path, monkeypatch: pytest.MonkeyPatch, context: Context, key: str
+) -> None:
+    """From everywhere, in one line; `config unset` removes the line."""
+    says = f"{key} is gone: {GONE[key]}"
+    assert GONE[key].count("`") == 2  # what the command line words as a flag
+    with pytest.raises(UsageError) as caught:
+        read(home, local=f"{key} = 1")
+    assert str(caught.value) == f"./minikv.toml: {says}"
+    with pytest.raises(UsageError) as caught:
+        read(home, **{f"MINIKV_{key.upper()}": "1"})
+    assert str(caught.value) == f"MINIKV_{key.upper()} is gone: {GONE[key]}"
+    for act in (
+        lambda: do(context, "set", key, "1"),
+        lambda: config_command.change(key, ["1"], screen()),
+        lambda: minikv.load(**{key: 1}),
+    ):
+        with pytest.raises(UsageError) as caught:
+            act()
+        assert str(caught.value).lstrip("`").replace(f"{key}` is", f"{key} is") == says
+    own = home / "home/.config/minikv/config.toml"
+    own.write_text(f"{key} = 1 # mine\nseed = 3\n")
+    config_command.unset(key, screen())
+    assert own.read_text() == "seed = 3\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["ask", "q", "--quality", "1"], "--quality is gone: choose --budget; the record"),
+        (["chat", "--preset", "many-questions"], "--preset is gone: --policy kvzip"),
+        (
+            ["chat", "--reread-limit=3"],
+            "--reread-limit is gone: a chat asks once before",
+        ),
+        (["verify", "-m", "x"], "verify is gone: hf cache verify NAME"),
+        (["ask", "q", "--xyzzy"], "No such option: --xyzzy"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_a_flag_or_command_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str], line: str
+) -> None:
+    from minikv.cli.main import run
+
+    monkeypatch.setattr(sys, "argv", ["minikv", *arguments])
+    with pytest.raises(SystemExit) as left:
+        run()
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize(
@@ -134,28 +263,29 @@ def test_files_have_the_types_of_toml(home: Path) -> None:
     [
         ("temprature = 1", "./minikv.toml: unknown key 'temprature'", "did you mean temperature?"),
         ("colour = 1", "unknown key 'colour'", "minikv config init"),
-        ("top_k = 0.5", "./minikv.toml: top_k must be a whole number, got 0.5", ""),
         ("top_k = true", "top_k must be a whole number, got True", ""),
         ("temperature = '1'", "temperature must be a number or auto, got '1'", ""),
         ("budget = 1.5", "budget must be a text in quotes", ""),
         ("quiet = 1", "quiet must be true or false", ""),
         ("model = ['a']", "model must be a text", ""),
-        ("stop = 1", "stop must be a list of texts, got 1", ""),
         ("stop = ['a', 1]", "stop must be a list of texts", ""),
         ("stop = ['a', '']", "stop must not have an empty text", ""),
-        ("dtype = 'int3'", "dtype must be one of auto, float32", ""),
         ("a = = 1", "./minikv.toml is not valid TOML", "for example"),
         ("seed = 1\nseed = 2", "is not valid TOML", ""),
         ("seed = " + "9" * 5000, "is not valid TOML", ""),
-        ("seed = 0x" + "f" * 9000, "seed is too large a number", ""),
-        ("temperature = " + "9" * 400, "temperature is too large a number", ""),
         ("budget = 0x" + "f" * 9000, "budget is too large a number", ""),
+        ("temperature = " + "9" * 400, "temperature is too large a number", ""),
         ("aliases = 3", "./minikv.toml: [aliases] must be a table", ""),
         ("[aliases]\nx = 3", "[aliases]: 'x' must be a text", ""),
         ("[loaders]\nx = 'rm {path}'", "./minikv.toml: [loaders] names commands to run", ""),
         ('"\\u001b[2J" = 1', "unknown key '\\x1b[2J'", ""),
         ("x" * 500 + " = 1", "unknown key 'xxx", ""),
+        ("#" * (1 << 20) + "\n", "larger than 1 MiB", ""),
+        ("a." + "b." * 20_000 + "c = 1", "has too many dots", ""),  # it would take a gigabyte
+        ("a.b.c.d.e.f = 1\n" * 3000, "has too many dots", ""),
+        ("k=1\n" * 5001, "has 5,002 lines, and 5,000 are allowed", ""),
     ],
+    ids=lambda text: text[:30],
 )
 def test_a_bad_file_is_refused_by_file_and_key(
     home: Path, local: str, message: str, hint: str
@@ -168,260 +298,100 @@ def test_a_bad_file_is_refused_by_file_and_key(
     assert len(str(caught.value)) < 200
 
 
-def test_a_bad_variable_is_refused_by_name(home: Path) -> None:
-    for variable, text in (("TOP_K", "x"), ("OFFLINE", "maybe"), ("KERNELS", "cuda")):
-        with pytest.raises(UsageError, match=f"MINIKV_{variable} must be"):
-            read(home, **{f"MINIKV_{variable}": text})
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("budget", "abc", "cannot read the budget 'abc'"),
-        ("policy", "nope", "unknown policy 'nope'"),
-        ("decode", "snapkv", "snapkv works only as `policy`"),
-        ("device", "gpu", "unknown device 'gpu'"),
-        ("max_tokens", 0, "must be at least 1, got 0"),
-        ("threads", 9999, "must be at least 0 and at most 4,096, got 9999"),
-        ("stride", 512, "must be at least 0 and at most 256"),
-        ("top_k", -1, "must be at least 0"),
-        ("top_p", 1.5, "must be at least 0 and at most 1, got 1.5"),
-        ("temperature", float("nan"), "must be at least 0 and at most 100, got nan"),
-    ],
-)
-def test_a_value_that_cannot_be_is_refused_where_it_was_said(
-    home: Path, key: str, value: object, message: str
-) -> None:
-    shown = f'"{value}"' if isinstance(value, str) else value
-    with pytest.raises(UsageError) as caught:
-        read(home, local=f"{key} = {shown}")
-    assert re.match(rf"\./minikv\.toml: {key}:? {message}", str(caught.value))
-    (home / "here/minikv.toml").unlink()
-    with pytest.raises(UsageError) as caught:
-        read(home, **{f"MINIKV_{key.upper()}": str(value)})
-    assert re.match(rf"MINIKV_{key.upper()}:? {message}", str(caught.value))
-
-
-def test_a_step_policy_and_auto_may_be_said(home: Path) -> None:
-    made = read(home, 'policy = "roco"\ndecode = "auto"\nstride = 32\nsystem = ""\nbudget = ""')
-    assert made.values["policy"].value == "roco"
-
-
-def test_config_show_has_the_warnings_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(home / "here")
-    monkeypatch.setenv("MINIKV_BUGET", "3")
-    done = CliRunner().invoke(app, ["config", "show"])
-    assert "MINIKV_BUGET sets nothing; did you mean MINIKV_BUDGET?" in done.stderr
-    assert "MINIKV_BUGET" not in done.stdout
-    monkeypatch.setenv("MINIKV_BUDGET", "abc")
-    done = CliRunner().invoke(app, ["config", "show"])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: MINIKV_BUDGET: cannot read the budget 'abc'")
-
-
-def test_variables_that_are_no_settings_are_known(home: Path) -> None:
-    from minikv.kernels.native.build import OFF
-
-    assert read(home, **{OFF: "0", "MINIKV_HOME": str(home)}).notes == ()
-
-
-def test_a_variable_that_sets_nothing_is_told(home: Path) -> None:
-    made = read(home, MINIKV_TEMPRATURE="1", MINIKV_HOME=str(home / "nowhere"))
-    assert made.notes == (
-        "the variable MINIKV_TEMPRATURE sets nothing; did you mean MINIKV_TEMPERATURE?",
-    )
-
-
 def test_files_that_are_no_files(home: Path) -> None:
     local = home / "here/minikv.toml"
-    os.mkfifo(local)
-    with pytest.raises(UsageError, match="not a regular file"):
-        read(home)
-    local.unlink()
-    local.mkdir()
-    with pytest.raises(UsageError, match="not a regular file"):
-        read(home)
-    local.rmdir()
-    local.write_bytes(b"model = '\xff'")
-    with pytest.raises(UsageError, match="not valid UTF-8: byte 9"):
-        read(home)
-    local.write_bytes(b"#" * (1 << 20) + b"\n")
-    with pytest.raises(UsageError, match="larger than 1 MiB"):
-        read(home)
-    for many in ("a." + "b." * 20_000 + "c = 1", "a.b.c.d.e.f = 1\n" * 3000):
-        local.write_text(many)  # tomllib would take a gigabyte
-        with pytest.raises(UsageError, match="has too many dots"):
-            read(home)
-    local.write_text("[a" + ".a" * 900 + "]\n" + "".join(f"k{i}=1\n" for i in range(20_000)))
-    with pytest.raises(UsageError, match="has 20,002 lines, and 5,000 are allowed"):
-        read(home)  # it took a minute
+    for make, message in (
+        (lambda: os.mkfifo(local), "not a regular file"),
+        (local.mkdir, "not a regular file"),
+        (lambda: local.write_bytes(b"model = '\xff'"), "not valid UTF-8: byte 9"),
+    ):
+        make()
+        with pytest.raises(UsageError, match=message):
+            load({}, home / "here")
+        local.rmdir() if local.is_dir() else local.unlink()
 
 
-# -- aliases and loaders --------------------------------------------------------------------
+def test_variables_that_set_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minikv.kernels.native.build import OFF
+
+    assert read(home, **{OFF: "0", "MINIKV_HOME": str(home / "nowhere")}).notes == ()
+    monkeypatch.chdir(home / "here")
+    monkeypatch.setenv("MINIKV_TEMPRATURE", "3")
+    for arguments in (["config", "show"], ["models"]):
+        done = CliRunner().invoke(app, arguments)
+        said = "the variable MINIKV_TEMPRATURE sets nothing; did you mean MINIKV_TEMPERATURE?"
+        assert said in done.stderr
+        assert "MINIKV_TEMPRATURE" not in done.stdout
 
 
-def test_aliases_of_both_files_and_loaders_of_the_users(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = '[aliases]\nllama3 = "meta/l3"\nm = "a"\n[loaders]\ndocx = "pandoc {path}"'
-    made = read(home, own, '[aliases]\nm = "b"')
-    assert made.aliases == {"llama3": "meta/l3", "m": "b"}
-    assert made.loaders == {"docx": "pandoc {path}"}
-    assert made.model("llama3") == "meta/l3"
-    assert made.model("other/model") == "other/model"
-    assert made.model(None) is None
-    assert made.model("") is None
-    assert made.model("bundled") is None
-    (tmp_path / "bundled").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert made.model("bundled") == "bundled"  # a directory of the user's
-
-
-# -- into the command line ------------------------------------------------------------------
-
-
-SEEN: dict[str, Any] = {}
-OTHER_BUDGET = replace(SETTINGS["budget"], default="1")
-
-
-@command
-def ask(
-    call: Call, question: str, settings: Settings, generation: Generation, interface: Interface
-) -> None:
-    for group in (settings, generation, interface):
-        SEEN.update(vars_of(group))
-    SEEN["origins"] = call.config.origins(call.given)
-    SEEN["given"] = set(call.given)
-
-
-@command
-def other(call: Call, settings: Annotated[Settings, Only("budget model", OTHER_BUDGET)]) -> None:
-    SEEN.update(budget=settings.budget, model=settings.model)
-
-
-def invoke(made: Config, *arguments: str) -> Result:
-    """Run a command line whose commands only note in `SEEN` what their settings came to be."""
-    small = typer.Typer()
-
-    @small.callback()
-    def main(context: typer.Context) -> None:
-        config.install(context, made)
-
-    small.command()(ask)
-    small.command()(other)
-    SEEN.clear()
-    return CliRunner().invoke(small, list(arguments))
-
-
-def vars_of(settings: Any) -> dict[str, Any]:
-    return {field.name: getattr(settings, field.name) for field in fields(settings)}
-
-
-def test_flags_win_over_the_configuration_and_origins_are_known(home: Path) -> None:
-    made = read(
-        home,
-        'budget = 64\ntemperature = 0.5\nquiet = true\nmodel = "a"',
-        MINIKV_MAX_TOKENS="7",
-        MINIKV_MODEL="b/c",
-    )
-    done = invoke(made, "ask", "q", "--budget", "9")
-    assert done.exit_code == 0, done.output
-    origins = SEEN.pop("origins")
-    assert SEEN.pop("given") >= {"budget"}
-    changed = {
-        "budget": "9",
-        "temperature": 0.5,
-        "quiet": True,
-        "model": "b/c",
-        "max_tokens": 7,
-    }
-    plain = vars_of(Settings(reuse="auto", threads=0, keep_packed="20GiB")) | vars_of(Generation())
-    assert plain | vars_of(Interface()) | changed == SEEN
-    assert origins["budget"] == "--budget"
-    assert origins["temperature"] == "~/.config/minikv/config.toml"
-    assert origins["max_tokens"] == "MINIKV_MAX_TOKENS"
-    assert origins["seed"] == "default"
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_what_was_not_given(home: Path, name: str) -> None:
-    """It wins over files and variables, and a flag over it. A preset's settings count as given if
-    it was: they are not taken from a saved chat."""
-    sets = PRESETS[name]
-    policy = "h2o" if sets["policy"] != "h2o" else "l2"
-    made = read(home, f'policy = "{policy}"', MINIKV_REUSE="refresh")
-    done = invoke(made, "ask", "q", "--preset", name)
-    assert done.exit_code == 0, done.output
-    assert SEEN["preset"] == name
-    assert {key: SEEN[key] for key in sets} == sets
-    assert {SEEN["origins"][key] for key in sets} == {f"--preset {name}"}
-    assert set(sets) <= set(SEEN["given"])
-    Settings(**{key: SEEN[key] for key in sets}).eviction()  # they can be had
-    invoke(made, "ask", "q", "--preset", name, "--policy", policy)
-    assert SEEN["policy"] == policy
-    assert SEEN["reuse"] == sets["reuse"]
-    assert SEEN["origins"]["policy"] == "--policy"
-    invoke(read(home, f'preset = "{name}"'), "ask", "q")
-    assert {key: SEEN[key] for key in sets} == sets
-    assert not SEEN["given"] & set(sets)
-    refused = invoke(made, "ask", "q", "--preset", "nonsense")
-    assert refused.exit_code == 2
-
-
-def test_an_empty_text_leaves_the_flags_own_default(home: Path) -> None:
-    made = read(home, 'model = "a"', 'model = ""')
-    invoke(made, "ask", "q")
-    assert SEEN["model"] is None
-
-
-def test_settings_of_a_chat_do_not_reach_other_commands(home: Path) -> None:
-    made = read(home, 'budget = 64\nmodel = "a"')
-    invoke(made, "other")
-    assert SEEN == {"budget": "1", "model": "a"}
-
-
-def test_the_help_shows_what_the_configuration_says(home: Path) -> None:
-    made = read(home, "budget = 4321")
-    assert "4321" in invoke(made, "ask", "--help").output
-
-
-def flags() -> dict[str, dict[str, Any]]:
-    """Parameters and defaults of the real commands."""
-    group: Any = typer.main.get_command(app)
-    return {name: {p.name: p for p in group.whole(name).params} for name in ("ask", "chat")}
-
-
-def test_every_key_is_a_real_flag_with_the_same_default() -> None:
-    known = flags()
-    for name, setting in SETTINGS.items():
-        homes = [c for c in setting.commands or ("ask", "chat") if c in known]
-        assert homes
-        for home in homes:
-            default = known[home][name].default
-            assert default == setting.default
-            assert type(default) is type(setting.default)
-            assert {setting.flag, *setting.letters} == set(known[home][name].opts)
-
-
-def test_help_speaks_of_tokens_per_head() -> None:
-    for setting in SETTINGS.values():
-        assert not re.search(r"\brows?\b", setting.help), setting.name
-    assert SETTINGS["budget"].help.startswith("tokens per head")
-
-
-def test_what_python_loads_with_are_settings_with_the_same_defaults() -> None:
-    parameters = inspect.signature(minikv.load).parameters
-    assert set(parameters) - {"policy_options"} <= {field.name for field in fields(Settings)}
-    for name, parameter in parameters.items():
-        if name != "policy_options":
+def test_python_is_refused_what_the_flags_refuse() -> None:
+    for given, words in (
+        ({"dtype": "int3"}, "`dtype` must be one of auto"),
+        ({"refresh_every": -1}, "`refresh_every` must be between 0"),
+        ({"stride": 512}, "`stride` must be between 0 and 256"),
+        ({"keep_packed": "20GiB"}, "`keep_packed` must be one of on, off"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            minikv.load(**given)  # type: ignore[arg-type]
+        assert str(caught.value).startswith(words)
+    for name, parameter in inspect.signature(minikv.load).parameters.items():
+        if name != "settings":
             assert str(parameter.default) == str(getattr(Settings(), name)), name
 
 
-@pytest.mark.parametrize("name", ["dtype", "weights", "kernels", "kv", "reuse"])
-def test_python_is_refused_what_the_flags_refuse(name: str) -> None:
-    some = ", ".join(SETTINGS[name].choices)
-    with pytest.raises(UsageError, match=re.escape(f"{name} must be one of {some}, got 'int3'")):
-        minikv.load(**{name: "int3"})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy": "adkv"},
+        {"policy": "roco"},
+        {"policy": "h2o+snapkv"},
+        {"decode": "adakv"},
+        {"budget": "few"},
+        {"stride": 3, "policy": "roco"},
+        {"options": {"windw": 3}},
+    ],
+    ids=str,
+)
+def test_wrong_policies_are_refused_in_the_same_words_before_documents_are_read(
+    wrong: dict[str, Any],
+) -> None:
+    with pytest.raises(UsageError) as early:
+        Settings(**wrong).check_eviction()
+    with pytest.raises(UsageError) as late:
+        Settings(**wrong).eviction()
+    assert (str(early.value), early.value.hint) == (str(late.value), late.value.hint)
+
+
+def test_every_key_is_a_flag_of_the_real_commands() -> None:
+    group: Any = typer.main.get_command(app)
+    known = {name: {p.name: p for p in group.whole(name).params} for name in ("ask", "chat")}
+    for name, setting in SETTINGS.items():
+        assert "rows" not in setting.help.split(), "users read: tokens per head"
+        homes = [known[c][name] for c in setting.commands or known if c in known]
+        assert homes
+        for param in homes:
+            assert str(param.default) == str(setting.default)
+            assert {setting.flag, *setting.letters} == set(param.opts)
+
+
+def test_a_system_prompt_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
+    """A configuration file may be anyone's and names no pipe; what the user types may be one."""
+    file, pipe = tmp_path / "s.txt", tmp_path / "pipe"
+    file.write_text("Be brief.\n")
+    os.mkfifo(pipe)
+    assert _file_text(str(file), typed=False) == "Be brief."
+    for name, says in (
+        (str(pipe), "is not a regular file"),
+        (str(tmp_path / "none"), "no such file"),
+        (str(tmp_path), "is a directory"),
+        ("~no-such-user/x", "cannot read .*home directory"),
+        ("a" * 300, "cannot read .*name too long"),
+        ("", "names no file"),
+    ):
+        with pytest.raises(UsageError, match=f"(?i:{says})"):
+            _file_text(name, typed=False)
+    threading.Thread(target=pipe.write_text, args=("From a pipe.",)).start()
+    assert _file_text(str(pipe), typed=True) == "From a pipe."
 
 
 # -- minikv config --------------------------------------------------------------------------
@@ -441,26 +411,18 @@ def err(terminal: Terminal) -> str:
     return terminal.err.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"policy": "adkv"},
-        {"policy": "roco"},
-        {"policy": "h2o+snapkv"},
-        {"decode": "adakv"},
-        {"budget": "few"},
-        {"stride": 3, "policy": "roco"},
-        {"options": {"windw": 3}},
-    ],
-)
-def test_wrong_policies_are_refused_in_the_same_words_before_documents_are_read(
-    wrong: dict[str, Any],
+def test_aliases_of_both_files_and_loaders_of_the_users(
+    home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError) as early:
-        Settings(**wrong).check_eviction()
-    with pytest.raises(UsageError) as late:
-        Settings(**wrong).eviction()
-    assert (str(early.value), early.value.hint) == (str(late.value), late.value.hint)
+    own = '[aliases]\nllama3 = "meta/l3"\nm = "a"\n[loaders]\ndocx = "pandoc {path}"'
+    made = read(home, own, '[aliases]\nm = "b"')
+    assert made.aliases == {"llama3": "meta/l3", "m": "b"}
+    assert made.loaders == {"docx": "pandoc {path}"}
+    names = ("llama3", "other/model", None, "", "bundled")
+    assert [made.model(name) for name in names] == ["meta/l3", "other/model", None, None, None]
+    (home / "here/bundled").mkdir()
+    monkeypatch.chdir(home / "here")
+    assert made.model("bundled") == "bundled"  # a directory of the user's
 
 
 def test_init_writes_every_key_with_its_default_and_never_overwrites(
@@ -480,9 +442,6 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
     }
     with pytest.raises(UsageError, match="exists already"):
         config_command.init(screen())
-
-
-def test_init_says_why_it_cannot_write(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "file").write_text("")
     monkeypatch.setenv("MINIKV_HOME", str(home / "file/below"))
     with pytest.raises(UsageError, match="cannot write"):
@@ -495,31 +454,24 @@ def test_init_says_why_it_cannot_write(home: Path, monkeypatch: pytest.MonkeyPat
 
 def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = read(home, 'seed = 3\n[aliases]\nx = "y/z"\n[loaders]\ndocx = "p {path}"')
-    monkeypatch.setenv("MINIKV_HOME", str(home / "home/.config/minikv"))
+    (home / "here/minikv.toml").unlink()
     monkeypatch.chdir(home / "here")
-    terminal = screen()
-    config_command.paths(terminal)
-    first, second = out(terminal).splitlines()
-    assert first == f"{home / 'here/minikv.toml'}  (not there)"
-    assert second == str(home / "home/.config/minikv/config.toml")
-    terminal = screen()
-    config_command.show(made, terminal)
-    lines = out(terminal).splitlines()
-    assert [line.split() for line in lines if line.startswith("seed")] == [
-        ["seed", "3", "~/.config/minikv/config.toml"]
+    paths, table, record = screen(), screen(), screen()
+    config_command.paths(paths)
+    assert out(paths).splitlines() == [
+        f"{home / 'here/minikv.toml'}  (not there)",
+        str(home / "home/.config/minikv/config.toml"),
     ]
-    assert "x = y/z" in lines
-    assert "docx = p {path}" in lines
+    config_command.show(made, table)
+    lines = out(table).splitlines()
+    assert ["seed", "3", "~/.config/minikv/config.toml"] in [line.split() for line in lines]
+    assert {"x = y/z", "docx = p {path}"} <= set(lines)
     assert len(lines) == len(SETTINGS) + 4
-    terminal = screen()
-    config_command.show(made, terminal, as_json=True)
-    record = json.loads(out(terminal))
-    assert record["settings"]["seed"] == {
-        "value": 3,
-        "origin": "~/.config/minikv/config.toml",
-    }
-    assert record["settings"]["top_p"] == {"value": 1.0, "origin": "default"}
-    assert record["aliases"] == {"x": "y/z"}
+    config_command.show(made, record, as_json=True)
+    found = json.loads(out(record))
+    assert found["settings"]["seed"] == {"value": 3, "origin": "~/.config/minikv/config.toml"}
+    assert found["settings"]["top_p"] == {"value": 1.0, "origin": "default"}
+    assert found["aliases"] == {"x": "y/z"}
 
 
 # -- slash commands -------------------------------------------------------------------------
@@ -531,31 +483,17 @@ RUN = {
 }
 
 
-def traced(session: ChatSession) -> Context:
+def talk_of(session: ChatSession) -> Context:
     """A context whose settings have origins, as in a chat."""
     terminal = screen()
-    return Context(
-        session,
-        terminal,
-        "strict",
-        Generation(),
-        Interrupts(),
-        Keeper(terminal, active=False),
-        origins=Config().origins({"seed"}),
-    )
+    keeper, origins = Keeper(terminal, active=False), Config().origins({"seed"})
+    return Context(session, terminal, "strict", Generation(), Interrupts(), keeper, origins=origins)
 
 
 @pytest.fixture
 def context() -> Context:
     tokenizer = ByteTokenizer()
-    return traced(
-        ChatSession(
-            FakeEngine(),
-            tokenizer,
-            ChatML(tokenizer),
-            max_context=4096,
-        )
-    )  # type: ignore[arg-type]
+    return talk_of(ChatSession(FakeEngine(), tokenizer, ChatML(tokenizer), max_context=4096))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -573,26 +511,13 @@ def row(text: str, name: str) -> list[str]:
     return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
 
 
-def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
-    text = do(context, "set")
-    assert row(text, "temperature") == ["temperature", "0", "default"]
-    assert row(text, "seed") == ["seed", "0", "--seed"]
-    assert row(text, "budget") == ["budget", "auto", "default"]
-    for name in SETTINGS:
-        assert name == "stats" or row(text, name)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "shown"),
     [
         ("temperature", "0.7", "0.7"),
         ("temperature", "auto", "auto"),
-        ("repeat_penalty", "1.1", "1.1"),
         ("temp", "0.25", "0.25"),
-        ("top_p", "0.9", "0.9"),
         ("top-k", "40", "40"),
-        ("min_p", "0.05", "0.05"),
-        ("max_tokens", "99", "99"),
         ("--max-tokens", "99", "99"),
         ("seed", "5", "5"),
         ("budget", "20%", "20%"),
@@ -602,150 +527,104 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
         ("stop", "Q:", '["Q:"]'),
         ("stop", r"\n", r'["\n"]'),
         ("refresh_every", "64", "64"),
-        ("quality", "0.05", "0.05"),
         ("fidelity", "off", "off"),
+        ("check", "on", "on"),
     ],
 )
 def test_set_changes_a_value_and_its_origin(
     context: Context, key: str, value: str, shown: str
 ) -> None:
     name = {"temp": "temperature"}.get(key, key.lstrip("-").replace("-", "_"))
-    for arguments in ((key, value), (f"{key}={value}",)):
-        text = do(context, "set", *arguments)
-        assert row(text, name) == [name, shown, "/set"]
-    assert row(do(context, "set"), name) == [name, shown, "/set"]
-    assert row(do(context, "set", key), name) == [name, shown, "/set"]
+    for arguments in ((key, value), (f"{key}={value}",), (key,), ()):
+        assert row(do(context, "set", *arguments), name) == [name, shown, "/set"]
+
+
+def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
+    context.session.facts, context.offline = Facts(weights="int8"), True
+    text = do(context, "set")
+    assert do(context, "show", "settings") == text
+    for name, value, origin in (
+        ("temperature", "0", "default"),
+        ("seed", "0", "--seed"),
+        ("budget", "auto", "default"),
+        ("tier", context.session.recall.kind, "default"),
+        ("weights", "int8", "default"),
+        ("offline", "true", "default"),
+    ):
+        assert row(text, name) == [name, value, origin]
+    assert all(row(text, name) for name in SETTINGS if name != "stats")
 
 
 def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None:
-    for key, value in (
-        ("temperature", "0.5"),
-        ("top_k", "3"),
-        ("top_p", "0.5"),
-        ("min_p", "0.1"),
-        ("max_tokens", "4"),
+    for line in (
+        "temperature 0.5",
+        "top_k 3",
+        "max_tokens 4",
+        "refresh_every 8",
+        "fidelity off",
+        r"stop a \n",
+        "policy random",
+        "seed 11",
     ):
-        do(context, "set", key, value)
-    assert context.generation == Generation(4, 0.5, 3, 0.5, 0.1)
-    do(context, "set", "stop", "a b", r"\n")
-    assert context.generation.stop == ("a b", "\n")
+        do(context, "set", *line.split())
+    session, eviction = context.session, context.session.eviction
+    assert context.generation == Generation(4, 0.5, 3, stop=("a", "\n"))
+    assert (session.refresh_every, session.fidelity, session.seed) == (8, False, 11)
+    assert eviction.policy_options["seed"] == eviction.decode_options["seed"] == 11
+    assert session.engine.kv.configured[-1] is not None  # type: ignore[attr-defined]
     do(context, "set", "stop", "")
     assert context.generation.stop == ()
-    do(context, "set", "policy", "random")
-    do(context, "set", "seed", "11")
-    eviction = context.session.eviction
-    assert (eviction.policy, context.session.seed) == ("random", 11)
-    assert eviction.policy_options["seed"] == eviction.decode_options["seed"] == 11
-    assert context.session.engine.kv.configured[-1] is not None  # type: ignore[attr-defined]
-    do(context, "set", "policy", "snapkv")
-    do(context, "set", "decode", "scissorhands")
-    eviction, fresh = (
-        context.session.eviction,
-        EvictionConfig.read("snapkv", "scissorhands", seed=11),
-    )
-    assert eviction.decode_options == fresh.decode_options  # nothing of the prompt policy's
-    assert eviction.policy_options == fresh.policy_options
-
-
-def test_set_reaches_the_chat_for_what_a_tier_is_used_for(context: Context) -> None:
-    for key, value in (("refresh_every", "8"), ("quality", "0.5"), ("fidelity", "off")):
-        do(context, "set", key, value)
-    session = context.session
-    assert (session.refresh_every, session.quality, session.fidelity) == (8, 0.5, False)
-    do(context, "set", "fidelity", "on")
-    assert session.fidelity is True
+    for line in ("policy snapkv", "decode scissorhands"):
+        do(context, "set", *line.split())
+    fresh = EvictionConfig.read("snapkv", "scissorhands", seed=11)
+    assert session.eviction.decode_options == fresh.decode_options  # none of the prompt policy's
+    assert session.eviction.policy_options == fresh.policy_options
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("refresh_every", -1), ("quality", -0.1), ("quality", float("nan")), ("quality", "much")],
-)
-def test_python_is_refused_what_a_tier_cannot_be_used_for(name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"`{name}` must be"):
-        Settings(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("line", "message"),
     [
-        (("temperature", "-1"), "--temperature must be between"),
-        (("temperature", "hot"), "temperature must be a number or auto, got 'hot'"),
-        (("temperature", "nan"), "--temperature must be between"),
-        (("top_k", "1.5"), "top_k must be a whole number"),
-        (("max_tokens", "0"), "--max-tokens must be at least 1"),
-        (("budget", "lots"), "cannot read the budget"),
-        (("budget", "8"), "below the smallest"),
-        (("policy", "adakb"), "unknown policy 'adakb'"),
-        (("decode", "snapkv"), "works only as `policy`"),
-        (("seed", "x"), "seed must be a whole number"),
-        (("encoding_errors", "maybe"), "must be one of strict, replace"),
-        (("quiet", "maybe"), "quiet must be true or false"),
-        (("device", "cuda"), "device cannot change in a chat"),
-        (("temprature", "1"), "no setting 'temprature'"),
-        (("top_k", "1", "2"), "top_k takes one value"),
-        (("refresh_every", "-1"), "refresh_every` must be between 0"),
-        (("quality", "nan"), "quality` must be between 0"),
-        (("fidelity", "some"), "must be one of on, off"),
+        ("temperature -1", "temperature must be between"),
+        ("top_k 1.5", "top_k must be a whole number"),
+        ("max_tokens 0", "max_tokens must be at least 1"),
+        ("budget lots", "cannot read the budget"),
+        ("budget 8", "below the smallest"),
+        ("policy adakb", "unknown policy 'adakb'"),
+        ("decode snapkv", "works only as `policy`"),
+        ("quiet maybe", "quiet must be true or false"),
+        ("device cuda", "device cannot change in a chat"),
+        ("temprature 1", "no setting 'temprature'"),
+        ("top_k 1 2", "top_k takes one value"),
+        ("fidelity some", "must be one of on, off"),
     ],
 )
-def test_a_refused_value_changes_nothing(
-    context: Context, arguments: tuple[str, ...], message: str
-) -> None:
+def test_a_refused_value_changes_nothing(context: Context, line: str, message: str) -> None:
     before = do(context, "set")
-    with pytest.raises(UsageError, match=message):
-        do(context, "set", *arguments)
+    with pytest.raises(UsageError, match=message) as caught:
+        do(context, "set", *line.split())
+    assert "did you mean temperature?" in caught.value.hint or "tempr" not in line
     assert do(context, "set") == before
 
 
-def test_set_has_the_tier(context: Context) -> None:
-    text = do(context, "set")
-    assert row(text, "tier") == ["tier", context.session.recall.kind, "default"]
-    assert row(text, "tier_dtype") == ["tier_dtype", "same", "default"]
-
-
-def test_set_has_what_the_model_was_loaded_with(context: Context) -> None:
-    context.session.facts = Facts(weights="int8")
-    context.offline = True
-    text = do(context, "set")
-    assert row(text, "weights") == ["weights", "int8", "default"]
-    assert row(text, "offline") == ["offline", "true", "default"]
-    context.session.facts = Facts()
-    assert row(do(context, "set"), "weights") == ["weights", "plain", "default"]
-
-
-def test_an_unknown_setting_names_the_nearest(context: Context) -> None:
-    with pytest.raises(UsageError) as caught:
-        do(context, "set", "temprature", "1")
-    assert "did you mean temperature?" in caught.value.hint
-
-
 def test_show_has_a_view_of_everything(bundled: ChatSession) -> None:
-    context = traced(bundled)
+    context = talk_of(bundled)
     model = do(context, "show")
     assert do(context, "show", "model") == model
-    assert "bundled" in model
-    assert "8,192 positions" in model
-    assert "4 · 6 heads, 3 KV heads of 64" in model
+    for text in ("bundled", "8,192 positions", "4 · 6 heads, 3 KV heads of 64"):
+        assert text in model
     policy = do(context, "show", "policy")
     assert "adakv, then h2o" in policy
     assert row(policy, "adakv.window") == ["adakv.window", "32"]
     assert "no system prompt" in do(context, "show", "system")
-    template = do(context, "show", "template")
-    assert re.search(r"<\|user\|>\s*QUESTION(.|\n)*<\|assistant\|>", template)
-    assert do(context, "show", "settings") == do(context, "set")
+    assert "<|user|>" in do(context, "show", "template")
     with pytest.raises(UsageError, match="does not know 'weather'"):
         do(context, "show", "weather")
-
-
-def test_show_policy_has_every_option_of_a_composition(bundled: ChatSession) -> None:
     before = bundled.eviction
     bundled.configure(EvictionConfig.read("adakv+pyramid", "h2o", 96, {"window": 16}))
-    text = do(traced(bundled), "show", "policy")
+    text = do(context, "show", "policy")
     bundled.configure(before)
     assert row(text, "adakv+pyramid.window") == ["adakv+pyramid.window", "16"]
-    assert row(text, "h2o.sinks")
     assert row(text, "h2o") == ["h2o", *registry.method("h2o").summary.split()]
-    assert not [line for line in text.splitlines() if line.split()[:1] == ["adakv+pyramid"]]
 
 
 def test_the_system_prompt_holds_at_once_before_the_first_question(
@@ -754,21 +633,18 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
     session = context.session
     session.attach("A text.", "a.txt")
     do(context, "system", "Be", "brief.")
-    assert session.system == "Be brief."
-    assert [m.role for m in session.messages] == ["system"]
+    assert [(m.role, m.content) for m in session.messages] == [("system", "Be brief.")]
     assert [d.name for d in session.pending] == ["a.txt"]
     assert row(do(context, "set"), "system") == ["system", "Be", "brief.", "/system"]
     assert "(9 tokens; may be evicted)" in do(context, "system")
     session.pin_system = True
     assert "(9 tokens; never evicted)" in do(context, "system")
-    session.pin_system = False
     (tmp_path / "s.txt").write_text("From a file.\n")
     do(context, "system", f"@{tmp_path / 's.txt'}")
-    assert session.system == "From a file."
+    session.pin_system = False
     "".join(session.ask("q", max_tokens=3))
     assert session.messages[0].content == "From a file."
-    text = do(context, "system", "Other.")
-    assert "/clear" in text
+    assert "/clear" in do(context, "system", "Other.")
     assert session.messages[0].content == "From a file."
     session.reset(keep_documents=True)
     assert session.messages[0].content == "Other."
@@ -779,86 +655,6 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
         do(context, "system", "@")
 
 
-def test_tokens_adds_up_to_the_context(context: Context) -> None:
-    session = context.session
-    assert sum(n for name, n, _ in usage(session)) == 4096
-    do(context, "system", "Be brief.")
-    session.attach("A first text.", "a.txt")
-    session.attach("A second text.", None)
-    "".join(session.ask("What is it?", max_tokens=5))
-    "".join(session.ask("And then?", max_tokens=5))
-    session.attach("Not yet read.", "c.txt")
-    rows = {name: count for name, count, _ in usage(session)}
-    waiting = rows.pop("waiting: c.txt")
-    assert waiting == len("Not yet read.")
-    assert sum(rows.values()) == 4096
-    assert rows["system prompt"] == 9
-    assert rows["document 1: a.txt"] == len("A first text.")
-    assert rows["document 2: piped text"] == len("A second text.")
-    assert rows["questions"] == len("What is it?") + len("And then?")
-    assert rows["answers"] + rows["the last token, not read yet"] == 10
-    assert rows["room left"] == session.room
-    frees = {name: how for name, _, how in usage(session)}
-    assert frees["system prompt"] == '/system "", then /clear'
-    assert (frees["questions"], frees["answers"]) == ("/clear", "/clear")
-    assert (frees["names and turn markers"], frees["room left"]) == ("", "")
-    assert (frees["document 2: piped text"], frees["waiting: c.txt"]) == ("/drop 2", "/drop 3")
-    session.system = ""
-    session.reset()
-    frees = {name: how for name, _, how in usage(session)}
-    assert set(frees.values()) == {""}, "nothing is there to be freed"
-    session.attach("A first text.", "a.txt")
-    "".join(session.ask("What is it?", max_tokens=5))
-    text = do(context, "tokens")
-    assert "/drop 1" in text
-    used = len(session.fed)
-    assert f"{used:,} tokens read of 4,096 positions" in text
-
-
-def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
-    bundled.reset()
-    bundled.attach("The mill on the river is run by Ada. " * 9, "mill\x1b[2J.txt")
-    "".join(bundled.ask("Who runs the mill?", max_tokens=5))
-    rows = usage(bundled)
-    assert all(count >= 0 for _, count, _ in rows)
-    assert sum(count for _, count, _ in rows) == bundled.max_context
-    assert "\x1b" not in do(traced(bundled), "tokens")
-
-
-@pytest.mark.parametrize(
-    ("names", "most"), [(("mill.txt", None), 5), (("a.txt", "b.txt"), 1), ((None,), 60)]
-)
-def test_tokens_docs_and_kept_count_alike(
-    names: tuple[str | None, ...], most: int, bundled: ChatSession
-) -> None:
-    """Every document, and all that was read, with a tokenizer that joins letters; the text of one
-    document is also in the system prompt and in another one."""
-    session = bundled
-    session.system = "Say who runs it."
-    session.reset()
-    for number, name in enumerate(names):
-        session.attach("The mill on the river is run by Ada. " * (4 - 3 * number), name)
-    "".join(session.ask("Who runs it?", max_tokens=most))
-    session.attach("It is run by Ida, not by Ada.", "later.txt")
-    facts = kept.read(session)
-    parts = [part.last - part.first for part in facts.parts]
-    talk = traced(session)
-    talk.terminal.err = io.StringIO()
-    document_commands._docs(talk, [])
-    listed = talk.terminal.err.getvalue()
-    rows = usage(session)
-    for n, count in enumerate(parts, 1):
-        (own,) = [row for row in rows if row[0].startswith(f"document {n}: ")]
-        assert own[1] == count
-        assert f" {count:,} token" in listed.splitlines()[n - 1]
-    (waiting,) = [row for row in rows if row[0] == "waiting: later.txt"]
-    assert f" {waiting[1]} tokens" in listed.splitlines()[-1]
-    elsewhere = ("waiting", "room left", "the last token")
-    read = sum(count for name, count, _ in rows if not name.startswith(elsewhere))
-    assert read == facts.held.shape[2] == len(session.fed)
-    session.system = ""
-
-
 def test_reading_settings_loads_no_torch() -> None:
     code = (
         "import sys, minikv.cli.settings_commands\n"
@@ -867,31 +663,3 @@ def test_reading_settings_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-
-
-def test_choice_is_left_alone_by_looking(context: Context) -> None:
-    before: EvictionConfig = context.session.eviction
-    for word in ("set", "tokens", "system"):
-        do(context, word)
-    assert context.session.eviction == before
-
-
-def test_a_configuration_file_names_no_pipe_as_the_system_prompt(tmp_path: Path) -> None:
-    """It may be anyone's, and reading would wait for ever. What the user types may be a pipe."""
-    file, pipe = tmp_path / "s.txt", tmp_path / "pipe"
-    file.write_text("Be brief.\n")
-    os.mkfifo(pipe)
-    assert _file_text(str(file), typed=False) == "Be brief."
-    with pytest.raises(UsageError, match="is not a regular file"):
-        _file_text(str(pipe), typed=False)
-    with pytest.raises(UsageError, match="no such file"):
-        _file_text(str(tmp_path / "none"), typed=False)
-    with pytest.raises(UsageError, match="is a directory") as refused:
-        _file_text(str(tmp_path), typed=False)
-    assert refused.value.hint == "name a file"
-    for name, says in (("~no-such-user/x", "home directory"), ("a" * 300, "name too long")):
-        for typed in (False, True):
-            with pytest.raises(UsageError, match=f"cannot read .*(?i:{says})"):
-                _file_text(name, typed=typed)
-    threading.Thread(target=pipe.write_text, args=("From a pipe.",)).start()
-    assert _file_text(str(pipe), typed=True) == "From a pipe."

@@ -27,7 +27,6 @@ from minikv.models.packed import Origin, Packed
 from minikv.models.weights import load_network
 
 FORMS = ("int8", "int8+head", "int4", "int4+head")
-LIMIT = 1 << 30
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -62,9 +61,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def load(
-    folder: Path, form: str = "int8", limit: int = LIMIT, watcher: Watcher | None = None
-) -> tuple[Llama, int]:
+def load(folder: Path, form: str = "int8", watcher: Watcher | None = None) -> tuple[Llama, int]:
     """The network, and how many of its matrices were packed."""
     count = [0]
 
@@ -78,7 +75,7 @@ def load(
     packing = linear.Packing(counted(linear.pack_int8), counted(linear.pack_int4))
     checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
     told = watcher or Watcher()
-    kept = Packed(Origin("mine", folder, checkpoint, config, form), limit, told)
+    kept = Packed(Origin("mine", folder, checkpoint, config, form), told)
     network = load_network(
         checkpoint,
         config,
@@ -340,16 +337,16 @@ def test_the_rule_of_packing_is_the_one_of_the_kept_files(form: str) -> None:
 def test_off_neither_reads_nor_writes() -> None:
     first = models.load(None, weights="int8").network
     assert files() == []
-    second = models.load(None, weights="int8", keep_packed=LIMIT).network
+    second = models.load(None, weights="int8", keep_packed=True).network
     assert [path.name[32:] for path in files()] == ["-int8.safetensors"]
     assert same(first, second)
     for path in files():
         path.write_bytes(b"")
     watcher = Watcher()
     models.load(None, weights="int8", progress=watcher)
-    models.load(None, weights="auto", keep_packed=LIMIT, progress=watcher)
+    models.load(None, weights="auto", keep_packed=True, progress=watcher)
     assert watcher.lines == []
-    models.load(None, weights="int8", keep_packed=LIMIT, progress=watcher)
+    models.load(None, weights="int8", keep_packed=True, progress=watcher)
     assert "damaged" in watcher.lines[0]
 
 
@@ -375,29 +372,6 @@ def test_a_full_disk_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert os.listdir(packed_files.store()) == []
 
 
-def test_no_other_model_leaves_for_one_that_the_disk_has_no_room_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load(folder, "int8")
-    (other,) = files()
-    size = other.stat().st_size
-    free = [packed.SPARE]
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: Usage(1 << 40, 0, free[0] + size * (not other.exists()))
-    )
-    watcher = Watcher()
-    limit = size + 1000
-    free[0] -= size
-    load(folder, "int4", limit, watcher)
-    assert other.exists()
-    assert "of the disk are free" in watcher.lines[0]
-    free[0] += size  # what the other gives back is enough
-    load(folder, "int4", limit, watcher)
-    assert "of other models made room" in watcher.lines[1]
-    assert not other.exists()
-    assert len(files()) == 1
-
-
 def test_a_read_only_cache_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
@@ -418,25 +392,6 @@ def test_a_cache_that_is_no_folder_is_one_line(folder: Path) -> None:
     assert "not kept" in watcher.lines[-1]
 
 
-def test_the_longest_unused_leaves_first(folder: Path) -> None:
-    sizes = {}
-    for number, form in enumerate(("int8", "int8+head", "int4")):
-        load(folder, form)
-        path = next(path for path in files() if path.name.endswith(f"-{form}.safetensors"))
-        sizes[form] = path.stat().st_size
-        os.utime(path, (number, number))
-    load(folder, "int8")  # now it is the last that was used
-    watcher = Watcher()
-    load(folder, "int4+head", limit=sizes["int8"] + 2 * sizes["int4"] + 5000, watcher=watcher)
-    left = sorted(path.name.partition("-")[2].removesuffix(".safetensors") for path in files())
-    assert left == ["int4", "int4+head", "int8"]
-    assert "of other models made room" in watcher.lines[0]
-    watcher = Watcher()
-    load(folder, "int8+head", limit=1000, watcher=watcher)
-    assert "`keep_packed` allows 0.0 MiB" in watcher.lines[0]
-    assert len(files()) == 3  # nothing left for one that does not fit anyway
-
-
 def test_a_model_that_cannot_be_read_is_not_called_damaged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,7 +399,7 @@ def test_a_model_that_cannot_be_read_is_not_called_damaged(
     checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
     (folder / "model.safetensors").rename(folder / "elsewhere")
     watcher = Watcher()
-    kept = Packed(Origin("mine", folder, checkpoint, config, "int8"), LIMIT, watcher)
+    kept = Packed(Origin("mine", folder, checkpoint, config, "int8"), watcher)
     kept.close()
     (line,) = watcher.lines
     assert line.startswith("packed weights are neither read nor kept: ")

@@ -14,17 +14,16 @@ from pathlib import Path
 import pytest
 
 from minikv.models import packed_files
-from minikv.models.packed_files import clear, leaving, listed, new_part, of_model, remove, store
+from minikv.models.packed_files import clear, listed, new_part, of_model, remove, store
 
 
 def put(number: int, model: str, folder: str = "/nowhere", size: int = 1000) -> Path:
-    """A file as `packed.write` makes it, but for its numbers; the higher, the later it was used."""
+    """A file as `packed.write` makes it, but for its numbers."""
     about = {"format": packed_files.FORMAT, "model": model, "folder": folder}
     text = json.dumps({"__metadata__": about}).encode()
     path = store() / f"{number:032x}-int8.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes((len(text).to_bytes(8, "little") + text).ljust(size, b"x"))
-    os.utime(path, (number, number))
     return path
 
 
@@ -92,20 +91,6 @@ def test_the_listing_names_models_and_passes_over_what_is_odd(tmp_path: Path) ->
     assert remove(of_model("owner/two")) == 1000
     assert remove([*listed(), *listed()]) == 1008  # what is gone already counts once
     assert os.listdir(store()).count("note.txt") == 1
-
-
-def test_room_is_made_by_the_longest_unused() -> None:
-    paths = [put(number, "m") for number in (1, 2, 3)]
-
-    def go(needs: int, limit: int, but: str = "") -> list[Path]:
-        return [one.path for one in leaving(store(), needs, limit, but)]
-
-    assert go(1000, 4000) == []
-    assert go(1000, 3500) == paths[:1]
-    assert go(2000, 4000, paths[1].name) == []  # it will be replaced
-    assert go(3000, 4000, paths[1].name) == paths[:1]
-    assert go(4000, 4000, paths[1].name) == [paths[0], paths[2]]
-    assert all(path.exists() for path in paths)
 
 
 def test_what_a_killed_process_left_goes_and_what_is_written_stays(

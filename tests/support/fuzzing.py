@@ -391,7 +391,6 @@ def _chats(folder: Path) -> list[Target]:
 
     from minikv.cache.tier_file import FileRows, header_of, sealed
     from minikv.cache.tier_rows import TierError
-    from minikv.cli import verify_command
     from minikv.cli.chats_command import _facts
     from minikv.cli.kept import held
     from minikv.cli.paths import chats_folder
@@ -478,22 +477,12 @@ def _chats(folder: Path) -> list[Target]:
         header_of(tier)
         FileRows.open(tier).close()
 
-    mine = folder / "mine"
-    mine.mkdir()
-    noted = verify_command._record_file(mine)
-    stated = {"format": 1, "files": {"a": {"bytes": 3, "sha256": "a" * 64}}}
     return [
         Target("chat.jsonl", (body,), transcript, (UsageError,), 1, True, True),
         Target("a chat's cache", (cache,), record, (UsageError,), 0.3, False),
         Target("its header", (cache[8 : 8 + length],), state, (UsageError,), 0.5),
         Target("its state", (json.dumps(inner).encode(),), inside, (UsageError,), 0.5),
         Target("a tier's manifest", (stated_tier,), manifest, (TierError,), 0.3),
-        Target(
-            "record of verify",
-            (json.dumps(stated).encode(),),
-            _putting(noted, lambda: verify_command._recorded(mine)),
-            (UsageError,),
-        ),
     ]
 
 

@@ -58,7 +58,6 @@ SOURCES = (
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "minikv/policies").glob("*.py")),
     "minikv/loader.py",
     "models/config.py",
-    "models/digests.py",
     "models/limits.py",
     "models/packed_files.py",
     "models/stream.py",
