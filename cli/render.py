@@ -110,11 +110,6 @@ def fidelity_rows(report: TurnReport) -> list[tuple[str, str]]:
     lost, time = report.fidelity, report.time_s
     if lost is not None:
         rows.append(("fidelity", fidelity_words(lost)))
-    if lost is not None and lost.budget is not None:
-        met = f"the smallest budget within {lost.bound:g} nats"
-        if not lost.bounded:
-            met = f"all that --budget allows; {lost.bound:g} nats are not met"
-        rows.append(("quality", f"{lost.budget:,} tokens per head, {met} ({lost.tried} tried)"))
     if report.refreshes:
         count = f"{report.refreshes} time{'s' if report.refreshes > 1 else ''}"
         rows.append(("chosen anew", f"{count} within the answer, {time.refresh:.2f} s"))
@@ -170,8 +165,7 @@ def policy_line(session: ChatSession) -> str:
     pair = pair_words(eviction.policy, eviction.decode)
     if eviction.budget.everything:
         return f"nothing evicted · budget auto, {pair} if not all fits"
-    most = f" at most, quality {session.quality:g}" if session.quality else ""
-    return f"{pair} · {budget_words(eviction.budget_record())}{most}"
+    return f"{pair} · {budget_words(eviction.budget_record())}"
 
 
 def _gaps(session: ChatSession) -> bool:

@@ -139,7 +139,6 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         pin_system=settings.pin_system,
         reuse=settings.reuse,
         refresh_every=settings.refresh_every,
-        quality=settings.quality,
         fidelity=settings.fidelity == "on",
         recall=recall,
         fit=lambda eviction, tokens, answer: machine.rows(

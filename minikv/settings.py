@@ -268,17 +268,6 @@ class Settings:
         low=0,
         high=1 << 31,
     )
-    quality: float = setting(
-        0.0,
-        "take the smallest budget under which the probabilities of the answer's first token differ "
-        "by at most this KL divergence (in nats, such as 0.05) from those without eviction; "
-        "--budget is the maximum; needs --tier; 0: off",
-        CACHE,
-        commands=_CHAT,
-        takes="NATS",
-        low=0,
-        high=1000,
-    )
     fidelity: str = setting(
         "on",
         "with --tier, measure with each question what eviction loses (/stats shows it); off: saves "
@@ -339,7 +328,7 @@ class Settings:
                 _check_type(one.name, getattr(self, one.name), str(one.type))
         for name, setting in settings_of(Settings).items():
             setting.check_choice(getattr(self, name), name)
-            if name in ("refresh_every", "quality"):
+            if name == "refresh_every":
                 checks.number(name, getattr(self, name), setting.low, setting.high)
         checks.unicode("the system prompt", self.system)
         self.packed_bytes()

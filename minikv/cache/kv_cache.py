@@ -196,23 +196,21 @@ class KVCache:
         self,
         tokens: int,
         room: int = _ROOM,
-        rows: int | None = None,
         begins: int | None = None,
     ) -> int:
         """As `begin`, for the whole conversation of `tokens` tokens; the tier gives the rows that
         it has. Returns the position from which on tokens must be fed: those that the tier does not
         have, and at least the tokens of the last turn whose queries the policies observe.
 
-        The rows that stay are chosen from the whole conversation, as if it were read anew. rows: a
-        smaller budget for this prompt only, in rows per head (see `budgets`). begins: the position
-        at which the last turn begins; by default where the turn before ended.
+        The rows that stay are chosen from the whole conversation, as if it were read anew.
+        begins: the position at which the last turn begins; by default where the turn before ended.
         """
         assert self.tier is not None
         assert self.rules.cannot_recall is None, self.rules.cannot_recall
         if begins is None:
             begins = max((end for _, end in self._turns if end < tokens), default=0)
         given = min(self.tier.length, max(0, tokens - self.observed(tokens, begins)))
-        self._begin(tokens, room, given, rows, begins)
+        self._begin(tokens, room, given, begins)
         return given
 
     def observed(self, tokens: int, begins: int) -> int:
@@ -221,18 +219,6 @@ class KVCache:
         prompt, step = self.rules.prompt, self.rules.step
         observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
         return max(min(observe, tokens - begins), step.prompt_history if step else 0, 1)
-
-    def budgets(self, tokens: int) -> list[int]:
-        """Budgets in rows per head for a recall of `tokens` tokens: from the smallest that the
-        policies can work with, each twice the one before, up to the user's budget."""
-        most = self._usable(self._rows_after(tokens, anew=True))
-        assert most is not None
-        rows, found = self.rules.least(self._pinned), []
-        while rows < most:
-            if self.rules.serves(rows, tokens, self.shape.layers, self._pinned):
-                found.append(rows)
-            rows *= 2
-        return [*found, most]
 
     def begin(
         self,
@@ -258,22 +244,19 @@ class KVCache:
         tokens: int,
         room: int,
         given: int | None,
-        smaller: int | None = None,
         begins: int | None = None,
         *,
         asks: bool = False,
         turn_tokens: int | None = None,
     ) -> None:
         """`begin`, or `recall` if `given` is not None: the tier then gives so many of the first
-        tokens. smaller and begins: `rows` and `begins` of `recall`."""
+        tokens. begins: see `recall`."""
         assert tokens > 0
         assert self._reading is None, "a prompt is under way"
         arena, rules = self.arena, self.rules
         position = self.position if given is None else 0
         rows = self._rows_after(position + tokens, anew=given is not None)
         each = self._usable(rows)
-        if each is not None and smaller is not None:
-            each = min(each, smaller)
         if each is not None:
             rules.refuse_pins(self._pinned, each)
         before = RowsBefore.read(self.shape, arena, position, tokens)

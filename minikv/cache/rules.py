@@ -92,14 +92,6 @@ class Rules:
                 f"the smallest useful budget here is {least} tokens per head",
             )
 
-    def serves(self, each: int, tokens: int, layers: int, pinned: int) -> bool:
-        """Whether every layer gets the rows that the policies need, of `each` rows per head and a
-        prompt of `tokens` tokens."""
-        if self.prompt is None or self.shares_layers:
-            return True
-        least = self.least(pinned)
-        return min(self.prompt.layer_rows(layers, each, tokens, least)) >= least
-
     def layer_totals(
         self, each: int | None, most: int, shape: Shape, pinned: int
     ) -> list[int] | None:

@@ -97,27 +97,13 @@ class Fidelity:
     not measured.
 
     kl_first_token: KL(full || hot) of the first token of the answer, in nats. output_error_*:
-    relative error of the attention output for the last token, over the layers. If `--quality` chose
-    the budget: bound: the nats that it allows; budget: the chosen tokens per head; tried: how many
-    budgets were tried.
+    relative error of the attention output for the last token, over the layers.
     """
 
     kl_first_token: float | None = None
     output_error_mean: float | None = None
     output_error_max: float | None = None
     output_error_layer: int | None = None
-    bound: float | None = None
-    budget: int | None = None
-    tried: int | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the bound was met."""
-        return (
-            self.bound is not None
-            and self.kl_first_token is not None
-            and self.kl_first_token <= self.bound
-        )
 
 
 @dataclass(frozen=True, slots=True)

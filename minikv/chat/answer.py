@@ -65,11 +65,9 @@ class AnswerSettings:
 @dataclass(frozen=True, slots=True)
 class Reselection:
     """How often the rows under the budget are selected again during an answer, by a recall of the
-    whole conversation: after every `every` tokens; 0: never. rows: the budget in rows per head, if
-    it is not the user's."""
+    whole conversation: after every `every` tokens; 0: never."""
 
     every: int
-    rows: int | None = None
 
     def due(self, generated: int) -> bool:
         """Whether to select again after `generated` tokens of the answer."""
@@ -332,7 +330,7 @@ class Writer:
         self.recall.given(whole)
         try:
             begins = engine.kv.last_turn
-            return engine.recall(whole, between_chunks, room, self.again.rows, begins)
+            return engine.recall(whole, between_chunks, room, begins)
         except Interrupted:
             return None
         except TierError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.stats import CacheStats, Fidelity, full_cache_bytes
+from minikv.cache.stats import CacheStats, full_cache_bytes
 from minikv.chat.answer import Answer, AnswerSettings
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.plan import PromptPlan
@@ -121,16 +121,6 @@ def before(
         if count:
             characters = "1 character" if count == 1 else f"{count:,} characters"
             yield f"the model's tokenizer drops or changes {characters} of {name}"
-
-
-def after(lost: Fidelity | None) -> Iterator[str]:
-    """Warnings after the prompt was read. lost: what eviction lost, if measured."""
-    if lost is not None and lost.bound is not None and not lost.bounded:
-        much = "not known" if lost.kl_first_token is None else f"{lost.kl_first_token:.2g} nats"
-        yield (
-            f"`quality={lost.bound:g}` is not met under the whole budget of {lost.budget:,} tokens "
-            f"per head: what the first token loses is {much}"
-        )
 
 
 def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:

@@ -77,7 +77,7 @@ class PlanSettings:
     """The settings that decide. rules: those of `eviction`. reuse: one of `reuse.REUSES`. rereads:
     read everything again with this question. keeps_cache: `auto` must not read anything again.
     pinned: tokens at the beginning that must never be evicted. max_context: positions that the
-    model was trained for. refresh_every, quality: see `ChatSession`."""
+    model was trained for. refresh_every: see `ChatSession`."""
 
     eviction: EvictionConfig
     rules: Rules
@@ -87,7 +87,6 @@ class PlanSettings:
     keeps_cache: bool = False
     pinned: int = 0
     refresh_every: int = 0
-    quality: float = 0.0
 
     @property
     def scores_twice(self) -> bool:
@@ -333,12 +332,10 @@ def parts(
 
 
 def refuse_without_tier(tier: Stored, settings: PlanSettings, *, recalled: bool) -> None:
-    """Raise UsageError if a setting is on that needs a tier, and there is none. recalled: whether
-    the prompt is, or was, recalled."""
-    named = {"refresh_every": settings.refresh_every, "quality": settings.quality}
-    name = next((name for name, value in named.items() if value), None)
+    """Raise UsageError if `refresh_every` is on, which needs a tier, and there is none. recalled:
+    whether the prompt is, or was, recalled."""
     eviction = settings.eviction
-    if name is None or (eviction.may_evict and eviction.budget.everything):
+    if not settings.refresh_every or (eviction.may_evict and eviction.budget.everything):
         return
     if recalled and eviction.evicts and tier.room:  # not what an earlier policy left in the tier
         return
@@ -348,8 +345,9 @@ def refuse_without_tier(tier: Stored, settings: PlanSettings, *, recalled: bool)
     elif settings.reuse not in ("auto", "recall"):
         why = f'`reuse="{settings.reuse}"`'
     raise UsageError(
-        f"`{name}={named[name]}` needs all that was read in a tier, and there is none ({why})",
-        f"`{name}=0` answers without",
+        f"`refresh_every={settings.refresh_every}` needs all that was read in a tier, and there is "
+        f"none ({why})",
+        "`refresh_every=0` answers without",
     )
 
 

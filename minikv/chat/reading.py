@@ -1,17 +1,13 @@
 """Reads the planned prompts, or others if reading is stopped or the tier fails.
 
 A policy with a second pass (`minikv.policies.kvzip`) has what was read repeated: the requests for
-that, what it costs, and where keys and values are kept meanwhile are here, too. So is `quality`:
-budgets are tried from the smallest with which the policies work, each twice the one before, up to
-the user's. The first that loses no more than the bound is used; if none does, the user's. All tries
-but the first find the whole prompt in the tier. The result depends only on the tokens, so the same
-chat gets the same answers.
+that, what it costs, and where keys and values are kept meanwhile are here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 from torch import Tensor
@@ -156,8 +152,7 @@ class Reader:
                     figures = kv.last_prompt
                 # Until the last prompt was read, the old cache is kept, in case of an error. A
                 # recall counts the old rows itself.
-                tries = fidelity is not None and (fidelity.tried or 1) > 1
-                keeps = (replaces and not plan.recalled) or done or tries
+                keeps = (replaces and not plan.recalled) or done
                 done += max(work, len(part))
                 evict_s += figures.evict_s
                 peak = max(peak, figures.peak_bytes + (mark.arena.nbytes if keeps else 0))
@@ -174,34 +169,17 @@ class Reader:
         self, plan: PromptPlan, progress: Callable[[int, int], None]
     ) -> tuple[Tensor, PromptFigures, Fidelity | None, float]:
         """Recall the whole conversation, and measure what it loses. Returns the logits of the last
-        token; the figures of the pass that was used, but with the seconds of eviction summed over
-        all passes and their highest peak; what was measured, and the seconds of that.
-
-        After an error in a later try, the cache has the prompt under the budget that was tried
-        before.
-        """
-        engine, kv, (ids,) = self.engine, self.engine.kv, plan.parts
-        bound = self.settings.quality if self.settings.eviction.evicts else 0.0
-        vocab, found, evict_s, peak, seconds = self.tokenizer.vocab, None, 0.0, 0, 0.0
+        token, the figures of the pass, what was measured, and the seconds of that."""
+        engine, (ids,) = self.engine, plan.parts
         self.recall.given(ids)
-        tries = kv.budgets(len(ids)) if bound else [None]
-        for tried, rows in enumerate(tries, 1):
-            logits = engine.recall(ids, progress, self.room, rows, plan.begins)
-            figures = kv.last_prompt
-            evict_s, peak = evict_s + figures.evict_s, max(peak, figures.peak_bytes)
-            began = perf_counter()
-            if bound:  # if there is no memory to measure, that is an error
-                found = engine.fidelity(ids[-1], logits, vocab)
-                found = replace(found, bound=bound, budget=rows, tried=tried)
-            elif self.fidelity:
-                try:
-                    found = engine.fidelity(ids[-1], logits, vocab)
-                except (MemoryError, RuntimeError):  # the answer does not depend on it
-                    found = Fidelity()
-            seconds += perf_counter() - began
-            if found is not None and found.bounded:
-                break
-        return logits, replace(figures, evict_s=evict_s, peak_bytes=peak), found, seconds
+        logits = engine.recall(ids, progress, self.room, plan.begins)
+        figures, found, began = engine.kv.last_prompt, None, perf_counter()
+        if self.fidelity:
+            try:
+                found = engine.fidelity(ids[-1], logits, self.tokenizer.vocab)
+            except (MemoryError, RuntimeError):  # the answer does not depend on it
+                found = Fidelity()
+        return logits, figures, found, perf_counter() - began
 
     def _scoring(self, plan: PromptPlan) -> Iterator[str]:
         """If a second pass scores this prompt, prepare it: make the requests, and a place for keys

@@ -249,8 +249,6 @@ class TurnReport:
         memory = [self.memory]
         if not self.whole:
             memory.append(f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head")
-        if self.fidelity is not None and self.fidelity.budget is not None:
-            memory.append(f"budget {self.fidelity.budget:,}")
         if self.reuse == "refresh":
             memory.append("read again")
         elif self.shaped_by_turn == 0:

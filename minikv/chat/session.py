@@ -16,12 +16,11 @@ from typing import Literal, Self, cast
 from torch import Tensor
 
 from minikv import checks
-from minikv.cache.stats import CacheStats, Fidelity
+from minikv.cache.stats import CacheStats
 from minikv.chat.answer import Answer, AnswerSettings, Reselection, Writer, looping
 from minikv.chat.closing import (
     Facts,
     Warnings,
-    after,
     before,
     measured,
     prompt_report,
@@ -67,7 +66,7 @@ _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
     *("continuable", "continue_answer", "conversation", "curve", "documents", "evicted_for_turn"),
     *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
-    *("messages", "pending", "quality", "reads_again", "recalls", "refresh", "refresh_every"),
+    *("messages", "pending", "reads_again", "recalls", "refresh", "refresh_every"),
     *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
     *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
     *("verified", "verify"),
@@ -89,8 +88,6 @@ class ChatSession(ConversationView):
       memory; all copies together take at most `UNDO_BYTES`.
     - refresh_every: after every so many tokens of an answer, the rows under the budget are selected
       again from all tokens read and written; 0: never.
-    - quality: if not 0, use the smallest budget with which the first token of the answer is at most
-      this many nats from that of a full cache, but at most the user's budget.
     - fidelity: measure what eviction loses of every prompt that is recalled from a tier.
 
     These describe the conversation:
@@ -131,7 +128,6 @@ class ChatSession(ConversationView):
         reuse: str = "once",
         recall: Recall | None = None,
         refresh_every: int = 0,
-        quality: float = 0.0,
         fidelity: bool = True,
         fit: Fit = lambda eviction, tokens, answer: 0,
         own: Sampling | None = None,
@@ -150,7 +146,7 @@ class ChatSession(ConversationView):
         self._noticed = 0  # how many notices of the engine the user has seen
         self.reuse = reuse
         self.recall = recall or Recall(engine.kv)
-        self.refresh_every, self.quality, self.fidelity = refresh_every, quality, fidelity
+        self.refresh_every, self.fidelity = refresh_every, fidelity
         self.fit = fit
         self.own, self._not_own = own or Sampling(), not_own
         self.words: Callable[[str], str] = str
@@ -543,7 +539,7 @@ class ChatSession(ConversationView):
 
         # The prompt is in the cache. From here on the turn counts, even if the answer fails.
         every = self.refresh_every * found.recalled
-        writer = self._writer(begun.log, settings, every, read.fidelity, began)
+        writer = self._writer(begun.log, settings, every, began)
         answer = Answer(self.tokenizer.stream(), settings.stop)
         last = Turn(question, "", documents, record)
         kept = self._keep(found, read, snapshot)
@@ -567,8 +563,7 @@ class ChatSession(ConversationView):
         )
         answer.first_s = turn.report.time_s.first_token
         settings = replace(settings, max_tokens=answer.generated + settings.max_tokens)
-        fidelity = turn.report.fidelity
-        writer = self._writer(log, settings, self.refresh_every, fidelity, began)
+        writer = self._writer(log, settings, self.refresh_every, began)
         last = replace(
             turn, report=replace(turn.report, seed=writer.seed, sampling=settings.record())
         )
@@ -652,7 +647,6 @@ class ChatSession(ConversationView):
         self.recall.scored()
         if failed:
             yield failed
-        yield from after(read.fidelity)
 
     def _settle(self) -> None:
         """Close the turn under way, and make conversation, cache and tier agree: an interrupt may
@@ -718,7 +712,6 @@ class ChatSession(ConversationView):
             self.keeps_cache,
             len(self.start()) if self.pin_system and self.system else 0,
             0 if alone else self.refresh_every,
-            0.0 if alone else self.quality,
         )
 
     def _stored(
@@ -756,11 +749,10 @@ class ChatSession(ConversationView):
         log: TokenLog,
         settings: AnswerSettings,
         every: int,
-        fidelity: Fidelity | None,
         began: float,
     ) -> Writer:
-        """every, and the budget in `fidelity`: of a `Reselection`. If the prompt was not recalled,
-        the answer cannot recall anything either."""
+        """every: of a `Reselection`. If the prompt was not recalled, the answer cannot recall
+        anything either."""
         return Writer(
             self.engine,
             self.tokenizer,
@@ -768,7 +760,7 @@ class ChatSession(ConversationView):
             log,
             settings,
             self.seed,
-            Reselection(every, fidelity.budget if fidelity else None),
+            Reselection(every),
             self.max_context,
             self._cancelling.cancelled,
             began,

@@ -120,16 +120,15 @@ class Engine:
         ids: Sequence[int],
         progress: Callable[[int, int], None] | None = None,
         room: int = 256,
-        rows: int | None = None,
         begins: int | None = None,
     ) -> Tensor:
         """As `prompt`, for the token ids of the whole conversation. Tokens whose rows the tier has
         are not fed again; the others attend to these rows exactly (see `KVCache.recall`, also for
-        `rows` and `begins`). Logits and errors as for `prompt`."""
+        `begins`). Logits and errors as for `prompt`."""
         kv = self.kv
         left = self._fitting(len(ids), 0)
         with self._reading(progress):
-            given = kv.recall(len(ids), min(room, max(1, left - len(ids))), rows, begins)
+            given = kv.recall(len(ids), min(room, max(1, left - len(ids))), begins)
             logits = self.network.forward(self._tensor(ids[given:]), _Withheld(kv, given))
             _check(logits, "reading the prompt")
             kv.advance(len(ids) - given)

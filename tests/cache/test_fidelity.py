@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 import small
@@ -221,32 +220,6 @@ def test_the_divergence_of_known_distributions() -> None:
     want = 0.5 * math.log(2) + 0.25 * math.log(0.5)
     assert float(divergence(p.log(), q.log())) == pytest.approx(want, abs=1e-6)
     assert float(divergence(p.log() + 3, p.log())) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_budgets_double_from_the_smallest_of_use_to_the_users() -> None:
-    net = small.network(layers=4)
-    kv = small.engine(net, "adakv", "roco", 300).kv
-    tried = kv.budgets(2000)
-    assert tried[-1] == 300
-    assert tried[0] == kv.rules.least(kv.pinned)
-    assert all(b == 2 * a for a, b in pairwise(tried[:-1]))
-    assert small.engine(net, "adakv", "roco", "20%").kv.budgets(1000)[-1] == 200
-    # A pyramid gives its upper layers less: what leaves one too little is not tried.
-    pyramid = small.engine(net, "pyramidkv", "none", 300).kv
-    for rows in pyramid.budgets(2000):
-        pyramid.tier = tiered(small.engine(net, "pyramidkv", "none", 300)).kv.tier
-        pyramid.recall(2000, 16, rows)
-        pyramid.rollback()
-
-
-def test_a_smaller_budget_for_once_is_that_of_a_cache_with_it() -> None:
-    net = small.network(layers=2)
-    run, other = (tiered(small.engine(net, "adakv", "roco", rows)) for rows in (100, 50))
-    ids = small.ids(TOKENS)
-    assert torch.equal(run.recall(ids, rows=50), other.recall(ids))
-    assert contents(run.kv.arena) == contents(other.kv.arena)
-    run.recall(ids)
-    assert run.kv.stats().kept_mean == 100
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -623,28 +623,6 @@ def test_what_slid_out_of_a_window_is_not_counted_as_lost() -> None:
 # -- what it tells --------------------------------------------------------------------------------
 
 
-def test_budgets_to_try_double_up_to_the_users() -> None:
-    """The smallest one that is of use is the sinks, the window and a row more. Layers that share
-    unevenly must all have that, which a pyramid's last one has later."""
-    options: dict[str, object] = {"window": 8, "sinks": 0}
-
-    def tried(prompt: str, budget: int | str, **more: object) -> list[int]:
-        kv = scheduler(network(), prompt, "none", budget, prompt_options=options | more)
-        return kv.budgets(300)
-
-    assert tried("snapkv", 80) == [9, 18, 36, 72, 80]
-    assert tried("snapkv", 72) == [9, 18, 36, 72]
-    assert tried("snapkv", "10%") == [9, 18, 30]
-    assert tried("snapkv+global", 20) == [9, 18, 20]
-    assert tried("pyramidkv", 80, line="official") == [
-        36,
-        72,
-        80,
-    ]  # the last layer has 1 and 3 more
-    kv = scheduler(network(max_context=50), "full", "roco", 4000)
-    assert kv.budgets(300) == [15, 30, 50]  # 4 sinks, 10 recent, one more
-
-
 def test_a_layer_without_room_for_what_is_protected_is_refused() -> None:
     """A budget of 12 for a window of 8 falls by 4 from layer to layer, which leaves the last one
     nothing beside the window; minikv's own line leaves it a row."""

@@ -10,7 +10,7 @@ from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
-from minikv.cache.stats import Fidelity, full_cache_bytes, share_saved
+from minikv.cache.stats import full_cache_bytes, share_saved
 from minikv.engine.engine import Engine
 
 WINDOWS = (None, (20, None, 70))
@@ -85,13 +85,3 @@ def test_a_share_is_never_below_zero() -> None:
     assert share_saved(25, 100) == 0.75
     assert share_saved(103, 100) == 0
     assert share_saved(0, 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("kl", "bound", "met"),
-    [(0.5, 0.5, True), (0.4, 0.5, True), (0.6, 0.5, False), (None, 0.5, False), (0.4, None, False)],
-)
-def test_a_bound_is_met_where_both_are_known(
-    kl: float | None, bound: float | None, met: bool
-) -> None:
-    assert Fidelity(kl_first_token=kl, bound=bound).bounded == met

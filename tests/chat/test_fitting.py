@@ -156,9 +156,9 @@ def test_a_turn_that_reads_nothing_decides_nothing() -> None:
     assert session.engine.kv.budget_rows is None
 
 
-def test_settings_that_limit_a_loss_have_nothing_to_do_where_nothing_is_lost() -> None:
+def test_refresh_every_has_nothing_to_do_where_nothing_is_lost() -> None:
     session = talk(10_000)
-    session.quality, session.refresh_every = 0.1, 4
+    session.refresh_every = 4
     session.attach(LONG)
     say(session, "Who?")
     assert session.report is not None

@@ -91,7 +91,6 @@ class Setting:
     windows: tuple[int | None, ...] = (None, None)
     kv: torch.dtype | None = None
     undo_turns: int = 16
-    quality: float = 0.0
 
     def chat(self, *, undo: bool = True) -> ChatSession:
         return lettered(
@@ -104,7 +103,6 @@ class Setting:
             windows=self.windows,
             kv=self.kv,
             undo_turns=self.undo_turns if undo else 0,
-            quality=self.quality,
         )
 
 
@@ -160,12 +158,11 @@ def apply(session: ChatSession, op: Op) -> None:
         else:
             stopped_before_writing(session, question, temperature)
     elif name == "skip":  # reading again was stopped
-        reuse, quality = session.reuse, session.quality
-        session.reuse = "once"
-        session.refresh_every, session.quality = 0, 0.0  # they need the tier, which was not read
+        reuse, session.reuse = session.reuse, "once"
+        session.refresh_every = 0  # it needs the tier, which was not read
         question, tokens, temperature = given
         "".join(session.ask(question, tokens, temperature))
-        session.reuse, session.quality = reuse, quality
+        session.reuse = reuse
     elif name == "continue":
         *more, session.refresh_every = given
         "".join(session.continue_answer(*more))
@@ -296,7 +293,7 @@ class Machine:
         bounded = (now.policy, now.decode) == ("streaming", "streaming")
         if not bounded and (now.policy, now.decode) != ("full", "none"):
             return
-        if any(self.setting.windows) or now.stride or report.refreshes or self.setting.quality:
+        if any(self.setting.windows) or now.stride or report.refreshes:
             return
         owed = session.pending_token is not None
         read = len(session.fed) - report.tokens.generated + owed

@@ -233,12 +233,12 @@ TIERLESS = "all that was read in a tier, and there is none"
             rf'^`refresh_every=5` needs {TIERLESS} \(`reuse="once"`\)\n',
         ),
         (
-            Case("filled", None, "auto", "", "", settings={"quality": 0.5}),
+            Case("filled", None, "auto", "", "", settings={"refresh_every": 5}),
             UsageError,
-            rf"^`quality=0.5` needs {TIERLESS} \(none fits\)\n",
+            rf"^`refresh_every=5` needs {TIERLESS} \(none fits\)\n",
         ),
         (
-            Case("filled", 7, "auto", "", "", policy="full", settings={"quality": 0.5}),
+            Case("filled", 7, "auto", "", "", policy="full", settings={"refresh_every": 5}),
             UsageError,
             r"\(nothing is evicted\)\n",
         ),

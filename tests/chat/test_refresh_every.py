@@ -151,18 +151,6 @@ def test_a_stop_in_a_pass_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> No
     assert held_of(session) == held_of(whole)
 
 
-def test_with_quality_the_passes_take_the_budget_that_was_taken() -> None:
-    session = asked("Who?", quality=5.0, budget=300, decode="roco")
-    report = session.report
-    assert report is not None
-    assert report.fidelity is not None
-    assert report.fidelity.budget == 37
-    assert round(report.tokens.kept_mean) == 37
-    small = asked("Who?", budget=37, decode="roco")
-    assert held_of(session) == held_of(small)
-    assert session.fed == small.fed
-
-
 def test_it_may_be_changed_between_turns() -> None:
     session = asked("Who?", every=0)
     session.refresh_every = 7
@@ -202,11 +190,7 @@ def verified(kind: str, **given: Any) -> ChatSession:
 
 @pytest.mark.parametrize(
     "given",
-    [
-        {"every": 4},
-        {"every": 0, "quality": 0.3, "budget": 400},
-        {"every": 5, "quality": 0.3, "budget": 400},
-    ],
+    [{"every": 4}, {"every": 0, "budget": 400}, {"every": 5, "budget": 400}],
     ids=str,
 )
 def test_a_tier_in_a_file_is_the_same(given: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ CASES: dict[str, Setting] = {
     "two prompts": Setting(eviction(("adakv", "auto"), 48), reuse="blind"),
     "ram": Setting(eviction(("adakv", "auto"), 48), "ram", reuse="auto"),
     "ram, int8": Setting(eviction(("adakv", "auto"), 48), "ram", "int8", reuse="auto"),
-    "ram, quality": Setting(eviction(("snapkv", "h2o"), 64), "ram", reuse="auto", quality=0.3),
+    "ram, snapkv": Setting(eviction(("snapkv", "h2o"), 64), "ram", reuse="auto"),
     "file": Setting(eviction(("adakv", "auto"), 48), "file", reuse="auto"),
     "file, kvzip": Setting(eviction(("kvzip", "auto"), 48), "file", reuse="auto"),
     "file, l2": Setting(eviction(("snapkv", "l2"), 48), "file", reuse="auto"),
