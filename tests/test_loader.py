@@ -95,7 +95,6 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
             system="be brief",
             pin_system=True,
             refresh_every=3,
-            quality=0.5,
             options={"window": 5},
         )
     )
@@ -108,7 +107,7 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     assert kv.output is not None
     assert torch.equal(kv.rotary, net.rotary.inverse)  # type: ignore[arg-type]
     assert (chat.seed, chat.system, chat.pin_system) == (7, "be brief", True)
-    assert (chat.reuse, chat.refresh_every, chat.quality, chat.fidelity) == (
+    assert (chat.reuse, chat.refresh_every, chat.fidelity) == (
         "blind",
         3,
         0.5,

@@ -14,7 +14,7 @@ import pytest
 import torch
 import vocabularies as v
 from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat, held_of, say
+from small_chat import chat, chat_over, held_of, say
 from test_kept import context
 from test_session import check, make
 from torch import Tensor
@@ -491,7 +491,7 @@ class World:
     def build(self, settings: Settings, progress: object = None) -> ChatSession:
         self.settings = settings
         tokenizer = ByteTokenizer()
-        self.session = ChatSession(
+        self.session = chat_over(
             Engine(),
             tokenizer,
             ChatML(tokenizer),

@@ -10,7 +10,7 @@ import pytest
 import small_chat
 import tiny
 from fakes import ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat, held_of, say
+from small_chat import chat, chat_over, held_of, say
 from test_session import check, make
 
 import minikv
@@ -67,7 +67,7 @@ def test_turns_are_what_the_transcript_says_and_the_curve_what_was_measured() ->
 def test_a_turn_that_was_stopped_or_failed_is_in_the_list() -> None:
     engine = FakeEngine()
     tokenizer = ByteTokenizer()
-    session = ChatSession(
+    session = chat_over(
         engine,
         tokenizer,
         ChatML(tokenizer),

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 from fakes import ByteTokenizer, ChatML, FakeEngine
+from small_chat import chat_over
 from typer.testing import CliRunner, Result
 
 import minikv
@@ -549,13 +550,8 @@ def traced(session: ChatSession) -> Context:
 def context() -> Context:
     tokenizer = ByteTokenizer()
     return traced(
-        ChatSession(
-            FakeEngine(),
-            tokenizer,
-            ChatML(tokenizer),
-            max_context=4096,
-        )
-    )  # type: ignore[arg-type]
+        chat_over(FakeEngine(), tokenizer, ChatML(tokenizer))
+    )
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import pytest
 import tiny
 import torch
 from small import VOCAB, engine, network
+from small_chat import chat_over
 from terminals import Terminals
 from test_machine import Setting, eviction, facts, stopped_before_writing
 from torch import Tensor
@@ -87,7 +88,7 @@ class Template:
 
 def make(net: Any, policy: str, step: str) -> ChatSession:
     run = engine(net, policy, step, 48)
-    chat = ChatSession(
+    chat = chat_over(
         run,
         Letters(),
         Template(),
