@@ -107,12 +107,7 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     assert kv.output is not None
     assert torch.equal(kv.rotary, net.rotary.inverse)  # type: ignore[arg-type]
     assert (chat.seed, chat.system, chat.pin_system) == (7, "be brief", True)
-    assert (chat.reuse, chat.refresh_every, chat.fidelity) == (
-        "blind",
-        3,
-        0.5,
-        False,
-    )
+    assert (chat.reuse, chat.refresh_every, chat.fidelity) == ("blind", 3, False)
     facts = chat.facts
     assert (facts.model, facts.revision) == (str(folder), "")
     assert (facts.device, facts.dtype, facts.kv) == ("cpu", "bfloat16", "int8")

@@ -398,7 +398,7 @@ def test_auto_is_the_models_own_sampling_under_what_is_given(
 
 
 def test_auto_says_once_why_it_is_greedy() -> None:
-    session, told = chat(policy="full", not_own="the file is empty"), []
+    session, told = chat(policy="full", own="the file is empty"), []
     for _ in range(2):
         list(session.ask("Who?", 4, "auto", notice=told.append))
     want = "the file is empty: --temperature auto takes the likeliest token, as 0 does"
