@@ -544,7 +544,6 @@ def machine_settings(draw: st.DrawFn) -> Setting:
         draw(st.sampled_from([(None, None), (None, None), (None, 48)])),
         draw(st.sampled_from([None, None, torch.int8])),
         draw(st.sampled_from([2, 16])),
-        draw(st.sampled_from([0.0, 0.0, 0.0, 0.5])) if tier == "ram" else 0.0,
     )
 
 

@@ -139,7 +139,7 @@ def test_configure_checks_before_it_changes_anything() -> None:
 def test_bad_arguments_change_nothing(arguments: dict[str, Any], match: str) -> None:
     chat = make()
     with pytest.raises(UsageError, match=match):
-        list(chat.ask(**arguments))
+        chat.ask(**arguments)  # at once, not with the first piece
     check(chat)
     assert chat.turn == 0
 
