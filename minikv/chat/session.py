@@ -603,7 +603,8 @@ class ChatSession(ConversationView):
         self._cancelling.rereading = False
         log.step(kv.put_right())
         if kv.position != log.seen and not kv.go_back_to_mark():
-            self.engine.reset()
+            if kv.position:  # else it was dropped
+                self.engine.reset()
             if _LOST not in self._new_notices():  # this, too, may have been interrupted
                 self.engine.notices.append(_LOST)
         if self._now.closing is not None:

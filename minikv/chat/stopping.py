@@ -7,8 +7,7 @@ garbage-collected. An iterator that was not started holds nothing. Other calls d
 from the same thread or another one, raise UsageError, and the answer goes on; nothing waits.
 
 An interrupt (Ctrl-C in a script) may come between any two instructions. So nothing is locked and
-unlocked: what holds the chat is in a list, and is over by one assignment. An answer whose iterator
-has ended holds nothing, whether or not it could say so.
+unlocked: what holds the chat is in a list, and is over by one assignment.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from minikv.chat.report import clipped
@@ -30,7 +29,17 @@ from minikv.errors import Interrupted, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="Stoppable")
 Pieces = Generator[str, None, None]
+
+
+class Stoppable(Protocol):
+    """What the decorators below need of an object. Any thread may call `cancel`."""
+
+    guard: Guard
+
+    def cancel(self) -> None: ...
+
 
 _AGAIN = 0.02  # seconds between two calls of `cancel`
 _LOOK = 0.05  # seconds between two calls of `stopped`
@@ -92,25 +101,20 @@ class Cancelling:
 
 
 class _Hold:
-    """What holds a chat: an answer with these pieces, or a change of this thread (None). iterator:
-    of the answer."""
+    """What holds a chat: an answer with these pieces, or a change of this thread (None)."""
 
-    __slots__ = ("iterator", "over", "pieces", "thread")
+    __slots__ = ("over", "pieces", "thread")
 
     def __init__(self, pieces: Pieces | None = None) -> None:
         self.pieces = pieces
-        self.iterator: weakref.ref[Pieces] | None = None
         self.thread = threading.get_ident()
         self.over = False
 
     @property
     def left(self) -> bool:
-        """Whether an interrupt ended it before it was over."""
-        if self.iterator is None:  # no change is made of others
-            return self.thread == threading.get_ident()
-        iterator = self.iterator()
-        gone = iterator is None or getgeneratorstate(iterator) == GEN_CLOSED
-        return gone and not self.computing
+        """Whether it is a change that interrupts ended before it was over: none is made of others.
+        An answer that is left so can be ended with `Guard.finish`."""
+        return self.pieces is None and self.thread == threading.get_ident()
 
     @property
     def computing(self) -> bool:
@@ -151,9 +155,7 @@ class Guard:
             finally:
                 self._end(hold)  # an interrupt may have stopped the first
 
-        iterator = during()
-        hold.iterator = weakref.ref(iterator)
-        return iterator
+        return during()
 
     def _next(self, pieces: Pieces) -> str | None:
         refuse_fork()
@@ -243,36 +245,28 @@ class Guard:
         )
 
 
-class Guarded(Protocol):
-    """An object with a guard."""
-
-    guard: Guard
-
-
-G = TypeVar("G", bound=Guarded)
-
-
 def closed() -> UsageError:
     """The error of a chat that was closed."""
     return UsageError("this chat is closed", "minikv.load() makes another one")
 
 
-def answers(method: Callable[Concatenate[G, P], Pieces]) -> Callable[Concatenate[G, P], Pieces]:
-    """Decorate a method that yields the pieces of an answer, which holds the chat."""
+def answers(method: Callable[Concatenate[S, P], Pieces]) -> Callable[Concatenate[S, P], Pieces]:
+    """Decorate a method that yields the pieces of an answer, which holds the chat. Like `changes`,
+    for methods of an object with a `guard`."""
 
     @functools.wraps(method)
-    def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> Pieces:
+    def guarded(self: S, /, *given: P.args, **named: P.kwargs) -> Pieces:
         return self.guard.answer(method(self, *given, **named))
 
     return guarded
 
 
-def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
+def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a method that changes the chat: it is refused while something else holds the
     chat."""
 
     @functools.wraps(method)
-    def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> R:
+    def guarded(self: S, /, *given: P.args, **named: P.kwargs) -> R:
         return self.guard.change(lambda: method(self, *given, **named))
 
     return guarded
@@ -281,24 +275,15 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
 # -- in a thread ---------------------------------------------------------------------------------
 
 
-class Cancellable(Protocol):
-    """An object with a `cancel` that any thread may call."""
-
-    def cancel(self) -> None: ...
-
-
-C = TypeVar("C", bound=Cancellable)
-
-
 def in_background(
-    method: Callable[Concatenate[C, P], Pieces],
-) -> Callable[Concatenate[C, P], AsyncGenerator[str, None]]:
+    method: Callable[Concatenate[S, P], Pieces],
+) -> Callable[Concatenate[S, P], AsyncGenerator[str, None]]:
     """Wrap a method so that `async for` gets the pieces that it yields, which one thread computes,
     because OpenMP keeps a pool for every thread that does. If the task is cancelled or the iterator
     is closed, the answer ends as with `cancel`; this waits until the chat is free."""
 
     @functools.wraps(method)
-    def background(self: C, /, *given: P.args, **named: P.kwargs) -> AsyncGenerator[str, None]:
+    def background(self: S, /, *given: P.args, **named: P.kwargs) -> AsyncGenerator[str, None]:
         return _steps(method(self, *given, **named), self.cancel)
 
     returned = AsyncGenerator[str, None]

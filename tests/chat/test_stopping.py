@@ -395,6 +395,8 @@ def test_a_cancelled_task_leaves_a_free_chat_and_no_traceback(
     "".join(session.ask("And then?", 2))  # the chat is free
     first, last = [turn.report.stop_reason for turn in session.turns][:-1], session.turns[-1]
     assert first in ([], ["user"])
+    if isinstance(end, partial) and "progress" in end.keywords:
+        assert first == []  # it was stopped while the prompt was read, which takes longer
     assert last.question == "And then?"
     assert last.report.stop_reason in ("length", "eos")  # it depends on where the first was stopped
     gc.collect()
