@@ -22,6 +22,7 @@ from minikv.cli.tables import padded
 from minikv.cli.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
+from minikv.settings import Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -250,15 +251,17 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
         Engine(session.engine.network, own),
         session.tokenizer,
         session.template,
+        Settings(
+            seed=session.seed,
+            system=session.system,
+            pin_system=session.pin_system,
+            # It asks once. Where its policy cannot use the tier, it reads everything.
+            reuse="auto" if session.reuse == "recall" else session.reuse,
+            fidelity="off",
+        ),
         max_context=session.max_context,
         eviction=eviction,
-        seed=session.seed,
-        system=session.system,
         facts=session.facts,
-        pin_system=session.pin_system,
-        # It asks once. Where its policy cannot use the tier, it reads everything.
-        reuse="auto" if session.reuse == "recall" else session.reuse,
-        fidelity=False,
     )
     if session.recall.tokens and session.recall.dtype == "same":
         other.recall = Lent(session.recall, own, getattr(session.engine.network, "rows", 1))

@@ -133,20 +133,13 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         Engine(network, kv),
         loaded.tokenizer,
         loaded.template,
+        settings,
         max_context=config.max_context,
-        eviction=eviction,
-        seed=settings.seed,
-        system=settings.system,
-        pin_system=settings.pin_system,
-        reuse=settings.reuse,
-        refresh_every=settings.refresh_every,
-        fidelity=settings.fidelity == "on",
         recall=recall,
         fit=lambda eviction, tokens, answer: machine.rows(
             eviction, tokens, answer, free_memory(network.device), kv.arena.nbytes
         ),
-        own=Sampling(own.temperature, own.top_k, own.top_p, own.min_p),
-        not_own=own.why,
+        own=own.why or Sampling(own.temperature, own.top_k, own.top_p, own.min_p),
         facts=Facts(
             model=loaded.name,
             revision=loaded.revision or "",

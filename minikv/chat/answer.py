@@ -62,101 +62,53 @@ class AnswerSettings:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Reselection:
-    """How often the rows under the budget are selected again during an answer, by a recall of the
-    whole conversation: after every `every` tokens; 0: never."""
-
-    every: int
-
-    def due(self, generated: int) -> bool:
-        """Whether to select again after `generated` tokens of the answer."""
-        return self.every > 0 and generated > 0 and generated % self.every == 0
-
-
-class StopTexts:
-    """Takes pieces of text and returns those that belong to the answer, until one of `texts` is
-    complete, even over several tokens. Text that may be the beginning of a stop text is held back
-    until that is decided. The result depends only on the text, not on how it is divided.
-
-    found: whether a stop text was complete. held: the end of the text so far that may be the
-    beginning of a stop text.
-    """
-
-    def __init__(self, texts: Sequence[str], held: str = "") -> None:
-        self.texts = texts
-        self.held = held
-        self.found = False
-
-    @classmethod
-    def after(cls, texts: Sequence[str], text: str) -> StopTexts:
-        """The state after `text`, in which no stop text was found."""
-        return cls(texts, _beginning(texts, text))
-
-    def push(self, piece: str) -> str:
-        """Add a piece. Returns the text that is now certain to belong to the answer."""
-        assert not self.found, "the answer has ended"
-        text = self.held + piece
-        ends = [(at + len(stop), at) for stop in self.texts if (at := text.find(stop)) >= 0]
-        if ends:
-            self.found, self.held = True, ""
-            return text[: min(ends)[1]]
-        self.held = _beginning(self.texts, text)
-        return text[: len(text) - len(self.held)]
-
-    def flush(self) -> str:
-        """No more text comes: return what was held back, because it is not a stop text."""
-        rest, self.held = self.held, ""
-        return rest
-
-
-def _beginning(texts: Sequence[str], text: str) -> str:
-    """The longest end of `text` with which a stop text begins; "" if there is none."""
+def _beginning(texts: Sequence[str], text: str) -> int:
+    """The length of the longest end of `text` with which a stop text begins."""
     longest = max((len(stop) for stop in texts), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         end = text[-size:]
         if any(len(stop) > size and stop.startswith(end) for stop in texts):
-            return end
-    return ""
+            return size
+    return 0
 
 
 class Answer:
-    """Takes tokens and returns pieces of text.
+    """Takes tokens and returns pieces of text, until a stop text is complete, even over several
+    tokens. Text that may be the beginning of a stop text is held back until that is decided. The
+    result depends only on the text, not on how it is divided.
 
-    text: the text returned so far. ids: its tokens so far; generated: how many. steps, decode_s:
-    decode steps, and their seconds. passes, passes_s: how often the conversation was recalled
-    instead of a step, and the seconds of that. first_s: seconds until the first token; None before
-    it. reason: why the answer ended; "" before it ends.
+    text: the text returned so far. ids: its tokens so far; generated: how many. stopped: whether a
+    stop text ended it. steps, decode_s: decode steps, and their seconds. passes, passes_s: how
+    often the conversation was recalled instead of a step, and the seconds of that. first_s: seconds
+    until the first token; None before it. reason: why the answer ended; "" before it ends.
     """
 
     def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
         self.text = ""
         self.ids: list[int] = []
+        self.stopped = False
         self.steps = self.passes = 0
         self.decode_s = self.passes_s = 0.0
         self.first_s: float | None = None
         self.reason = ""
-        self._stream = stream
-        self._stop = StopTexts(stop)
-        self._length = 0  # characters of the text of all tokens
-        self._before = 0  # characters of the text before the last token
+        self._stream, self._stop = stream, stop
+        self._whole = ""  # the text of all tokens
+        self._before = 0  # characters of it before the last token
         self._shown = ""  # text of an earlier part, which is not returned again
 
     @classmethod
     def resumed(
         cls, stream: TextStream, stop: Sequence[str], ids: Iterable[int], shown: str
     ) -> Answer:
-        """An answer that goes on after the tokens `ids`, of which the text `shown` was returned."""
+        """An answer that goes on after the tokens `ids`, of which the text `shown` was returned. No
+        stop text is in it."""
         made = cls(stream, stop)
-        text = ""
-        for id in ids:
-            text += stream.push(id)
-            made.ids.append(id)
-        made._length = made._before = len(text)
-        made._stop = StopTexts.after(stop, text)
-        made.text = text[: len(text) - len(made._stop.held)]
-        # The rest of `shown` is text that `flush` returned at the end of the earlier part: what was
-        # held back, and U+FFFD for an incomplete character.
+        made.ids = list(ids)
+        text = made._whole = "".join(map(stream.push, made.ids))
+        made._before = len(text)
+        made.text = text[: len(text) - _beginning(stop, text)]
+        # The rest of `shown` is text that `finish` returned at the end of the earlier part: what
+        # was held back, and U+FFFD for an incomplete character.
         made._shown = shown[len(made.text) :]
         return made
 
@@ -166,44 +118,56 @@ class Answer:
         return len(self.ids)
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop text ended it."""
-        return self._stop.found
-
-    @property
     def overshot(self) -> bool:
         """Whether no text of the last token belongs to the answer."""
         return self.stopped and len(self.text) <= self._before
+
+    @property
+    def held(self) -> str:
+        """The text that may be the beginning of a stop text."""
+        return "" if self.stopped else self._whole[len(self.text) :]
 
     def push(self, token: int) -> str:
         """Add a token. Returns the text that is now certain to belong to the answer."""
         piece = self._stream.push(token)
         self.ids.append(token)
-        self._before = self._length
-        self._length += len(piece)
-        return self._give(self._stop.push(piece) if piece else "")
+        self._before = len(self._whole)
+        return self._add(piece)
 
     def finish(self, *, more: bool = False) -> str:
         """No more tokens come now: return the text that was held back. After a stop text that is
         "". more: the answer may be continued, so an incomplete character is still held back."""
         if self.stopped:
             return ""
-        rest = "" if more else self._stream.flush()
-        text = self._stop.push(rest) if rest else ""
-        return self._give(text + ("" if self.stopped else self._stop.flush()))
+        certain = "" if more else self._add(self._stream.flush())
+        return certain + self._give(self.held)
 
     def ended(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Answer:
         """This answer as it stays in the conversation, with the text that was held back as the
         possible beginning of a stop text, and the reason why it ended. ids: its tokens in the log;
         an interrupt may have come between the two."""
         made = copy(self)
-        made.text += self._stop.held
+        made.text += self.held
         made.reason = self.reason or ("stop" if self.stopped else "error")
         if self.generated - self.overshot != len(ids):
-            again = Answer.resumed(tokenizer.stream(), self._stop.texts, ids, "")
-            made.text, made.ids = again.text + again._stop.held, again.ids
+            again = Answer.resumed(tokenizer.stream(), self._stop, ids, "")
+            made.text, made.ids = again.text + again.held, again.ids
             made.reason = self.reason or "error"
         return made
+
+    def _add(self, piece: str) -> str:
+        """Add text. Returns what is now certain to belong to the answer."""
+        self._whole += piece
+        begins = len(self.text)  # no stop text begins before what is held back
+        found = [
+            (at + len(stop), at)
+            for stop in self._stop
+            if (at := self._whole.find(stop, begins)) >= 0
+        ]
+        if found:
+            self.stopped = True
+            return self._give(self._whole[begins : min(found)[1]])
+        return self._give(self.held[: len(self.held) - _beginning(self._stop, self.held)])
 
     def _give(self, text: str) -> str:
         self.text += text
@@ -220,9 +184,10 @@ class Answer:
 class Writer:
     """Writes answers after the tokens of `log`, and adds their tokens to it.
 
-    again: how often the rows under the budget are selected again. max_context: positions that the
-    model was trained for. cancelled(): whether the answer must end. began: when the turn began, as
-    `perf_counter` seconds.
+    every: after so many tokens of an answer, and again, the rows under the budget are selected by a
+    recall of the whole conversation; 0: never. max_context: positions that the model was trained
+    for. cancelled(): whether the answer must end. began: when the turn began, as `perf_counter`
+    seconds.
     """
 
     engine: Engine
@@ -231,7 +196,7 @@ class Writer:
     log: TokenLog
     settings: AnswerSettings
     seed: int
-    again: Reselection
+    every: int
     max_context: int
     cancelled: Callable[[], bool]
     began: float
@@ -244,69 +209,59 @@ class Writer:
         first. Raises what a step raises; the log is correct also then.
         """
         log = self.log
-        while True:
-            if self.cancelled():
-                answer.reason = "user"
-                break
-            if log.pending is None:
-                assert logits is not None, "there is no token to begin with"
-                token: int | None = self._pick(logits)
-                answer.first_s = perf_counter() - self.began
-            else:
-                token = self._next(answer, log.pending)
-            if token is None:
-                answer.reason = "user"
-                break
-            if token in self.tokenizer.stop_ids:
-                answer.reason = "eos"
+        while not answer.reason:
+            token = None if self.cancelled() else self._next(answer, logits)
+            if token is None or token in self.tokenizer.stop_ids:
+                answer.reason = "user" if token is None else "eos"
                 break
             piece = answer.push(token)
             if not answer.overshot:  # else it is not fed, as a stop token
                 log.pending = token  # last: if `push` raises, the token is not in the transcript
             if answer.stopped:
                 answer.reason = "stop"
+            elif answer.generated == self.settings.max_tokens:
+                answer.reason = "length"
+            elif log.seen == self.max_context:
+                answer.reason = "context"
             if piece:
                 yield piece
-            if answer.stopped:
-                break
-            if answer.generated == self.settings.max_tokens:
-                answer.reason = "length"
-                break
-            if log.seen == self.max_context:
-                answer.reason = "context"
-                break
         continuable = answer.reason in ("length", "user") and log.seen < self.max_context
-        rest = answer.finish(more=continuable)
-        if rest:
+        if rest := answer.finish(more=continuable):
             yield rest
 
-    def _next(self, answer: Answer, pending: int) -> int | None:
-        """Feed the pending token and return the one that follows; None if that was stopped."""
-        if not self.again.due(answer.generated) or self.recall.tier is None:
-            after = answer.generated + 1
-            ahead = after < self.settings.max_tokens and not self.again.due(after)
-            return self._step(answer, pending, ahead=ahead)
-        began = perf_counter()
-        logits = self._recall(pending, self.settings.max_tokens - answer.generated)
-        if logits is None and self.cancelled():
-            return None
-        if logits is None:  # the tier failed
-            answer.passes_s += perf_counter() - began
-            return self._step(answer, pending, ahead=False)
-        token = self._pick(logits)
-        answer.passes += 1
-        answer.passes_s += perf_counter() - began
-        return token
+    def _next(self, answer: Answer, logits: Tensor | None) -> int | None:
+        """The next token: of these logits, or after the pending token, which is then fed. None if
+        that was stopped."""
+        pending, every = self.log.pending, self.every
+        if pending is None:
+            assert logits is not None, "there is no token to begin with"
+            token = self._pick(logits)
+            answer.first_s = perf_counter() - self.began
+            return token
+        due = every > 0 and answer.generated > 0 and answer.generated % every == 0
+        if due and self.recall.tier is not None:
+            began = perf_counter()
+            logits = self._recall(pending, self.settings.max_tokens - answer.generated)
+            found = None if logits is None else self._pick(logits)
+            answer.passes += found is not None
+            if found is not None or not self.cancelled():
+                answer.passes_s += perf_counter() - began
+            if found is not None or self.cancelled():
+                return found
+            # The tier failed: the answer goes on without it.
+        after = answer.generated + 1
+        ahead = after < self.settings.max_tokens and not (every and after % every == 0)
+        return self._step(answer, pending, ahead=ahead)
 
     def _step(self, answer: Answer, pending: int, *, ahead: bool) -> int:
         """Do one decode step. If the engine fails, the cache's position says whether the pending
         token was counted."""
-        began, engine, vocab = perf_counter(), self.engine, self.tokenizer.vocab
+        began, engine, settings = perf_counter(), self.engine, self.settings
         try:
             token = engine.next(
                 pending,
-                vocab,
-                self.settings.sampling,
+                self.tokenizer.vocab,
+                settings.sampling,
                 self.seed,
                 ahead=ahead,
                 recent=self._recent(),
@@ -329,8 +284,7 @@ class Writer:
 
         self.recall.given(whole)
         try:
-            begins = engine.kv.last_turn
-            return engine.recall(whole, between_chunks, room, begins)
+            return engine.recall(whole, between_chunks, room, engine.kv.last_turn)
         except Interrupted:
             return None
         except TierError as error:
@@ -341,17 +295,9 @@ class Writer:
                 engine.notices.append(line)
 
     def _pick(self, logits: Tensor) -> int:
-        settings, position = self.settings, self.log.seen
+        vocab, sampling, position = self.tokenizer.vocab, self.settings.sampling, self.log.seen
         ops = self.engine.kv.ops
-        return pick(
-            logits,
-            self.tokenizer.vocab,
-            settings.sampling,
-            self.seed,
-            position,
-            ops,
-            self._recent(),
-        )
+        return pick(logits, vocab, sampling, self.seed, position, ops, self._recent())
 
     def _recent(self) -> list[int]:
         """The last tokens of the conversation, if their logits are penalized."""

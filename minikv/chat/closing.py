@@ -104,23 +104,25 @@ def before(
         yield from template.notes
     texts = [(document.name or "the document", document.text) for document in documents]
     for name, text in [*texts, ("the question", question)]:
-        count = template.lookalikes(text)
-        if count:
-            strings = "1 string" if count == 1 else f"{count:,} strings"
-            verb = "looks" if count == 1 else "look"
-            tokens = "a control token; it was" if count == 1 else "control tokens; they were"
-            yield f"{strings} in {name} {verb} like {tokens} read as plain text"
-        count = template.markers(text)
-        if count:
-            strings = "1 string" if count == 1 else f"{count:,} strings"
-            yield (
-                f"{strings} in {name} may pass for turn markers, which are plain text for this "
-                "model: it cannot tell them from real ones"
+        if count := template.lookalikes(text):
+            looks = (
+                "looks like a control token; it was"
+                if count == 1
+                else ("look like control tokens; they were")
             )
-        count = template.lost(text)
-        if count:
-            characters = "1 character" if count == 1 else f"{count:,} characters"
-            yield f"the model's tokenizer drops or changes {characters} of {name}"
+            yield f"{_counted(count, 'string')} in {name} {looks} read as plain text"
+        if count := template.markers(text):
+            yield (
+                f"{_counted(count, 'string')} in {name} may pass for turn markers, which are plain "
+                "text for this model: it cannot tell them from real ones"
+            )
+        if count := template.lost(text):
+            lost = _counted(count, "character")
+            yield f"the model's tokenizer drops or changes {lost} of {name}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import gt
 from time import perf_counter
 
 from torch import Tensor
 
 from minikv import pages
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.plan import RowsBefore
 from minikv.cache.stats import Fidelity, PromptFigures
 from minikv.cache.tier_rows import TierError
 from minikv.chat.fitting import too_much
@@ -291,28 +291,17 @@ def foreseen(kv: KVCache, plan: PromptPlan) -> int:
     rules, shape = kv.rules, kv.shape
     if rules.prompt is None or not rules.prompt.evidence.predicted:
         return 0
-    position, found = plan.behind(kv.position), 0
-    pinned = plan.pinned if plan.anew else kv.pinned
-    known = None if plan.anew else kv.budget_rows
-    held = RowsBefore.read(shape, kv.arena, position, len(plan.parts[0])).seen
+    position, pinned = plan.behind(kv.position), plan.pinned if plan.anew else kv.pinned
+    each, found = None if plan.anew else kv.budget_rows, 0
     for part in plan.parts:
         position += len(part)
         # A share becomes a number of rows with the first prompt.
-        each = known = known or rules.budget_rows(position, shape, kv.kv)
-        held = [
-            rows + shape.kv_heads * len(part)
-            if window is None
-            else min(rows + shape.kv_heads * len(part), shape.kv_heads * window)
-            for rows, window in zip(held, shape.windows, strict=True)
-        ]
+        each = each or rules.budget_rows(position, shape, kv.kv)
         totals = rules.layer_totals(each, position, shape, pinned)
+        held = [shape.kv_heads * min(position, window or position) for window in shape.windows]
         if totals is None:  # all layers share one budget
-            most = each * shape.kv_heads * shape.layers
-            evicts, held = sum(held) > most, [min(sum(held), most), *[0] * (shape.layers - 1)]
-        else:
-            evicts = any(rows > total for rows, total in zip(held, totals, strict=True))
-            held = list(map(min, held, totals))
-        found += len(part) * evicts
+            held, totals = [sum(held)], [each * shape.kv_heads * shape.layers]
+        found += len(part) * any(map(gt, held, totals))
     return found
 
 

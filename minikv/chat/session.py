@@ -8,24 +8,17 @@ steps of a turn in order: it plans the prompt (`plan`), reads it (`reading`), wr
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 from torch import Tensor
 
 from minikv import checks
 from minikv.cache.stats import CacheStats
-from minikv.chat.answer import Answer, AnswerSettings, Reselection, Writer, looping
-from minikv.chat.closing import (
-    Facts,
-    Warnings,
-    before,
-    measured,
-    prompt_report,
-    turn_report,
-)
+from minikv.chat.answer import Answer, AnswerSettings, Writer, looping
+from minikv.chat.closing import Facts, Warnings, before, measured, prompt_report, turn_report
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import fit_words
 from minikv.chat.plan import (
@@ -41,7 +34,7 @@ from minikv.chat.plan import (
     start,
 )
 from minikv.chat.protocols import Template, Tokenizer
-from minikv.chat.reading import Read, Reader
+from minikv.chat.reading import Reader
 from minikv.chat.recall import Recall
 from minikv.chat.report import line, table
 from minikv.chat.reuse import Stored, TokenLog, checked
@@ -54,13 +47,13 @@ from minikv.chat.snapshot import (
     refuse_continuation,
     taken_back,
 )
-from minikv.chat.stopping import Cancelling, Guard, answers, changes, closed, in_background
+from minikv.chat.stopping import Cancelling, Guard, Pieces, answers, changes, closed, in_background
 from minikv.chat.transcript import Document, Message, Source, Turn, user_message
 from minikv.chat.verify import Verification, rewritten
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
-from minikv.settings import MAX_TOKENS
+from minikv.settings import MAX_TOKENS, Settings
 
 _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
@@ -107,9 +100,11 @@ class ChatSession(ConversationView):
     - baseline_tok_s: decode speed of a full cache in tokens per second; None until it was measured
       in this chat.
 
-    words: a function that rewrites warnings, which name remedies as Python in backquotes.
-    fit(eviction, tokens, answer): the rows per head that `budget="auto"` stands for when the cache
-    will have seen `tokens` tokens before an answer of `answer`; 0: all fit.
+    settings: where the chat begins. eviction: if it is not that of the settings. fit(eviction,
+    tokens, answer): the rows per head that `budget="auto"` stands for when the cache will have seen
+    `tokens` tokens before an answer of `answer`; 0: all fit. own: the model's own way to draw
+    tokens, or why it has none. words: a function that rewrites warnings, which name remedies as
+    Python in backquotes.
     """
 
     def __init__(
@@ -117,42 +112,36 @@ class ChatSession(ConversationView):
         engine: Engine,
         tokenizer: Tokenizer,
         template: Template,
+        settings: Settings,
         *,
         max_context: int,
         eviction: EvictionConfig | None = None,
-        seed: int = 0,
-        system: str = "",
-        facts: Facts | None = None,
-        pin_system: bool = False,
-        undo_turns: int = 0,
-        reuse: str = "once",
         recall: Recall | None = None,
-        refresh_every: int = 0,
-        fidelity: bool = True,
+        facts: Facts | None = None,
         fit: Fit = lambda eviction, tokens, answer: 0,
-        own: Sampling | None = None,
-        not_own: str = "",
+        own: Sampling | str | None = None,
     ) -> None:
         self.guard = Guard(self._settle)
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.template = template
+        self.engine, self.tokenizer, self.template = engine, tokenizer, template
         self.max_context = max_context
-        self.eviction = eviction or EvictionConfig.read()
-        self.seed = seed
-        self.system = system
-        self.pin_system = pin_system
-        self.facts = facts or Facts()
-        self._noticed = 0  # how many notices of the engine the user has seen
-        self.reuse = reuse
+        self.eviction = eviction or settings.eviction()
+        self.seed, self.system, self.pin_system = (
+            settings.seed,
+            settings.system,
+            settings.pin_system,
+        )
+        self.reuse, self.refresh_every = settings.reuse, settings.refresh_every
+        self.fidelity = settings.fidelity == "on"
         self.recall = recall or Recall(engine.kv)
-        self.refresh_every, self.fidelity = refresh_every, fidelity
+        self.facts = facts or Facts()
         self.fit = fit
-        self.own, self._not_own = own or Sampling(), not_own
+        self.own, self._not_own = (
+            (Sampling(), own) if isinstance(own, str) else (own or Sampling(), "")
+        )
         self.words: Callable[[str], str] = str
         self._min_tokens = MinTokens(tokenizer)
         self._cancelling = Cancelling()
-        self._now = Conversation(0, UndoHistory(undo_turns, UNDO_BYTES), [])
+        self._now = Conversation(0, UndoHistory(0, UNDO_BYTES), [])
         self.reset()
 
     @changes
@@ -172,6 +161,7 @@ class ChatSession(ConversationView):
             self.history.emptied(),
             [Message("system", self.system)] if self.system else [],
             documents,
+            noticed=self._now.noticed,
         )
 
     @property
@@ -241,7 +231,7 @@ class ChatSession(ConversationView):
     def snapshot(self) -> ChatSnapshot:
         """A copy of the chat between two turns. After `restore`, every answer is bit-identical.
         Copies the rows in use to host memory."""
-        return self.guard.change(self._snapshot, inside=True)
+        return self.guard.change(self._snapshot)
 
     def _snapshot(self) -> ChatSnapshot:
         assert self._now.closing is None, "a turn is under way"
@@ -373,11 +363,8 @@ class ChatSession(ConversationView):
         """How many tokens `auto` would read again with the next question."""
         if not self._log.seen or self.rereads or self.reuse != "auto":
             return 0
-        history, held, settings = (
-            History.of(self.turns, self._log),
-            self.engine.kv.stats(),
-            self._plan_settings(),
-        )
+        history, settings = History.of(self.turns, self._log), self._plan_settings()
+        held = self.engine.kv.stats()
         tier = self._stored(history, held, settings, self._log.seen)
         return reads_again(history, held, tier, settings)
 
@@ -400,7 +387,7 @@ class ChatSession(ConversationView):
         stop: str | Sequence[str] | None = None,
         progress: Callable[[int, int], None] | None = None,
         notice: Callable[[str], None] | None = None,
-    ) -> Generator[str, None, None]:
+    ) -> Pieces:
         """Ask about the attached documents; yield the text of the answer piece by piece.
 
         `temperature` "auto" is what the model's generation_config.json says, with its filters where
@@ -417,10 +404,8 @@ class ChatSession(ConversationView):
         the chat is as it was before the question. After an error in the answer, the part that was
         written stays.
         """
-        given = Sampling(
-            0.0 if temperature == "auto" else temperature, top_k, top_p, min_p, repeat_penalty
-        )
-        settings = AnswerSettings.read(given, self._own(temperature), max_tokens, stop)
+        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty}
+        settings = self._answer_settings(given, temperature, max_tokens, stop)
         checks.function("progress", progress)
         checks.function("notice", notice)
         checks.unicode("the question", question)
@@ -442,7 +427,7 @@ class ChatSession(ConversationView):
         repeat_penalty: float = 1.0,
         stop: str | Sequence[str] | None = None,
         notice: Callable[[str], None] | None = None,
-    ) -> Generator[str, None, None]:
+    ) -> Pieces:
         """Continue an answer that ended at its `max_tokens` or was stopped; yield the text that
         follows.
 
@@ -451,18 +436,14 @@ class ChatSession(ConversationView):
         it. max_tokens: of the new part. Arguments and errors are those of `ask`. Raises UsageError
         if there is no such answer.
         """
-        given = Sampling(
-            0.0 if temperature == "auto" else temperature, top_k, top_p, min_p, repeat_penalty
-        )
-        settings = AnswerSettings.read(given, self._own(temperature), max_tokens, stop)
+        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty}
+        settings = self._answer_settings(given, temperature, max_tokens, stop)
         checks.function("notice", notice)
         self.continuable()
         return self._cancelling.during(self._longer(settings, notice))
 
     @answers
-    def verify(
-        self, progress: Callable[[int, int], None] | None = None
-    ) -> Generator[str, None, None]:
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> Pieces:
         """Write the last answer again, with its sampling and seed, but without eviction: every
         token attends to all rows of the tier. Yields its text. `verified` then says where the two
         answers differ. The chat itself does not change.
@@ -473,7 +454,7 @@ class ChatSession(ConversationView):
         checks.function("progress", progress)
         return self._cancelling.during(self._verify(progress))
 
-    def _verify(self, progress: Callable[[int, int], None] | None) -> Generator[str, None, None]:
+    def _verify(self, progress: Callable[[int, int], None] | None) -> Pieces:
         self.verified = None
         self.verified = yield from rewritten(
             self.engine,
@@ -493,15 +474,23 @@ class ChatSession(ConversationView):
         """Raise the UsageError that `continue_answer` would raise."""
         refuse_continuation(self.report, self.eviction, self._log, self.max_context)
 
-    def _own(self, temperature: float | Literal["auto"]) -> Sampling | None:
-        """The model's own way to draw tokens, if it is wanted."""
-        if temperature != "auto":
-            return None
-        if self._not_own:
+    def _answer_settings(
+        self,
+        given: Mapping[str, Any],
+        temperature: float | Literal["auto"],
+        max_tokens: int,
+        stop: str | Sequence[str] | None,
+    ) -> AnswerSettings:
+        """Check how an answer is to be written. given: filters and penalty."""
+        own = temperature == "auto"
+        sampling = Sampling(0.0 if temperature == "auto" else temperature, **given)
+        if own and self._not_own:
             why = f'{self._not_own}: `temperature="auto"` takes the likeliest token, as 0 does'
             self.engine.notices.append(why)
             self._not_own = ""  # said once
-        return self.own
+        return AnswerSettings.read(sampling, self.own if own else None, max_tokens, stop)
+
+    # -- the steps of a turn -----------------------------------------------------------------------
 
     def _turn(
         self,
@@ -509,45 +498,35 @@ class ChatSession(ConversationView):
         settings: AnswerSettings,
         progress: Callable[[int, int], None] | None,
         notice: Callable[[str], None] | None,
-    ) -> Generator[str, None, None]:
-        """A question and its answer, in the order in which things happen."""
+    ) -> Pieces:
+        """A question and its answer: plan, read, write; `_write` closes the turn and reports."""
         began, told = perf_counter(), Warnings(self.words, notice)
         self.guard.question = question
-        chosen, documents = self.eviction, tuple(self.pending)
+        chosen, known, documents = self.eviction, self.engine.kv.stats(), tuple(self.pending)
         messages = [*self.messages, user_message(documents, question)]
-
-        # Plan what to read, or refuse the question before anything is changed.
-        text, log = messages[-1].content, self._log
-        self._min_tokens.refuse(text, log.seen, self.room, self.max_context)
-        try:
-            found = self._plan(messages, settings.max_tokens, told)
+        text, tokens = messages[-1].content, settings.max_tokens
+        self._min_tokens.refuse(text, self._log.seen, self.room, self.max_context)
+        try:  # after an error in here, the chat is as it was
+            found = self._plan(messages, tokens, told)
             told.tell_all(self._before(found, question))
-
-            # Read it. After an error, the chat is as it was.
-            known = self.engine.kv.stats()
-            snapshot = self.history.copy(self.snapshot, known.held_bytes)
-            reader = self._reader(settings.max_tokens, progress, told.tell)
-            found, read = reader.read(found, lambda: self._plan(messages, settings.max_tokens))
+            snapshot = self.history.copy(self._snapshot, known.held_bytes)
+            reader = self._reader(tokens, progress, told.tell)
+            found, read = reader.read(found, lambda: self._plan(messages, tokens))
         except BaseException:
             self._set(chosen)
             raise
+        # The prompt is in the cache. From here on the turn counts, even if the answer fails.
         known = measured(self.engine.kv, known, self.engine.kv.position)
         begun = self._now.begun(messages, documents, found, read, known, self.recall.here)
         record = prompt_report(
             begun, found, read, settings, self.seed, self.eviction, self.facts, self.baseline_tok_s
         )
-
-        # The prompt is in the cache. From here on the turn counts, even if the answer fails.
-        every = self.refresh_every * found.recalled
-        writer = self._writer(begun.log, settings, every, began)
+        writer = self._writer(begun.log, settings, self.refresh_every * found.recalled, began)
         answer = Answer(self.tokenizer.stream(), settings.stop)
-        last = Turn(question, "", documents, record)
-        kept = self._keep(found, read, snapshot)
+        last, kept = Turn(question, "", documents, record), self._keep(found, snapshot)
         yield from self._write(begun, begun, last, writer, answer, read.logits, known, told, kept)
 
-    def _longer(
-        self, settings: AnswerSettings, notice: Callable[[str], None] | None
-    ) -> Generator[str, None, None]:
+    def _longer(self, settings: AnswerSettings, notice: Callable[[str], None] | None) -> Pieces:
         """Continue the last answer. settings: `max_tokens` is that of the new part."""
         began = perf_counter()
         self.continuable()  # again, because the chat may have changed since `continue_answer`
@@ -555,7 +534,7 @@ class ChatSession(ConversationView):
         if self.refresh_every:
             limits = self._plan_settings()
             most = min(log.seen + 1 + settings.max_tokens, self.max_context)
-            tier = self._stored(History.of(self.turns, self._log), known, limits, most)
+            tier = self._stored(History.of(self.turns, log), known, limits, most)
             refuse_without_tier(tier, limits, recalled=tier.room)
         begins = len(log.ids) - turn.report.tokens.generated
         answer = Answer.resumed(
@@ -583,20 +562,24 @@ class ChatSession(ConversationView):
         known: CacheStats,
         told: Warnings,
         kept: Iterable[str],
-    ) -> Generator[str, None, None]:
+    ) -> Pieces:
         """Write the answer of the turn `last`, and close the turn, however that ends. now: the
         conversation meanwhile. begun: the one to which the turn is added. kept: lines to tell
         first."""
-        begins = len(writer.log.ids) - answer.generated
+        log, begins = writer.log, len(writer.log.ids) - answer.generated
 
         def closing() -> Conversation:
-            ended = answer.ended(self.tokenizer, writer.log.ids[begins:])
-            stats = measured(self.engine.kv, known, writer.log.seen)
-            lines = [*told.lines, *self._new_notices(), *self._looping(answer, writer.settings)]
+            ended = answer.ended(self.tokenizer, log.ids[begins:])
+            stats = measured(self.engine.kv, known, log.seen)
+            circles = looping(answer.ids, writer.settings.sampling, self.own)
+            lines = [*told.lines, *self._new_notices(), *map(self.words, circles)]
             took = perf_counter() - writer.began
             report = turn_report(last.report, ended, stats, took, self.recall, lines)
             turn = replace(last, answer=ended.text, report=report)
-            return begun.closed([*begun.turns, turn], stats, self.recall.here)
+            closed = begun.closed([*begun.turns, turn], stats, self.recall.here)
+            # After a step that failed, the cache has seen nothing.
+            seen = TokenLog(log.ids, self.engine.kv.position)
+            return replace(closed, log=seen, noticed=len(self.engine.notices))
 
         self._now = replace(now, closing=closing)
         try:
@@ -607,10 +590,28 @@ class ChatSession(ConversationView):
             raise
         finally:
             self._settle()
-            late = [*self._told(), *self._looping(answer, writer.settings)]
-            told.say(late)  # last, because the caller's function may raise
+            if self._now.closing is None:  # last, because the caller's function may raise
+                heard = len(last.report.warnings) + len(told.lines)
+                told.say(self.turns[-1].report.warnings[heard:])
 
-    # -- the steps of a turn -----------------------------------------------------------------------
+    def _settle(self) -> None:
+        """Close the turn under way, and make conversation, cache and tier agree: an interrupt may
+        have come between any two of them. Otherwise this does nothing."""
+        if isinstance(self.engine, _Closed) or sys.is_finalizing():  # nobody asks any more
+            return
+        kv, log = self.engine.kv, self._log
+        self._cancelling.rereading = False
+        log.step(kv.put_right())
+        if kv.position != log.seen and not kv.go_back_to_mark():
+            if kv.position:  # else it was dropped
+                self.engine.reset()
+            if _LOST not in self._new_notices():  # this, too, may have been interrupted
+                self.engine.notices.append(_LOST)
+        if self._now.closing is not None:
+            self._now = self._now.closing()
+        self._log.seen = kv.position
+        kv.forget_mark()
+        self.recall.settle()
 
     def _plan(
         self, messages: Sequence[Message], answer: int, told: Warnings | None = None
@@ -623,10 +624,11 @@ class ChatSession(ConversationView):
         if told is not None:
             told.tell_all(self._decide(tokens, answer))
         held, settings = self.engine.kv.stats(), self._plan_settings(alone=told is None)
-        tier = self._stored(history, held, settings, tokens)
-        if tier.room and settings.refresh_every and self.eviction.evicts:
-            tier = self.recall.stored(min(tokens + answer, self.max_context))
-        return plan(history, question, held, tier, settings)
+        if settings.refresh_every and self.eviction.evicts:
+            tokens = min(tokens + answer, self.max_context)
+        return plan(
+            history, question, held, self._stored(history, held, settings, tokens), settings
+        )
 
     def _before(self, found: PromptPlan, question: str) -> Iterator[str]:
         """What the user is told before the prompt is read. What `auto` does is told once, and again
@@ -636,9 +638,11 @@ class ChatSession(ConversationView):
         if found.why and not (found.auto and about == self._told_auto):
             self._told_auto = about if found.auto else self._told_auto
             yield found.why
-        yield from self._told()
+        lines = self._new_notices()
+        self._now = replace(self._now, noticed=len(self.engine.notices))
+        yield from lines
 
-    def _keep(self, found: PromptPlan, read: Read, snapshot: ChatSnapshot | None) -> Iterator[str]:
+    def _keep(self, found: PromptPlan, snapshot: ChatSnapshot | None) -> Iterator[str]:
         """Note what was read, and that the copies from before are needed no more or for `undo`
         only. Yields lines for the user."""
         self.engine.kv.forget_mark()
@@ -648,58 +652,11 @@ class ChatSession(ConversationView):
         if failed:
             yield failed
 
-    def _settle(self) -> None:
-        """Close the turn under way, and make conversation, cache and tier agree: an interrupt may
-        have come between any two of them. Otherwise this does nothing."""
-        if isinstance(self.engine, _Closed) or sys.is_finalizing():  # nobody asks any more
-            return
-        kv, log = self.engine.kv, self._log
-        self._cancelling.rereading = False
-        log.step(kv.put_right())
-        lost = kv.position != log.seen and not kv.go_back_to_mark()
-        if lost:
-            self.engine.notices.append(_LOST)
-        if self._now.closing is not None:
-            self._now = self._now.closing()
-        if lost:
-            self.engine.reset()
-            log.seen = 0
-        kv.forget_mark()
-        self.recall.settle()
+    def _new_notices(self) -> list[str]:
+        """The engine's notices that the user has not seen."""
+        return self.engine.notices[self._now.noticed :]
 
-    def fits(self, answer: int = MAX_TOKENS) -> str:
-        """What `budget="auto"` does with the documents that wait, in words; "" under another
-        budget. answer: tokens of the next answer."""
-        if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
-            return ""
-        messages = [*self.messages, user_message(self.pending, "?")]
-        question = self._composer().question(History.of(self.turns, self._log), messages, ())
-        tokens = self._log.seen + len(question.ids)
-        return fit_words(self._rows_for(tokens, answer), tokens)
-
-    def _rows_for(self, tokens: int, answer: int) -> int:
-        """The rows that `budget="auto"` stands for when `tokens` tokens will have been read, 0 for
-        all. Once rows were evicted, all of them do not fit any more."""
-        before = int(self.eviction.budget.value) if self.engine.kv.stats().gaps else 0
-        rows = self.fit(self.eviction, min(tokens, self.max_context), answer)
-        return min(rows or before, before or rows)
-
-    def _decide(self, tokens: int, answer: int) -> Iterator[str]:
-        """Under `budget="auto"`, decide what stays when `tokens` tokens were read. Yields a line if
-        something must go that did not have to before."""
-        if self.eviction.budget.unit != "auto":
-            return
-        rows = self._rows_for(tokens, answer)
-        if rows != self.eviction.budget.value:
-            self._set(self.eviction.under(rows))
-            if rows:
-                yield f'`budget="auto"`: {fit_words(rows, tokens)}'
-
-    def _set(self, eviction: EvictionConfig) -> None:
-        """`configure` within a turn."""
-        if eviction != self.eviction:
-            self.engine.kv.configure(eviction.rules())
-            self.eviction = eviction
+    # -- what decides ------------------------------------------------------------------------------
 
     def _plan_settings(self, *, alone: bool = False) -> PlanSettings:
         """alone: without the settings that need a tier."""
@@ -744,15 +701,8 @@ class ChatSession(ConversationView):
             warn,
         )
 
-    def _writer(
-        self,
-        log: TokenLog,
-        settings: AnswerSettings,
-        every: int,
-        began: float,
-    ) -> Writer:
-        """every: of a `Reselection`. If the prompt was not recalled, the answer cannot recall
-        anything either."""
+    def _writer(self, log: TokenLog, settings: AnswerSettings, every: int, began: float) -> Writer:
+        """every: if the prompt was not recalled, the answer cannot recall anything either."""
         return Writer(
             self.engine,
             self.tokenizer,
@@ -760,25 +710,45 @@ class ChatSession(ConversationView):
             log,
             settings,
             self.seed,
-            Reselection(every),
+            every,
             self.max_context,
             self._cancelling.cancelled,
             began,
         )
 
-    def _looping(self, answer: Answer, settings: AnswerSettings) -> list[str]:
-        """A line for the user if the answer repeats itself."""
-        return list(map(self.words, looping(answer.ids, settings.sampling, self.own)))
+    def fits(self, answer: int = MAX_TOKENS) -> str:
+        """What `budget="auto"` does with the documents that wait, in words; "" under another
+        budget. answer: tokens of the next answer."""
+        if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
+            return ""
+        messages = [*self.messages, user_message(self.pending, "?")]
+        question = self._composer().question(History.of(self.turns, self._log), messages, ())
+        tokens = self._log.seen + len(question.ids)
+        return fit_words(self._rows_for(tokens, answer), tokens)
 
-    def _new_notices(self) -> list[str]:
-        """The engine's notices that the user has not seen."""
-        return self.engine.notices[self._noticed :]
+    def _rows_for(self, tokens: int, answer: int) -> int:
+        """The rows that `budget="auto"` stands for when `tokens` tokens will have been read, 0 for
+        all. Once rows were evicted, all of them do not fit any more."""
+        before = int(self.eviction.budget.value) if self.engine.kv.stats().gaps else 0
+        rows = self.fit(self.eviction, min(tokens, self.max_context), answer)
+        return min(rows or before, before or rows)
 
-    def _told(self) -> list[str]:
-        """The same, which the user sees now."""
-        lines = self._new_notices()
-        self._noticed += len(lines)
-        return lines
+    def _decide(self, tokens: int, answer: int) -> Iterator[str]:
+        """Under `budget="auto"`, decide what stays when `tokens` tokens were read. Yields a line if
+        something must go that did not have to before."""
+        if self.eviction.budget.unit != "auto":
+            return
+        rows = self._rows_for(tokens, answer)
+        if rows != self.eviction.budget.value:
+            self._set(self.eviction.under(rows))
+            if rows:
+                yield f'`budget="auto"`: {fit_words(rows, tokens)}'
+
+    def _set(self, eviction: EvictionConfig) -> None:
+        """`configure` within a turn."""
+        if eviction != self.eviction:
+            self.engine.kv.configure(eviction.rules())
+            self.eviction = eviction
 
 
 _LOST = "a step failed, and nothing is cached: the next question reads or recalls everything again"

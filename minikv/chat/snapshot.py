@@ -86,6 +86,7 @@ class ChatSnapshot:
             curve=list(self.curve),
             evicted_for_turn=self.evicted_for_turn,
             rereads=self.rereads,
+            noticed=now.noticed,
         )
 
     @property
@@ -170,8 +171,9 @@ class Conversation:
     by one assignment, so that an interrupt finds it as it was before the turn or as it is after it.
 
     number: counts the conversations of a chat. turn: the number of the last question that was read;
-    0 before the first. closing(): the conversation after the turn under way, however that ended; it
-    changes nothing, so it may be called again. None between turns.
+    0 before the first. noticed: how many notices of the engine the user has seen. closing(): the
+    conversation after the turn under way, however that ended; it changes nothing, so it may be
+    called again. None between turns.
     """
 
     number: int
@@ -186,6 +188,7 @@ class Conversation:
     curve: list[tuple[int, int, int]] = field(default_factory=list)
     evicted_for_turn: int | None = None
     rereads: bool = False
+    noticed: int = 0
     closing: Callable[[], Conversation] | None = None
 
     def begun(

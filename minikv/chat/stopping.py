@@ -7,8 +7,7 @@ garbage-collected. An iterator that was not started holds nothing. Other calls d
 from the same thread or another one, raise UsageError, and the answer goes on; nothing waits.
 
 An interrupt (Ctrl-C in a script) may come between any two instructions. So nothing is locked and
-unlocked: what holds the chat is in a list, and is over by one assignment. An answer whose iterator
-has ended holds nothing, whether or not it could say so.
+unlocked: what holds the chat is in a list, and is over by one assignment.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from inspect import GEN_CLOSED, GEN_RUNNING, getgeneratorstate
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from inspect import GEN_RUNNING, getgeneratorstate
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from minikv.chat.report import clipped
 from minikv.engine.threads import forked, refuse_fork
@@ -30,6 +29,17 @@ from minikv.errors import Interrupted, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S", bound="Stoppable")
+Pieces = Generator[str, None, None]
+
+
+class Stoppable(Protocol):
+    """What the decorators below need of an object. Any thread may call `cancel`."""
+
+    guard: Guard
+
+    def cancel(self) -> None: ...
+
 
 _AGAIN = 0.02  # seconds between two calls of `cancel`
 _LOOK = 0.05  # seconds between two calls of `stopped`
@@ -72,12 +82,12 @@ class Cancelling:
         self._handled = max(self._handled, self._calls if before is None else before)
         self.skipped = False
 
-    def during(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
+    def during(self, pieces: Pieces) -> Pieces:
         """Return `pieces`. A call of `cancel` applies to them from now until they end, also before
         the first piece is requested."""
         calls = self._calls
 
-        def yielded() -> Generator[str, None, None]:
+        def yielded() -> Pieces:
             self.forget(calls)
             try:
                 yield from pieces
@@ -91,39 +101,20 @@ class Cancelling:
 
 
 class _Hold:
-    """What holds a chat: an answer with these pieces, or a change (None). thread: the one that
-    computes in it now. iterator: of the answer."""
+    """What holds a chat: an answer with these pieces, or a change of this thread (None)."""
 
-    __slots__ = ("iterator", "over", "pieces", "thread")
+    __slots__ = ("over", "pieces", "thread")
 
-    def __init__(self, pieces: Generator[str, None, None] | None = None) -> None:
+    def __init__(self, pieces: Pieces | None = None) -> None:
         self.pieces = pieces
-        self.iterator: weakref.ref[Generator[str, None, None]] | None = None
-        self.thread = threading.get_ident() if pieces is None else None
-        self.over = False
-
-    def next(self) -> str | None:
-        """Compute the next piece; None if there is none."""
-        assert self.pieces is not None
-        refuse_fork()
         self.thread = threading.get_ident()
-        try:
-            return next(self.pieces, None)
-        finally:
-            self.thread = None
-
-    def admits(self, *, inside: bool) -> bool:
-        """Whether a change may be made here, as part of this change or, if `inside`, of this
-        answer."""
-        return self.thread == threading.get_ident() and (inside or self.pieces is None)
+        self.over = False
 
     @property
     def left(self) -> bool:
-        """Whether an interrupt ended it before it was over."""
-        if self.iterator is None:  # a thread can ask only where its change has ended
-            return self.thread == threading.get_ident()
-        iterator = self.iterator()
-        return iterator is None or getgeneratorstate(iterator) == GEN_CLOSED
+        """Whether it is a change that interrupts ended before it was over: none is made of others.
+        An answer that is left so can be ended with `Guard.finish`."""
+        return self.pieces is None and self.thread == threading.get_ident()
 
     @property
     def computing(self) -> bool:
@@ -148,32 +139,31 @@ class Guard:
         """Whether the chat was closed."""
         return self._free is not None
 
-    def answer(self, pieces: Generator[str, None, None]) -> Generator[str, None, None]:
+    def answer(self, pieces: Pieces) -> Pieces:
         """Yield `pieces`, and hold the chat meanwhile. Raises UsageError if it is already held."""
         hold = _Hold(pieces)
-        iterator = self._during(hold)
-        hold.iterator = weakref.ref(iterator)
-        return iterator
 
-    def _during(self, hold: _Hold) -> Generator[str, None, None]:
-        try:
+        def during() -> Pieces:
             try:
-                self._take(hold)
-                # Until the pieces end, or `finish` ends them.
-                while not hold.over and (piece := hold.next()) is not None:
-                    yield piece
+                try:
+                    self._take(hold)
+                    # Until the pieces end, or `finish` ends them.
+                    while not hold.over and (piece := self._next(pieces)) is not None:
+                        yield piece
+                finally:
+                    self._end(hold)
             finally:
-                self._end(hold)
-        finally:
-            self._end(hold)  # an interrupt may have stopped the first
+                self._end(hold)  # an interrupt may have stopped the first
 
-    def change(self, work: Callable[[], R], *, inside: bool = False) -> R:
-        """Hold the chat around `work()`, and return what it returns. Changes may be nested. inside:
-        also allowed as part of an answer, in its thread. Raises UsageError if something else holds
-        the chat."""
-        first = self._first()
-        if first is not None and first.admits(inside=inside):
-            return work()
+        return during()
+
+    def _next(self, pieces: Pieces) -> str | None:
+        refuse_fork()
+        return next(pieces, None)
+
+    def change(self, work: Callable[[], R]) -> R:
+        """Hold the chat around `work()`, and return what it returns. Raises UsageError if something
+        else holds the chat."""
         hold = _Hold()
         try:
             try:
@@ -215,7 +205,7 @@ class Guard:
             raise closed()
         self._holds.append(hold)  # of two threads, one is first
         while (first := self._first()) is not hold:
-            if first is None or not first.left or first.computing:
+            if first is None or not first.left:
                 hold.over = True
                 raise self._refusal(first)
             self._end(first)
@@ -230,7 +220,6 @@ class Guard:
             if self._first() is hold:
                 try:
                     if hold.pieces is not None:
-                        hold.thread = threading.get_ident()
                         hold.pieces.close()
                 finally:
                     self._settle()
@@ -239,15 +228,9 @@ class Guard:
         self._freed()
 
     def _freed(self) -> None:
-        if self._free is None:
-            return
-        hold = _Hold()
-        self._holds.append(hold)
-        try:
-            if self._first() is hold:
-                self._free()
-        finally:
-            hold.over = True
+        """Free the memory of a closed chat, unless something still holds it."""
+        if self._free is not None and self._first() is None:
+            self._free()
 
     def _refusal(self, first: _Hold | None) -> UsageError:
         if first is None or first.pieces is None:
@@ -262,38 +245,28 @@ class Guard:
         )
 
 
-class Guarded(Protocol):
-    """An object with a guard."""
-
-    guard: Guard
-
-
-G = TypeVar("G", bound=Guarded)
-
-
 def closed() -> UsageError:
     """The error of a chat that was closed."""
     return UsageError("this chat is closed", "minikv.load() makes another one")
 
 
-def answers(
-    method: Callable[Concatenate[G, P], Generator[str, None, None]],
-) -> Callable[Concatenate[G, P], Generator[str, None, None]]:
-    """Decorate a method that yields the pieces of an answer, which holds the chat."""
+def answers(method: Callable[Concatenate[S, P], Pieces]) -> Callable[Concatenate[S, P], Pieces]:
+    """Decorate a method that yields the pieces of an answer, which holds the chat. Like `changes`,
+    for methods of an object with a `guard`."""
 
     @functools.wraps(method)
-    def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> Generator[str, None, None]:
+    def guarded(self: S, /, *given: P.args, **named: P.kwargs) -> Pieces:
         return self.guard.answer(method(self, *given, **named))
 
     return guarded
 
 
-def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P], R]:
+def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a method that changes the chat: it is refused while something else holds the
     chat."""
 
     @functools.wraps(method)
-    def guarded(self: G, /, *given: P.args, **named: P.kwargs) -> R:
+    def guarded(self: S, /, *given: P.args, **named: P.kwargs) -> R:
         return self.guard.change(lambda: method(self, *given, **named))
 
     return guarded
@@ -302,24 +275,15 @@ def changes(method: Callable[Concatenate[G, P], R]) -> Callable[Concatenate[G, P
 # -- in a thread ---------------------------------------------------------------------------------
 
 
-class Cancellable(Protocol):
-    """An object with a `cancel` that any thread may call."""
-
-    def cancel(self) -> None: ...
-
-
-C = TypeVar("C", bound=Cancellable)
-
-
 def in_background(
-    method: Callable[Concatenate[C, P], Generator[str, None, None]],
-) -> Callable[Concatenate[C, P], AsyncGenerator[str, None]]:
+    method: Callable[Concatenate[S, P], Pieces],
+) -> Callable[Concatenate[S, P], AsyncGenerator[str, None]]:
     """Wrap a method so that `async for` gets the pieces that it yields, which one thread computes,
     because OpenMP keeps a pool for every thread that does. If the task is cancelled or the iterator
     is closed, the answer ends as with `cancel`; this waits until the chat is free."""
 
     @functools.wraps(method)
-    def background(self: C, /, *given: P.args, **named: P.kwargs) -> AsyncGenerator[str, None]:
+    def background(self: S, /, *given: P.args, **named: P.kwargs) -> AsyncGenerator[str, None]:
         return _steps(method(self, *given, **named), self.cancel)
 
     returned = AsyncGenerator[str, None]
@@ -329,68 +293,38 @@ def in_background(
     return background
 
 
-class _Worker:
-    """Computes the pieces in its thread. Its futures have no exception, which the event loop would
-    report if nobody asked for it: `next` returns a piece or None, and the error that it raised."""
-
-    def __init__(self, pieces: Generator[str, None, None], cancel: Callable[[], None]) -> None:
-        self._pieces, self._cancel = pieces, cancel
-        self._threads = ThreadPoolExecutor(1, "minikv-answer")
-        self._step: Future[tuple[str | None, BaseException | None]] | None = None
-
-    def next(self) -> Future[tuple[str | None, BaseException | None]]:
-        def compute() -> tuple[str | None, BaseException | None]:
-            try:
-                return next(self._pieces, None), None
-            except BaseException as error:
-                return None, error
-
-        self._step = self._threads.submit(compute)
-        return self._step
-
-    def end(self) -> Future[BaseException | None]:
-        """End the answer behind the step under way."""
-
-        def close() -> BaseException | None:
-            try:
-                self._pieces.close()
-            except BaseException as error:
-                return error
-            return None
-
-        ended = self._threads.submit(close)
-        self._threads.shutdown(wait=False)
-        return ended
-
-    def stop(self) -> None:
-        """Stop the step under way. Repeated, because a turn that begins ignores earlier calls."""
-        if self._step is not None and not self._step.done():
-            self._cancel()
+def _caught(work: Callable[..., Any], *given: object) -> tuple[Any, BaseException | None]:
+    """What `work` returns, and the error that it raised. A future with an exception that nobody
+    asks for would be reported by the event loop."""
+    try:
+        return work(*given), None
+    except BaseException as error:
+        return None, error
 
 
-async def _steps(
-    pieces: Generator[str, None, None], cancel: Callable[[], None]
-) -> AsyncGenerator[str, None]:
-    worker = _Worker(pieces, cancel)
+async def _steps(pieces: Pieces, cancel: Callable[[], None]) -> AsyncGenerator[str, None]:
+    threads = ThreadPoolExecutor(1, "minikv-answer")
+    step: Future[Any] | None = None
     try:
         while True:
-            piece, error = await asyncio.shield(asyncio.wrap_future(worker.next()))
+            step = threads.submit(_caught, next, pieces, None)
+            piece, error = await asyncio.shield(asyncio.wrap_future(step))
             if error is not None:
                 raise error
             if piece is None:
                 return
             yield piece
     finally:
-        ended, cancelled = worker.end(), None
+        ended, cancelled = threads.submit(_caught, pieces.close), None
+        threads.shutdown(wait=False)
         while not ended.done():
-            worker.stop()
+            if step is not None and not step.done():
+                cancel()  # repeatedly, because a turn that begins ignores earlier calls
             try:
                 await asyncio.wait([asyncio.wrap_future(ended)], timeout=_AGAIN)
             except asyncio.CancelledError as again:  # once more: the chat must be free first
                 cancelled = again
-        if cancelled is not None:
-            raise cancelled
-        if (failed := ended.result()) is not None:
+        if (failed := cancelled or ended.result()[1]) is not None:
             raise failed
 
 
@@ -400,24 +334,17 @@ def stoppable(work: Callable[[], R], stopped: Callable[[], bool]) -> R:
     Raises Interrupted soon after `stopped()` is true. The work is not ended then: it goes on in its
     thread, and its result is not used. So its side effects must be harmless.
     """
-    made: list[R] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            made.append(work())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name=_NAME, daemon=True)
+    made: list[tuple[Any, BaseException | None]] = []
+    thread = threading.Thread(target=lambda: made.append(_caught(work)), name=_NAME, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK)
         if stopped():
             raise Interrupted("stopped before anything was read", "nothing was added")
-    if failed:
-        raise failed[0]
-    return made[0]
+    result, error = made[0]
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
 
 
 def left() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from minikv.cache.stats import Fidelity
 from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop
 from minikv.engine.sampling import Sampling, finite, pick
 from minikv.errors import ContextError, NumericsError
-
-T = TypeVar("T")
 
 
 class Network(Protocol):
@@ -102,7 +100,7 @@ class Engine:
         """
         kv = self.kv
         left = self._fitting(len(ids), kv.position)
-        with self._reading(progress):
+        with self._whole(progress):
             space = min(room, max(1, left - len(ids)))
             kv.begin(len(ids), space, asks=asks, turn_tokens=turn_tokens)
             if kv.foresees:
@@ -127,7 +125,7 @@ class Engine:
         `begins`). Logits and errors as for `prompt`."""
         kv = self.kv
         left = self._fitting(len(ids), 0)
-        with self._reading(progress):
+        with self._whole(progress):
             given = kv.recall(len(ids), min(room, max(1, left - len(ids))), begins)
             logits = self.network.forward(self._tensor(ids[given:]), _Withheld(kv, given))
             _check(logits, "reading the prompt")
@@ -166,8 +164,9 @@ class Engine:
         return left
 
     @contextmanager
-    def _reading(self, progress: Callable[[int, int], None] | None) -> Iterator[None]:
-        """Around a prompt: after any error, restore the cache to its state before the prompt."""
+    def _whole(self, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
+        """Around a prompt or a step: after any error, restore the cache to its state before the
+        prompt, or drop it."""
         kv, done = self.kv, False
         kv.progress = progress
         try:
@@ -201,27 +200,12 @@ class Engine:
         After an error inside of the step the cache is empty. Raises ContextError, which changes
         nothing, and NumericsError.
         """
-
-        def checked(logits: Tensor) -> Tensor:
-            _check(logits, "writing the answer")
-            return logits
-
-        return self._step(token, checked)
-
-    def _step(self, token: int, use: Callable[[Tensor], T]) -> T:
-        """Feed one token and return `use(logits)`, which raises NumericsError for logits that are
-        not finite. The token counts only after that."""
-        kv, done = self.kv, False
         self._refuse_full()
-        try:
-            logits = self.network.forward(self._tensor([token]), _Withheld(kv))
-            found = use(logits)
-            kv.advance(1)
-            done = True
-        finally:
-            if not done:
-                kv.rollback()
-        return found
+        with self._whole():
+            logits = self.network.forward(self._tensor([token]), _Withheld(self.kv))
+            _check(logits, "writing the answer")
+            self.kv.advance(1)
+        return logits
 
     def next(
         self,
@@ -248,10 +232,13 @@ class Engine:
                 )
                 self._loop.failure = ""
             return found
-        kv, at = self.kv, self.kv.position + 1
-        return self._step(
-            token, lambda logits: pick(logits, vocab, sampling, seed, at, kv.ops, recent)
-        )
+        kv = self.kv
+        with self._whole():
+            logits = self.network.forward(self._tensor([token]), _Withheld(kv))
+            # This also checks the logits: the token counts only after that.
+            found = pick(logits, vocab, sampling, seed, kv.position + 1, kv.ops, recent)
+            kv.advance(1)
+        return found
 
     def _refuse_full(self) -> None:
         most = self.kv.shape.max_context

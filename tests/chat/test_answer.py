@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
@@ -12,12 +14,12 @@ import torch
 from fakes import ByteStream, FakeEngine
 from hypothesis import example, given
 from hypothesis import strategies as st
-from small_chat import chat
+from small_chat import chat, chat_over
 from test_session import check, make
 from tiers import MILL, recalling
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from minikv.chat.answer import Answer, Reselection, StopTexts, loops
+from minikv.chat.answer import Answer, loops
 from minikv.chat.answer import looping as line
 from minikv.chat.session import ChatSession
 from minikv.checks import stop_texts
@@ -75,11 +77,6 @@ def test_what_is_shown_already_is_not_shown_again() -> None:
     assert answer.text == "ab\nc"
 
 
-def test_the_rows_are_chosen_anew_after_every_so_many_tokens() -> None:
-    assert [n for n in range(13) if Reselection(4).due(n)] == [4, 8, 12]
-    assert not any(Reselection(0).due(n) for n in range(13))
-
-
 def test_nan_in_an_answer_stops_it_and_keeps_what_was_written() -> None:
     engine = FakeEngine()
     chat = make(engine=engine)
@@ -128,13 +125,26 @@ def test_a_token_whose_text_cannot_be_had_is_not_in_the_conversation(
     check(chat)
 
 
+@dataclass
+class Texts:
+    """A stream whose token n has the n-th text."""
+
+    texts: Sequence[str]
+
+    def push(self, token: int) -> str:
+        return self.texts[token]
+
+    def flush(self) -> str:
+        return ""
+
+
 def cut(texts: tuple[str, ...], pieces: list[str]) -> tuple[str, bool]:
-    found, out = StopTexts(texts), ""
-    for piece in pieces:
-        out += found.push(piece)
-        if found.found:
+    found, out = Answer(Texts(pieces), texts), ""
+    for token in range(len(pieces)):
+        out += found.push(token)
+        if found.stopped:
             return out, True
-    return out + found.flush(), False
+    return out + found.finish(), False
 
 
 @given(
@@ -156,13 +166,9 @@ def test_the_cut_does_not_depend_on_how_the_text_comes(stops: list[str], pieces:
 
 
 def test_nothing_that_may_become_a_stop_text_is_given_out() -> None:
-    found = StopTexts(("\n\nQ:",))
-    assert found.push("yes\n") == "yes"
-    assert found.push("\n") == ""
-    assert found.push("R") == "\n\nR"
-    assert found.push("\n\nQ") == ""
-    assert found.push(":x") == ""
-    assert found.found
+    found = Answer(Texts(("yes\n", "\n", "R", "\n\nQ", ":x")), ("\n\nQ:",))
+    assert [found.push(token) for token in range(5)] == ["yes", "", "\n\nR", "", ""]
+    assert found.stopped
 
 
 @pytest.mark.parametrize("given", [[""], "", ["a", ""]])
@@ -318,7 +324,7 @@ def talk() -> Any:
     def made(script: list[int]) -> ChatSession:
         engine, tokenizer = FakeEngine(), ByteTokenizer()
         engine.script, engine.length = script, len(script)
-        return ChatSession(engine, tokenizer, ChatML(tokenizer), max_context=4096)  # type: ignore[arg-type]
+        return chat_over(engine, tokenizer, ChatML(tokenizer))
 
     return made
 
@@ -392,7 +398,7 @@ def test_auto_is_the_models_own_sampling_under_what_is_given(
 
 
 def test_auto_says_once_why_it_is_greedy() -> None:
-    session, told = chat(policy="full", not_own="the file is empty"), []
+    session, told = chat(policy="full", own="the file is empty"), []
     for _ in range(2):
         list(session.ask("Who?", 4, "auto", notice=told.append))
     want = "the file is empty: --temperature auto takes the likeliest token, as 0 does"

@@ -9,12 +9,15 @@ twin, is made of that list. Where a policy has a rule that can be said in one li
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from faults import Fault, failing
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -176,6 +180,16 @@ def apply(session: ChatSession, op: Op) -> None:
         session.refresh(wanted=given[0])
     elif name == "clear":
         session.recall.clear()
+    elif name == "lost":  # a step failed
+        session.engine.kv.drop()
+        session.guard.change(lambda: None)
+    elif name == "undrawn":
+        session._log.pending = None
+        last = session.turns[-1]
+        text = last.answer[:-1]
+        counts = replace(last.report.tokens, generated=last.report.tokens.generated - 1)
+        session.turns[-1] = replace(last, answer=text, report=replace(last.report, tokens=counts))
+        session.messages[-1] = replace(session.messages[-1], content=text)
     elif name == "forget":  # the cache is gone, the conversation is not
         snapshot = session.snapshot()
         owed = () if snapshot.pending_token is None else (snapshot.pending_token,)
@@ -195,15 +209,90 @@ class Machine:
     def __init__(self, setting: Setting, home: Path) -> None:
         self.setting, self.home = setting, home
         self.session = setting.chat()
-        self.keeper = Keeper(Terminal(quiet=True), active=True)
+        terminal, self.told = Terminal(quiet=True), list[str]()
+        terminal.warn = self.told.append  # type: ignore[method-assign, assignment]
+        self.keeper = Keeper(terminal, active=True)
         self.keeper.attend(self.session)
         self.script: list[Op] = []
         self.refresh_every = 0
         self.saved: dict[str, tuple[list[Op], tuple[Any, ...]]] = {}
         self.copies = 0  # turns that can be taken back with a copy of the cache
+        self.fault: Fault | None = None  # comes into the next call
+        self.tierless = False  # a fault took the tier: more is read again, in another order of sums
+        self._uncounted: object = None  # a record made while there was no memory to count
         self.numbers = itertools.count(1)
         self.counts: Counter[str] = Counter()
         self._twin: tuple[list[Op], ChatSession, Setting] | None = None
+
+    # -- faults -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def faults(self) -> Iterator[None]:
+        """Around a call of the chat or its keeper: in here the fault comes, if there is one."""
+        if self.fault is None:
+            yield
+            return
+        with failing(self.session, self.fault):
+            yield
+        self._note(self.fault)
+        self.fault = None  # the call ended well in spite of it
+
+    @property
+    def expected(self) -> tuple[type[Exception], ...]:
+        """What a call may raise; under a fault nothing is expected of it."""
+        return () if self.fault else (MinikvError,)
+
+    def _note(self, fault: Fault) -> None:
+        self.counts["fault"] += fault.fired
+        report = self.session.report
+        self._uncounted = report
+        lines = [*self.told, *(report.warnings if report else ())]
+        said = [re.sub(r"\S*\.tier-\S*", "", line) for line in lines]  # the name of a file
+        self.tierless |= self.setting.tier != "none" and any("tier" in line for line in said)
+
+    def fail(self, fault: Fault, operation: Callable[[], None], op: Op = ()) -> None:
+        """A fault comes into the operation: it was not begun, or it ended, or its answer ends
+        there. If a step failed, the conversation is read or recalled again. op: what is noted of an
+        answer, which has so many tokens."""
+        before, name = facts(self.session), self.keeper.name
+        self.fault = fault
+        try:
+            operation()
+        except Exception:
+            if self.fault is None:  # not the call
+                raise
+            self.fault = None
+            self.session.guard.change(lambda: None)  # without memory it is settled only now
+            self._note(fault)
+            self._failed(before, op)
+            for each in (name, self.keeper.name):  # what was saved there may be older
+                self.saved.pop(each or "", None)
+            self.check("failed")
+        assert not [*self.folder.rglob("*.tmp")]
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.is_dir() and not path.name.startswith(".tier-"):  # of a chat that goes on
+                read_saved(path.name)
+
+    def _failed(self, before: dict[str, Any], op: Op) -> None:
+        """Note what a call did that raised."""
+        session = self.session
+        report = session.report
+        lost = bool(before["fed"] or session.turn > before["turn"]) and not session.fed
+        if op and facts(session) != before and report is not None:
+            name, *given = op
+            tokens = report.tokens.generated
+            if name == "continue":
+                tokens -= before["generated"][-1]
+            # One that was drawn and lost does not belong to the answer.
+            undrawn = report.stop_reason == "error" and session.pending_token is None and not lost
+            undrawn &= report.tokens.generated > 0
+            given[-3] = tokens + undrawn
+            if name == "ask" or given[-3]:
+                self.script.append((name, *given))
+            if undrawn:
+                self.script.append(("undrawn",))
+        if lost:
+            self.script.append(("lost",))
 
     # -- operations ---------------------------------------------------------------------------
 
@@ -217,8 +306,9 @@ class Machine:
         op = ("ask", question, tokens, temperature, self.refresh_every)
         session.refresh_every = self.refresh_every
         try:
-            "".join(session.ask(question, tokens, temperature))
-        except MinikvError as error:
+            with self.faults():
+                "".join(session.ask(question, tokens, temperature))
+        except self.expected as error:
             self.refused(op, error, before)
             return
         self.script.append(op)
@@ -324,8 +414,9 @@ class Machine:
         session.refresh_every = self.refresh_every
         op = ("continue", tokens, temperature, self.refresh_every)
         try:
-            "".join(session.continue_answer(tokens, temperature))
-        except MinikvError as error:
+            with self.faults():
+                "".join(session.continue_answer(tokens, temperature))
+        except self.expected as error:
             self.refused(op, error, before, say=False)
             return
         last = self.script[-1]
@@ -341,8 +432,9 @@ class Machine:
         flag, count = session.rereads, len(session.turns)
         copies = dict(session.history.before)
         try:
-            taken = session.undo(turns)
-        except MinikvError:
+            with self.faults():
+                taken = session.undo(turns)
+        except self.expected:
             assert not 1 <= turns <= count
             assert facts(session) == before
             return
@@ -384,8 +476,9 @@ class Machine:
     def configure(self, wanted: EvictionConfig) -> None:
         before = facts(self.session)
         try:
-            self.session.configure(wanted)
-        except MinikvError:
+            with self.faults():
+                self.session.configure(wanted)
+        except self.expected:
             assert facts(self.session) == before
             return
         self.script.append(("configure", wanted))
@@ -411,7 +504,8 @@ class Machine:
     def save(self) -> None:
         """Under a new name; the chat goes on there."""
         name = f"chat-{next(self.numbers)}"
-        self.keeper.save(self.session, name)
+        with self.faults():
+            self.keeper.save(self.session, name)
         self._noted(name)
         self.check("save")
 
@@ -426,11 +520,16 @@ class Machine:
 
     def fork(self) -> None:
         """The chat goes on under another name, and the old one stays."""
-        keeper, session = self.keeper, self.session
+        keeper, session, fault, old = self.keeper, self.session, self.fault, None
         if keeper.name in self.saved and keeper._conversation == session.conversation:
-            self.saved[keeper.name] = [*self.script], (self.setting, session.seed)
+            old = keeper.name
         name = f"fork-{next(self.numbers)}"
-        keeper.fork(session, name)
+        with self.faults():
+            keeper.fork(session, name)
+        if old is not None and fault is not None:  # then it may be older: that is a warning
+            del self.saved[old]
+        elif old is not None:
+            self._noted(old)
         self._noted(name)
         self.check("fork")
 
@@ -449,8 +548,9 @@ class Machine:
             self.keeper.attend(self.session)
         before = facts(self.session)
         try:
-            self.keeper.load(self.session, name)
-        except MinikvError:
+            with self.faults():
+                self.keeper.load(self.session, name)
+        except self.expected:
             assert not read_saved(name).header["cache"], "it was saved before a question"
             assert facts(self.session) == before
             self.keeper.load(self.session, name, reread=True)
@@ -504,9 +604,12 @@ class Machine:
     def check(self, name: str) -> None:
         self.counts[name] += 1
         whole(self.session)
+        if self.tierless:
+            return
         mine, want = facts(self.session), facts(self.twin())
         for fact, value in want.items():
-            assert mine[fact] == value, fact
+            counted = fact != "evicted" or self.session.report != self._uncounted
+            assert mine[fact] == value or not counted, fact
 
     def end(self) -> None:
         self.close()
@@ -544,8 +647,13 @@ def machine_settings(draw: st.DrawFn) -> Setting:
         draw(st.sampled_from([(None, None), (None, None), (None, 48)])),
         draw(st.sampled_from([None, None, torch.int8])),
         draw(st.sampled_from([2, 16])),
-        draw(st.sampled_from([0.0, 0.0, 0.0, 0.5])) if tier == "ram" else 0.0,
     )
+
+
+def made_fault(kind: str, at: float, lasting: bool) -> Fault:
+    """A fault at a share of the calls of its kind that an operation may make: early ones often."""
+    most = {"allocation": 7.5, "kernel": 5}.get(kind, 1.5)
+    return Fault(kind, int(2 ** (at * most)), lasting=lasting)
 
 
 class Chats(RuleBasedStateMachine):
@@ -655,6 +763,65 @@ class Chats(RuleBasedStateMachine):
             machine.refresh(wanted=wanted)
         if every is not None and (not every or machine.setting.tier != "none"):
             machine.refresh_every = every
+
+    @precondition(roomy)
+    @rule(
+        kind=st.sampled_from(["allocation", "allocation", "kernel", "render", "tokenise"]),
+        at=st.floats(0, 1),
+        lasting=st.booleans(),
+        text=st.sampled_from([None, *TEXTS]),
+        temperature=TEMPERATURE,
+        go_on=st.booleans(),
+    )
+    def fail_in_an_answer(
+        self,
+        kind: str,
+        at: float,
+        lasting: bool,
+        text: str | None,
+        temperature: float,
+        go_on: bool,
+    ) -> None:
+        machine, fault = self.m, made_fault(kind, at, lasting)
+        every = machine.refresh_every
+        if go_on:
+            op = "continue", 3, temperature, every
+            machine.fail(fault, lambda: machine.go_on(3, temperature), op)
+        else:
+            if text is not None:
+                machine.attach(text, "d.txt")
+            op = "ask", "Who?", 4, temperature, every
+            machine.fail(fault, lambda: machine.ask("Who?", 4, temperature), op)
+        self.go_on_after_a_fault()
+
+    @rule(
+        kind=st.sampled_from(["allocation", "read", "write", "write", "render"]),
+        at=st.floats(0, 1),
+        lasting=st.booleans(),
+        name=st.sampled_from(["undo", "configure", "save", "fork", "load", "load"]),
+        wanted=evictions(),
+    )
+    def fail_elsewhere(
+        self, kind: str, at: float, lasting: bool, name: str, wanted: EvictionConfig
+    ) -> None:
+        machine = self.m
+        operations: dict[str, Callable[[], None]] = {
+            "undo": lambda: machine.undo(1),
+            "configure": lambda: machine.configure(wanted),
+            "save": machine.save,
+            "fork": machine.fork,
+            "load": lambda: machine.load(0, fresh=False),
+        }
+        machine.fail(made_fault(kind, at, lasting), operations[name])
+        self.go_on_after_a_fault()
+
+    def go_on_after_a_fault(self) -> None:
+        """Without its tier a chat has no twin any more: another one begins."""
+        machine = self.m
+        if machine.tierless:
+            machine.end()
+            self.machine = Machine(machine.setting, self.home)
+            self.machine.numbers, self.machine.counts = machine.numbers, machine.counts
 
     @rule(fork=st.booleans())
     def save(self, fork: bool) -> None:

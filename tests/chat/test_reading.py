@@ -4,6 +4,7 @@ cache answers all questions, and what that costs is said before it is paid."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,90 +28,82 @@ from minikv.errors import Interrupted, MemoryShortError, UsageError
 from minikv.settings import Generation
 
 
-def test_skipped_reading_answers_from_the_cache_as_it_is() -> None:
-    session, plain = chat(reuse="auto"), chat(reuse="once")
-    for each in (session, plain):
-        each.attach(MILL)
-        say(each, "Who?")
-    assert session.reads_again == len(session.fed)
-    assert plain.reads_again == 0
-
-    def skip(done: int, total: int) -> None:
-        if session.rereading and done > total // 2:
-            session.skip()
-
-    notes: list[str] = []
-    answer = "".join(session.ask("Why?", 8, 0.7, progress=skip, notice=notes.append))
-    assert answer == say(plain, "Why?")[0]
-    assert cache(session) == cache(plain)
-    assert session.report is not None
-    assert session.report.reuse == "once"
-    assert session.report.misses == 1
-    assert session.report.lines()[2].startswith("may miss what question 1 did not need")
-    assert session.report.tokens == plain.reports[1].tokens
-    assert notes[-1] == "stopped reading again: this answer comes from the cache as it is"
-    # the next question is read again as ever, and a plain cancel takes the question back
-    before = cache(session)
-    with pytest.raises(Interrupted):
-        list(session.ask("And?", 12, progress=lambda done, total: session.cancel()))
-    assert cache(session) == before
-    list(session.ask("And?", 12))
-    assert session.reports[-1].reuse == "refresh"
-
-
-@pytest.mark.parametrize("order", [("skip", "cancel"), ("cancel", "skip"), ("skip", "skip")])
-def test_a_cancel_beside_a_skip_is_not_lost(order: tuple[str, str]) -> None:
-    session = chat(reuse="auto")
+def asked(**given: Any) -> ChatSession:
+    """A chat in which one question was answered."""
+    session = chat(**given)
     session.attach(MILL)
     say(session, "Who?")
-    before = cache(session)
+    return session
 
-    def both(done: int, total: int) -> None:
-        if session.rereading and done > total // 2:
-            for name in order:
+
+@dataclass(frozen=True)
+class Stop:
+    """Calls `names` at a moment of the second question, which reads everything again: after a share
+    of it, or, with None, when the user is told that reading again was stopped. ends: "refused", or
+    what it was answered from."""
+
+    names: tuple[str, ...]
+    after: float | None
+    ends: str
+
+
+STOPS = [
+    Stop(("cancel",), 0.0, "refused"),
+    Stop(("skip",), 0.5, "once"),
+    Stop(("skip", "skip"), 0.5, "once"),
+    Stop(("skip", "cancel"), 0.5, "refused"),
+    Stop(("cancel", "skip"), 0.5, "refused"),
+    Stop(("raise",), 0.5, "refused"),
+    Stop(("cancel",), None, "refused"),
+    Stop(("skip",), None, "refused"),
+    Stop(("skip",), 1.0, "refresh"),  # too late: all was read
+]
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+def test_what_stops_reading_again(stop: Stop) -> None:
+    session, plain, notes = (
+        asked(reuse="auto"),
+        asked(reuse="refresh" if stop.ends == "refresh" else "once"),
+        [],
+    )
+    assert session.reads_again == len(session.fed)
+    before, done_once = cache(session), []
+
+    def press(names: tuple[str, ...]) -> None:
+        if not done_once:
+            done_once.append(names)
+            for name in names:
+                if name == "raise":
+                    raise Interrupted("stopped", "by the caller")
                 getattr(session, name)()
 
-    asking = session.ask("Why?", 8, progress=both)
-    if "cancel" in order:
+    def progress(done: int, total: int) -> None:
+        if stop.after is None:
+            if session.rereading:
+                session.skip()
+        elif done >= stop.after * total:
+            press(stop.names)
+
+    def notice(line: str) -> None:
+        notes.append(line)
+        if stop.after is None and line.startswith("stopped reading again"):
+            press(stop.names)
+
+    asking = session.ask("Why?", 8, 0.7, progress=progress, notice=notice)
+    if stop.ends == "refused":
         with pytest.raises(Interrupted):
             list(asking)
         assert cache(session) == before
-    else:
-        assert list(asking)
-
-
-def test_a_cancel_as_soon_as_a_skip_is_told_ends_the_question() -> None:
-    session = chat(reuse="auto")
-    session.attach(MILL)
-    say(session, "Who?")
-    before = cache(session)
-
-    def skip(done: int, total: int) -> None:
-        if session.rereading:
-            session.skip()
-
-    def end(line: str) -> None:
-        if line.startswith("stopped reading again"):
-            session.cancel()
-
-    with pytest.raises(Interrupted):
-        list(session.ask("Why?", 8, progress=skip, notice=end))
-    assert cache(session) == before
-
-
-def test_skip_after_the_last_chunk_does_not_stop_the_answer() -> None:
-    session, plain = chat(reuse="auto"), chat(reuse="auto")
-    for each in (session, plain):
-        each.attach(MILL)
-        say(each, "Who?")
-
-    def late(done: int, total: int) -> None:
-        if done == total:
-            session.skip()
-
-    assert "".join(session.ask("Why?", 8, 0.7, progress=late)) == say(plain, "Why?")[0]
-    assert session.report is not None
-    assert session.report.stop_reason != "user"
+        list(session.ask("Why?", 8))  # it is read again as ever
+        assert session.reports[-1].reuse == "refresh"
+        return
+    assert "".join(asking) == say(plain, "Why?")[0]
+    assert cache(session) == cache(plain)
+    report, want = session.reports[1], plain.reports[1]
+    assert (report.reuse, report.tokens, report.misses) == (stop.ends, want.tokens, want.misses)
+    told = "stopped reading again: this answer comes from the cache as it is"
+    assert (told in notes) == (stop.ends == "once")
 
 
 def test_skip_where_nothing_is_read_again_is_a_cancel() -> None:
@@ -123,8 +116,7 @@ def test_skip_where_nothing_is_read_again_is_a_cancel() -> None:
     next(answer)
     session.skip()
     list(answer)
-    assert session.report is not None
-    assert session.report.stop_reason == "user"
+    assert session.reports[-1].stop_reason == "user"
 
 
 def fed(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -186,17 +178,6 @@ def test_one_cache_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [r.reuse for r in session.reports] == ["blind", *["once"] * 7]
     assert {r.shaped_by_turn for r in session.reports} == {None}
     assert all(r.tokens.kept_mean <= 60 + 8 for r in session.reports)
-
-
-def test_the_same_as_blind_by_name() -> None:
-    auto, named = chat("kvzip", 60, reuse="auto"), chat("kvzip", 60, reuse="blind")
-    for session in (auto, named):
-        session.attach(MILL)
-        say(session, "Who?")
-        session.attach(WELL)
-        say(session, "Why?")
-    assert held_of(auto) == held_of(named)
-    assert auto.messages == named.messages
 
 
 def test_a_later_document_is_scored_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,13 +302,6 @@ def test_no_memory_is_said_before_anything_is_read(
     assert session.pending
 
 
-def test_recall_is_refused_by_name() -> None:
-    session = chat("kvzip", 60, reuse="recall")
-    session.attach(MILL)
-    with pytest.raises(UsageError, match="kvzip reads everything twice"):
-        list(session.ask("Who?"))
-
-
 def test_progress_grows_to_the_end_and_an_interrupt_leaves_the_chat() -> None:
     session = chat("kvzip", 60, reuse="auto")
     session.attach(MILL)
@@ -372,18 +346,6 @@ def test_the_bar_says_that_it_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minikv.cli.turn.Live.__call__", shown)
     run_turn(session, "Who?", Generation(max_tokens=4), Terminal(), Interrupts(), show=False)
     assert list(dict.fromkeys(labels)) == ["reading", "scoring what was read"]
-
-
-def test_a_saved_cache_keeps_its_scores() -> None:
-    """The scores are a column of the cache: what is restored goes on as before."""
-    session, other = chat("kvzip", 60, reuse="auto"), chat("kvzip", 60, reuse="auto")
-    session.attach(MILL)
-    say(session, "Who?", 4)
-    other.restore(session.snapshot())
-    for one in (session, other):
-        say(one, "Why is that so, and since when?", 4)
-    assert held_of(session) == held_of(other)
-    assert session.messages == other.messages
 
 
 # -- in a file -------------------------------------------------------------------------------------
@@ -525,26 +487,6 @@ def test_a_file_that_fails_costs_a_second_reading(
     # It is not tried again in this conversation.
     session.reset()
     assert session.recall.broken == ""
-
-
-def test_an_interrupt_while_a_file_is_scored_leaves_the_chat(
-    tmp_path: Path, closed: list[FileRows]
-) -> None:
-    plain, session = deep(), filed(tmp_path)
-
-    def stop(done: int, total: int) -> None:
-        if session.scoring:
-            session.cancel()
-
-    session.attach(MILL)
-    with pytest.raises(Interrupted):
-        list(session.ask("Who?", 4, progress=stop))
-    assert (session.fed, len(closed), session.engine.kv.scoring_tier) == ([], 1, None)
-    session.pending.clear()
-    talk(plain)
-    talk(session)
-    assert held_of(plain) == held_of(session)
-    assert plain.messages == session.messages
 
 
 def test_a_tier_of_another_policy_is_left_alone(tmp_path: Path) -> None:

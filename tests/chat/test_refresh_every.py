@@ -69,22 +69,6 @@ def test_the_record_counts_passes_and_their_time_apart_from_steps() -> None:
     assert "within the answer" not in render.stats(asked("Who?", every=0).reports[0])
 
 
-def test_answers_are_the_same_after_undo_and_resume() -> None:
-    whole = asked("Who?", "Why?", "And?")
-    undone = asked("Who?", "Why?", "Else?", undo_turns=3)
-    undone.undo()
-    list(undone.ask("And?", 14))
-    assert undone.turns[2].answer == whole.turns[2].answer
-    assert held_of(undone) == held_of(whole)
-    resumed = asked()
-    resumed.restore(asked("Who?", "Why?").snapshot())
-    list(resumed.ask("And?", 14))
-    assert resumed.turns[2].answer == whole.turns[2].answer
-    assert resumed.fed == whole.fed
-    again = asked("Who?", "Why?", "And?")
-    assert again.fed == whole.fed
-
-
 def test_an_answer_that_goes_on_is_the_longer_one() -> None:
     whole, parts = asked("Who?", "Why?"), asked("Who?")
     list(parts.ask("Why?", 4))
@@ -186,23 +170,6 @@ def verified(kind: str, **given: Any) -> ChatSession:
         list(session.ask(question, 14, 0.7))
         list(session.verify())
     return session
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"every": 4}, {"every": 0, "budget": 400}, {"every": 5, "budget": 400}],
-    ids=str,
-)
-def test_a_tier_in_a_file_is_the_same(given: dict[str, Any]) -> None:
-    one, two = verified("ram", **given), verified("file", **given)
-    assert two.recall.place == "file"
-    assert one.fed == two.fed
-    assert held_of(one) == held_of(two)
-    assert one.verified is not None
-    assert two.verified is not None
-    assert one.verified.tokens == two.verified.tokens
-    for a, b in zip(one.reports, two.reports, strict=True):
-        assert a.fidelity == b.fidelity
 
 
 def test_a_file_that_cannot_be_written_any_more_ends_the_passes_and_not_the_answer(

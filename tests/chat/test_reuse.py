@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,8 @@ import pytest
 import torch
 import vocabularies as v
 from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat, held_of, say
-from test_kept import context
-from test_session import check, make
+from small_chat import chat, chat_over, held_of, say
+from test_session import make
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -24,14 +21,12 @@ import minikv.cli.turn
 from minikv.chat import plan, reuse
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
-from minikv.cli import commands, refresh, render
-from minikv.cli.config import SETTINGS
+from minikv.cli import refresh, render
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import header
 from minikv.cli.terminal import Terminal
-from minikv.errors import Interrupted, NumericsError, UsageError
-from minikv.loader import settings_from
+from minikv.errors import UsageError
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -56,27 +51,6 @@ def cache(session: ChatSession) -> tuple[object, ...]:
     held = session.engine.kv.snapshot()
     record = {k: x for k, x in held.record().items() if k not in ("evict_s", "peak")}
     return record, {name: column.tolist() for name, column in held.columns.items()}
-
-
-def state(session: ChatSession) -> tuple[object, ...]:
-    """All that a chat is, what waits for the next question included."""
-    return (
-        list(session.messages),
-        list(session.documents),
-        list(session.pending),
-        list(session.fed),
-        session.pending_token,
-        session.turn,
-        list(session.turns),
-        session.evicted_for_turn,
-        session.eviction,
-        session.seed,
-        session.reuse,
-        session.rereads,
-        list(session.curve),
-        session.report,
-        cache(session),
-    )
 
 
 # -- refresh --------------------------------------------------------------------------------
@@ -154,105 +128,6 @@ def test_pinned_rows_stay_pinned() -> None:
     for question in ("Who?", "Why?"):
         say(session, question)
         assert all(set(range(len(session.start()))) <= set(head) for head in held_of(session))
-
-
-@pytest.mark.parametrize("value", ["", "REFRESH", "never", "auto "])
-def test_another_setting_is_refused(value: str) -> None:
-    session = make()
-    with pytest.raises(UsageError, match="reuse must be one of auto, recall, refresh, once, blind"):
-        session.reuse = value
-    assert session.reuse == "once"
-    with pytest.raises(UsageError):
-        Settings(reuse=value)
-    with pytest.raises(UsageError):
-        make(reuse=value)
-
-
-def test_python_reads_again_by_default_as_a_terminal_does() -> None:
-    assert Settings().reuse == SETTINGS["reuse"].default == "auto"
-    assert settings_from().reuse == "auto"
-
-
-# -- a reading that fails -------------------------------------------------------------------
-
-
-def failing(session: ChatSession, at: int, how: BaseException | None) -> Callable[[int, int], None]:
-    """Progress that stops or raises in its call number `at`."""
-    calls = 0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == at:
-            if how is not None:
-                raise how
-            session.cancel()
-
-    return progress
-
-
-@pytest.mark.parametrize("how", [None, MemoryError("none")])
-@pytest.mark.parametrize("reads", ["refresh", "blind"])
-@pytest.mark.parametrize("place", [0.0, 1.0])
-def test_a_failed_reading_leaves_cache_and_chat_as_they_were(
-    reads: str, place: float, how: BaseException | None
-) -> None:
-    session, twin = chat(undo_turns=4 * (place == 1.0)), chat()
-    for one in (session, twin):
-        one.attach(MILL, "mill.txt")
-        say(one, "Who?", 5)
-        one.attach(WELL, "well.txt")
-        one.reuse = reads
-    before, calls = state(session), []
-    want = "".join(twin.ask("Why?", 8, 0.7, progress=lambda *at: calls.append(at)))
-    at = 1 + round(place * (len(calls) - 2))  # a stop in the very last call stops the answer
-    with pytest.raises(type(how) if how else Interrupted) as caught:
-        list(session.ask("Why?", 8, 0.7, progress=failing(session, at, how)))
-    assert state(session) == before
-    if how is None:
-        assert isinstance(caught.value, Interrupted)
-        said = "the chat is as it was" if reads == "refresh" else "nothing was added"
-        assert caught.value.hint == said
-        assert f"of {calls[-1][1]:,} tokens" in str(caught.value)
-    assert say(session, "Why?")[0] == want
-    assert session.fed == twin.fed
-    assert cache(session) == cache(twin)
-
-
-def test_a_first_blind_reading_that_fails_leaves_an_empty_cache() -> None:
-    session, twin = chat(reuse="blind"), chat(reuse="blind")
-    for one in (session, twin):
-        one.attach(MILL)
-    total = 0
-
-    def progress(done: int, all_: int) -> None:
-        nonlocal total
-        total = max(total, done)
-        if done > len(MILL) + 4:  # of the question's own prompt
-            session.cancel()
-
-    with pytest.raises(Interrupted, match=f"of {len(MILL) + 11} tokens"):
-        list(session.ask("Why??", progress=progress))
-    assert total > len(MILL)
-    assert session.fed == []
-    assert session.engine.kv.position == 0
-    assert say(session, "Why?") == say(twin, "Why?")
-
-
-def test_numbers_gone_wrong_put_the_old_cache_back() -> None:
-    engine = FakeEngine()
-    session = make(engine=engine, reuse="refresh")
-    session.attach("doc")
-    list(session.ask("fine"))
-    before = list(session.fed), session.pending_token, list(session.messages)
-    engine.nan_at = 0
-    with pytest.raises(NumericsError):
-        list(session.ask("broken"))
-    assert (session.fed, session.pending_token, session.messages) == before
-    check(session)
-    engine.nan_at = None
-    list(session.ask("mended"))
-    check(session)
 
 
 # -- blind ----------------------------------------------------------------------------------
@@ -445,32 +320,6 @@ def test_a_saved_chat_keeps_the_setting() -> None:
     assert header("one")["reuse"] == "auto"
 
 
-def test_a_saved_chat_of_before_or_with_another_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_keeper import rewrite
-
-    session = chat()
-    say(session, "Who?")
-    keeper = Keeper(Terminal())
-    folder = keeper.save(session, "one")
-    keeper.close()
-
-    def old(lines: Any) -> None:
-        del lines[0]["reuse"]
-        for line in lines[1:]:
-            line.get("record", {}).pop("reuse", None)
-
-    rewrite(folder, old)
-    other = chat(reuse="auto")
-    again = Keeper(Terminal())
-    again.load(other, "one")
-    again.close()
-    assert other.reuse == "auto"
-    assert other.reports[0].reuse == "once"
-    rewrite(folder, lambda lines: lines[0].update(reuse="never"))
-    with pytest.raises(UsageError, match="damaged: reuse 'never'"):
-        Keeper(Terminal()).load(chat(), "one")
-
-
 # -- the command line -----------------------------------------------------------------------
 
 
@@ -491,7 +340,7 @@ class World:
     def build(self, settings: Settings, progress: object = None) -> ChatSession:
         self.settings = settings
         tokenizer = ByteTokenizer()
-        self.session = ChatSession(
+        self.session = chat_over(
             Engine(),
             tokenizer,
             ChatML(tokenizer),
@@ -513,42 +362,6 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
 
 def run(*arguments: str, input: str | None = None, **environ: str) -> Any:
     return CliRunner().invoke(app, list(arguments), input=input, env=environ)
-
-
-def test_the_setting_comes_from_flag_variable_and_default(world: World) -> None:
-    for environ, flags, want in (
-        ({}, [], "auto"),
-        ({"MINIKV_REUSE": "once"}, [], "once"),
-        ({"MINIKV_REUSE": "once"}, ["--reuse", "blind"], "blind"),
-    ):
-        done = run("chat", "report.txt", *flags, input="q\n", **environ)
-        assert done.exit_code == 0, done.output
-        assert world.settings is not None
-        assert world.settings.reuse == want
-
-
-@pytest.mark.parametrize("command", [["chat", "report.txt"], ["ask", "q", "report.txt"]])
-def test_a_wrong_word_is_one_line_and_exit_code_2(world: World, command: list[str]) -> None:
-    for done in (
-        run(*command, "--reuse", "never", input=""),
-        run(*command, input="", MINIKV_REUSE="never"),
-    ):
-        assert done.exit_code == 2
-        assert done.stdout == ""
-        assert "auto" in done.stderr
-        assert world.settings is None
-
-
-def test_ask_can_be_blind_and_says_so_in_its_record(world: World) -> None:
-    done = run("ask", "Who?", "report.txt", "--reuse", "blind", "--json", "--stats", input="")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["reuse"] == "blind"
-    assert "reuse      blind: documents were read before the question" in done.stderr
-    usual = run("ask", "Who?", "report.txt", "--json", "--stats", input="")
-    record = json.loads(usual.stdout)
-    assert record["reuse"] == "once"
-    assert record["answer"] == json.loads(done.stdout)["answer"]  # the fake evicts nothing
-    assert "reuse" not in usual.stderr
 
 
 def test_commands_in_a_chat(world: World) -> None:
@@ -596,32 +409,6 @@ def test_every_value_is_put_into_words() -> None:
         line = refresh.line(make(reuse=value))
         assert line.split()[0] == f"{value}:"
         assert len(line) <= 80
-
-
-def test_refresh_through_the_commands_alone() -> None:
-    session = chat()
-    session.attach(MILL)
-    say(session, "Who?")
-    commands.execute(context(session), "/refresh")
-    assert session.rereads
-    commands.execute(context(session), "/refresh off")
-    assert not session.rereads
-
-
-def test_eval_reads_on_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its follow-ups measure what a policy keeps, so nothing may be read again for them."""
-    from minikv.cli.evaluation import command
-
-    built: list[Settings] = []
-
-    def build(settings: Settings) -> ChatSession:
-        built.append(settings)
-        raise UsageError("built")
-
-    monkeypatch.setattr(command, "build", build)
-    result = CliRunner().invoke(app, ["eval", "--tasks", "followup"])
-    assert "built" in result.stderr
-    assert [settings.reuse for settings in built] == ["once"]
 
 
 def test_reading_again_judges_by_the_last_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:

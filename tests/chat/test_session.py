@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fakes import BOS, END, ROLES, ByteTokenizer, ChatML, FakeEngine
+from small_chat import chat_over
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
@@ -15,7 +16,7 @@ from minikv.errors import NumericsError, UsageError
 def make(max_context: int = 4096, **given: Any) -> ChatSession:
     tokenizer = ByteTokenizer()
     template = ChatML(tokenizer, given.pop("notes", ()))
-    return ChatSession(
+    return chat_over(
         given.pop("engine", None) or FakeEngine(),
         tokenizer,
         template,  # type: ignore[arg-type]
@@ -138,7 +139,7 @@ def test_configure_checks_before_it_changes_anything() -> None:
 def test_bad_arguments_change_nothing(arguments: dict[str, Any], match: str) -> None:
     chat = make()
     with pytest.raises(UsageError, match=match):
-        list(chat.ask(**arguments))
+        chat.ask(**arguments)  # at once, not with the first piece
     check(chat)
     assert chat.turn == 0
 

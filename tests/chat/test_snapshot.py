@@ -10,37 +10,13 @@ import pytest
 import small_chat
 import tiny
 from fakes import ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat, held_of, say
+from small_chat import chat, chat_over, say
 from test_session import check, make
 
 import minikv
-from minikv.cache.arena import Arena
-from minikv.cache.kv_cache import KVCache
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.errors import Interrupted, NumericsError, UsageError
-
-
-def test_a_snapshot_of_a_chat_is_the_chat() -> None:
-    session = chat(seed=5, system="be brief")
-    session.attach("A mill stands by the river. " * 8, "mill.txt")
-    say(session, "Who owns the mill?")
-    session.attach("second text", "two.txt")
-    snapshot = session.snapshot()
-    want = [say(session, "Who?"), say(session, "Why?")], held_of(session)
-    session.configure(EvictionConfig.read("streaming", budget=40))
-    session.seed = 9
-    say(session, "Something else")
-    session.restore(snapshot)
-    assert session.turn == len(session.turns) == len(session.reports) == 1
-    assert [d.name for d in session.pending] == ["two.txt"]
-    assert [d.name for d in session.documents] == ["mill.txt"]
-    assert session.report is session.turns[0].report
-    assert session.eviction.policy == "adakv"
-    assert ([say(session, "Who?"), say(session, "Why?")], held_of(session)) == want
-    session.reset()
-    session.restore(snapshot)  # also where there is nothing any more, and a second time
-    assert ([say(session, "Who?"), say(session, "Why?")], held_of(session)) == want
+from minikv.errors import Interrupted, UsageError
 
 
 def test_turns_are_what_the_transcript_says_and_the_curve_what_was_measured() -> None:
@@ -67,7 +43,7 @@ def test_turns_are_what_the_transcript_says_and_the_curve_what_was_measured() ->
 def test_a_turn_that_was_stopped_or_failed_is_in_the_list() -> None:
     engine = FakeEngine()
     tokenizer = ByteTokenizer()
-    session = ChatSession(
+    session = chat_over(
         engine,
         tokenizer,
         ChatML(tokenizer),
@@ -117,23 +93,6 @@ def test_a_snapshot_without_a_cache_is_read_again_with_the_next_question() -> No
     assert plain.reports[1].tokens.prompt_reused == 0
 
 
-def test_undo_keeps_the_settings_of_now_and_documents_that_wait() -> None:
-    session = chat(undo_turns=16)
-    session.attach("A mill stands by the river. " * 8, "mill.txt")
-    say(session, "Who?")
-    say(session, "Why?")
-    session.attach("waiting", "w.txt")
-    session.configure(EvictionConfig.read("streaming", budget=40))
-    session.seed = 3
-    session.undo(2)
-    assert session.eviction.policy == "streaming"
-    assert session.seed == 3
-    assert [d.name for d in session.pending] == ["mill.txt", "w.txt"]
-    say(session, "Who?")
-    stats: Any = session.engine.kv.stats()
-    assert stats.kept_max == 40
-
-
 def test_undo_says_what_it_cannot_do() -> None:
     session = chat(undo_turns=2)
     with pytest.raises(UsageError, match="no turn to take back"):
@@ -166,45 +125,6 @@ def test_snapshots_stay_under_their_limit_and_are_made_only_if_wanted() -> None:
     plain = chat()
     say(plain, "q")
     assert plain.history.before == {}
-
-
-def test_a_question_that_was_not_read_leaves_undo_as_it_was() -> None:
-    session = chat(undo_turns=16)
-    say(session, "one")
-    session.undo()
-    with pytest.raises(Interrupted):
-        list(session.ask("two", progress=lambda done, total: session.cancel()))
-    assert [turn.question for turn in session.undone] == ["one"]
-    say(session, "two")
-    session.undo()
-    assert session.fed == []
-
-
-def test_an_undo_for_which_there_is_no_memory_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also where the policy is another one now, whose columns have to be made."""
-    for turns in (2, 16):  # without and with a copy of the cache
-        session = chat(undo_turns=turns)
-        for question in ("one", "two", "three"):
-            say(session, question)
-        session.configure(EvictionConfig.read("h2o", budget=40))
-        before, fed = held_of(session), list(session.fed)
-
-        def full(*args: object, **named: object) -> None:
-            raise MemoryError
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Arena, "declare", full)
-            patch.setattr(KVCache, "_empty", full if turns == 2 else KVCache._empty)
-            with pytest.raises(MemoryError):
-                session.undo(3)
-        assert (held_of(session), session.fed, len(session.turns)) == (before, fed, 3)
-        assert session.eviction.policy == "h2o"
-        session.undo(3)
-        assert say(session, "one")[0]
-        assert session.report is not None
-        assert session.report.policy == "h2o"
 
 
 TEXT = "a story of a crane and a tiger, told twice. " * 4
@@ -317,35 +237,6 @@ def test_the_record_adds_up_what_the_parts_took() -> None:
     check(chat)
 
 
-def test_undo_takes_all_of_it_back_and_the_question_can_be_asked_again(folder: Path) -> None:
-    chat = real(folder)
-    "".join(chat.ask("what is in it?", 5))
-    before = (list(chat.fed), chat.pending_token, list(chat.messages), kept(chat))
-    said = "".join(chat.ask("and then?", 4)) + "".join(chat.continue_answer(6))
-    taken = chat.undo()
-    assert [turn.answer for turn in taken] == [said]
-    assert (list(chat.fed), chat.pending_token, list(chat.messages), kept(chat)) == before
-    # The answer before it had ended at its limit, too.
-    first = chat.turns[-1].answer
-    "".join(chat.continue_answer(3))
-    assert chat.turns[-1].answer.startswith(first)
-    chat.undo()
-    assert chat.turns == []
-    assert "".join(chat.ask("what is in it?", 5)) == first
-
-
-def test_an_answer_that_the_user_stopped_goes_on(folder: Path) -> None:
-    one, other = real(folder), real(folder)
-    whole = "".join(one.ask("what is in it?", 12))
-    answer = other.ask("what is in it?", 12)
-    next(answer)
-    answer.close()  # type: ignore[attr-defined]
-    n = other.report.tokens.generated if other.report else 0
-    "".join(other.continue_answer(12 - n))
-    assert other.turns[-1].answer == whole
-    assert other.fed == one.fed
-
-
 def test_a_stop_text_may_begin_before_the_limit_and_end_after_it() -> None:
     whole = "".join(make().ask("tell me"))
     chat = make()
@@ -383,19 +274,3 @@ def test_what_cannot_go_on_says_why_and_changes_nothing(folder: Path) -> None:
     assert (other.fed, other.turns) == (fed, turns)
     with pytest.raises(UsageError, match="at least 1"):
         list(other.continue_answer(0))
-
-
-def test_a_failure_keeps_what_was_written() -> None:
-    chat = make()
-    said = "".join(chat.ask("tell me", max_tokens=4))
-    chat.engine.nan_at = len(chat.fed) + 3  # type: ignore[attr-defined]
-    pieces: list[str] = []
-    with pytest.raises(NumericsError, match="NaN"):
-        pieces.extend(chat.continue_answer())
-    assert chat.turns[-1].answer == said + "".join(pieces)
-    assert chat.report is not None
-    assert chat.report.stop_reason == "error"
-    check(chat)
-    chat.engine.nan_at = None  # type: ignore[attr-defined]
-    said += "".join(pieces) + "".join(chat.continue_answer())
-    assert said == "".join(make().ask("tell me"))

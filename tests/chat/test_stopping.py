@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -48,20 +48,16 @@ def test_cancel_while_reading_rolls_back_and_the_documents_stay_pending() -> Non
     check(chat)
 
 
-def test_cancel_before_the_first_piece_stops_the_turn() -> None:
-    """Ctrl-C between the question and the first look at it is not lost."""
+def test_a_cancel_is_for_the_answer_under_way() -> None:
+    """Also before its first piece; not for another one that was asked for before it, and not fewer
+    after a reset."""
     chat = make()
-    answer = chat.ask("q")
+    chat.cancel()
+    asked = chat.ask("q")
     chat.cancel()
     with pytest.raises(Interrupted):
-        list(answer)
+        list(asked)
     assert chat.messages == []
-    assert len("".join(chat.ask("q"))) == 12
-
-
-def test_a_cancel_is_for_the_answer_under_way() -> None:
-    """Not for another one that was asked for before it, and not fewer after a reset."""
-    chat = make()
     one, other = chat.ask("q"), chat.ask("q")
     next(one)
     chat.cancel()
@@ -76,12 +72,6 @@ def test_a_cancel_is_for_the_answer_under_way() -> None:
     assert list(late) == []
     assert chat.report is not None
     assert chat.report.stop_reason == "user"
-
-
-def test_cancel_outside_a_turn_does_nothing() -> None:
-    chat = make()
-    chat.cancel()
-    assert len("".join(chat.ask("q"))) == 12
 
 
 STORY = "The mill of Orlin stands by the river. " * 8
@@ -265,40 +255,17 @@ def test_an_answer_can_be_finished_without_its_iterator() -> None:
     assert len(session.turns) == 2
 
 
-def test_an_error_in_an_answer_lets_go() -> None:
-    session = begun()
-
-    def fail(done: int, total: int) -> None:
-        raise RuntimeError("no more")
-
-    with pytest.raises(RuntimeError, match="no more"):
-        list(session.ask("Who runs it?", progress=fail))
-    assert list(session.ask("Who runs it?", 2)) is not None
-    assert len(session.turns) == 1
-
-
-def test_wrong_arguments_are_told_at_the_call() -> None:
-    """Not only when the first piece is taken; the chat is not held."""
-    session = begun()
-    for wrong in (
-        lambda: session.ask(b"Who?"),  # type: ignore[arg-type]
-        lambda: session.ask("Who?", max_tokens=0),
-        lambda: session.ask("Who?", temperature="hot"),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(UsageError):
-            wrong()
-    list(session.ask("Who?", 2))
-
-
 def test_closing_gives_the_cache_back() -> None:
     session = begun()
     with session as same:
         assert same is session
         list(session.ask("Who runs it?", 4))
-        kv = session.engine.kv
+        kv, answer = session.engine.kv, session.ask("And then?", 12)
+        next(answer)
         assert kv.stats().allocated_bytes > 0
     assert kv.stats().allocated_bytes == 0
-    assert len(session.reports) == 1
+    assert session.reports[1].stop_reason == "user"
+    assert list(answer) == []
     assert repr(session).startswith("<minikv chat: closed")
     session.close()
     for use in (
@@ -311,17 +278,6 @@ def test_closing_gives_the_cache_back() -> None:
     ):
         with pytest.raises(UsageError, match=r"^this chat is closed"):
             use()
-
-
-def test_closing_ends_an_open_answer() -> None:
-    """Also where its iterator is still there; it then has no more pieces."""
-    with begun() as session:
-        kv = session.engine.kv
-        answer = session.ask("Who runs it?", 12)
-        next(answer)
-    assert kv.stats().allocated_bytes == 0
-    assert session.turns[-1].report.stop_reason == "user"
-    assert list(answer) == []
 
 
 def test_closing_while_another_thread_reads() -> None:
@@ -342,28 +298,9 @@ def test_closing_while_another_thread_reads() -> None:
     assert session.guard.closed
 
 
-def test_pieces_come_in_order_and_once() -> None:
-    def pieces() -> Iterator[str]:
-        yield from ("a", "b", "c")
-
-    assert list(Guard().answer(pieces())) == ["a", "b", "c"]  # type: ignore[arg-type]
-
-
 async def wait_for(event: threading.Event) -> None:
     while not event.is_set():
         await asyncio.sleep(0.001)
-
-
-def test_the_pieces_are_those_of_ask() -> None:
-    alone, session = begun(), begun()
-    want = list(alone.ask("Who runs it?", 12, 0.7))
-
-    async def main() -> list[str]:
-        return [piece async for piece in session.ask_async("Who runs it?", 12, 0.7)]
-
-    assert asyncio.run(main()) == want
-    assert session.turns[0].answer == alone.turns[0].answer
-    assert session.fed == alone.fed
 
 
 def test_the_loop_goes_on_while_a_prompt_is_read() -> None:
@@ -391,67 +328,6 @@ def test_the_loop_goes_on_while_a_prompt_is_read() -> None:
     assert asyncio.run(main()) == session.turns[0].answer
     assert len(threads) == 1
     assert threading.get_ident() not in threads
-
-
-def test_closing_ends_the_answer() -> None:
-    """As `cancel` does; the chat is free as soon as `aclose` returns."""
-    session = begun()
-
-    async def main() -> None:
-        pieces = session.ask_async("Who runs it?", 200)
-        await anext(pieces)
-        with pytest.raises(UsageError, match="not finished"):
-            session.undo()
-        await pieces.aclose()
-        assert session.turns[-1].report.stop_reason == "user"
-        assert [p async for p in session.ask_async("And then?", 2)]
-
-    asyncio.run(main())
-    assert len(session.turns) == 2
-
-
-def test_cancelling_the_task_while_the_prompt_is_read_adds_nothing() -> None:
-    session = begun()
-    reading = threading.Event()
-
-    def progress(done: int, total: int) -> None:
-        reading.set()
-
-    async def ask() -> None:
-        async for _ in session.ask_async("Who runs it?", 4000, progress=progress):
-            pass
-
-    async def main() -> None:
-        task = asyncio.create_task(ask())
-        await wait_for(reading)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        session.attach("free")  # at once
-
-    asyncio.run(main())
-    assert len(session.turns) <= 1  # 1 if all was read before the cancellation came
-    list(session.ask("And then?", 2))
-    assert session.turns[-1].question == "And then?"
-
-
-def test_cancelling_at_once_does_not_read_the_prompt() -> None:
-    """Also where the turn begins after it was told to stop, and so forgets that."""
-    session = begun()
-    before = list(session.pending)
-
-    async def main() -> None:
-        task = asyncio.create_task(anext(session.ask_async("Who runs it?", 4000)))  # type: ignore[arg-type]
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    assert not session.turns or session.turns[-1].report.stop_reason == "user"
-    if not session.turns:
-        assert session.pending == before
-    assert list(session.ask("And then?", 2))
 
 
 async def ask(session: ChatSession, **given: Any) -> None:
@@ -519,6 +395,8 @@ def test_a_cancelled_task_leaves_a_free_chat_and_no_traceback(
     "".join(session.ask("And then?", 2))  # the chat is free
     first, last = [turn.report.stop_reason for turn in session.turns][:-1], session.turns[-1]
     assert first in ([], ["user"])
+    if isinstance(end, partial) and "progress" in end.keywords:
+        assert first == []  # it was stopped while the prompt was read, which takes longer
     assert last.question == "And then?"
     assert last.report.stop_reason in ("length", "eos")  # it depends on where the first was stopped
     gc.collect()
@@ -547,16 +425,19 @@ def test_errors_pass_through() -> None:
 
     with pytest.raises(RuntimeError, match="no more"):
         asyncio.run(main())
-    assert list(session.ask("Who?", 2))
+    alone = begun()
 
+    async def pieces() -> list[str]:
+        return [piece async for piece in session.ask_async("Who runs it?", 12, 0.7)]
 
-def test_what_the_work_returns_or_raises_comes_out() -> None:
-    assert stoppable(lambda: 3, lambda: False) == 3
-    with pytest.raises(ZeroDivisionError):
-        stoppable(lambda: 1 // 0, lambda: False)
+    assert asyncio.run(pieces()) == list(alone.ask("Who runs it?", 12, 0.7))
+    assert state(session) == state(alone)
 
 
 def test_work_that_does_not_end_is_left() -> None:
+    assert stoppable(lambda: 3, lambda: False) == 3
+    with pytest.raises(ZeroDivisionError):
+        stoppable(lambda: 1 // 0, lambda: False)
     never = threading.Event()
     with pytest.raises(Interrupted) as caught:
         stoppable(never.wait, lambda: True)

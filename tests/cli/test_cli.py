@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,11 +75,8 @@ class World:
             self.engine,
             tokenizer,
             ChatML(tokenizer),
+            replace(settings, reuse="once"),
             max_context=self.max_context,
-            eviction=settings.eviction(),
-            seed=settings.seed,
-            system=settings.system,
-            pin_system=settings.pin_system,
             facts=Facts(weights=settings.weights),
             recall=Recall(self.engine.kv, settings.tier),  # type: ignore[arg-type]
         )  # type: ignore[arg-type]
@@ -109,6 +107,7 @@ def answer_of(document: str, question: str, length: int = 12) -> str:
         FakeEngine(length),
         tokenizer,
         ChatML(tokenizer),
+        Settings(),
         max_context=4096,  # type: ignore[arg-type]
     )
     if document:
@@ -1080,8 +1079,7 @@ def build(settings, progress=None):
     note("loading")
     engine, tokenizer = FakeEngine(), Tokenizer()
     engine.hook = lambda fed: note("reading")
-    return ChatSession(engine, tokenizer, ChatML(tokenizer), max_context=4096,
-                       eviction=settings.eviction())
+    return ChatSession(engine, tokenizer, ChatML(tokenizer), settings, max_context=4096)
 
 minikv.cli.turn.build = build
 run()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngine
+from small_chat import chat_over
 
 from minikv.chat.session import ChatSession
 from minikv.cli import document_commands as commands
@@ -29,7 +30,7 @@ RUN = {word: command.run for command in commands.COMMANDS for word in command.wo
 @pytest.fixture
 def session() -> ChatSession:
     tokenizer = ByteTokenizer()
-    return ChatSession(FakeEngine(), tokenizer, ChatML(tokenizer), max_context=4096)  # type: ignore[arg-type]
+    return chat_over(FakeEngine(), tokenizer, ChatML(tokenizer))
 
 
 @pytest.fixture

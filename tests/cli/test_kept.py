@@ -16,6 +16,7 @@ from fakes import BOS, PADDED, ByteTokenizer, ChatML
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from small_chat import chat_over
 
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
@@ -63,13 +64,13 @@ def chat(prompt: str = "adakv", step: str = "roco", budget: int = 48, **given: A
     """A chat over it. `choice` is only what it says about itself."""
     net = given.pop("net", None) or network()
     tokenizer = ByteTokenizer()
-    return ChatSession(
+    return chat_over(
         Engine(net, small.scheduler(net, prompt, step, budget)),
         tokenizer,
         ChatML(tokenizer),
         max_context=4096,
         **given,
-    )  # type: ignore[arg-type]
+    )
 
 
 def context(session: ChatSession) -> Context:

@@ -237,8 +237,8 @@ def chat_of(config: ModelConfig) -> ChatSession:
         Engine(net, kv),
         tokenizer,
         ChatML(tokenizer),
+        Settings(policy="full", reuse="once"),
         max_context=config.max_context,
-        eviction=EvictionConfig.read("full"),
     )  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngineWithMemory
 from lettered import lettered
 from pairwise import pairwise
-from small_chat import chat
+from small_chat import chat, chat_over
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
@@ -95,14 +95,8 @@ def talk(capsys: pytest.CaptureFixture[str]) -> Talk:
     """Over a fake, whose answers follow from every token that was fed."""
     tokenizer = ByteTokenizer()
     engine: Any = FakeEngineWithMemory()
-    session = ChatSession(
-        engine,
-        tokenizer,
-        ChatML(tokenizer),
-        max_context=4096,
-        undo_turns=16,  # type: ignore[arg-type]
-    )
-    return make(session, capsys)
+    chatml = ChatML(tokenizer)
+    return make(chat_over(engine, tokenizer, chatml, undo_turns=16), capsys)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 from fakes import ByteTokenizer, ChatML, FakeEngine
+from small_chat import chat_over
 from typer.testing import CliRunner, Result
 
 import minikv

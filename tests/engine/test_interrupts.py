@@ -1,166 +1,29 @@
-"""Ctrl-C at random moments: the chat lives, its cache is whole, and the next answer is the one that
-a chat would give which was never interrupted."""
+"""A stop at every boundary of a prompt and at every step of an answer, and Ctrl-C on a terminal:
+the chat lives, and the next answer is that of a chat which was never interrupted."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import random
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-from small import VOCAB, engine, network
 from terminals import Terminals
 from test_machine import Setting, eviction, facts, stopped_before_writing
-from torch import Tensor
 from whole import whole as sound
 
 import minikv
-from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.session import ChatSession
-from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
-from minikv.cli.turn import run_turn
 from minikv.errors import Interrupted
-from minikv.settings import Generation
-
-BOS, USER, ASSISTANT, END, STOP = range(VOCAB - 5, VOCAB)
-PAIRS = [("full", "none"), ("adakv", "roco"), ("h2o", "h2o"), ("streaming", "streaming")]
-DOCUMENT = "The mill stands by the river, and nobody knows who built it. " * 3
-CONTEXT = 1800
-
-
-class Letters:
-    """One token per character, as many as the small network knows."""
-
-    vocab = VOCAB
-    stop_ids = frozenset({STOP})
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(sign) % BOS for sign in text]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return "".join(chr(0x100 + id) for id in ids)
-
-    def stream(self) -> Letters:
-        return self
-
-    def push(self, token: int) -> str:
-        return chr(0x100 + token)
-
-    def flush(self) -> str:
-        return ""
-
-
-class Template:
-    notes = ()
-
-    def opening(self, messages: Sequence[Any]) -> list[int]:
-        ids = [BOS]
-        for message in messages:
-            role = USER if message.role == "user" else ASSISTANT
-            ids += [role, *Letters().encode(message.content), END]
-        return [*ids, ASSISTANT]
-
-    def following(self, messages: Sequence[Any]) -> list[int]:
-        return [END, USER, *Letters().encode(messages[-1].content), END, ASSISTANT]
-
-    def lookalikes(self, text: str) -> int:
-        return 0
-
-    def markers(self, text: str) -> int:
-        return 0
-
-    def lost(self, text: str) -> int:
-        return 0
-
-
-def make(net: Any, policy: str, step: str) -> ChatSession:
-    run = engine(net, policy, step, 48)
-    chat = ChatSession(
-        run,
-        Letters(),
-        Template(),
-        max_context=CONTEXT,
-        eviction=EvictionConfig.read(policy, step, "48"),
-    )  # type: ignore[arg-type]
-    chat.attach(DOCUMENT, "mill.txt")
-    return chat
-
-
-def whole(chat: ChatSession) -> None:
-    """Tokens, positions and every layer's and head's rows agree."""
-    kv: Any = chat.engine.kv
-    assert kv.position == len(chat.fed) == kv.stats().seen
-    for layer in range(kv.shape.layers):
-        for head in range(kv.shape.kv_heads):
-            kept = chat.kept(layer, head)
-            assert len(kept) == int(kv.arena.held[layer, head])
-            assert bool((kept[1:] > kept[:-1]).all())
-            assert len(kept) == 0 or 0 <= int(kept[0]) <= int(kept[-1]) < len(chat.fed)
-            if chat.eviction.policy == "full":
-                assert len(kept) == len(chat.fed)
-
-
-def same(one: ChatSession, other: ChatSession) -> None:
-    assert (one.fed, one.pending_token, one.turn) == (other.fed, other.pending_token, other.turn)
-    assert one.messages == other.messages
-    assert [d.name for d in one.pending] == [d.name for d in other.pending]
-    kv: Any = one.engine.kv
-    for layer in range(kv.shape.layers):
-        for head in range(kv.shape.kv_heads):
-            assert torch.equal(one.kept(layer, head), other.kept(layer, head))
-
-
-def ask(chat: ChatSession, question: str, tokens: int) -> str:
-    """As the chat does it, with the answer on a terminal that is a string."""
-    terminal = Terminal(quiet=True)
-    terminal.out = io.StringIO()
-    answer = run_turn(chat, question, Generation(max_tokens=tokens), terminal, Interrupts())
-    assert terminal.out.getvalue() == f"{answer}\n"
-    return answer
-
-
-def interrupted(chat: ChatSession, question: str, tokens: int, seconds: float) -> str | None:
-    """Ask, with a Ctrl-C after so long. None if it came while the prompt was read."""
-    pressed = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    # As the chat has it around every line, so that one which comes late does no harm either.
-    with Interrupts().stopping(lambda: None):
-        pressed.start()
-        try:
-            return ask(chat, question, tokens)
-        except Interrupted:
-            return None
-        finally:
-            pressed.join()
-            time.sleep(0)  # the signal is handled now at the latest
-
-
-def stop_after_reading(chat: ChatSession) -> Callable[[], None]:
-    """The next turn of `chat` ends before its first token."""
-    prompt = chat.engine.prompt
-
-    def then_stop(*given: Any) -> Tensor:
-        logits = prompt(*given)
-        chat.cancel()
-        return logits
-
-    chat.engine.prompt = then_stop  # type: ignore[method-assign]
-
-    def back() -> None:
-        chat.engine.prompt = prompt  # type: ignore[method-assign]
-
-    return back
 
 
 @pytest.fixture(autouse=True)
@@ -170,63 +33,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def moments(count: int, seed: int) -> dict[str, int]:
-    """So many interrupted turns over all the policies; what was interrupted how often."""
-    draw = random.Random(seed)
-    net = network()
-    came = {"reading": 0, "before the first token": 0, "writing": 0, "too late": 0}
-    chats: dict[tuple[str, str], tuple[ChatSession, ChatSession]] = {}
-    took = 0.2
-    for number in itertools.count():
-        if sum(came.values()) - came["too late"] == count:
-            break
-        assert came["too late"] < 10 * count
-        pair = PAIRS[number % len(PAIRS)]
-        if pair not in chats or chats[pair][0].room < 700:
-            chats[pair] = make(net, *pair), make(net, *pair)
-        chat, twin = chats[pair]
-        if number % 3 == 0:
-            for one in (chat, twin):
-                one.attach(DOCUMENT.upper(), f"{number}.txt")
-        question, turns = f"Who built it, and why, in the year {number}?", chat.turn
-        answer = interrupted(chat, question, 40, draw.uniform(0.0, 1.1 * took))
-        whole(chat)
-        if answer is None:
-            came["reading"] += 1
-            assert chat.turn == turns
-        else:
-            assert chat.report is not None
-            stopped = chat.report.stop_reason == "user"
-            written = chat.report.tokens.generated
-            assert len(answer) == written
-            back = stop_after_reading(twin) if stopped and not written else None
-            assert ask(twin, question, written if stopped and written else 40) == answer
-            if back:
-                back()
-            came[
-                "too late" if not stopped else "writing" if written else "before the first token"
-            ] += 1
-            took = max(0.9 * took, chat.report.time_s.total)
-        same(chat, twin)
-        assert ask(chat, "And then?", 8) == ask(twin, "And then?", 8)
-        whole(chat)
-        same(chat, twin)
-    return came
-
-
-def test_a_few_random_moments() -> None:
-    came = moments(8, seed=1)
-    assert came["reading"] + came["writing"] > 0
-
-
-@pytest.mark.soak
-def test_two_hundred_random_moments() -> None:
-    came = moments(200, seed=2)
-    sys.stderr.write(f"{came}\n")
-    assert came["reading"] >= 30
-    assert came["writing"] >= 30
 
 
 # -- every boundary --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from fakes import ByteTokenizer, ChatML, FakeEngine, FakeKv
+from small_chat import chat_over
 
 from minikv.cache.stats import Shape
 from minikv.chat.closing import Facts
@@ -34,10 +35,10 @@ def chat(system: str = "") -> ChatSession:
     engine.kv = Forgetful()
     engine.kv.shape = Shape(LAYERS, HEADS, HEADS, 8, (None,) * LAYERS, 4096)  # type: ignore[attr-defined]
     tokenizer = ByteTokenizer()
-    return ChatSession(
+    return chat_over(
         engine,
         tokenizer,
-        ChatML(tokenizer),  # type: ignore[arg-type]
+        ChatML(tokenizer),
         max_context=4096,
         system=system,
         eviction=EvictionConfig.read("adakv", budget=64),

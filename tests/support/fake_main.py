@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import minikv.cli.turn
@@ -38,10 +39,8 @@ def use_fake(pace: float) -> None:
             engine,
             tokenizer,
             ChatML(tokenizer),
+            replace(settings, reuse="once"),
             max_context=4096,
-            eviction=settings.eviction(),
-            seed=settings.seed,
-            system=settings.system,
         )  # type: ignore[arg-type]
 
     minikv.cli.turn.build = build

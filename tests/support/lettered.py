@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fakes import END, PADDED, ByteTokenizer, ChatML
 from small import shape
+from small_chat import chat_over
 
 from minikv.cache.kv_cache import KVCache
 from minikv.chat.eviction_config import EvictionConfig
@@ -79,10 +80,10 @@ def over(
         poison=True,
     )
     tokenizer = ByteTokenizer()
-    return ChatSession(
+    return chat_over(
         Engine(net, cache, capture),
         tokenizer,
-        ChatML(tokenizer),  # type: ignore[arg-type]
+        ChatML(tokenizer),
         max_context=c.max_context,
         eviction=eviction,
         recall=Recall(cache, tier, tier_dtype),

@@ -15,6 +15,7 @@ from minikv.engine.engine import Engine
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
+from minikv.settings import Settings, settings_of
 
 
 def chat(
@@ -44,9 +45,23 @@ def chat(
     eviction = EvictionConfig.read(policy, decode, budget)
     kv = KVCache(shape(net), eviction.rules(), poison=True)
     tokenizer = ByteTokenizer()
-    return ChatSession(
+    return chat_over(
         Engine(net, kv), tokenizer, ChatML(tokenizer), max_context=2048, eviction=eviction, **given
-    )  # type: ignore[arg-type]
+    )
+
+
+def chat_over(
+    engine: Any, tokenizer: Any, template: Any, *, undo_turns: int = 0, **given: Any
+) -> ChatSession:
+    """A chat whose settings are given by name, with the others; later questions are answered from
+    what the first one left, unless `reuse` says otherwise."""
+    if "fidelity" in given:
+        given["fidelity"] = "on" if given["fidelity"] else "off"
+    named = {name: given.pop(name) for name in settings_of(Settings) if name in given}
+    settings = Settings(**{"reuse": "once"} | named)
+    made = ChatSession(engine, tokenizer, template, settings, **{"max_context": 4096} | given)
+    made.undo_turns = undo_turns
+    return made
 
 
 def say(session: ChatSession, question: str, tokens: int = 8) -> tuple[str, list[int]]:
