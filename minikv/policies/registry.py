@@ -41,6 +41,7 @@ FILES = {
     "ada-expected": "expected",
     "kvzip+": "kvzip",
     "global": "global_budget",
+    "uniform": "global_budget",
 }
 """The file of this package in which a name is declared, where the file has another name."""
 

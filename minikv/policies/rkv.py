@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minikv.errors import UsageError
 from minikv.policies import options
-from minikv.policies.base import StepPolicy, StepView, unprotected
+from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.facts import Method
 from minikv.policies.options import option
 from minikv.policies.selection import order_of, pool
@@ -103,11 +103,11 @@ class RKV(StepPolicy):
             columns[f"seen{i}"].copy_(columns[f"seen{i - 1}"])
         columns["seen0"].copy_(attention)
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+    def score(self, view: StepView) -> Tensor:
         past = (view.pos >= 0) & (view.pos < view.position - self.window)
         attention = torch.zeros_like(view.pos, dtype=torch.float32)
-        for seen in view.columns.values():
-            of_past = seen.masked_fill(~past, 0.0)
+        for name in self.columns:
+            of_past = view.column(name).masked_fill(~past, 0.0)
             if self.softmax == "past":
                 of_past = of_past / of_past.sum(1, keepdim=True).clamp(min=1e-30)
             attention += of_past
@@ -116,8 +116,9 @@ class RKV(StepPolicy):
         attention = attention.masked_fill(~past, 0.0)
         score = self.mix * attention - (1 - self.mix) * redundancy(view, self.threshold)
         # If an adaptive budget gives a head less than the window, the window's rows leave last.
-        score = score.masked_fill(~unprotected(view, self), torch.finfo(torch.float32).max)
-        return score.masked_fill(~unprotected(view, self, count), torch.inf)
+        old = past & (view.pos >= self.sinks)
+        last = ~old & old.any(1, keepdim=True)
+        return score.masked_fill(last, torch.finfo(torch.float32).max)
 
 
 def redundancy(view: StepView, threshold: float) -> Tensor:

@@ -19,7 +19,7 @@ from minikv.kernels.attention.plain import visible
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass.plain import Part
 from minikv.policies import options
-from minikv.policies.base import PromptView, StepPolicy, StepView, protect
+from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import BITS, ones
 from minikv.policies.facts import Method
 from minikv.policies.options import option
@@ -84,9 +84,8 @@ class ScissorHands(StepPolicy):
         columns["lows"].sub_(words[-1] >> (bits - 1))  # of the oldest query, which drops out
         words[-1].bitwise_left_shift_(1).bitwise_or_(carry).bitwise_and_((1 << bits) - 1)
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        share = view.columns["lows"] / view.columns["queries"].clamp(min=1.0)
-        return protect(-share, view, self)
+    def score(self, view: StepView) -> Tensor:
+        return -view.column("lows") / view.column("queries").clamp(min=1.0)
 
 
 def after_prompt(

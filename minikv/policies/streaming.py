@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
 from minikv.policies.facts import Method, Part
 
 
@@ -39,9 +39,9 @@ class Streaming(StepPolicy):
     evict_first: bool = True
     recent: int = 0
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+    def score(self, view: StepView) -> Tensor:
         age = view.pos.float()
-        return protect(age.where(view.pos >= self.sinks, -age), view, self)
+        return age.where(view.pos >= self.sinks, -age)
 
 
 SCORER = Part(

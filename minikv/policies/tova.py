@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
 from minikv.policies.facts import Method, Part
 from minikv.policies.options import option
 
@@ -74,12 +74,11 @@ class Tova(StepPolicy):
     def recent(self) -> int:  # type: ignore[override]
         return int(self.protect_newest)
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+    def score(self, view: StepView) -> Tensor:
         assert view.attention is not None
-        mean = view.attention
-        if not self.per_head:
-            mean = layer_mean(mean, view.pos, view.heads, view.context)
-        return protect(mean, view, self)
+        if self.per_head:
+            return view.attention
+        return layer_mean(view.attention, view.pos, view.heads, view.context)
 
 
 SCORER = Part(

@@ -18,11 +18,12 @@ from minikv.cache.global_pool import GlobalPool
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
-from minikv.policies.base import Candidates, GlobalAllocator, PromptPolicy, PromptView
+from minikv.policies.base import PromptView
+from minikv.policies.parts import Candidates, GlobalBudget, PromptPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Global(GlobalAllocator):
+class Global(GlobalBudget):
     """Scores as they are; of the later layers a little more."""
 
     def worth(self, rows: Candidates) -> Tensor:

@@ -28,7 +28,8 @@ from minikv.engine.engine import Engine
 from minikv.kernels.evict.choose import best, order_key
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush
-from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView
+from minikv.policies.base import Evidence, PromptView, Scorer, StepView
+from minikv.policies.parts import Candidates
 from minikv.policies.snapkv import SnapKV
 
 DATA = Path(__file__).parents[1] / "data"

@@ -9,9 +9,7 @@ import torch
 from small import victims
 
 from minikv import policies
-from minikv.policies.base import (
-    StepView,
-)
+from minikv.policies.base import StepView
 from minikv.policies.hashevict import HashEvict, codes, distances, projection
 
 

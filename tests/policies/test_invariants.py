@@ -39,17 +39,9 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.kernels.evict.choose import order_key, wanted
 from minikv.policies import kvcrush
-from minikv.policies.base import (
-    Candidates,
-    Moments,
-    PromptPolicy,
-    PromptView,
-    StepPolicy,
-    StepView,
-    blocks,
-    unprotected,
-)
+from minikv.policies.base import Moments, PromptView, StepPolicy, StepView, blocks, unprotected
 from minikv.policies.counter_rng import gumbel, uniform
+from minikv.policies.parts import Candidates, PromptPolicy
 from minikv.policies.selection import pool
 from minikv.policies.snapkv import SnapKV
 

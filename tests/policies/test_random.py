@@ -6,9 +6,7 @@ import torch
 from small import victims
 
 from minikv import policies
-from minikv.policies.base import (
-    StepView,
-)
+from minikv.policies.base import StepView
 
 
 def test_random_takes_every_row_alike() -> None:

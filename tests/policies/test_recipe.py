@@ -29,7 +29,7 @@ LAYERS = '''
 
     from dataclasses import dataclass
 
-    from minikv.policies.base import LayerAllocator
+    from minikv.policies.parts import LayerAllocator
     from minikv.policies.facts import Part
     from minikv.policies.options import option
 
@@ -55,7 +55,7 @@ HEADS = '''
     import torch
     from torch import Tensor
 
-    from minikv.policies.base import Candidates, HeadAllocator
+    from minikv.policies.parts import Candidates, HeadAllocator
     from minikv.policies.facts import Part
 
 
@@ -76,7 +76,7 @@ SELECT = '''
 
     from torch import Tensor
 
-    from minikv.policies.base import Candidates, Selector
+    from minikv.policies.parts import Candidates, Selector
     from minikv.policies.facts import Part
     from minikv.policies.options import option
 

@@ -9,9 +9,7 @@ from small import victims
 from views import view
 
 from minikv import policies
-from minikv.policies.base import (
-    StepView,
-)
+from minikv.policies.base import StepView
 
 PAPER = {"pool": 1, "lead": 1}
 

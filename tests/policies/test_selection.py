@@ -16,15 +16,10 @@ from torch import Tensor
 from minikv import policies
 from minikv.kernels.evict.choose import best, order_key, wanted
 from minikv.policies import adakv, kvcrush, selection
-from minikv.policies.base import (
-    Candidates,
-    Evidence,
-    HeadAllocator,
-    PromptView,
-    Scorer,
-)
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.outputs import output_norms
+from minikv.policies.parts import Candidates, HeadAllocator
 from minikv.policies.selection import ranked
 
 few = st.integers(0, 9)
