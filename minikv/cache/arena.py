@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.decode import in_use
+from minikv.kernels.decode.plain import in_use
 from minikv.pages import large
 from minikv.policies.base import blocks
 

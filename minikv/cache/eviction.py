@@ -17,7 +17,7 @@ from minikv import kernels
 from minikv.cache.arena import Arena
 from minikv.cache.stats import Shape
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.torch.decode import in_use
+from minikv.kernels.decode.plain import in_use
 from minikv.policies.base import StepPolicy, StepView
 
 _ENDLESS = 1 << 40  # above every position

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from small import ids, network, over, victims
 from spy import Spy
 from torch import Tensor
+from views import asked
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -28,7 +29,7 @@ from minikv.engine.engine import Engine
 from minikv.kernels.evict.choose import best, order_key
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush
-from minikv.policies.base import Evidence, PromptView, Scorer, StepView
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.parts import Candidates
 from minikv.policies.snapkv import SnapKV
 
@@ -407,17 +408,8 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
             if victim >= 0:
                 pos = torch.tensor([slots[h]])
                 code = step.of_key(0, data["k"][None, None, h, slots[h]])["code"][0, 0]
-                zero = torch.zeros(1, dtype=torch.int64)
-                view = StepView(
-                    at,
-                    pos,
-                    torch.tensor([params["C"]]),
-                    zero,
-                    zero,
-                    {"code": code[None]},
-                    key=data["k"][h, at][None, None],
-                    layer_index=0,
-                )
+                key = data["k"][h, at][None, None]
+                view = asked(step, at, pos, {"code": code[None]}, key=key)
                 mine = int(victims(step, view))
                 far = data["expected_distance"][i, h]
                 free = (pos[0] >= params["sinks"]) & (pos[0] < at - params["recent"])

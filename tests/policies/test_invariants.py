@@ -28,7 +28,7 @@ from small import (
     victims,
 )
 from torch import Tensor
-from views import view
+from views import asked, view
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -39,7 +39,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.kernels.evict.choose import order_key, wanted
 from minikv.policies import kvcrush
-from minikv.policies.base import Moments, PromptView, StepPolicy, StepView, blocks, unprotected
+from minikv.policies.base import Moments, PromptView, StepPolicy, blocks
 from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.parts import Candidates, PromptPolicy
 from minikv.policies.selection import pool
@@ -304,14 +304,12 @@ def test_roco_without_its_scope_takes_h2os_victim(
     squares = torch.rand(3, count, generator=generator)  # whatever it is: nothing is out of scope
     order = torch.stack([torch.randperm(count, generator=generator) for _ in range(3)])
     columns = {"sum": sums, "squares": squares, "count": torch.full_like(sums, float(age))}
-    cap, zero = torch.full((3,), count - 1), torch.zeros(3, dtype=torch.int64)
-    seen = StepView(count, order, cap, zero, torch.arange(3), columns)
     roco = step("roco", {"sinks": sinks, "recent": recent, "scope": 0.0, "pool": 1, "lead": 1})
     share = min(0.95, (recent + 0.5) / (count - 1))
     h2o = step("h2o", {"sinks": sinks, "recent_share": share})
-    first = victims(roco, seen)
+    first = victims(roco, asked(roco, count, order, columns))
     if int(share * (count - 1)) == recent:  # a share of 0.95 is the most
-        assert torch.equal(first, victims(h2o, seen))
+        assert torch.equal(first, victims(h2o, asked(h2o, count, order, columns)))
     free = (order >= sinks) & (order < count - recent)
     assert torch.equal(first, sums.masked_fill(~free, torch.inf).argmin(1))
 
@@ -563,14 +561,11 @@ def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
     policy = policies.step_policy("tova", {"sinks": 4})
     assert policy is not None
     pos = torch.tensor([[0, 1, 9, -1], [0, 7, 8, 9]])
-    cap = torch.tensor([2, 3])
-    seen = StepView(10, pos, cap, torch.zeros(2), torch.arange(2), {})
-    assert unprotected(seen, policy).tolist() == [
-        [True, True, False, False],
-        [False, True, True, False],
-    ]
-    few = unprotected(seen, policy, 4)
-    assert few.tolist() == [[True, True, False, False], [True, True, True, False]]
+    free = [[True, True, False, False], [False, True, True, False]]
+    assert policy.free(pos, 10, 1).tolist() == free
+    assert policy.free(pos, 10, torch.tensor([[1], [2]])).tolist() == free
+    few = policy.free(pos, 10, torch.tensor([[0], [3]]))
+    assert few.tolist() == [[False] * 4, [True, True, True, False]]
 
 
 def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:

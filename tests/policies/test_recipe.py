@@ -103,7 +103,7 @@ STEP = '''
     from torch import Tensor
 
     from minikv.policies import options
-    from minikv.policies.base import StepPolicy, StepView, protect
+    from minikv.policies.base import StepPolicy, StepView
     from minikv.policies.counter_rng import uniform
     from minikv.policies.facts import Method
 
@@ -126,9 +126,8 @@ STEP = '''
         ) -> None:
             columns["seen"].add_(attention)
 
-        def score(self, view: StepView, count: int) -> Tensor:
-            noise = uniform(self.seed, view.layer[:, None], view.pos)
-            return protect(view.columns["seen"] + 1e-6 * noise, view, self)
+        def score(self, view: StepView) -> Tensor:
+            return view.column("seen") + 1e-6 * uniform(self.seed, view.layer, view.pos)
 
 
     METHOD = Method(
