@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.kernels.dispatch import Kernels
 from minikv.kernels.decode.plain import in_use
+from minikv.kernels.dispatch import Kernels
 from minikv.pages import large
 from minikv.policies.base import blocks
 

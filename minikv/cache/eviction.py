@@ -16,8 +16,8 @@ from torch import Tensor
 from minikv import kernels
 from minikv.cache.arena import Arena
 from minikv.cache.stats import Shape
-from minikv.kernels.dispatch import Kernels
 from minikv.kernels.decode.plain import in_use
+from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import StepPolicy, StepView
 
 _ENDLESS = 1 << 40  # above every position

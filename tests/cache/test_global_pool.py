@@ -21,7 +21,6 @@ from minikv.errors import UsageError
 from minikv.policies.base import PromptView
 from minikv.policies.parts import GlobalBudget, PromptPolicy
 
-
 Seen = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer: scores, positions, what is protected
 
 
