@@ -2,9 +2,7 @@
 
 The last queries of the prompt are proxies for all queries. A part of the budget goes to the rows
 with the most attention from the proxies. The rest is drawn without replacement, differently in
-every layer and head, so that not all heads lose the same rows. Departures from the release: proxies
-are causal, and all of their rows stay; draws are in proportion to the attention itself, because a
-softmax over its sums is nearly uniform; counts are absolute numbers, so that short prompts work.
+every layer and head, so that not all heads lose the same rows.
 """
 
 from __future__ import annotations

@@ -7,11 +7,8 @@ redundancy. Its attention is the mean over the last `window` queries, then the l
 between its key and the other keys; a cosine does not count for a row that is the newest of all rows
 whose cosine to the other row is above `threshold`. The window's rows always stay.
 
-Departures from the release (`rkv/compression/r1_kv.py`): the softmax of the attention includes the
-window's columns, and the query heads of a group are joined by the mean; `softmax=past` and
-`group=max` do as the release does. "Neighbouring" and "newest" go by position; the release uses the
-order of its cache, which its own choice shuffles. If no cosine to a row is above the threshold, all
-of them count; in the release, the one of the first row does not. Pinned rows are not compared.
+The release is `rkv/compression/r1_kv.py`; `softmax=past` and `group=max` do as it does. If no cosine
+to a row is above the threshold, all of them count.
 
 Keys are compared in blocks, so that no temporary has more than `BLOCK` numbers (or one head's keys,
 if they are more), however many rows a head holds.

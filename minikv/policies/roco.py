@@ -5,11 +5,6 @@ Per row: the sum of the attention it got (mean over the query heads of its group
 squares, and the number of queries that could see the row. Rows whose attention varies most do not
 leave. Of the others, the one with the lowest mean leaves, one per head and step.
 
-Departures from the release: each head has its own cap, the prompt's rows included; the first and
-the newest rows are protected by position; the variance is clamped at 0, because rounding can make
-that of constant attention negative and the release's deviation NaN; at least one row may always
-leave.
-
 The paper does not say with which statistics an answer starts after a prompt policy. Here they are
 those of the prompt's last queries, with two changes. They are pooled over neighbouring rows
 (`pool`), because rows that a prompt policy kept for their neighbours' sake would otherwise leave

@@ -2,9 +2,8 @@
 
 Of the last `history` queries (400 by default), it counts those that gave a row less than 1 / (rows
 that the query saw). The row with the largest count, relative to the number of queries that could
-see it, leaves. Departures from the paper: one row leaves per step, not half of the cache at once;
-sinks are protected. Of a prompt only the last 32 queries count, because the attention of the others
-is not kept.
+see it, leaves. Of a prompt only the last 32 queries count, because the attention of the others is
+not kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """StreamingLLM (arXiv 2309.17453): the first rows (attention sinks) and the last ones stay.
 
-Departure: the paper numbers positions anew inside the cache at every step. Here keys keep their
-positions, so this is a sliding window with sinks and does not extend the context.
+Keys keep their positions, so this is a sliding window with sinks and does not extend the context.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """TOVA (arXiv 2401.06104): the rows that the newest query attends to least leave.
 
 Layer-wise, as published: attention is averaged over all heads of a layer, so heads that hold the
-same rows evict the same one. With `per_head` each KV head uses only its own attention. Departure:
-the newest row is protected; the release evicts it if its own attention is the lowest.
+same rows evict the same one. With `per_head` each KV head uses only its own attention.
 """
 
 from __future__ import annotations
