@@ -365,21 +365,24 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
 
-@pytest.mark.parametrize(("heads", "wide", "block"), [(2, 300, 4000), (7, 40, 4000), (1, 9, 10)])
+@pytest.mark.parametrize(
+    ("heads", "wide", "size", "block"),
+    [(2, 300, 8, 4000), (7, 40, 8, 4000), (1, 9, 8, 10), (40, 8, 64, 2000)],
+)
 def test_no_temporary_outgrows_the_block(
-    heads: int, wide: int, block: int, monkeypatch: pytest.MonkeyPatch
+    heads: int, wide: int, size: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All cosines of a head, or of all heads, are more; and blocks change nothing."""
+    """All cosines of a head, or of all heads, are more, or all keys; and blocks change nothing."""
     g = torch.Generator().manual_seed(0)
-    keys = torch.randn(heads, wide, 8, generator=g)
+    keys = torch.randn(heads, wide, size, generator=g)
     seen = view(keys, torch.stack([torch.randperm(wide, generator=g) for _ in range(heads)]), wide)
     want = redundancy(seen, 0.3)
     monkeypatch.setattr(rkv, "BLOCK", block)
-    assert heads * wide * wide > block
+    assert heads * wide * max(wide, size) > block
     with Largest() as largest:
         got = redundancy(seen, 0.3)
     torch.testing.assert_close(got, want)
-    assert largest.most <= max(block, wide * 8, heads * wide)
+    assert largest.most <= max(block, wide * size, heads * wide)
 
 
 def test_all_heads_of_a_wide_cache_stay_below_the_block() -> None:
@@ -426,21 +429,6 @@ def test_a_head_of_less_than_the_window_keeps_its_newest_rows(ahead: bool) -> No
                     assert kept[-len(newest) :] == list(newest)
                     evicted += 1
     assert evicted == 18
-
-
-def test_few_rows_of_long_keys_stay_below_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a head has fewer rows than its keys are long, the keys are what is large."""
-    heads, wide, size, block = 40, 8, 64, 2000
-    g = torch.Generator().manual_seed(0)
-    keys = torch.randn(heads, wide, size, generator=g)
-    seen = view(keys, torch.arange(wide).expand(heads, wide), wide)
-    want = redundancy(seen, 0.3)
-    monkeypatch.setattr(rkv, "BLOCK", block)
-    with Largest() as largest:
-        got = redundancy(seen, 0.3)
-    torch.testing.assert_close(got, want)
-    assert heads * wide * size > block
-    assert largest.most <= block
 
 
 def test_the_very_first_row_may_be_the_newest_that_is_alike() -> None:
