@@ -88,7 +88,7 @@ class Arena:
         self._sparse = filled is not None and 2 * filled < self.rows
         with torch.inference_mode(False):  # written inside and outside of a forward
             tables = torch.zeros((len(TABLES), layers, heads), dtype=torch.int64, device=device)
-            self.start, self.length, self.capacity, self.cap, self.free_slot = tables
+            self.start, self.length, self.capacity, self.cap, self.free_slot = tables.unbind()
             self.free_slot.fill_(-1)
         self.columns: dict[str, Tensor] = {
             "k": self._blank(kv or dtype, head_dim),

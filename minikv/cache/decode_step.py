@@ -299,15 +299,23 @@ class DecodeStep:
             new = self._new_row(layer, qkv, turn)
             if kernel(policy, new):
                 return new.query if new.turn is None else new.turn[2]
-        where = self._layers[layer][2], self.position, columns["k"], columns["v"], columns["pos"]
-        rest = eviction.blank, columns.get("k_scale"), columns.get("v_scale")
+        row = (
+            self._layers[layer][2],
+            self.position,
+            columns["k"],
+            columns["v"],
+            columns["pos"],
+            eviction.blank,
+            columns.get("k_scale"),
+            columns.get("v_scale"),
+        )
         if turn is not None and policy is None:
-            return self.ops.rotate_append(qkv, *turn, *where, *rest)[0]
+            return self.ops.rotate_append(qkv, turn[0], turn[1], *row)[0]
         both = qkv[:-heads] if turn is None else self.ops.rotate(qkv[None, :-heads], *turn)[0]
         query, key = both[:-heads].view(heads, -1, self.shape.head_dim), both[-heads:]
         if policy is not None:
             eviction.by_query(policy, layer, self.position, query, key)
-        self.ops.append(key, qkv[-heads:], *where, *rest)
+        self.ops.append(key, qkv[-heads:], *row)
         if policy is not None:
             self._note_keys(policy, layer, key[None, :, None])
         return query
@@ -318,13 +326,15 @@ class DecodeStep:
         """The token's rows in one layer, for a kernel that makes room for them."""
         arena, eviction, heads = self.arena, self.eviction, self.shape.kv_heads
         query = qkv[: -2 * heads].view(heads, -1, self.shape.head_dim)
-        tables = arena.start, arena.length, arena.cap, arena.free_slot
         return kernels.NewRow(
             layer,
             query,
             qkv[-2 * heads : -heads],
             qkv[-heads:],
-            *(table[layer] for table in tables),
+            arena.start[layer],
+            arena.length[layer],
+            arena.cap[layer],
+            arena.free_slot[layer],
             self.position,
             eviction.written,
             self.width,

@@ -17,8 +17,7 @@ from torch import Tensor
 from minikv.errors import UsageError
 from minikv.policies import options, pyramidkv, selection, snapkv
 from minikv.policies.base import Scorer
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.options import Method, Part, option
 from minikv.policies.parts import Candidates, HeadAllocator
 
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies import registry
-from minikv.policies.options import read_options
+from minikv.policies.options import Method, Part, read_options
 
 if TYPE_CHECKING:
     from minikv.policies.base import StepPolicy
-    from minikv.policies.facts import Method, Part
     from minikv.policies.parts import PromptPolicy
 
 _FIELDS = {

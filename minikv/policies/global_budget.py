@@ -15,7 +15,7 @@ stay.
 
 from __future__ import annotations
 
-from minikv.policies.facts import Part
+from minikv.policies.options import Part
 from minikv.policies.parts import GlobalBudget, LayerAllocator
 
 LAYERS = Part(

@@ -17,8 +17,7 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.bits import BITS, ones
-from minikv.policies.facts import Method
-from minikv.policies.options import option
+from minikv.policies.options import Method, option
 
 
 def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:

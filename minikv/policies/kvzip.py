@@ -23,8 +23,7 @@ from torch import Tensor
 
 from minikv.policies import global_budget, options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.options import Method, Part, option
 from minikv.policies.outputs import output_lengths
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 

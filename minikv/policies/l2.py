@@ -9,8 +9,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.options import Method, Part, option
 
 
 def norms(key: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 from minikv.policies import options, selection
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.counter_rng import gumbel, row_uniform
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.options import Method, Part, option
 from minikv.policies.parts import Candidates, Selector
 
 

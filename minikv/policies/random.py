@@ -14,7 +14,7 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
 from minikv.policies.counter_rng import row_uniform, uniform
-from minikv.policies.facts import Method, Part
+from minikv.policies.options import Method, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

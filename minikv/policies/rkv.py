@@ -7,8 +7,8 @@ redundancy. Its attention is the mean over the last `window` queries, then the l
 between its key and the other keys; a cosine does not count for a row that is the newest of all rows
 whose cosine to the other row is above `threshold`. The window's rows always stay.
 
-The release is `rkv/compression/r1_kv.py`; `softmax=past` and `group=max` do as it does. If no cosine
-to a row is above the threshold, all of them count.
+The release is `rkv/compression/r1_kv.py`; `softmax=past` and `group=max` do as it does. If no
+cosine to a row is above the threshold, all of them count.
 
 Keys are compared in blocks, so that no temporary has more than `BLOCK` numbers (or one head's keys,
 if they are more), however many rows a head holds.
@@ -26,8 +26,7 @@ from torch import Tensor
 from minikv.errors import UsageError
 from minikv.policies import options
 from minikv.policies.base import StepPolicy, StepView
-from minikv.policies.facts import Method
-from minikv.policies.options import option
+from minikv.policies.options import Method, option
 from minikv.policies.selection import order_of, pool
 
 BLOCK = 1 << 20

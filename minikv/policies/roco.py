@@ -22,8 +22,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView
-from minikv.policies.facts import Method
-from minikv.policies.options import option
+from minikv.policies.options import Method, option
 from minikv.policies.selection import pool
 
 

@@ -20,8 +20,7 @@ from minikv.kernels.mass.plain import Part
 from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import BITS, ones
-from minikv.policies.facts import Method
-from minikv.policies.options import option
+from minikv.policies.options import Method, option
 
 EVEN = 2.0**-13
 """A probability counts as an even share if it is lower by at most this part of the share, because

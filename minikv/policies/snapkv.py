@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.facts import Method, Part
+from minikv.policies.options import Method, Part
 from minikv.policies.selection import pool_mass
 
 

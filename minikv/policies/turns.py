@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policies.facts import Part
-from minikv.policies.options import option
+from minikv.policies.options import Part, option
 from minikv.policies.parts import Preference
 
 

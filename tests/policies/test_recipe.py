@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from small import Walk, ids
+from torch import Tensor
 from typer.testing import CliRunner
 
 import minikv
@@ -17,6 +18,7 @@ from minikv import policies
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.main import app
 from minikv.errors import UsageError
+from minikv.kernels import Rows
 from minikv.policies import registry
 
 CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
@@ -30,8 +32,7 @@ LAYERS = '''
     from dataclasses import dataclass
 
     from minikv.policies.parts import LayerAllocator
-    from minikv.policies.facts import Part
-    from minikv.policies.options import option
+    from minikv.policies.options import Part, option
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ HEADS = '''
     from torch import Tensor
 
     from minikv.policies.parts import Candidates, HeadAllocator
-    from minikv.policies.facts import Part
+    from minikv.policies.options import Part
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ SELECT = '''
     from torch import Tensor
 
     from minikv.policies.parts import Candidates, Selector
-    from minikv.policies.facts import Part
+    from minikv.policies.options import Part
     from minikv.policies.options import option
 
 
@@ -105,7 +106,7 @@ STEP = '''
     from minikv.policies import options
     from minikv.policies.base import StepPolicy, StepView
     from minikv.policies.counter_rng import uniform
-    from minikv.policies.facts import Method
+    from minikv.policies.options import Method
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,3 +233,24 @@ def test_toys_in_a_chat_and_in_eval(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, [*arguments, "--json", str(out)])
     assert ran.exit_code == 0, ran.output
     assert "values+firsts" in json.dumps(json.loads(out.read_text()))
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_kernel_is_found_by_the_name_of_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row in `Kernels.evict`, which then does all that the end of a step does: here the oldest
+    row leaves, where the rule in torch would have chosen by attention."""
+    walk = Walk(EvictionConfig.read("full", "toystep", 30, {}))
+
+    def oldest(
+        logits: Tensor, lse: Tensor, rows: Rows, free_slot: Tensor, columns: object, quota: object
+    ) -> None:
+        for place, (begin, count) in enumerate(
+            zip(rows.start.flatten().tolist(), rows.length.flatten().tolist(), strict=True)
+        ):
+            free_slot.view(-1)[place] = begin + int(rows.pos[begin : begin + count].argmin())
+
+    monkeypatch.setattr(walk.kv.ops, "evict", {"toystep": oldest})
+    walk.prompt(ids(30))
+    for token in ids(8):
+        walk.step(token)
+    assert walk.kv.kept(0, 1).tolist() == walk.kv.kept(1, 2).tolist() == [*range(8, 38)]

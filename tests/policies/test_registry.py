@@ -13,8 +13,7 @@ import pytest
 
 from minikv import policies
 from minikv.policies import base, find, registry
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import Option, options_of, read_options
+from minikv.policies.options import Method, Option, Part, options_of, read_options
 
 
 def test_the_registry_names_what_the_files_declare_and_nothing_else() -> None:
