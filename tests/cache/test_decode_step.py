@@ -125,6 +125,17 @@ def test_an_answer_that_outgrows_its_segments_and_heads_that_fill_up_one_by_one(
     run.agree()
 
 
+def test_a_choice_by_the_query_leaves_layers_alone_that_have_room() -> None:
+    run = pair(Tape(), "full", "hashevict", 44)
+    run.here.kv.use(Kernels())
+    run.prompt(ids(36))
+    for made in (run.here, run.there):
+        made.kv.arena.cap[0] = 36  # full while the other layer grows
+    run.write(4)
+    run.agree()
+    assert run.here.kv.arena.held.tolist() == [[36] * 3, [40] * 3]
+
+
 def test_heads_over_their_cap_are_trimmed_when_steps_begin() -> None:
     """A policy with a smaller budget came while an answer had grown without one."""
     made = engine(network(layers=2), None, "full", "roco", 40)
