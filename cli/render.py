@@ -16,7 +16,7 @@ from minikv.policies import Option, find, part_names, prompt_names, registry, st
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.policies.facts import Method, Part
+    from minikv.policies.options import Method, Part
 
 _QUESTIONS = {
     "scorer": "how much a token is worth, and which are always kept",

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "minikv/policies/base.py": "policies/test_invariants.py",
     "minikv/policies/expected.py": "policies/test_fixtures.py",
     "minikv/policies/streaming.py": "policies/test_fixtures.py",
-    "minikv/policies/facts.py": "policies/test_registry.py",
+    "minikv/policies/parts.py": "policies/test_selection.py",
     "minikv/settings.py": "cli/test_settings.py",
     "models/builtin_templates.py": "models/test_templates.py",
     "models/checkpoint.py": "models/test_weights.py",

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
+from minikv.kernels.decode.plain import in_use
 from minikv.kernels.dispatch import Kernels
 from minikv.pages import large
 from minikv.policies.base import blocks
 
+TABLES = ("start", "length", "capacity", "cap", "free_slot")
 _CORE = ("k", "v", "k_scale", "v_scale", "pos")
 _FIRST = 1 << 40  # above every position
 
@@ -85,11 +87,9 @@ class Arena:
         self.region = [0, *accumulate(rows or [0] * layers)]
         self._sparse = filled is not None and 2 * filled < self.rows
         with torch.inference_mode(False):  # written inside and outside of a forward
-            self.start = torch.zeros((layers, heads), dtype=torch.int64, device=device)
-            self.length = torch.zeros_like(self.start)
-            self.capacity = torch.zeros_like(self.start)
-            self.cap = torch.zeros_like(self.start)
-            self.free_slot = torch.full_like(self.start, -1)
+            tables = torch.zeros((len(TABLES), layers, heads), dtype=torch.int64, device=device)
+            self.start, self.length, self.capacity, self.cap, self.free_slot = tables.unbind()
+            self.free_slot.fill_(-1)
         self.columns: dict[str, Tensor] = {
             "k": self._blank(kv or dtype, head_dim),
             "v": self._blank(kv or dtype, head_dim),
@@ -206,8 +206,7 @@ class Arena:
         """
         made = self.fresh([0] * self.layers, {})
         made.region = list(self.region)
-        for name in ("start", "length", "capacity", "cap", "free_slot"):
-            getattr(made, name).copy_(getattr(self, name))
+        made._copy_tables(self)
         made.columns = {name: c for name, c in self.columns.items() if name in _CORE}
         made.columns |= {name: made._blank(kind) for name, kind in extra.items()}
         return made
@@ -216,43 +215,45 @@ class Arena:
         """A copy in which head h of layer l owns capacity[l, h] rows, int64 [L, H]. Rows keep their
         place in their segment. Waits for the device."""
         assert bool((self.length <= capacity).all()), "a segment would lose rows"
-        kinds = {name: self.columns[name].dtype for name in self.extra}
-        filled = int(self.length.sum())
-        made = self.fresh(capacity.sum(1).tolist(), kinds, filled=filled)
-        made.lay(capacity)
+        made = self._wider(capacity, self.length)
         made.length.copy_(self.length)
-        made.cap.copy_(self.cap)
         moved = self.free_slot + made.start - self.start
         made.free_slot.copy_(torch.where(self.free_slot >= 0, moved, -1))
-        before, after = self.layout(), made.layout()
+        before = self.layout()
         for layer in range(self.layers):  # one layer at a time, so that the copies stay small
-            length = before.length[layer]
-            old, new = (_rows(t.start[layer], length).to(self.device) for t in (before, after))
-            for name, column in self.columns.items():
-                made.columns[name].index_copy_(0, new, column.index_select(0, old))
+            rows = _rows(before.start[layer], before.length[layer]).to(self.device)
+            made._put(layer, self.columns, rows)
         return made
 
     def trimmed(self, sinks: int, pinned: int, most: Tensor) -> Arena:
         """A copy in which no head holds more than most int64 [L, H] rows. The oldest rows leave
         first; positions below `sinks` or `pinned` leave last. Waits for the device."""
-        kinds = {name: self.columns[name].dtype for name in self.extra}
-        capacity = torch.maximum(self.capacity, most)
-        filled = int(torch.minimum(self.length, most).sum())
-        made = self.fresh(capacity.sum(1).tolist(), kinds, filled=filled)
-        made.lay(capacity)
-        made.cap.copy_(self.cap)
+        made = self._wider(torch.maximum(self.capacity, most), torch.minimum(self.length, most))
         for layer in range(self.layers):
             index, live = self.index(layer)
             pos = self.columns["pos"][index].to(torch.int64)
             age = torch.where(pos < max(sinks, pinned), pos + _FIRST, pos).masked_fill(~live, -1)
             place = age.argsort(1, descending=True).argsort(1)
             keep = live & (place < most[layer][:, None])
-            for head in range(self.heads):
-                rows, begin = index[head, keep[head]], int(made.start[layer, head])
-                for name, column in self.columns.items():
-                    made.columns[name][begin : begin + len(rows)] = column[rows]
             made.length[layer] = keep.sum(1)
+            made._put(layer, self.columns, index[keep])
         return made
+
+    def _wider(self, capacity: Tensor, filled: Tensor) -> Arena:
+        """An arena of the same kind that holds nothing yet, with the same caps, in which the heads
+        own capacity [L, H] rows and will soon have filled [L, H] of them."""
+        kinds = {name: self.columns[name].dtype for name in self.extra}
+        made = self.fresh(capacity.sum(1).tolist(), kinds, filled=int(filled.sum()))
+        made.lay(capacity)
+        made.cap.copy_(self.cap)
+        return made
+
+    def _put(self, layer: int, columns: Mapping[str, Tensor], rows: Tensor) -> None:
+        """Fill the rows in use of a layer's heads, one after the other, with the `rows` of other
+        columns."""
+        into = _rows(self.start[layer], self.length[layer]).to(self.device)
+        for name, column in columns.items():
+            self.columns[name].index_copy_(0, into, column.index_select(0, rows))
 
     def take(self, other: Arena) -> bool:
         """Copy the rows and tables of `other` into the memory of this arena. Returns False, with
@@ -265,9 +266,12 @@ class Arena:
         for name, column in theirs.items():
             if column.data_ptr() != mine[name].data_ptr():
                 mine[name].copy_(column)
-        for name in ("start", "length", "capacity", "cap", "free_slot"):
-            getattr(self, name).copy_(getattr(other, name))
+        self._copy_tables(other)
         return True
+
+    def _copy_tables(self, other: Arena | Layout) -> None:
+        for name in TABLES:
+            getattr(self, name).copy_(getattr(other, name))
 
     # -- rows -----------------------------------------------------------------------------
 
@@ -325,8 +329,7 @@ class Arena:
         sizes = [b - a for a, b in pairwise(region)]
         kinds = {name: columns[name].dtype for name in self.extra}
         made = self.fresh(sizes, kinds, filled=int(layout.length.sum()))
-        for name in ("start", "length", "capacity", "cap", "free_slot"):
-            getattr(made, name).copy_(getattr(layout, name))
+        made._copy_tables(layout)
         used = _rows(layout.start, layout.length).to(self.device)
         for name, rows in columns.items():
             made.columns[name][used] = rows.to(self.device)
@@ -342,11 +345,8 @@ def held_rows(
     slot is not live, nor is padding: their position is -1. Padding points at the head's last row;
     if the head has no row, at a row that may be unwritten.
     """
-    start, length = start[:, None], length[:, None]
-    reach = torch.arange(most, device=pos.device)
-    index = start + torch.minimum(reach, (length - 1).clamp(min=0))
-    index = index.clamp(max=max(0, len(pos) - 1))
-    live = (reach < length) & (start + reach != free_slot[:, None])
+    index, live = in_use(start, length, most, len(pos))
+    live &= index != free_slot[:, None]
     return index, live, pos[index].to(torch.int64).masked_fill(~live, -1)
 
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.cache.arena import Arena, Layout, held_rows
-from minikv.cache.block_eviction import leaving
 from minikv.cache.compaction import Room, gather_survivors
+from minikv.cache.eviction import leaving
 from minikv.cache.plan import Plan
 from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
@@ -231,27 +231,25 @@ class BlockPrefill:
     ) -> Tensor:
         """bool [H, N]: the rows that leave by the policy's scores: many [H] of each head."""
         pos, counts = self._columns["pos"], many.clamp(min=0)
-        most: int | Tensor = counts.max()
-        if pos.device.type == "cpu":
-            most = int(most)
-            if not most:
-                return torch.zeros_like(pos, dtype=torch.bool)
+        if pos.device.type == "cpu" and not bool(counts.any()):
+            return torch.zeros_like(pos, dtype=torch.bool)
+        count, shown = counts[:, None], pos.masked_fill(pos < self.plan.pinned, -1)
         view = StepView(
             position,
-            pos.masked_fill(pos < self.plan.pinned, -1),
+            shown,
+            self.step.free(shown, position, count),
             self._caps,
-            torch.full_like(self._heads, layer),
-            self._heads,
-            {name: self._columns[name] for name in self.step.columns},
+            count,
+            layer,
+            len(self._heads),
+            self._columns.__getitem__,
             attention,
             query.flatten(1, 2) if query is not None and self.step.needs_query else None,
             key,
             lambda heads: self._columns["k"][heads],
-            layer,
-            heads=len(self._heads),
             context=position + 1,
         )
-        return leaving(self.step.score(view, most), pos, counts)
+        return leaving(self.step.worth(view), pos, counts)
 
     def _note_peak(self) -> None:
         held = self.arena.nbytes + self.target.nbytes

@@ -36,12 +36,9 @@ from minikv.cache.stats import (
 from minikv.cache.stopwatch import Stopwatch
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels, choose
-from minikv.policies.base import (
-    Repeat,
-    StepPolicy,
-    Wording,
-    policy_columns,
-)
+from minikv.policies.base import StepPolicy
+from minikv.policies.parts import policy_columns
+from minikv.policies.repeats import Repeat, Wording
 
 _ROOM = 256  # rows that a full head gains when there is no step policy
 _MUCH = 64 << 20  # bytes

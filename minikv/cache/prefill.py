@@ -25,15 +25,8 @@ from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import (
-    ALL,
-    Moments,
-    PromptPolicy,
-    PromptView,
-    StepPolicy,
-    largest_block,
-    policy_columns,
-)
+from minikv.policies.base import ALL, Moments, PromptView, StepPolicy, largest_block
+from minikv.policies.parts import PromptPolicy, policy_columns
 from minikv.policies.scissorhands import below_uniform
 from minikv.policies.selection import fill, stayed
 

@@ -10,16 +10,9 @@ import torch
 from minikv.cache.budget import Budget
 from minikv.cache.stats import Shape
 from minikv.errors import ContextError, UsageError
-from minikv.policies.base import (
-    ALL,
-    GlobalAllocator,
-    PromptPolicy,
-    Repeat,
-    StepPolicy,
-    Wording,
-    policy_columns,
-    smallest_budget,
-)
+from minikv.policies.base import ALL, StepPolicy
+from minikv.policies.parts import GlobalBudget, PromptPolicy, policy_columns, smallest_budget
+from minikv.policies.repeats import Repeat, Wording
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +46,7 @@ class Rules:
     @property
     def shares_layers(self) -> bool:
         """Whether all layers and heads share one budget."""
-        return self.prompt is not None and isinstance(self.prompt.layers, GlobalAllocator)
+        return self.prompt is not None and isinstance(self.prompt.layers, GlobalBudget)
 
     def least(self, pinned: int = 0) -> int:
         """The least rows per head with which the policies work, if `pinned` positions are

@@ -28,7 +28,9 @@ from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
 from minikv.cache.tier_rows import RamRows, columns_of, row_nbytes, seen
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import PromptPolicy, Repeat, RepeatView, StepPolicy
+from minikv.policies.base import StepPolicy
+from minikv.policies.parts import PromptPolicy
+from minikv.policies.repeats import Repeat, RepeatView
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from minikv.policies import (
 
 if TYPE_CHECKING:
     from minikv.cache.rules import Rules
-    from minikv.policies.facts import Method
+    from minikv.policies.options import Method
 
 
 _MOST = 1 << 60  # rows or bytes

@@ -19,7 +19,8 @@ from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.errors import ContextError, UsageError
-from minikv.policies.base import ALL, Wording, largest_block
+from minikv.policies.base import ALL, largest_block
+from minikv.policies.repeats import Wording
 
 USEFUL = 512
 """`budget="auto"` takes no fewer tokens per head: they would save little beside what reading

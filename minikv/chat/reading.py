@@ -27,7 +27,7 @@ from minikv.chat.stopping import Cancelling
 from minikv.chat.transcript import Message
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, MemoryShortError, UsageError
-from minikv.policies.base import Wording
+from minikv.policies.repeats import Wording
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with "

@@ -75,7 +75,7 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # At most two steps are under way, and each is read before a third is launched.
-        self._host = [torch.zeros(3, dtype=torch.int64, pin_memory=True) for _ in range(3)]
+        self._host = [torch.zeros(2, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._sent = 0
 
     def warm(self, body: Callable[[], None]) -> None:
@@ -144,8 +144,8 @@ class DecodeLoop:
         self._network, self._kv, self._capture = network, kv, capture
         with torch.inference_mode(False):
             self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
-            # The next token; whether all logits are finite; and the steps for `Schedule.note_left`.
-            self._found = torch.zeros(3, dtype=torch.int64, device=kv.device)
+            # The next token, and whether all logits are finite.
+            self._found = torch.zeros(2, dtype=torch.int64, device=kv.device)
             # The last tokens before the next one, the newest last, for the repeat penalty.
             self._recent = torch.zeros(WINDOW, dtype=torch.int64, device=kv.device)
             self._draws = torch.zeros(_DRAWS, dtype=torch.float64, device=kv.device)
@@ -198,13 +198,12 @@ class DecodeLoop:
             ahead = ahead and not (step is not None and step.evict_first)
             if ahead and self._at < min(kv.full_at, kv.shape.max_context):
                 self._early = self._launch()
-            following, finite, left = wait()
+            following, finite = wait()
             if not finite:
                 raise NumericsError(
                     f"the network produced NaN or infinite logits at position {kv.position + 1:,}",
                     'the turn was stopped; try `dtype="float32"`',
                 )
-            decode.schedule.note_left(kv.position, left)
             self._guess = following
             kv.count_step()
             done = True
@@ -231,7 +230,7 @@ class DecodeLoop:
         kv, decode, done = self._kv, self._kv.decode, False
         try:
             if self._unended and self._at <= kv.position and decode.is_open:
-                decode.due = decode.schedule.is_due(kv.position)
+                decode.due = decode.is_due(kv.position)
                 decode.end()
             self._early, self._unended = None, False
             done = True
@@ -260,7 +259,7 @@ class DecodeLoop:
         vocab, sampling, seed = self._how
         self._draw(sampling, seed)
         decode, ends = self._kv.decode, self._unended
-        decode.due = due = decode.schedule.is_due(self._at)  # of the last step
+        decode.due = due = decode.is_due(self._at)  # of the last step
         me = ref(self)  # the captured body must not keep this object and its cache alive
 
         def body() -> None:
@@ -294,9 +293,7 @@ class DecodeLoop:
         if ends:
             decode.end()
         logits = self._network.forward(self._token, decode)[:vocab]
-        if decode.schedule.drifts:
-            self._found[2].copy_(decode.left)
-        written = self._token, self._found[:2]
+        written = self._token, self._found
         if sampling.penalizes:
             logits = penalized(logits, self._recent, sampling.repeat_penalty)
         if sampling.temperature == 0.0:

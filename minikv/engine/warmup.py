@@ -19,7 +19,8 @@ from minikv.kernels import Part
 from minikv.kernels.attention import cudnn
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.native import build
-from minikv.policies.base import ALL, Evidence, smallest_budget
+from minikv.policies.base import ALL, Evidence
+from minikv.policies.parts import smallest_budget
 
 _ROWS = 4  # per head; compiled kernels do not depend on the number of rows
 _LATER = (72, 24, 8, 3, 1)

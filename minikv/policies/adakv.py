@@ -16,9 +16,9 @@ from torch import Tensor
 
 from minikv.errors import UsageError
 from minikv.policies import options, pyramidkv, selection, snapkv
-from minikv.policies.base import Candidates, HeadAllocator, Scorer
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.base import Scorer
+from minikv.policies.options import Method, Part, option
+from minikv.policies.parts import Candidates, HeadAllocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

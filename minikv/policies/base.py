@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minikv import kernels
-from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
 from minikv.policies import selection
+from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 ALL = 1 << 62
 """As a number of observed queries: every query of the prompt."""
@@ -151,36 +150,37 @@ class PromptView:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """F heads that may have to evict, of one layer or of all layers, padded to N rows.
+    """F heads that may have to evict, those of some layers or of all, padded to N rows.
 
     position: tokens counted, with the newest row unless the policy evicts first.
-    pos int64 [F, N]: positions; -1 for padding and for rows that the policy may not evict. All are
-        below `context`, which the host knows.
-    cap int64 [F]: rows that a head may keep. layer and head int64 [F]: the indices of each head;
-        the `heads` heads of a layer are side by side.
-    columns: the policy's own, [F, N] each.
+    pos int64 [F, N]: positions, all below `context`; -1 for padding and for pinned rows.
+    free bool [F, N]: the rows that may leave (`StepPolicy.free`).
+    cap int64 [F]: rows that a head may keep. count: how many rows a head gives up at most, an int
+        or int64 [F, 1].
+    layer: the index of the first one; each has `heads` heads, side by side.
+    column(name) [F, N]: one of the policy's columns.
     attention float32 [F, N]: the attention of the current query to each row, as
         `StepPolicy.attention` joins it. None before attention.
-    query and key: for a policy that evicts first and needs them, in one layer, `layer_index`: the
-        query [F, G, D] and the new row's key [F, 1, D]; for a block of t rows of a prompt [F, G *
-        t, D] and [F, t, D].
+    query and key: for a policy that evicts first and needs them, in one layer: the query [F, G, D]
+        and the new row's key [F, 1, D]; for a block of t rows of a prompt [F, G * t, D] and [F, t,
+        D].
     keys(heads) [f, N, D]: the keys of all rows of the heads int64 [f], which are indices below F.
     readable: values may be read without waiting for a device.
     """
 
     position: int | Tensor
     pos: Tensor
+    free: Tensor
     cap: Tensor
-    layer: Tensor
-    head: Tensor
-    columns: Mapping[str, Tensor]
+    count: int | Tensor
+    layer: int
+    heads: int
+    column: Callable[[str], Tensor]
     attention: Tensor | None = None
     query: Tensor | None = None
     key: Tensor | None = None
     keys: Callable[[Tensor], Tensor] | None = None
-    layer_index: int | None = None
     readable: bool = False
-    heads: int = 1
     context: int = 0
 
 
@@ -217,52 +217,6 @@ class Evidence:
     predicted: bool = False
     whole_layers: int = 0
     vectors: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wording:
-    """The request that asks a network to repeat what it has read, as token ids. first: to repeat it
-    from the beginning. later: to repeat the part that begins after certain tokens, which are put
-    after these ids. answer: what the chat template puts between a question and its answer."""
-
-    first: tuple[int, ...] = ()
-    later: tuple[int, ...] = ()
-    answer: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """A further text, as token ids, which scores the rows `begin` to `end` - 1 of the prompt."""
-
-    ids: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class RepeatView:
-    """T queries of a `Repeat` in one layer, and the rows over which their softmax is taken.
-
-    query [H, G, T, D]. at int64 [T]: their positions. first: the conversation's first rows, which
-    never leave; chunk: the n rows that are scored; own: the rows of the repeat itself so far; each
-    as `kernels.Part`. window: the layer's sliding window. value() [H, n, D]: of the chunk. output:
-    as in `PromptView`. lengths float32 [T]: the norms of the layer's input (after its norm) at the
-    queries; None unless `Evidence.lengths`. lse float32 [H, G, T]: the log-sum-exp of the queries'
-    logits over all of these rows; None if not known. ops: the kernels.
-    """
-
-    layer: int
-    query: Tensor
-    at: Tensor
-    first: Sequence[kernels.Part]
-    chunk: kernels.Part
-    own: kernels.Part
-    window: int | None
-    value: Callable[[], Tensor]
-    output: Callable[[], Tensor] | None = None
-    lengths: Tensor | None = None
-    lse: Tensor | None = None
-    ops: Kernels = field(default_factory=Kernels)
 
 
 def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
@@ -325,215 +279,6 @@ class Scorer(ABC):
         """float32 [H, n]: the scores that the queries of a repeat give to its chunk. A row that
         gets several scores keeps the largest."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The rows of a layer that compete for the rest of its budget: those that are free bool [H, N],
-    with scores float32 [H, N]. counted int64 [H]: how many these are, if known."""
-
-    view: PromptView
-    scorer: Scorer
-    scores: Tensor
-    free: Tensor
-    counted: Tensor | None = None
-    _found: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @property
-    def key(self) -> Tensor:
-        """int64 [H, N]: the rows' `order_key`. Computed once."""
-        if "key" not in self._found:
-            self._found["key"] = self.view.ops.order_key(self.scores, self.view.pos, self.free)
-        return self._found["key"]
-
-    def best(self, counts: Tensor, most: int, also: Tensor | None = None) -> Tensor:
-        """bool [H, N]: the counts[h] best of each head's rows, or all of them if they are fewer,
-        and those in `also`. counts int64 [H]: at most `most` each."""
-        return self.view.ops.best(self.key, counts, most, also)
-
-    def wanted(self, total: Tensor, most: int) -> Tensor:
-        """int64 [H]: how many of the layer's `total` best rows each head holds. total int64 [], at
-        most `most`."""
-        return self.view.ops.wanted(self.key, total, most)
-
-    @property
-    def have(self) -> Tensor:
-        """int64 [H]: how many free rows each head has."""
-        return self.free.sum(1) if self.counted is None else self.counted
-
-
-class LayerAllocator:
-    """How many rows each layer keeps. This base class gives every layer the same."""
-
-    axis = "layers"
-
-    def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
-        """Mean rows per head of each layer. They sum to layers x budget, unless an option selects
-        the rounding of a release.
-
-        most: rows that a head could hold at most. least: rows that the policies need. protected:
-        sinks and window.
-        """
-        return [budget] * layers
-
-
-class GlobalAllocator(ABC):
-    """One budget for all layers and heads: the best rows of the whole cache stay."""
-
-    axis = "layers"
-    shares_all = True
-
-    @abstractmethod
-    def worth(self, rows: Candidates) -> Tensor:
-        """float32 [H, N]: what each row is worth, comparable between layers."""
-
-
-class HeadAllocator:
-    """How many of a layer's free rows each head keeps. This base class gives every head the same;
-    what a head has no rows for goes to the others.
-
-    drift: rows per KV head by which the total may be exceeded.
-    """
-
-    axis = "heads"
-
-    @property
-    def drift(self) -> int:
-        return 0
-
-    def check(self, scorer: Scorer) -> None:
-        """Raise UsageError if it cannot be combined with the scorer."""
-
-    def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
-        """int64 [H]: rows for each head. They sum to `total` int64 [] (at most `most`), or to the
-        number of free rows if that is less.
-
-        No head gets more rows than it has free ones.
-        """
-        heads = len(rows.free)
-        return selection.share(rows.have, 0, 1, heads, rows.have, total)
-
-
-class Selector:
-    """Which rows stay. This base class keeps the best rows of each head."""
-
-    axis = "select"
-
-    def check(self, scorer: Scorer) -> None:
-        """Raise UsageError if it cannot be combined with the scorer."""
-
-    def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
-        """bool [H, N]: counts[h] of each head's free rows, or all of them if they are fewer. counts
-        int64 [H]: at most `most` each."""
-        return rows.best(counts, most)
-
-
-class Reweighter(ABC):
-    """Replaces the scores of some of the rows before the selector chooses."""
-
-    axis = "weigh"
-
-    @abstractmethod
-    def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
-        """As `Selector.select`; it passes the new scores to `selector`."""
-
-
-class Preference(ABC):
-    """Which rows leave after all others, after a prompt and while an answer is written."""
-
-    axis = "prefer"
-
-    @abstractmethod
-    def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
-        """bool, of the shape of pos int64: which rows these are. turns: see `PromptView`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptPolicy:
-    """A method that evicts at the end of every prompt, made of parts. Raises UsageError for parts
-    that cannot be combined."""
-
-    name: str
-    scorer: Scorer
-    layers: LayerAllocator | GlobalAllocator = field(default_factory=LayerAllocator)
-    heads: HeadAllocator = field(default_factory=HeadAllocator)
-    selector: Selector = field(default_factory=Selector)
-    reweighter: Reweighter | None = None
-    preference: Preference | None = None
-
-    def __post_init__(self) -> None:
-        self.heads.check(self.scorer)
-        self.selector.check(self.scorer)
-        plain = type(self.heads) is HeadAllocator and type(self.selector) is Selector
-        if isinstance(self.layers, GlobalAllocator) and (self.reweighter or not plain):
-            raise UsageError(
-                f"{self.name}: one budget for all layers leaves nothing to share among heads",
-                "leave out the parts that do (ada, draw, kvcrush, critical)",
-            )
-        if isinstance(self.layers, GlobalAllocator) and self.evidence.whole_layers:
-            raise UsageError(
-                f"{self.name}: one budget for all layers leaves no layer whole", "leave out `skip`"
-            )
-
-    @property
-    def evidence(self) -> Evidence:
-        """What the scorer reads and protects, and whether any part reads keys or values."""
-        found = self.scorer.evidence
-        return found if self.reweighter is None else replace(found, vectors=True)
-
-    def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
-        """See `LayerAllocator.rows`."""
-        assert isinstance(self.layers, LayerAllocator)
-        protected = self.evidence.sinks + self.evidence.window
-        rows = self.layers.rows(layers, budget, most, least, protected)
-        whole = min(self.evidence.whole_layers, layers)
-        return [max(most, n) for n in rows[:whole]] + rows[whole:]
-
-    def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
-        """See `Selector.select`."""
-        if self.reweighter is None:
-            return self.selector.select(rows, counts, most)
-        return self.reweighter.select(rows, counts, most, self.selector)
-
-    def keep(self, view: PromptView, total: int, pinned: int = 0, least: int = 0) -> Tensor:
-        """bool [H, N]: the rows that stay, `total` over all heads of the layer.
-
-        Rows at positions below `pinned` never leave, and every head gets at least `least` rows
-        beside them.
-        """
-        stays, free, counts = view.divide(*self.scorer.protected(view), pinned)
-        staying, own, have = counts
-        scores = self.scorer.score(view)
-        left = (total - staying.sum()).clamp(min=0)
-        if self.preference is not None:
-            preferred = self.preference.prefers(view.pos, view.turns) & free
-            count = preferred.sum()
-            fits = count <= left  # if not, only preferred rows compete for the room
-            stays = stays | (preferred & fits)
-            free = torch.where(fits, free & ~preferred, preferred)
-            left = left - count * fits
-            own, have = (stays & (view.pos >= pinned)).sum(1), free.sum(1)
-        rows = Candidates(view, self.scorer, scores, free, have)
-        counts = selection.ensure_least(self.heads.share(rows, left, total), own, have, least)
-        most = total + len(free)
-        if self.reweighter is None and type(self.selector) is Selector:
-            return rows.best(counts, most, also=stays)
-        return stays | self.select(rows, counts, most)
-
-    def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
-        """int64 [H, N]: a key that orders the rows of all layers, for a `GlobalAllocator`. Larger
-        is better; `kernels.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
-        assert isinstance(self.layers, GlobalAllocator)
-        sure, free, (_, own, have) = view.divide(*self.scorer.protected(view), pinned)
-        rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
-        worth = self.layers.worth(rows)
-        lack = (least - own).clamp(min=0)
-        key = view.ops.order_key(worth, view.pos, free)
-        sure = view.ops.best(key, lack, least, also=sure)
-        preferred = None
-        if self.preference is not None:
-            preferred = self.preference.prefers(view.pos, view.turns) & free
-        return selection.tiered_key(key, view.pos, sure, preferred)
 
 
 class StepPolicy(ABC):
@@ -607,44 +352,26 @@ class StepPolicy(ABC):
         """
 
     @abstractmethod
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        """float32 [F, N]: what each row is worth; infinity if it may not leave (`protect`). The
-        `count` rows with the lowest scores leave. count: where a device only knows it, an int64 [];
-        if heads give up different numbers of rows, the largest."""
+    def score(self, view: StepView) -> Tensor:
+        """float32 [F, N]: what each row is worth. The lowest scores leave; infinity: not this row.
+        Values where `view.free` is False are ignored."""
+
+    def worth(self, view: StepView) -> Tensor:
+        """The scores, infinite for rows that may not leave."""
+        return self.score(view).masked_fill(~view.free, torch.inf)
+
+    def free(
+        self, pos: Tensor, position: int | Tensor, count: int | Tensor, *, readable: bool = False
+    ) -> Tensor:
+        """bool [F, N]: rows that may leave, which are neither sinks nor recent. Where fewer than
+        `count` are left, all rows but the newest. The arguments are those of `StepView`."""
+        found = (pos >= self.sinks) & (pos < position - self.recent)
+        few = found.sum(1, keepdim=True) < count
+        if readable and not bool(few.any()):
+            return found
+        return found | (few & (pos >= 0) & (pos < position - 1))
 
     def quota(self, cap: Tensor) -> Tensor | None:
         """A table for the policy's kernel, computed from cap int64 [L, H] and of the same shape;
         None if it needs none."""
         return None
-
-
-def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:
-    """The columns that a pair of policies stores, with their dtypes."""
-    scorer_columns = prompt.scorer.columns if prompt is not None else {}
-    return {**scorer_columns, **(step.columns if step is not None else {})}
-
-
-def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0) -> int:
-    """The least rows per head with which a pair of policies works: sinks + window + 1. With a
-    `stride` and a `step` that evicts first, a block's rows must fit the cap as well: stride - 1
-    more."""
-    sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
-    window = max(prompt.evidence.window if prompt else 0, step.recent if step else 0)
-    block = stride - 1 if stride and step is not None and step.evict_first else 0
-    return sinks + window + 1 + block
-
-
-def unprotected(view: StepView, policy: StepPolicy, count: int | Tensor = 1) -> Tensor:
-    """bool [F, N]: rows that may leave, which are neither sinks nor recent. Where fewer than
-    `count` are left, all rows but the newest."""
-    newest = view.position - 1
-    free = (view.pos >= policy.sinks) & (view.pos <= newest - policy.recent)
-    few = free.sum(1, keepdim=True) < count
-    if view.readable and not bool(few.any()):
-        return free
-    return free | (few & (view.pos >= 0) & (view.pos < newest))
-
-
-def protect(scores: Tensor, view: StepView, policy: StepPolicy) -> Tensor:
-    """The scores [F, N], infinite for rows that are not `unprotected`."""
-    return scores.masked_fill(~unprotected(view, policy), torch.inf)

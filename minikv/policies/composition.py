@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies import registry
-from minikv.policies.options import read_options
+from minikv.policies.options import Method, Part, read_options
 
 if TYPE_CHECKING:
-    from minikv.policies.base import PromptPolicy, StepPolicy
-    from minikv.policies.facts import Method, Part
+    from minikv.policies.base import StepPolicy
+    from minikv.policies.parts import PromptPolicy
 
 _FIELDS = {
     "scorer": "scorer",
@@ -197,7 +197,7 @@ def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> Pro
     values = read_options(method.name, method.prompt_options, options or {})
     if not method.parts:
         return None
-    from minikv.policies.base import PromptPolicy
+    from minikv.policies.parts import PromptPolicy
 
     made = {_FIELDS[part.axis]: part.make(values) for part in method.parts}
     return PromptPolicy(name=method.name, **made)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from minikv.policies import selection
-from minikv.policies.base import Candidates, Reweighter, Selector
-from minikv.policies.facts import Part
-from minikv.policies.options import option
+from minikv.policies.options import Part, option
 from minikv.policies.outputs import output_norms
+from minikv.policies.parts import Candidates, Reweighter, Selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

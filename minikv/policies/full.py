@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minikv.policies.facts import Method
+from minikv.policies.options import Method
 
 FULL = Method(
     "full",

@@ -8,25 +8,15 @@ decode step may evict.
 The releases hold every layer until all are scored. Here only the best rows so far are kept while
 layers are read (`minikv.cache.global_pool`), so peak memory is that of one layer. The same rows
 stay.
+
+`uniform` gives every layer the same budget. It replaces the one budget of a method, as in
+`kvzip+uniform` (the uniform threshold of KVzip's release, `layerwise` in kvpress).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from torch import Tensor
-
-from minikv.policies.base import Candidates, GlobalAllocator
-from minikv.policies.facts import Part
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GlobalBudget(GlobalAllocator):
-    """A row is worth its score in every layer and head."""
-
-    def worth(self, rows: Candidates) -> Tensor:
-        return rows.scores
-
+from minikv.policies.options import Part
+from minikv.policies.parts import GlobalBudget, LayerAllocator
 
 LAYERS = Part(
     "global",
@@ -41,3 +31,5 @@ LAYERS = Part(
         "The choice is the same",
     ),
 )
+
+UNIFORM = Part("uniform", LayerAllocator, "every layer keeps the same")

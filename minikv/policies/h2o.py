@@ -18,17 +18,8 @@ import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import (
-    ALL,
-    Evidence,
-    PromptView,
-    Scorer,
-    StepPolicy,
-    StepView,
-    unprotected,
-)
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.base import ALL, Evidence, PromptView, Scorer, StepPolicy, StepView
+from minikv.policies.options import Method, Part, option
 
 
 def _recent_share() -> Any:
@@ -95,13 +86,13 @@ class H2O(StepPolicy):
     ) -> None:
         columns["sum"].add_(attention)
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        newest = torch.minimum(self.quota(view.cap), (view.pos >= 0).sum(1) - count).clamp(min=1)
-        edge = view.pos.sort(1, descending=True).values.gather(1, newest[:, None] - 1)
-        allowed = unprotected(view, self)
-        older = allowed & (view.pos < edge)
-        allowed = torch.where(older.sum(1, keepdim=True) >= count, older, allowed)
-        return view.columns["sum"].masked_fill(~allowed, torch.inf)
+    def score(self, view: StepView) -> Tensor:
+        rows = (view.pos >= 0).sum(1, keepdim=True)
+        newest = torch.minimum(self.quota(view.cap)[:, None], rows - view.count).clamp(min=1)
+        edge = view.pos.sort(1, descending=True).values.gather(1, newest - 1)
+        older = view.free & (view.pos < edge)
+        enough = older.sum(1, keepdim=True) >= view.count
+        return view.column("sum").masked_fill(enough & ~older, torch.inf)
 
     def quota(self, cap: Tensor) -> Tensor:
         """int64, of the shape of `cap`: how many of a head's rows are protected as the newest."""

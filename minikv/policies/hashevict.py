@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import StepPolicy, StepView, protect
+from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.bits import BITS, ones
-from minikv.policies.facts import Method
-from minikv.policies.options import option
+from minikv.policies.options import Method, option
 
 
 def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
@@ -59,12 +58,11 @@ class HashEvict(StepPolicy):
         matrices = torch.stack([self.matrix(layer + i, key) for i in range(len(key))])
         return {"code": codes(key, matrices[:, None]).to(self.columns["code"])}
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+    def score(self, view: StepView) -> Tensor:
         probe = view.key if self.hash_with == "key" else view.query
         assert probe is not None
-        assert view.layer_index is not None
-        probes = codes(probe, self.matrix(view.layer_index, probe))  # [F, G]
-        return protect(-distances(view.columns["code"], probes, self.bits), view, self)
+        probes = codes(probe, self.matrix(view.layer, probe))  # [F, G]
+        return -distances(view.column("code"), probes, self.bits)
 
 
 def codes(x: Tensor, matrix: Tensor) -> Tensor:

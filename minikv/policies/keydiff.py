@@ -17,8 +17,7 @@ from torch import Tensor
 from minikv.kernels import order_key
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.options import Method, Part, option
 
 _LEFT = 4.0  # subtracted from the worth (-1 to 1) of rows that a block has dropped
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from minikv.errors import UsageError
 from minikv.policies import options, snapkv
-from minikv.policies.base import Candidates, Scorer, Selector
+from minikv.policies.base import Scorer
 from minikv.policies.counter_rng import uniform
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.options import Method, Part, option
+from minikv.policies.parts import Candidates, Selector
 
 _LAST = torch.iinfo(torch.int64).max
 

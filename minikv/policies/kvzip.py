@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from minikv.policies import global_budget, options
-from minikv.policies.base import Evidence, PromptView, Repeat, RepeatView, Scorer, Wording
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.options import Method, Part, option
 from minikv.policies.outputs import output_lengths
+from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 _COLUMN = "worth"
 _LEAST = 1e-30  # least score of a row that was scored; 0 means not scored

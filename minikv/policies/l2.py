@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
+from minikv.policies.options import Method, Part, option
 
 
 def norms(key: Tensor) -> Tensor:
@@ -55,8 +54,8 @@ class L2(StepPolicy):
     def of_key(self, layer: int, key: Tensor) -> dict[str, Tensor]:
         return {"norm": norms(key)}
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        return protect(-view.columns["norm"], view, self)
+    def score(self, view: StepView) -> Tensor:
+        return -view.column("norm")
 
 
 SCORER = Part(

@@ -2,9 +2,7 @@
 
 The last queries of the prompt are proxies for all queries. A part of the budget goes to the rows
 with the most attention from the proxies. The rest is drawn without replacement, differently in
-every layer and head, so that not all heads lose the same rows. Departures from the release: proxies
-are causal, and all of their rows stay; draws are in proportion to the attention itself, because a
-softmax over its sums is nearly uniform; counts are absolute numbers, so that short prompts work.
+every layer and head, so that not all heads lose the same rows.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ import torch
 from torch import Tensor
 
 from minikv.policies import options, selection
-from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, Selector
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.counter_rng import gumbel, row_uniform
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.options import Method, Part, option
+from minikv.policies.parts import Candidates, Selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv.policies.base import PromptView, RepeatView, blocks
+from minikv.policies.base import PromptView, blocks
+from minikv.policies.repeats import RepeatView
 
 _PROJECTED = 4096  # rows projected at once, those of all heads counted
 

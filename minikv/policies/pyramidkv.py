@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from minikv.policies import options, snapkv
-from minikv.policies.base import LayerAllocator
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.options import Method, Part, option
+from minikv.policies.parts import LayerAllocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
 from minikv.policies.counter_rng import row_uniform, uniform
-from minikv.policies.facts import Method, Part
+from minikv.policies.options import Method, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +43,10 @@ class Random(StepPolicy):
     name: str = "random"
     evict_first: bool = True
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        drawn = uniform(self.seed, view.layer[:, None], view.head[:, None], view.position, view.pos)
-        return protect(drawn, view, self)
+    def score(self, view: StepView) -> Tensor:
+        each = torch.arange(len(view.pos), device=view.pos.device)[:, None]
+        layer, head = view.layer + each // view.heads, each % view.heads
+        return uniform(self.seed, layer, head, view.position, view.pos)
 
 
 SCORER = Part("random", RandomScorer, "a draw")

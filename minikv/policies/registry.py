@@ -6,10 +6,9 @@ Names need no torch. `method` and `part` import the policy's file, which does.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from minikv.policies.facts import Method, Part
+from minikv.policies.options import Method, Part
 
 _Fact = TypeVar("_Fact", "Method", "Part")
 
@@ -41,6 +40,7 @@ FILES = {
     "ada-expected": "expected",
     "kvzip+": "kvzip",
     "global": "global_budget",
+    "uniform": "global_budget",
 }
 """The file of this package in which a name is declared, where the file has another name."""
 
@@ -71,15 +71,11 @@ def part_names() -> list[str]:
 
 def method(name: str) -> Method:
     """The method of this name, which must be one."""
-    from minikv.policies.facts import Method
-
     return _declared(name, Method)
 
 
 def part(name: str) -> Part:
     """The part of this name, which must be one."""
-    from minikv.policies.facts import Part
-
     return _declared(name, Part)
 
 

@@ -7,11 +7,8 @@ redundancy. Its attention is the mean over the last `window` queries, then the l
 between its key and the other keys; a cosine does not count for a row that is the newest of all rows
 whose cosine to the other row is above `threshold`. The window's rows always stay.
 
-Departures from the release (`rkv/compression/r1_kv.py`): the softmax of the attention includes the
-window's columns, and the query heads of a group are joined by the mean; `softmax=past` and
-`group=max` do as the release does. "Neighbouring" and "newest" go by position; the release uses the
-order of its cache, which its own choice shuffles. If no cosine to a row is above the threshold, all
-of them count; in the release, the one of the first row does not. Pinned rows are not compared.
+The release is `rkv/compression/r1_kv.py`; `softmax=past` and `group=max` do as it does. If no
+cosine to a row is above the threshold, all of them count.
 
 Keys are compared in blocks, so that no temporary has more than `BLOCK` numbers (or one head's keys,
 if they are more), however many rows a head holds.
@@ -28,9 +25,8 @@ from torch import Tensor
 
 from minikv.errors import UsageError
 from minikv.policies import options
-from minikv.policies.base import StepPolicy, StepView, unprotected
-from minikv.policies.facts import Method
-from minikv.policies.options import option
+from minikv.policies.base import StepPolicy, StepView
+from minikv.policies.options import Method, option
 from minikv.policies.selection import order_of, pool
 
 BLOCK = 1 << 20
@@ -103,11 +99,11 @@ class RKV(StepPolicy):
             columns[f"seen{i}"].copy_(columns[f"seen{i - 1}"])
         columns["seen0"].copy_(attention)
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+    def score(self, view: StepView) -> Tensor:
         past = (view.pos >= 0) & (view.pos < view.position - self.window)
         attention = torch.zeros_like(view.pos, dtype=torch.float32)
-        for seen in view.columns.values():
-            of_past = seen.masked_fill(~past, 0.0)
+        for name in self.columns:
+            of_past = view.column(name).masked_fill(~past, 0.0)
             if self.softmax == "past":
                 of_past = of_past / of_past.sum(1, keepdim=True).clamp(min=1e-30)
             attention += of_past
@@ -116,8 +112,9 @@ class RKV(StepPolicy):
         attention = attention.masked_fill(~past, 0.0)
         score = self.mix * attention - (1 - self.mix) * redundancy(view, self.threshold)
         # If an adaptive budget gives a head less than the window, the window's rows leave last.
-        score = score.masked_fill(~unprotected(view, self), torch.finfo(torch.float32).max)
-        return score.masked_fill(~unprotected(view, self, count), torch.inf)
+        old = past & (view.pos >= self.sinks)
+        last = ~old & old.any(1, keepdim=True)
+        return score.masked_fill(last, torch.finfo(torch.float32).max)
 
 
 def redundancy(view: StepView, threshold: float) -> Tensor:

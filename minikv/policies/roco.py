@@ -5,11 +5,6 @@ Per row: the sum of the attention it got (mean over the query heads of its group
 squares, and the number of queries that could see the row. Rows whose attention varies most do not
 leave. Of the others, the one with the lowest mean leaves, one per head and step.
 
-Departures from the release: each head has its own cap, the prompt's rows included; the first and
-the newest rows are protected by position; the variance is clamped at 0, because rounding can make
-that of constant attention negative and the release's deviation NaN; at least one row may always
-leave.
-
 The paper does not say with which statistics an answer starts after a prompt policy. Here they are
 those of the prompt's last queries, with two changes. They are pooled over neighbouring rows
 (`pool`), because rows that a prompt policy kept for their neighbours' sake would otherwise leave
@@ -26,9 +21,8 @@ import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import PromptView, StepPolicy, StepView, unprotected
-from minikv.policies.facts import Method
-from minikv.policies.options import option
+from minikv.policies.base import PromptView, StepPolicy, StepView
+from minikv.policies.options import Method, option
 from minikv.policies.selection import pool
 
 
@@ -105,18 +99,18 @@ class RoCo(StepPolicy):
         columns["squares"].add_(attention * attention)
         columns["count"].add_(1.0)
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        allowed = unprotected(view, self)
-        seen = view.columns["count"].clamp(min=1.0)
-        mean = view.columns[self.total] / seen
-        variance = (view.columns["squares"] / seen - mean.square()).clamp(min=0.0)
-        # The `few` allowed rows whose attention varies least may leave.
-        few = torch.minimum(self.quota(view.cap).clamp(min=count), allowed.sum(1)).clamp(min=1)
-        variance = variance.masked_fill(~allowed, torch.inf)
-        if not view.readable or count > 1:
-            return mean.masked_fill(~(allowed & _steady(variance, few)), torch.inf)
+    def score(self, view: StepView) -> Tensor:
+        seen = view.column("count").clamp(min=1.0)
+        mean = view.column(self.total) / seen
+        variance = (view.column("squares") / seen - mean.square()).clamp(min=0.0)
+        variance = variance.masked_fill(~view.free, torch.inf)
+        # The `few` free rows whose attention varies least may leave.
+        quota = self.quota(view.cap)[:, None].clamp(min=view.count)
+        few = torch.minimum(quota, view.free.sum(1, keepdim=True)).clamp(min=1)
+        if not view.readable:
+            return mean.masked_fill(~_steady(variance, few), torch.inf)
         # If values can be read, only the heads that need it are sorted.
-        mean = mean.masked_fill(~allowed, torch.inf)
+        mean = mean.masked_fill(~view.free, torch.inf)
         unsure = _unsure(mean, variance, few)
         if len(unsure):
             steady = _steady(variance[unsure], few[unsure])
@@ -130,9 +124,9 @@ class RoCo(StepPolicy):
 
 
 def _steady(variance: Tensor, keep: Tensor) -> Tensor:
-    """bool [F, N]: the `keep` [F] rows of each head whose attention varies least, with all that are
-    equal to the last of them."""
-    return variance <= variance.sort(1).values.gather(1, keep[:, None] - 1)
+    """bool [F, N]: the `keep` [F, 1] rows of each head whose attention varies least, with all that
+    are equal to the last of them."""
+    return variance <= variance.sort(1).values.gather(1, keep - 1)
 
 
 def _unsure(mean: Tensor, variance: Tensor, keep: Tensor) -> Tensor:
@@ -143,8 +137,9 @@ def _unsure(mean: Tensor, variance: Tensor, keep: Tensor) -> Tensor:
     sorted.
     """
     lowest, found = mean.min(1, keepdim=True)
-    steadier = (variance < variance.gather(1, found)).sum(1)
-    return ((steadier >= keep) | ((mean == lowest).sum(1) != 1)).nonzero()[:, 0]
+    steadier = (variance < variance.gather(1, found)).sum(1, keepdim=True)
+    tied = (mean == lowest).sum(1, keepdim=True) != 1
+    return ((steadier >= keep) | tied).nonzero()[:, 0]
 
 
 METHOD = Method(

@@ -2,9 +2,8 @@
 
 Of the last `history` queries (400 by default), it counts those that gave a row less than 1 / (rows
 that the query saw). The row with the largest count, relative to the number of queries that could
-see it, leaves. Departures from the paper: one row leaves per step, not half of the cache at once;
-sinks are protected. Of a prompt only the last 32 queries count, because the attention of the others
-is not kept.
+see it, leaves. Of a prompt only the last 32 queries count, because the attention of the others is
+not kept.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from minikv.kernels.attention.plain import visible
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass.plain import Part
 from minikv.policies import options
-from minikv.policies.base import PromptView, StepPolicy, StepView, protect
+from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import BITS, ones
-from minikv.policies.facts import Method
-from minikv.policies.options import option
+from minikv.policies.options import Method, option
 
 EVEN = 2.0**-13
 """A probability counts as an even share if it is lower by at most this part of the share, because
@@ -84,9 +82,8 @@ class ScissorHands(StepPolicy):
         columns["lows"].sub_(words[-1] >> (bits - 1))  # of the oldest query, which drops out
         words[-1].bitwise_left_shift_(1).bitwise_or_(carry).bitwise_and_((1 << bits) - 1)
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
-        share = view.columns["lows"] / view.columns["queries"].clamp(min=1.0)
-        return protect(-share, view, self)
+    def score(self, view: StepView) -> Tensor:
+        return -view.column("lows") / view.column("queries").clamp(min=1.0)
 
 
 def after_prompt(

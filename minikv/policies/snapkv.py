@@ -2,10 +2,7 @@
 
 The attention of the last W queries is averaged over these queries and over the query heads of a
 group, then pooled over neighbouring rows. The best rows of each KV head stay, and the window
-itself. Departures from the release: each KV head keeps one set of rows, not one per query head, so
-that models with grouped-query attention really free memory; all arithmetic is float32; the mean
-over the group comes before pooling; the budget includes the window; the default pooling is the
-maximum over 7 rows, as in the published runs.
+itself. The mean over the group comes before pooling; the budget includes the window.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.facts import Method, Part
+from minikv.policies.options import Method, Part
 from minikv.policies.selection import pool_mass
 
 

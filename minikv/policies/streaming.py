@@ -1,7 +1,6 @@
 """StreamingLLM (arXiv 2309.17453): the first rows (attention sinks) and the last ones stay.
 
-Departure: the paper numbers positions anew inside the cache at every step. Here keys keep their
-positions, so this is a sliding window with sinks and does not extend the context.
+Keys keep their positions, so this is a sliding window with sinks and does not extend the context.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
-from minikv.policies.facts import Method, Part
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
+from minikv.policies.options import Method, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +38,9 @@ class Streaming(StepPolicy):
     evict_first: bool = True
     recent: int = 0
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+    def score(self, view: StepView) -> Tensor:
         age = view.pos.float()
-        return protect(age.where(view.pos >= self.sinks, -age), view, self)
+        return age.where(view.pos >= self.sinks, -age)
 
 
 SCORER = Part(

@@ -1,8 +1,7 @@
 """TOVA (arXiv 2401.06104): the rows that the newest query attends to least leave.
 
 Layer-wise, as published: attention is averaged over all heads of a layer, so heads that hold the
-same rows evict the same one. With `per_head` each KV head uses only its own attention. Departure:
-the newest row is protected; the release evicts it if its own attention is the lowest.
+same rows evict the same one. With `per_head` each KV head uses only its own attention.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView, protect
-from minikv.policies.facts import Method, Part
-from minikv.policies.options import option
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
+from minikv.policies.options import Method, Part, option
 
 
 def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
@@ -74,12 +72,11 @@ class Tova(StepPolicy):
     def recent(self) -> int:  # type: ignore[override]
         return int(self.protect_newest)
 
-    def score(self, view: StepView, count: int | Tensor) -> Tensor:
+    def score(self, view: StepView) -> Tensor:
         assert view.attention is not None
-        mean = view.attention
-        if not self.per_head:
-            mean = layer_mean(mean, view.pos, view.heads, view.context)
-        return protect(mean, view, self)
+        if self.per_head:
+            return view.attention
+        return layer_mean(view.attention, view.pos, view.heads, view.context)
 
 
 SCORER = Part(

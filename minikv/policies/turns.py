@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policies.base import Preference
-from minikv.policies.facts import Part
-from minikv.policies.options import option
+from minikv.policies.options import Part, option
+from minikv.policies.parts import Preference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,8 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
 from minikv.policies import registry
-from minikv.policies.base import (
-    Candidates,
-    PromptPolicy,
-    PromptView,
-    smallest_budget,
-)
+from minikv.policies.base import PromptView
+from minikv.policies.parts import Candidates, PromptPolicy, smallest_budget
 
 PROMPTS = [name for name in policies.prompt_names() if name != "full"]
 COMPOSED = [*PROMPTS, "h2o+ada+pyramid", "kvcrush(adakv)", "snapkv+critical+turns", "l2+nacl+ada"]

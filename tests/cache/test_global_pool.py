@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,16 +18,8 @@ from minikv.cache.global_pool import GlobalPool
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
-from minikv.policies.base import Candidates, GlobalAllocator, PromptPolicy, PromptView
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Global(GlobalAllocator):
-    """Scores as they are; of the later layers a little more."""
-
-    def worth(self, rows: Candidates) -> Tensor:
-        return rows.scores * (1 + 0.1 * rows.view.layer)
-
+from minikv.policies.base import PromptView
+from minikv.policies.parts import GlobalBudget, PromptPolicy
 
 Seen = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer: scores, positions, what is protected
 
@@ -40,7 +32,7 @@ def policy(name: str, options: dict[str, object] | None = None) -> tuple[PromptP
     def note(view: PromptView, scores: Tensor) -> None:
         seen[view.layer] = scores, view.pos, view.divide(*made.scorer.protected(view))[0]
 
-    return replace(made, scorer=Spy(made.scorer, note), layers=Global()), seen
+    return replace(made, scorer=Spy(made.scorer, note), layers=GlobalBudget()), seen
 
 
 def expected(
@@ -52,7 +44,7 @@ def expected(
         for h in range(len(pos)):
             live = [i for i in range(pos.shape[1]) if int(pos[h, i]) >= 0]
             at = {i: int(pos[h, i]) for i in live}
-            worth = {i: float(scores[h, i] * (1 + 0.1 * layer)) for i in live}
+            worth = {i: float(scores[h, i]) for i in live}
             sure = {i for i in live if protected[h, i] or at[i] < pinned}
             own = sum(at[i] >= pinned for i in sure)
             order = sorted((i for i in live if i not in sure), key=lambda i: (-worth[i], -at[i]))
@@ -166,7 +158,7 @@ def test_what_shares_rows_among_heads_does_not_go_with_it() -> None:
     made = policies.prompt_policy("adakv")
     assert made is not None
     with pytest.raises(UsageError, match="one budget for all layers"):
-        replace(made, layers=Global())
+        replace(made, layers=GlobalBudget())
 
 
 def test_the_pool_has_the_rows_that_heads_will_own_and_one_more() -> None:
@@ -196,7 +188,7 @@ def test_what_each_layer_lost_is_the_attention_of_the_rows_that_left(
         rows = zip(view.pos.tolist(), given.tolist(), strict=True)
         shares[view.layer] = [dict(zip(pos, row, strict=True)) for pos, row in rows]
 
-    spied = replace(made, scorer=Spy(made.scorer, note), layers=Global())
+    spied = replace(made, scorer=Spy(made.scorer, note), layers=GlobalBudget())
     run = Engine(net, over(net, Rules(spied, None, Budget.parse(15))))
     for turn in range(2):
         run.prompt(ids(60, seed=turn))

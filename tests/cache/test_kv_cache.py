@@ -27,7 +27,7 @@ from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
-from minikv.policies.base import LayerAllocator, policy_columns, smallest_budget
+from minikv.policies.parts import LayerAllocator, policy_columns, smallest_budget
 
 
 def two_turns(runner: object, first: int, second: int, answer: int = 6) -> list[Tensor]:

@@ -30,7 +30,8 @@ from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
 from minikv.policies import Option, Value, registry
-from minikv.policies.base import GlobalAllocator, StepPolicy, policy_columns
+from minikv.policies.base import StepPolicy
+from minikv.policies.parts import GlobalBudget, policy_columns
 
 FAR = torch.device("meta")
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 1, 3, 2, 8, 16
@@ -203,7 +204,7 @@ def read(
         rotary=far(SIZE // 2),
         output=lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
         predicted=far(60),
-        pool=120 if chosen is not None and isinstance(chosen.layers, GlobalAllocator) else None,
+        pool=120 if chosen is not None and isinstance(chosen.layers, GlobalBudget) else None,
     )
     shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (None,) * LAYERS, 4096)
     held = uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS)

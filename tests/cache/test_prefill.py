@@ -29,7 +29,8 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import Evidence, PromptPolicy, PromptView, Scorer
+from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.parts import PromptPolicy
 
 
 def contents(arena: Arena) -> list[object]:

@@ -12,7 +12,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, UsageError
-from minikv.policies.base import Wording
+from minikv.policies.repeats import Wording
 
 SHAPE = Shape(4, 2, 4, 8, (None, 20, None, None), 1000)
 WORDS = Wording([1, 2], [3], [4])

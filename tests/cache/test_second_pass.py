@@ -32,7 +32,9 @@ from minikv.engine.engine import Engine
 from minikv.errors import ContextError
 from minikv.kernels.dispatch import Kernels
 from minikv.models.llama import Llama
-from minikv.policies.base import PromptView, Repeat, Wording, policy_columns
+from minikv.policies.base import PromptView
+from minikv.policies.parts import policy_columns
+from minikv.policies.repeats import Repeat, Wording
 
 WORDS = Wording((7, 8), (9, 7, 3), (5,))
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import typer
 from fakes import ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat_over
 from typer.testing import CliRunner, Result
 
 import minikv

@@ -163,17 +163,3 @@ def crush(pos: list[Rows], distance: dict[float, int], ratio: float, how: str) -
         return sure | {rest[n] for n in ranks(len(rest), extra, how)}
 
     return choose
-
-
-def critical(
-    pos: list[Rows], weighed: list[Rows], by_score: float, window: int, then: Choose
-) -> Choose:
-    """CriticalKV: a share of the rows by score, the window counted in, the rest by `weighed`."""
-
-    def choose(head: int, scores: Rows, free: list[int], count: int) -> set[int]:
-        sure = min(count, max(0, int((count + window) * by_score) - window))
-        first = best(scores, pos[head], free, sure)
-        rest = [i for i in free if i not in first]
-        return first | then(head, weighed[head], rest, count - sure)
-
-    return choose

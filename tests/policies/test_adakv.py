@@ -10,11 +10,8 @@ from minikv import policies
 from minikv.errors import UsageError
 from minikv.kernels.evict.plain import order_key
 from minikv.kernels.evict.plain import wanted as wanted_rows
-from minikv.policies.base import (
-    Candidates,
-    HeadAllocator,
-    PromptView,
-)
+from minikv.policies.base import PromptView
+from minikv.policies.parts import Candidates, HeadAllocator
 
 
 @pytest.mark.parametrize("name", ["l2+ada", "keydiff+ada", "h2o+ada", "expected+ada"])

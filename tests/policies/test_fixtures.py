@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from small import ids, network, over, victims
 from spy import Spy
 from torch import Tensor
+from views import asked
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -28,7 +29,8 @@ from minikv.engine.engine import Engine
 from minikv.kernels.evict.plain import best, order_key
 from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
 from minikv.policies import kvcrush
-from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView
+from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.parts import Candidates
 from minikv.policies.snapkv import SnapKV
 
 DATA = Path(__file__).parents[1] / "data"
@@ -49,8 +51,10 @@ def like(start: str) -> list[str]:
     return [name for name in CASES if name.startswith(start)]
 
 
-def roles(case: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {role: tensors[name] for role, name in case["tensors"].items()}
+def opened(name: str, tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A case's parameters, and its tensors by their role."""
+    case = CASES[name]
+    return case["params"], {role: tensors[name] for role, name in case["tensors"].items()}
 
 
 def ragged(flat: Tensor, lengths: Tensor) -> list[list[int]]:
@@ -114,30 +118,29 @@ def follow(kv: KVCache, query: Tensor, key: Tensor, victims: list[list[int]]) ->
         assert [set(rows) for rows in kept(kv)] == held, f"step {step}"
 
 
-@pytest.mark.parametrize("name", of("snapkv"))
-def test_snapkv(name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
-    policy = policies.prompt_policy("snapkv", options(params))
-    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"])
-    kept = run_prompt(kv, params, data)
-    assert kept == ragged(data["expected_kept"], data["expected_kept_len"])
+OFFICIAL = {"rounding": "official"}
+WINDOWED: dict[str, dict[str, object]] = {
+    "snapkv": {},
+    "adakv": OFFICIAL,
+    "pyramid": {"line": "factory"},
+    "ada-pyramid": OFFICIAL | {"line": "official"},
+}
+"""Of each kind of case: how the release computes."""
 
 
-@pytest.mark.parametrize("name", of("adakv"))
-def test_adakv(name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
-    given = options(params) | {
-        "alpha": params["alpha"],
-        "rounding": "official",
-        "normalize": params["normalize"],
-    }
-    policy = policies.prompt_policy("adakv", given)
-    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"])
+@pytest.mark.parametrize("name", [n for p in WINDOWED for n in of(p) if "budgets" not in n])
+def test_attention_of_the_last_window(name: str, tensors: dict[str, Tensor]) -> None:
+    params, data = opened(name, tensors)
+    kind = CASES[name]["policy"]
+    given = options(params) | WINDOWED[kind]
+    given |= {name: params[name] for name in ("alpha", "normalize", "beta") if name in params}
+    policy = policies.prompt_policy({"pyramid": "pyramidkv"}.get(kind, kind), given)
+    layers = params.get("L", 1)
+    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"], layers)
     kept = run_prompt(kv, params, data)
-    assert kept == ragged(data["expected_kept"], data["expected_kept_len"])
-    assert [len(rows) for rows in kept] == data["expected_budget"].tolist()
+    assert kept == ragged(data["expected_kept"], data["expected_kept_len"].flatten())
+    if kind == "adakv":
+        assert [len(rows) for rows in kept] == data["expected_budget"].tolist()
 
 
 @pytest.mark.parametrize("name", of("snapkv") + of("adakv"))
@@ -145,8 +148,7 @@ def test_scores(name: str, tensors: dict[str, Tensor]) -> None:
     """The pooled scores themselves, to 2e-4, where the case has them."""
     from minikv.kernels.mass import plain as attention_mass
 
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     n, w = params["N"], params["W"]
     pos = torch.arange(n)
     query = data["q_window"].unflatten(0, (params["Hk"], params["G"]))
@@ -165,30 +167,9 @@ def test_scores(name: str, tensors: dict[str, Tensor]) -> None:
     torch.testing.assert_close(scores[:, : n - w], want, rtol=2e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.05, 0.2, 0.35, 1.0])
-@pytest.mark.parametrize("heads", [1, 3, 8])
-def test_exact_rounding_sums_to_the_row(alpha: float, heads: int) -> None:
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(20):
-        scores = torch.rand(heads, 90, generator=generator)
-        free = torch.rand(heads, 90, generator=generator) > 0.2
-        total = heads * int(torch.randint(1, 60, (1,), generator=generator))
-        pos = torch.arange(90).expand(heads, 90)
-        view = PromptView(0, 90, pos, 0, None, None, torch.Tensor, torch.Tensor)
-        policy = policies.prompt_policy("adakv", {"alpha": alpha})
-        assert policy is not None
-        rows = Candidates(view, policy.scorer, scores, free)
-        counts = policy.heads.share(rows, torch.tensor(total), total).tolist()
-        assert sum(counts) == min(total, int(free.sum()))
-        floor = int(alpha * total / heads)
-        for count, most in zip(counts, free.sum(1).tolist(), strict=True):
-            assert min(floor, most) <= count <= most
-
-
 @pytest.mark.parametrize("name", of("streaming"))
 def test_streaming(name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     given = {"sinks": params["start"]}
     kv = one_layer(
         2,
@@ -216,8 +197,7 @@ def test_streaming(name: str, tensors: dict[str, Tensor]) -> None:
 def test_roco(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
     """The release exempts the prompt and counts b over the answer: here the prompt's P rows are
     sinks, the cap is P + b, and `scope` is chosen so that as many rows are saved, int(0.3 b)."""
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     first, b = params["P"], params["b"]
     saved = int(0.3 * b) + first
     policy = policies.step_policy(
@@ -235,7 +215,7 @@ def test_roco(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", like("pyramid_budgets"))
 def test_pyramid_budgets(name: str, tensors: dict[str, Tensor]) -> None:
     """What a layer may hold beyond the prompt says nothing: nothing is evicted there."""
-    data = roles(CASES[name], tensors)
+    _, data = opened(name, tensors)
     want = data["expected_budget"] if "expected_budget" in data else data["expected_capacity"]
     for layers, tokens, budget, window, beta in data["problem"].tolist():
         given = {"beta": beta, "line": "factory" if name.endswith("factory") else "official"}
@@ -252,40 +232,9 @@ def test_pyramid_budgets(name: str, tensors: dict[str, Tensor]) -> None:
         assert max(line) <= max(tokens, budget)
 
 
-@pytest.mark.parametrize("name", [n for n in of("pyramid") if "budgets" not in n])
-def test_pyramidkv(name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
-    given = options(params) | {
-        "beta": params["beta"],
-        "line": "factory",
-    }
-    policy = policies.prompt_policy("pyramidkv", given)
-    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"], params["L"])
-    want = ragged(data["expected_kept"], data["expected_kept_len"].flatten())
-    assert run_prompt(kv, params, data) == want
-
-
-@pytest.mark.parametrize("name", of("ada-pyramid"))
-def test_ada_pyramid(name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
-    given = options(params) | {
-        "beta": params["beta"],
-        "line": "official",
-        "rounding": "official",
-        "alpha": params["alpha"],
-    }
-    policy = policies.prompt_policy("ada-pyramid", given)
-    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"], params["L"])
-    want = ragged(data["expected_kept"], data["expected_kept_len"].flatten())
-    assert run_prompt(kv, params, data) == want
-
-
 @pytest.mark.parametrize("name", of("nacl"))
 def test_nacl_without_its_draw(name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     given = {"proxies": params["proxies"], "sinks": params["sinks"], "random": 0.0}
     kv = one_layer(
         params["H"], 1, params["d"], policies.prompt_policy("nacl", given), None, params["B"]
@@ -298,8 +247,7 @@ def test_nacl_without_its_draw(name: str, tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", like("h2o_prefill"))
 def test_h2o_prompt(name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     policy = policies.prompt_policy("h2o", {"window": params["W"]})
     kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"])
     want = ragged(data["expected_kept"], data["expected_kept_len"])
@@ -309,8 +257,7 @@ def test_h2o_prompt(name: str, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_h2o_steps(kernels: str, tensors: dict[str, Tensor]) -> None:
     """Its sums run on from the prompt's: the accumulators are compared, too."""
-    case = CASES["h2o_decode_mha"]
-    data, params = roles(case, tensors), case["params"]
+    params, data = opened("h2o_decode_mha", tensors)
     prompt = policies.prompt_policy("h2o", {"window": params["recent"]})
     step = policies.step_policy("h2o", {"recent_share": params["recent"] / params["B"]})
     kv = one_layer(params["H"], 1, params["d"], prompt, step, params["B"], kernels=kernels)
@@ -330,8 +277,7 @@ def test_h2o_steps(kernels: str, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", ["tova_one_shot", "tova_trace"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_tova(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     given = {"protect_newest": False}
     kv = one_layer(
         params["Hk"],
@@ -353,8 +299,7 @@ def test_tova(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_easykv_steps(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
     """As in `test_roco`: the prompt's rows are sinks here, which never leave."""
-    case = CASES[f"easykv_decode_{name}"]
-    data, params = roles(case, tensors), case["params"]
+    params, data = opened(f"easykv_decode_{name}", tensors)
     first, cap = params["P"], params["P"] + params["b"]
     step = {
         "h2o": lambda: policies.step_policy(
@@ -375,8 +320,7 @@ def test_easykv_steps(kernels: str, name: str, tensors: dict[str, Tensor]) -> No
 @pytest.mark.parametrize("name", ["hashevict_key_b8", "hashevict_key_b16_filling"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_hashevict(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     given = {name: params[name] for name in ("bits", "sinks", "recent", "hash_with")}
     step = policies.step_policy("hashevict", given)
     step.matrices[0] = data["R"]  # type: ignore[union-attr]
@@ -391,8 +335,7 @@ def test_hashevict(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
 def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
     """The release takes the lowest slot, ours the oldest row: of the release's state, always one of
     its candidates, and where there is one candidate, the same."""
-    case = CASES["hashevict_key_b8_ties"]
-    data, params = roles(case, tensors), case["params"]
+    params, data = opened("hashevict_key_b8_ties", tensors)
     given = {name: params[name] for name in ("bits", "sinks", "recent", "hash_with")}
     step = policies.step_policy("hashevict", given)
     assert step is not None
@@ -406,17 +349,8 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
             if victim >= 0:
                 pos = torch.tensor([slots[h]])
                 code = step.of_key(0, data["k"][None, None, h, slots[h]])["code"][0, 0]
-                zero = torch.zeros(1, dtype=torch.int64)
-                view = StepView(
-                    at,
-                    pos,
-                    torch.tensor([params["C"]]),
-                    zero,
-                    zero,
-                    {"code": code[None]},
-                    key=data["k"][h, at][None, None],
-                    layer_index=0,
-                )
+                key = data["k"][h, at][None, None]
+                view = asked(step, at, pos, {"code": code[None]}, key=key)
                 mine = int(victims(step, view))
                 far = data["expected_distance"][i, h]
                 free = (pos[0] >= params["sinks"]) & (pos[0] < at - params["recent"])
@@ -431,15 +365,13 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_l2(kernels: str, tensors: dict[str, Tensor]) -> None:
-    case = CASES["l2_one_shot"]
-    data, params = roles(case, tensors), case["params"]
+    params, data = opened("l2_one_shot", tensors)
     policy = policies.prompt_policy("l2", {"sinks": 0, "recent": 0})
     kv = one_layer(params["Hk"], 1, params["d"], policy, None, params["B"], kernels=kernels)
     key = data["k"].transpose(0, 1)
     want = ragged(data["expected_kept"], data["expected_kept_len"])
     assert feed(kv, torch.randn_like(key), key) == want
-    case = CASES["l2_trace"]
-    data, params = roles(case, tensors), case["params"]
+    params, data = opened("l2_trace", tensors)
     step = policies.step_policy("l2", {"sinks": params["sinks"], "recent": params["recent"]})
     kv = one_layer(params["Hk"], 1, params["d"], None, step, params["C"], kernels=kernels)
     key = data["k"].transpose(0, 1)
@@ -483,8 +415,7 @@ def kvpress(name: str) -> tuple[str, dict[str, object]]:
 
 @pytest.mark.parametrize("name", like("kvpress_r"))
 def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     heads, group, size = params["Hk"], params["G"], params["d"]
     policy, given = kvpress(name)
     key = data["k"].transpose(0, 1)
@@ -511,7 +442,7 @@ def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
 
 
 def test_kvpress_pyramid_budgets(tensors: dict[str, Tensor]) -> None:
-    data = roles(CASES["kvpress_pyramid_budgets"], tensors)
+    _, data = opened("kvpress_pyramid_budgets", tensors)
     want = data["expected_budget"]
     from minikv.policies.pyramidkv import _kvpress
 
@@ -526,8 +457,7 @@ def test_kvpress_pyramid_budgets(tensors: dict[str, Tensor]) -> None:
 def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
     """The parts that stand alone: which rows are the better half, the anchor, and the ranks that
     are taken. The next test has the distances, and the whole."""
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     scores = data["scores"]
     everything = torch.ones(len(scores), dtype=torch.bool)
     key = order_key(scores[None], torch.arange(len(scores))[None], everything[None])
@@ -567,8 +497,7 @@ def test_kvcrush_selects_what_the_release_does(
     the anchor is the majority, has bits and anchor turned round. A head that has all blocks is
     asked; what the base policy keeps there is every block that is no candidate.
     """
-    case, data = CASES[name], roles(CASES[name], tensors)
-    params = case["params"]
+    params, data = opened(name, tensors)
     blocks, size = params["blocks"], params["block_size"]
     marks = data["expected_bits"].bool().T.clone()  # [block_size, blocks]
     kind = {"alternating": "alternate"}.get(params["anchor"], params["anchor"])

@@ -9,7 +9,7 @@ from views import build
 
 from minikv import policies
 from minikv.errors import UsageError
-from minikv.policies.base import GlobalAllocator, PromptPolicy
+from minikv.policies.parts import GlobalBudget, PromptPolicy
 
 SCORERS = [name for name in policies.prompt_names() if len(policies.find(name).parts) == 1]
 
@@ -73,7 +73,7 @@ def test_nothing_shares_among_heads_beside_it(part: str) -> None:
 def test_it_is_named_and_described() -> None:
     info = policies.find("l2+global+turns")
     assert info.shape == "one for all layers and heads"
-    assert isinstance(build(info.name).layers, GlobalAllocator)
+    assert isinstance(build(info.name).layers, GlobalBudget)
     with pytest.raises(UsageError, match="leaves no layer whole"):
         build("l2+global", {"skip": 2})
 

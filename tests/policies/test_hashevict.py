@@ -7,11 +7,9 @@ import math
 import pytest
 import torch
 from small import victims
+from views import asked
 
 from minikv import policies
-from minikv.policies.base import (
-    StepView,
-)
 from minikv.policies.hashevict import HashEvict, codes, distances, projection
 
 
@@ -43,12 +41,10 @@ def test_hashevict_evicts_the_antipode_and_spares_the_twin(bits: int) -> None:
     keys[4], keys[7] = -3.0 * query[0, 0], 0.1 * query[0, 0]
     code = step.of_key(0, keys[None, None])["code"][0, 0]
     assert torch.equal(code, step.of_key(0, 5.0 * keys[None, None])["code"][0, 0])
-    zero, pos = torch.zeros(1, dtype=torch.int64), torch.arange(9)[None]
+    pos = torch.arange(9)[None]
     order = []
     for _ in range(9):
-        seen = StepView(
-            9, pos, torch.tensor([9]), zero, zero, {"code": code[None]}, query=query, layer_index=0
-        )
+        seen = asked(step, 9, pos, {"code": code[None]}, query=query)
         victim = int(victims(step, seen))
         order.append(victim)
         pos = pos.clone()

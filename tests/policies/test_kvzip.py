@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from views import build
 
-from minikv.policies.base import PromptView, RepeatView, Wording
+from minikv.policies.base import PromptView
 from minikv.policies.kvzip import KVzip
 from minikv.policies.outputs import output_lengths
+from minikv.policies.repeats import RepeatView, Wording
 
 WORDS = Wording((1, 2), (3,), (4,))
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 from small import victims
+from views import asked
 
 from minikv import policies
-from minikv.policies.base import (
-    StepView,
-)
 
 
 def test_random_takes_every_row_alike() -> None:
@@ -16,10 +14,7 @@ def test_random_takes_every_row_alike() -> None:
     assert step is not None
     rows, trials = 25, 4000
     pos = torch.arange(rows).expand(trials, rows)
-    heads = torch.arange(trials)
-    first = victims(
-        step, StepView(rows, pos, torch.full((trials,), rows), heads // 50, heads % 50, {})
-    )
+    first = victims(step, asked(step, rows, pos, {}))
     counts = torch.bincount(first, minlength=rows).float()
     assert counts[:2].sum() == 0
     assert counts[-3:].sum() == 0

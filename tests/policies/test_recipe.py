@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from small import Walk, ids
+from torch import Tensor
 from typer.testing import CliRunner
 
 import minikv
@@ -17,6 +18,7 @@ from minikv import policies
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.main import app
 from minikv.errors import UsageError
+from minikv.kernels import Rows
 from minikv.policies import registry
 
 CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
@@ -29,9 +31,8 @@ LAYERS = '''
 
     from dataclasses import dataclass
 
-    from minikv.policies.base import LayerAllocator
-    from minikv.policies.facts import Part
-    from minikv.policies.options import option
+    from minikv.policies.parts import LayerAllocator
+    from minikv.policies.options import Part, option
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +56,8 @@ HEADS = '''
     import torch
     from torch import Tensor
 
-    from minikv.policies.base import Candidates, HeadAllocator
-    from minikv.policies.facts import Part
+    from minikv.policies.parts import Candidates, HeadAllocator
+    from minikv.policies.options import Part
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +77,8 @@ SELECT = '''
 
     from torch import Tensor
 
-    from minikv.policies.base import Candidates, Selector
-    from minikv.policies.facts import Part
+    from minikv.policies.parts import Candidates, Selector
+    from minikv.policies.options import Part
     from minikv.policies.options import option
 
 
@@ -103,9 +104,9 @@ STEP = '''
     from torch import Tensor
 
     from minikv.policies import options
-    from minikv.policies.base import StepPolicy, StepView, protect
+    from minikv.policies.base import StepPolicy, StepView
     from minikv.policies.counter_rng import uniform
-    from minikv.policies.facts import Method
+    from minikv.policies.options import Method
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +127,8 @@ STEP = '''
         ) -> None:
             columns["seen"].add_(attention)
 
-        def score(self, view: StepView, count: int) -> Tensor:
-            noise = uniform(self.seed, view.layer[:, None], view.pos)
-            return protect(view.columns["seen"] + 1e-6 * noise, view, self)
+        def score(self, view: StepView) -> Tensor:
+            return view.column("seen") + 1e-6 * uniform(self.seed, view.layer, view.pos)
 
 
     METHOD = Method(
@@ -233,3 +233,24 @@ def test_toys_in_a_chat_and_in_eval(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, [*arguments, "--json", str(out)])
     assert ran.exit_code == 0, ran.output
     assert "values+firsts" in json.dumps(json.loads(out.read_text()))
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_kernel_is_found_by_the_name_of_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row in `Kernels.evict`, which then does all that the end of a step does: here the oldest
+    row leaves, where the rule in torch would have chosen by attention."""
+    walk = Walk(EvictionConfig.read("full", "toystep", 30, {}))
+
+    def oldest(
+        logits: Tensor, lse: Tensor, rows: Rows, free_slot: Tensor, columns: object, quota: object
+    ) -> None:
+        for place, (begin, count) in enumerate(
+            zip(rows.start.flatten().tolist(), rows.length.flatten().tolist(), strict=True)
+        ):
+            free_slot.view(-1)[place] = begin + int(rows.pos[begin : begin + count].argmin())
+
+    monkeypatch.setattr(walk.kv.ops, "evict", {"toystep": oldest})
+    walk.prompt(ids(30))
+    for token in ids(8):
+        walk.step(token)
+    assert walk.kv.kept(0, 1).tolist() == walk.kv.kept(1, 2).tolist() == [*range(8, 38)]

@@ -6,23 +6,27 @@ from dataclasses import replace
 
 import torch
 from small import victims
-from views import view
+from views import asked, view
 
 from minikv import policies
-from minikv.policies.base import (
-    StepView,
-)
+from minikv.policies.base import StepPolicy, StepView
 
 PAPER = {"pool": 1, "lead": 1}
 
 
-def roco_view(mean: list[float], spread: list[float], age: list[int], cap: int) -> StepView:
+def roco_view(
+    roco: StepPolicy,
+    mean: list[float],
+    spread: list[float],
+    age: list[int],
+    cap: int,
+    many: int = 1,
+) -> StepView:
     count = torch.full((1, len(mean)), 10.0)
     m, s = torch.tensor([mean]), torch.tensor([spread])
     columns = {"sum": m * count, "squares": (s**2 + m**2) * count, "count": count}
     pos = torch.tensor([age])
-    zero = torch.zeros(1, dtype=torch.int64)
-    return StepView(100, pos, torch.tensor([cap]), zero, zero, columns)
+    return asked(roco, 100, pos, columns, cap=torch.tensor([cap]), count=many)
 
 
 def test_roco_spares_the_unsteady() -> None:
@@ -30,7 +34,7 @@ def test_roco_spares_the_unsteady() -> None:
     roco = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.25, **PAPER})
     assert roco is not None
     view = roco_view(
-        [0.01, 0.30, 0.05, 0.20, 0.00], [0.9, 0.1, 0.1, 0.1, 0.0], [10, 20, 30, 40, 99], cap=4
+        roco, [0.01, 0.30, 0.05, 0.20, 0.00], [0.9, 0.1, 0.1, 0.1, 0.0], [10, 20, 30, 40, 99], cap=4
     )
     assert victims(roco, view).tolist() == [2]
     plain = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.0, **PAPER})
@@ -41,7 +45,7 @@ def test_roco_spares_the_unsteady() -> None:
 def test_roco_evicts_the_older_of_equals() -> None:
     roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, **PAPER})
     assert roco is not None
-    view = roco_view([0.1, 0.1, 0.1, 0.1], [0.0] * 4, [50, 20, 30, 99], cap=3)
+    view = roco_view(roco, [0.1, 0.1, 0.1, 0.1], [0.0] * 4, [50, 20, 30, 99], cap=3)
     assert victims(roco, view).tolist() == [1]
 
 
@@ -55,10 +59,7 @@ def test_roco_takes_a_constant_stream_for_steady() -> None:
         roco.update(columns, values, lambda: torch.ones(40))
     variance = columns["squares"] / 30 - (columns["sum"] / 30).square()
     assert (variance < 0).any()
-    pos, zero = torch.arange(40)[None], torch.zeros(1, dtype=torch.int64)
-    view = StepView(
-        40, pos, torch.tensor([39]), zero, zero, {n: c[None] for n, c in columns.items()}
-    )
+    view = asked(roco, 40, torch.arange(40)[None], {n: c[None] for n, c in columns.items()})
     in_scope = 39 - int(39 * 0.8)
     steady = variance.clamp(min=0)[:39].sort().values[in_scope - 1]
     lowest = max(i for i in range(39) if variance[i] <= steady)
@@ -69,7 +70,7 @@ def test_roco_never_evicts_the_newest_row() -> None:
     """Not even in a head whose cap is below sinks + recent, where nothing else protects it."""
     roco = policies.step_policy("roco", PAPER)
     assert roco is not None
-    view = roco_view([0.3, 0.2, 0.4, 0.0], [0.0] * 4, [91, 93, 98, 99], cap=3)
+    view = roco_view(roco, [0.3, 0.2, 0.4, 0.0], [0.0] * 4, [91, 93, 98, 99], cap=3)
     assert victims(roco, view).tolist() == [1]
 
 
@@ -115,8 +116,7 @@ def leaves(**options: float) -> list[int]:
     made = started(mass, **options)
     answer = {roco.total: 0.2, "squares": 0.02, "count": 4.0}
     columns = {name: torch.tensor([[*c, *[answer[name]] * 4]]) for name, c in made.items()}
-    pos, zero = torch.arange(20)[None], torch.zeros(1, dtype=torch.int64)
-    return victims(roco, StepView(20, pos, torch.tensor([19]), zero, zero, columns)).tolist()
+    return victims(roco, asked(roco, 20, torch.arange(20)[None], columns)).tolist()
 
 
 def test_what_leaves_first_while_an_answer_is_written() -> None:
@@ -139,9 +139,8 @@ def test_where_numbers_can_be_read_the_same_rows_leave() -> None:
     count = torch.full((heads, rows), 16.0)
     columns = {"sum": mean * count, "squares": (spread**2 + mean**2) * count, "count": count}
     pos = torch.stack([torch.randperm(rows, generator=generator) for _ in range(heads)])
-    zero = torch.zeros(heads, dtype=torch.int64)
     cap = torch.randint(2, rows, (heads,), generator=generator)
-    seen = StepView(rows, pos, cap, zero, zero, columns)
+    seen = asked(roco, rows, pos, columns, cap=cap)
     one, two = (victims(roco, replace(seen, readable=told)) for told in (False, True))
     assert torch.equal(one, two)
 
@@ -150,10 +149,10 @@ def test_where_several_rows_leave_the_steady_ones_are_sorted() -> None:
     """Rows 0 and 2 have the lowest means, but row 2's attention varies most."""
     roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, "scope": 0.25, **PAPER})
     assert roco is not None
-    seen = roco_view([0.1, 0.3, 0.2, 0.4, 0.0], [0.1, 0.2, 0.9, 0.3, 0.0], [1, 2, 3, 4, 99], cap=4)
-    for readable in (False, True):
-        scores = roco.score(replace(seen, readable=readable), 2)
-        assert scores.isfinite().tolist() == [[True, True, False, True, False]]
+    seen = roco_view(
+        roco, [0.1, 0.3, 0.2, 0.4, 0.0], [0.1, 0.2, 0.9, 0.3, 0.0], [1, 2, 3, 4, 99], 4, 2
+    )
+    assert roco.worth(seen).isfinite().tolist() == [[True, True, False, True, False]]
 
 
 def test_queries_that_saw_every_row_count_for_every_row() -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from small import Dense, engine, ids, network, over, victims
 from torch import Tensor
+from views import asked
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.policies.base import PromptView, StepView
+from minikv.policies.base import PromptView
 from minikv.policies.bits import ones
 from minikv.policies.scissorhands import ScissorHands
 
@@ -101,10 +102,9 @@ def test_scissorhands_counts_relative_to_a_rows_age() -> None:
     step = ScissorHands(sinks=0, recent=1, history=32)
     below = torch.tensor([[6.0, 3.0, 9.0, 0.0]])
     queries = torch.tensor([[10.0, 4.0, 20.0, 1.0]])
-    pos, zero = torch.tensor([[3, 9, 1, 12]]), torch.zeros(1, dtype=torch.int64)
     columns = {"lows": below, "queries": queries}
-    seen = StepView(13, pos, torch.tensor([3]), zero, zero, columns)
-    scores = step.score(seen, 1)
+    seen = asked(step, 13, torch.tensor([[3, 9, 1, 12]]), columns)
+    scores = step.worth(seen)
     torch.testing.assert_close(scores, torch.tensor([[-0.6, -0.75, -0.45, torch.inf]]))
     assert victims(step, seen).tolist() == [1]
 

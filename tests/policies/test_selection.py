@@ -16,16 +16,10 @@ from torch import Tensor
 from minikv import policies
 from minikv.kernels.evict.plain import best, order_key, wanted
 from minikv.policies import adakv, kvcrush, selection
-from minikv.policies.base import (
-    Candidates,
-    Evidence,
-    HeadAllocator,
-    PromptView,
-    Scorer,
-)
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.outputs import output_norms
-from minikv.policies.selection import ranked
+from minikv.policies.parts import Candidates, HeadAllocator
 
 few = st.integers(0, 9)
 
@@ -183,20 +177,6 @@ def test_heads_with_other_rules(
     want = oracle.adaptive(need, free.sum(1).tolist(), total, selection.exact(alpha), "exact")
     device = ada(alpha, normalize=True)
     assert device.share(candidates(scores, pos, free), *some).tolist() == want
-
-
-@pytest.mark.parametrize("window", [0, 2])
-def test_heads_of_unlike_scores_with_a_floor(window: int) -> None:
-    for seed in range(60):
-        random = torch.Generator().manual_seed(seed)
-        scores = torch.randint(0, 5, (3, 10), generator=random).float()
-        scores *= torch.tensor([[1.0], [5.0], [9.0]])
-        pos = torch.stack([torch.randperm(10, generator=random) for _ in range(3)])
-        free, total = torch.rand((3, 10), generator=random) < 0.9, 6 + seed % 18
-        want = oracle.floored(scores.tolist(), pos.tolist(), free_rows(free), total, 0.8, window)
-        rows_ = candidates(scores, pos, free, window)
-        got = ada(0.8, alloc="floor").share(rows_, torch.tensor(total), total + seed % 3)
-        assert got.tolist() == want
 
 
 @pytest.mark.parametrize(
@@ -406,69 +386,3 @@ def test_large_numbers_stay_exact(heads: int) -> None:
     even = Fraction(total, heads)
     want = oracle.share([(1 - a) * int(n) + a * even for n in need], most.tolist(), total)
     assert got.tolist() == want
-
-
-def test_ranks() -> None:
-    scores = torch.tensor([[-3.0, -1.0, -1.0, 9.0]])
-    free = torch.tensor([[True, True, True, False]])
-    ranks = ranked(scores, torch.tensor([[5, 7, 6, 8]]), free)
-    assert ranks[0, :3].tolist() == pytest.approx([1 / 3, 1.0, 2 / 3])
-
-
-def cases(part: float) -> settings:
-    """Fewer by day; those of the oracle above are other ones."""
-    return settings(deadline=None, max_examples=300 if part == 1 else 60)
-
-
-def test_fill_raises_the_lowest(part: float) -> None:
-    @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(0, 400))
-    @cases(part)
-    def check(used: list[int], total: int) -> None:
-        caps = selection.fill(torch.tensor(used), total).tolist()
-        assert sum(caps) == max(total, sum(used))
-        raised = [c for c, u in zip(caps, used, strict=True) if c > u]
-        assert all(c >= u for c, u in zip(caps, used, strict=True))
-        if raised:
-            assert max(raised) - min(caps) <= 1
-
-    check()
-
-
-def test_share_is_exact(part: float) -> None:
-    @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8))
-    @cases(part)
-    def check(pairs: list[tuple[int, int]]) -> None:
-        wish = [Fraction(a, 3) for a, _ in pairs]
-        most = [b for _, b in pairs]
-        total = int(sum(wish))
-        wish[0] += total - sum(wish)
-        if wish[0] < 0:
-            return
-        thirds = torch.tensor([int(3 * w) for w in wish])
-        given = torch.tensor(most), torch.tensor(total)
-        counts = selection.share(thirds, 1, 0, 3, *given).tolist()
-        assert sum(counts) == min(total, sum(most))
-        assert all(0 <= c <= m for c, m in zip(counts, most, strict=True))
-        if all(w <= m for w, m in zip(wish, most, strict=True)):
-            assert all(abs(c - w) < 1 for c, w in zip(counts, wish, strict=True))
-
-    check()
-
-
-def test_best_keeps_the_higher_then_the_younger(part: float) -> None:
-    @given(st.data())
-    @cases(part)
-    def check(data: st.DataObject) -> None:
-        n = data.draw(st.integers(1, 30))
-        scores = torch.tensor([float(data.draw(st.integers(0, 4))) for _ in range(n)])
-        pos = torch.tensor(data.draw(st.permutations(range(n))))
-        free = torch.tensor([data.draw(st.booleans()) for _ in range(n)])
-        count = data.draw(st.integers(0, n))
-        key = order_key(scores[None], pos[None], free[None])
-        chosen = best(key, torch.tensor([count]), count)[0]
-        order = sorted(
-            (i for i in range(n) if free[i]), key=lambda i: (-float(scores[i]), -int(pos[i]))
-        )
-        assert set(chosen.nonzero().flatten().tolist()) == set(order[:count])
-
-    check()

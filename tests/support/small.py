@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,17 +27,10 @@ from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 from minikv.policies import registry
-from minikv.policies.base import (
-    GlobalAllocator,
-    LayerAllocator,
-    PromptPolicy,
-    PromptView,
-    StepPolicy,
-    StepView,
-    smallest_budget,
-)
+from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import ones
 from minikv.policies.hashevict import codes
+from minikv.policies.parts import GlobalBudget, LayerAllocator, PromptPolicy, smallest_budget
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {"rkv": {"window": 3, "buffer": 4}}
@@ -166,7 +159,7 @@ class Dense:
 
 def victims(policy: StepPolicy, view: StepView) -> Tensor:
     """int64 [F]: the column of the row that each head gives up first."""
-    scores, found = policy.score(view, 1), torch.zeros(len(view.pos), dtype=torch.int64)
+    scores, found = policy.worth(view), torch.zeros(len(view.pos), dtype=torch.int64)
     lowest(scores, view.pos, torch.zeros_like(found), torch.ones_like(found) > 0, found)
     return found
 
@@ -218,11 +211,12 @@ def least(eviction: EvictionConfig, pinned: int = 0) -> int:
     return smallest_budget(rules.prompt, rules.step) + pinned + block
 
 
+@dataclass(frozen=True)
 class _Layers(LayerAllocator):
     """Another one, whose answer a walk writes down."""
 
-    def __init__(self, of: LayerAllocator, walk: Walk) -> None:
-        self.of, self.walk = of, walk
+    of: LayerAllocator
+    walk: Walk
 
     def rows(self, *asked: int) -> list[int]:
         self.walk.rows = self.of.rows(*asked)
@@ -342,7 +336,7 @@ class Walk:
                     assert int(kv.arena.cap[layer, head]) == max(len(now), self.budget)
             return
         heads, layers = kv.shape.kv_heads, kv.shape.layers
-        if isinstance(prompt.layers, GlobalAllocator):
+        if isinstance(prompt.layers, GlobalBudget):
             total = heads * layers * self.budget
             assert int(kv.arena.held.sum()) == min(total, sum(live))
             if step is not None:

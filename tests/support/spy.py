@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from minikv.policies.base import Evidence, PromptView, Repeat, RepeatView, Scorer, Wording
+from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 
 class Spy(Scorer):

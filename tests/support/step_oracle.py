@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,21 +43,30 @@ class GivenRoCo(RoCo):
 
 
 def _view(
+    policy: StepPolicy,
     rows: Rows,
     index: Tensor,
     live: Tensor,
     over: Tensor,
     columns: Mapping[str, Tensor],
-    **more: object,
+    layer: int = 0,
+    **more: Any,
 ) -> StepView:
     """Of heads [F], of which only those that are `over` give up a row. index, live: as `in_use`."""
     pos = rows.pos[index].to(torch.int64)
-    hidden = ~live | (pos < rows.pinned) | ~over[:, None]
-    each = torch.arange(len(index), device=index.device)
-    there = {name: column[index] for name, column in columns.items()}
-    pos = pos.masked_fill(hidden, -1)
-    cap = rows.cap.flatten()
-    return StepView(rows.newest + 1, pos, cap, each, each, there, **more)  # type: ignore[arg-type]
+    pos = pos.masked_fill(~live | (pos < rows.pinned) | ~over[:, None], -1)
+    end = rows.newest + 1
+    return StepView(
+        end,
+        pos,
+        policy.free(pos, end, 1),
+        rows.cap.flatten(),
+        1,
+        layer,
+        len(pos),
+        lambda name: columns[name][index],
+        **more,
+    )
 
 
 def end_of_step(
@@ -78,8 +88,8 @@ def end_of_step(
     for name, column in named.items():
         column[held] = own[name]
     over, free = length > cap, free_slot.view(-1).fill_(-1)
-    view = _view(rows, index, live, over, named, attention=p)
-    lowest(policy.score(view, 1), view.pos, start, over, free)
+    view = _view(policy, rows, index, live, over, named, attention=p)
+    lowest(policy.worth(view), view.pos, start, over, free)
 
 
 def h2o_step(
@@ -128,17 +138,9 @@ def hash_append(rule: HashRule, new: NewRow) -> bool:
     tables = new.start, new.length, new.cap, new.shown, new.position - 1
     rows = Rows(*tables, rule.sinks, rule.recent, new.pinned)
     code = columns["code"]
-    view = _view(
-        rows,
-        index,
-        live,
-        full,
-        {"code": code},
-        query=query,
-        key=key[:, None],
-        layer_index=new.layer,
-    )
-    lowest(rule.score(view, 1), view.pos, new.start, full, new.free_slot)
+    probes = {"query": query, "key": key[:, None]}
+    view = _view(rule, rows, index, live, full, {"code": code}, new.layer, **probes)
+    lowest(rule.worth(view), view.pos, new.start, full, new.free_slot)
     slot = torch.where(new.free_slot >= 0, new.free_slot, new.start + new.length)
     blank = [column for name, column in columns.items() if name not in _OWN]
     scales = (columns.get("k_scale"), columns.get("v_scale"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minikv import policies
-from minikv.policies.base import PromptPolicy, PromptView
+from minikv.policies.base import PromptView, StepPolicy, StepView
+from minikv.policies.parts import PromptPolicy
 
 
 def build(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy:
@@ -53,6 +55,22 @@ def looked(
         budget=budget,
         attention=lambda heads: given[heads],
     )
+
+
+def asked(
+    policy: StepPolicy,
+    position: int,
+    pos: Tensor,
+    columns: Mapping[str, Tensor],
+    *,
+    count: int = 1,
+    **more: Any,
+) -> StepView:
+    """Heads of one layer that are to give up `count` rows each. pos and columns [F, N]; cap: all
+    rows but one, unless it is among `more`."""
+    cap = more.pop("cap", torch.full((len(pos),), pos.shape[1] - 1))
+    free = policy.free(pos, position, count)
+    return StepView(position, pos, free, cap, count, 0, len(pos), columns.__getitem__, **more)
 
 
 def choose(policy: PromptPolicy, seen: PromptView, total: int) -> Tensor:

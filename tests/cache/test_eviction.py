@@ -9,24 +9,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from small import ids, network
-from stepping import engine, pair
+from stepping import pair
 from tape import Tape
 from torch import Tensor
 
-from minikv.cache.arena import Arena
-from minikv.cache.block_eviction import Schedule, close_gaps, leaving
+from minikv.cache.eviction import close_gaps, leaving
 from minikv.cache.rules import Rules
-from minikv.policies.base import PromptView, StepPolicy, StepView, protect
-
-
-def rows_of(arena: Arena) -> dict[str, Tensor]:
-    """A copy of every column's rows in use, by layer."""
-    found: dict[str, Tensor] = {}
-    for layer in range(len(arena.start)):
-        index, live = arena.index(layer)
-        for name, column in arena.columns.items():
-            found[f"{name} {layer}"] = column[index[live]].clone()
-    return found
+from minikv.policies.base import PromptView, StepPolicy, StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +39,11 @@ class Redundant(StepPolicy):
     ) -> None:
         columns["seen"].add_(1.0)
 
-    def score(self, view: StepView, count: int) -> Tensor:
+    def score(self, view: StepView) -> Tensor:
         assert view.keys is not None
         keys = view.keys(torch.arange(len(view.pos))).float()
         keys = (keys / keys.norm(dim=-1, keepdim=True)).masked_fill(view.pos[..., None] < 0, 0.0)
-        return protect(-(keys @ keys.sum(1)[..., None])[..., 0], view, self)
+        return -(keys @ keys.sum(1)[..., None])[..., 0]
 
 
 @pytest.mark.parametrize("kv", [None, torch.int8])
@@ -111,46 +100,6 @@ def test_blocks_leave_beside_windows_and_soft_pins(
                     assert kept[-1] == kv.position - 1
                     assert len(set(kept)) == len(kept)
                     assert len(kept) < int(kv.arena.cap[layer, head]) + 4
-
-
-def arena_of(held: list[int], cap: int) -> Arena:
-    """Two heads of one layer, with so many rows."""
-    arena = Arena(1, 2, 4, torch.float32, torch.device("cpu"), {}, rows=[64])
-    arena.lay(torch.full((1, 2), 32))
-    arena.length.copy_(torch.tensor([held]))
-    arena.cap.fill_(cap)
-    return arena
-
-
-def test_a_step_is_due_when_a_head_would_be_a_block_over_its_cap() -> None:
-    """Counted step by step: a head grows by a row, and gives up `block` where it is full. Before
-    it was full for the first time, it may be said to be due `block` steps too early."""
-    held, cap, block, begin = [22, 25], 24, 4, 100
-    schedule = Schedule(Redundant(), arena_of(held, cap), begin, slides=False)
-    assert not schedule.drifts
-    for position in range(begin + 1, begin + 20):
-        held = [count + 1 for count in held]
-        full = [count == cap + block for count in held]
-        assert schedule.is_due(position) == any(full) or position == begin + 2
-        held = [count - block * gone for count, gone in zip(held, full, strict=True)]
-
-
-def test_beside_windows_the_steps_tell_for_how_long_none_is_due() -> None:
-    schedule = Schedule(Redundant(), arena_of([22, 25], 24), 100, slides=True)
-    assert schedule.drifts
-    assert int(schedule.left(torch.tensor([[22, 25]]))) == 3
-    due = [position for position in range(99, 106) if schedule.is_due(position)]
-    assert due == [99, 100, 103, 104, 105]  # up to 100 nothing is known
-    schedule.note_left(103, 2)  # rows slid out meanwhile
-    assert [schedule.is_due(position) for position in range(104, 108)] == [False, False, True, True]
-
-
-@pytest.mark.parametrize("policy", [None, "tova"])
-def test_every_step_is_due_where_rows_leave_one_by_one(policy: str | None) -> None:
-    step = engine(network(), None, "full", policy or "none", 24).kv.rules.step
-    schedule = Schedule(step, arena_of([3, 3], 24), 0, slides=True)
-    assert not schedule.drifts
-    assert all(schedule.is_due(position) for position in range(9))
 
 
 def test_gaps_are_closed_in_every_column() -> None:

@@ -1,0 +1,239 @@
+"""A prompt policy is made of parts: a scorer, and what shares the budget among layers and heads,
+chooses the rows, replaces scores, or holds some rows back. Each part answers one question.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from minikv.errors import UsageError
+from minikv.policies import selection
+from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The rows of a layer that compete for the rest of its budget: those that are free bool [H, N],
+    with scores float32 [H, N]. counted int64 [H]: how many these are, if known."""
+
+    view: PromptView
+    scorer: Scorer
+    scores: Tensor
+    free: Tensor
+    counted: Tensor | None = None
+    _found: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def key(self) -> Tensor:
+        """int64 [H, N]: the rows' `order_key`. Computed once."""
+        if "key" not in self._found:
+            self._found["key"] = self.view.ops.order_key(self.scores, self.view.pos, self.free)
+        return self._found["key"]
+
+    def best(self, counts: Tensor, most: int, also: Tensor | None = None) -> Tensor:
+        """bool [H, N]: the counts[h] best of each head's rows, or all of them if they are fewer,
+        and those in `also`. counts int64 [H]: at most `most` each."""
+        return self.view.ops.best(self.key, counts, most, also)
+
+    def wanted(self, total: Tensor, most: int) -> Tensor:
+        """int64 [H]: how many of the layer's `total` best rows each head holds. total int64 [], at
+        most `most`."""
+        return self.view.ops.wanted(self.key, total, most)
+
+    @property
+    def have(self) -> Tensor:
+        """int64 [H]: how many free rows each head has."""
+        return self.free.sum(1) if self.counted is None else self.counted
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAllocator:
+    """How many rows each layer keeps. This base class gives every layer the same."""
+
+    axis = "layers"
+
+    def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
+        """Mean rows per head of each layer. They sum to layers x budget, unless an option selects
+        the rounding of a release.
+
+        most: rows that a head could hold at most. least: rows that the policies need. protected:
+        sinks and window.
+        """
+        return [budget] * layers
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBudget:
+    """One budget for all layers and heads: the best rows of the whole cache stay, by their scores,
+    which are compared between layers."""
+
+    axis = "layers"
+    shares_all = True
+
+
+class HeadAllocator:
+    """How many of a layer's free rows each head keeps. This base class gives every head the same;
+    what a head has no rows for goes to the others.
+
+    drift: rows per KV head by which the total may be exceeded.
+    """
+
+    axis = "heads"
+
+    @property
+    def drift(self) -> int:
+        return 0
+
+    def check(self, scorer: Scorer) -> None:
+        """Raise UsageError if it cannot be combined with the scorer."""
+
+    def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
+        """int64 [H]: rows for each head. They sum to `total` int64 [] (at most `most`), or to the
+        number of free rows if that is less.
+
+        No head gets more rows than it has free ones.
+        """
+        heads = len(rows.free)
+        return selection.share(rows.have, 0, 1, heads, rows.have, total)
+
+
+class Selector:
+    """Which rows stay. This base class keeps the best rows of each head."""
+
+    axis = "select"
+
+    def check(self, scorer: Scorer) -> None:
+        """Raise UsageError if it cannot be combined with the scorer."""
+
+    def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
+        """bool [H, N]: counts[h] of each head's free rows, or all of them if they are fewer. counts
+        int64 [H]: at most `most` each."""
+        return rows.best(counts, most)
+
+
+class Reweighter(ABC):
+    """Replaces the scores of some of the rows before the selector chooses."""
+
+    axis = "weigh"
+
+    @abstractmethod
+    def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
+        """As `Selector.select`; it passes the new scores to `selector`."""
+
+
+class Preference(ABC):
+    """Which rows leave after all others, after a prompt and while an answer is written."""
+
+    axis = "prefer"
+
+    @abstractmethod
+    def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
+        """bool, of the shape of pos int64: which rows these are. turns: see `PromptView`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPolicy:
+    """A method that evicts at the end of every prompt, made of parts. Raises UsageError for parts
+    that cannot be combined."""
+
+    name: str
+    scorer: Scorer
+    layers: LayerAllocator | GlobalBudget = field(default_factory=LayerAllocator)
+    heads: HeadAllocator = field(default_factory=HeadAllocator)
+    selector: Selector = field(default_factory=Selector)
+    reweighter: Reweighter | None = None
+    preference: Preference | None = None
+
+    def __post_init__(self) -> None:
+        self.heads.check(self.scorer)
+        self.selector.check(self.scorer)
+        if not isinstance(self.layers, GlobalBudget):
+            return
+        plain = type(self.heads) is HeadAllocator and type(self.selector) is Selector
+        if self.reweighter or not plain:
+            raise UsageError(
+                f"{self.name}: one budget for all layers leaves nothing to share among heads",
+                "leave out the parts that do (ada, draw, kvcrush, critical)",
+            )
+        if self.evidence.whole_layers:
+            raise UsageError(
+                f"{self.name}: one budget for all layers leaves no layer whole", "leave out `skip`"
+            )
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the scorer reads and protects, and whether any part reads keys or values."""
+        found = self.scorer.evidence
+        return found if self.reweighter is None else replace(found, vectors=True)
+
+    def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
+        """See `LayerAllocator.rows`."""
+        assert isinstance(self.layers, LayerAllocator)
+        protected = self.evidence.sinks + self.evidence.window
+        rows = self.layers.rows(layers, budget, most, least, protected)
+        whole = min(self.evidence.whole_layers, layers)
+        return [max(most, n) for n in rows[:whole]] + rows[whole:]
+
+    def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
+        """See `Selector.select`."""
+        if self.reweighter is None:
+            return self.selector.select(rows, counts, most)
+        return self.reweighter.select(rows, counts, most, self.selector)
+
+    def keep(self, view: PromptView, total: int, pinned: int = 0, least: int = 0) -> Tensor:
+        """bool [H, N]: the rows that stay, `total` over all heads of the layer.
+
+        Rows at positions below `pinned` never leave, and every head gets at least `least` rows
+        beside them.
+        """
+        stays, free, counts = view.divide(*self.scorer.protected(view), pinned)
+        staying, own, have = counts
+        scores = self.scorer.score(view)
+        left = (total - staying.sum()).clamp(min=0)
+        if self.preference is not None:
+            preferred = self.preference.prefers(view.pos, view.turns) & free
+            count = preferred.sum()
+            fits = count <= left  # if not, only preferred rows compete for the room
+            stays = stays | (preferred & fits)
+            free = torch.where(fits, free & ~preferred, preferred)
+            left = left - count * fits
+            own, have = (stays & (view.pos >= pinned)).sum(1), free.sum(1)
+        rows = Candidates(view, self.scorer, scores, free, have)
+        counts = selection.ensure_least(self.heads.share(rows, left, total), own, have, least)
+        most = total + len(free)
+        if self.reweighter is None and type(self.selector) is Selector:
+            return rows.best(counts, most, also=stays)
+        return stays | self.select(rows, counts, most)
+
+    def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
+        """int64 [H, N]: a key that orders the rows of all layers, for a `GlobalBudget`. Larger
+        is better; `kernels.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
+        assert isinstance(self.layers, GlobalBudget)
+        sure, free, (_, own, have) = view.divide(*self.scorer.protected(view), pinned)
+        rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
+        sure = rows.best((least - own).clamp(min=0), least, also=sure)
+        preferred = None
+        if self.preference is not None:
+            preferred = self.preference.prefers(view.pos, view.turns) & free
+        return selection.tiered_key(rows.key, view.pos, sure, preferred)
+
+
+def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:
+    """The columns that a pair of policies stores, with their dtypes."""
+    scorer_columns = prompt.scorer.columns if prompt is not None else {}
+    return {**scorer_columns, **(step.columns if step is not None else {})}
+
+
+def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0) -> int:
+    """The least rows per head with which a pair of policies works: sinks + window + 1. With a
+    `stride` and a `step` that evicts first, a block's rows must fit the cap as well: stride - 1
+    more."""
+    sinks = max(prompt.evidence.sinks if prompt else 0, step.sinks if step else 0)
+    window = max(prompt.evidence.window if prompt else 0, step.recent if step else 0)
+    block = stride - 1 if stride and step is not None and step.evict_first else 0
+    return sinks + window + 1 + block
