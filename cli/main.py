@@ -141,7 +141,7 @@ def policies() -> typer.Typer:
     short_help="measure speed, and compare with the hardware's limits",
 )
 def bench() -> typer.Typer:
-    from minikv.cli.bench.app import app
+    from minikv.cli.bench.command import app
 
     return app
 

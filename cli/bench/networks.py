@@ -1,4 +1,4 @@
-"""Networks to measure: random weights of given sizes, or a model's folder.
+"""Networks to measure: random weights in the sizes of well-known models, or a model's folder.
 
 Random weights cost one pass over memory: one block of random numbers is repeated, each tensor from
 another place in it, so that no two heads are equal. The values do not matter to a clock. They must
@@ -7,8 +7,9 @@ be finite and differ, since equal heads would share a budget evenly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor
 
 from minikv.chat.report import size
 from minikv.cli.bench import machine
-from minikv.cli.bench.shapes import Sizes
-from minikv.errors import MemoryShortError
+from minikv.errors import MemoryShortError, UsageError
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Plain, packs, split
 from minikv.models.linear_gpu import Int8OnGpu, kept_on
@@ -35,70 +35,118 @@ _MATRICES = ("qkv", "out", "gate_up", "down")
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """Which network, and how it computes. `folder`: of a real model, instead of sizes; `kv`: number
-    format of keys and values, auto (the dtype) or int8."""
+class Sizes:
+    """The sizes of a Llama-shaped network. `heads` are query heads, H * G."""
 
-    sizes: Sizes | None
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    theta: float = 1e4
+    tied: bool = False
+
+    @staticmethod
+    def of(config: ModelConfig) -> Sizes:
+        """The sizes of a loaded model."""
+        c = config
+        heads = (c.heads, c.kv_heads, c.head_dim)
+        return Sizes(c.layers, c.hidden, *heads, c.mlp, c.vocab, c.rope.theta, c.tied)
+
+    @property
+    def matrices(self) -> int:
+        """Numbers in the matrices that every token of a prompt is multiplied with."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.mlp)
+
+    @property
+    def head(self) -> int:
+        """Numbers in the matrix that makes logits."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, a tied head counted once."""
+        norms = (2 * self.layers + 1) * self.hidden
+        return self.matrices + norms + self.head * (1 if self.tied else 2)
+
+    def attention_flops(self, tokens: int) -> int:
+        """Causal attention over a prompt: two products of every query with every row it sees."""
+        pairs = tokens * (tokens + 1) // 2
+        return 4 * self.layers * self.heads * self.head_dim * pairs
+
+    def linear_flops(self, tokens: int) -> int:
+        """The matrices over a prompt; logits of its last token only."""
+        return 2 * (self.matrices * tokens + self.head)
+
+    def config(self) -> ModelConfig:
+        """The configuration of a network of these sizes."""
+        layers, hidden, heads, kv_heads, head_dim, mlp, vocab, theta, tied = astuple(self)
+        return ModelConfig(
+            family="llama",
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            mlp=mlp,
+            vocab=vocab,
+            norm_eps=1e-5,
+            rope=RopeConfig(theta=theta),
+            max_context=POSITIONS,
+            windows=(None,) * layers,
+            tied=tied,
+        )
+
+
+SHAPES: Mapping[str, Sizes] = {
+    "llama-3-8b": Sizes(32, 4096, 32, 8, 128, 14336, 128256, 5e5),
+    "llama-2-7b": Sizes(32, 4096, 32, 32, 128, 11008, 32000),
+    "mistral-7b": Sizes(32, 4096, 32, 8, 128, 14336, 32768, 1e6),  # v0.3: no sliding window
+    "llama-3.2-1b": Sizes(16, 2048, 32, 8, 64, 8192, 128256, 5e5, tied=True),
+    "tinyllama": Sizes(22, 2048, 32, 4, 64, 5632, 32000),  # M of docs/measurements
+    "smollm2-135m": Sizes(30, 576, 9, 3, 64, 1536, 49152, 1e5, tied=True),
+    "s": Sizes(16, 768, 12, 4, 64, 2048, 32000, 5e5),  # S of docs/measurements
+    "tiny": Sizes(2, 64, 4, 2, 16, 128, 256),
+}
+
+
+def find(name: str) -> Sizes:
+    """The sizes under a name, any case. Raises UsageError."""
+    found = SHAPES.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"unknown shape {name!r}", f"{guess}shapes: {', '.join(SHAPES)}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Which network. `folder`: of a real model, instead of sizes; `weights`: a value of the flag
+    --weights."""
+
+    sizes: Sizes | None = None
     folder: Path | None = None
     dtype: str = "bfloat16"
     device: str = "cpu"
     weights: str = "auto"
-    kernels: str = "auto"
-    kv: str = "auto"
-
-
-def config_of(sizes: Sizes) -> ModelConfig:
-    """A plain Llama of these sizes."""
-    return ModelConfig(
-        family="llama",
-        layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        hidden=sizes.hidden,
-        mlp=sizes.mlp,
-        vocab=sizes.vocab,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=sizes.theta),
-        max_context=POSITIONS,
-        windows=(None,) * sizes.layers,
-        tied=sizes.tied,
-    )
-
-
-def sizes_of(config: ModelConfig) -> Sizes:
-    """The sizes of a loaded model."""
-    return Sizes(
-        config.layers,
-        config.hidden,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        config.mlp,
-        config.vocab,
-        config.rope.theta,
-        config.tied,
-    )
 
 
 def network(spec: Spec) -> Llama:
     """The network of a spec, ready to run. Raises MemoryShortError before it allocates, and
-    ModelError for a folder that cannot be loaded."""
+    ModelError for a folder that cannot be loaded or a format that this machine cannot compute."""
     if spec.folder is not None:
         from minikv.models import load
 
         return load(
             spec.folder, device=spec.device, dtype=spec.dtype, weights=spec.weights, offline=True
         ).network
-    return _kept(plain(spec), spec.weights)
-
-
-def _kept(net: Llama, form: str) -> Llama:
-    """The network with its matrices in a format of --weights. Raises ModelError for a format that
-    this machine or this dtype cannot have."""
-    check_form(form, net.device, net.dtype)
-    layers, logits = split(form)
+    net = plain(spec)
+    check_form(spec.weights, net.device, net.dtype)
+    layers, logits = split(spec.weights)
     room = Pages(net.device).empty
     for layer in net.layers:
         for name in _MATRICES:
@@ -120,17 +168,15 @@ def plain(spec: Spec) -> Llama:
     if free is not None and needs > free:
         raise MemoryShortError(
             f"the weights need {size(needs)}, and {size(free)} are free",
-            "a smaller --shape, or --dtype bfloat16"
-            if dtype == torch.float32
-            else "a smaller --shape",
+            "a smaller --shape" + (", or --dtype bfloat16" if dtype == torch.float32 else ""),
         )
 
     def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return Pages(device).empty(shape, dtype)
 
-    # What will be packed must not lie beside what stays: its memory would stay, too.
+    # What will be packed must not share pages with what stays: its memory would stay, too.
     room = alone if packs(spec.weights) else None
-    return fill(Llama(config_of(spec.sizes), device=device, dtype=dtype, room=room))
+    return fill(Llama(spec.sizes.config(), device=device, dtype=dtype, room=room))
 
 
 @torch.no_grad()
@@ -158,7 +204,7 @@ def step_bytes(net: Llama) -> int:
 
 def reading_rate(net: Llama) -> float:
     """Bytes a second of a plain sum over the matrices that a step reads, scales left out, on a CPU:
-    the better of two."""
+    the better of two. It depends on where they are in memory, and on what else the machine does."""
     matrices = [getattr(layer, name) for layer in net.layers for name in _MATRICES]
     stored = [
         part.weight

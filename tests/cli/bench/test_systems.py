@@ -1,4 +1,4 @@
-"""Random networks, and minikv as a system that is measured."""
+"""Random networks, minikv as a system that is measured, and transformers beside it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import machine, models, shapes
-from minikv.cli.bench.cached import Cached
-from minikv.errors import MemoryShortError
+from minikv.cli.bench import machine, networks, systems
+from minikv.cli.bench.systems import Cached, Transformers
 from minikv.models.linear import lacks
 
-TINY = shapes.find("tiny")
+TINY = networks.find("tiny")
 FULL = EvictionConfig.read("full", "none")
 
 
 def test_random_weights_are_finite_and_no_two_heads_are_alike() -> None:
-    net = models.network(models.Spec(TINY, dtype="float32"))
+    net = networks.network(networks.Spec(TINY, dtype="float32"))
     for name, tensor in net.tensors():
         assert bool(tensor.isfinite().all())
         if name.endswith("norm.weight"):
@@ -32,8 +31,8 @@ def test_random_weights_are_finite_and_no_two_heads_are_alike() -> None:
 
 
 def test_a_block_that_is_smaller_than_a_matrix_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_BLOCK", 97)
-    net = models.plain(models.Spec(TINY, dtype="float32"))
+    monkeypatch.setattr(networks, "_BLOCK", 97)
+    net = networks.plain(networks.Spec(TINY, dtype="float32"))
     flat = dict(net.tensors())["lm_head.weight"].view(-1)
     assert torch.equal(flat[:97], flat[97:194])
     assert torch.equal(flat[: len(flat) % 97], flat[-(len(flat) % 97) :])
@@ -41,12 +40,12 @@ def test_a_block_that_is_smaller_than_a_matrix_fills_it(monkeypatch: pytest.Monk
 
 
 def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> None:
-    net = models.network(models.Spec(TINY))
+    net = networks.network(networks.Spec(TINY))
     assert net.weight_bytes == 2 * TINY.parameters
-    assert models.step_bytes(net) == 2 * (TINY.parameters - TINY.head)
+    assert networks.step_bytes(net) == 2 * (TINY.parameters - TINY.head)
     tied = replace(TINY, tied=True)
-    net = models.network(models.Spec(tied))
-    assert models.step_bytes(net) == net.weight_bytes == 2 * tied.parameters
+    net = networks.network(networks.Spec(tied))
+    assert networks.step_bytes(net) == net.weight_bytes == 2 * tied.parameters
 
 
 @pytest.mark.parametrize("form", ["auto", "int8", "int4"])
@@ -54,7 +53,7 @@ def test_every_byte_of_the_matrices_is_read(form: str, monkeypatch: pytest.Monke
     """But for scales: those of a step less the norms."""
     if form != "auto" and lacks(form):
         pytest.skip(f"no {form} kernel here")
-    net = models.network(models.Spec(replace(TINY, tied=True), weights=form))
+    net = networks.network(networks.Spec(replace(TINY, tied=True), weights=form))
     monkeypatch.setattr(machine.Clock, "each", lambda self, work, rounds, warm: [2.0, 1.0])
     bits = {"auto": 16, "int8": 8, "int4": 4}[form]
     inside = sum(
@@ -62,25 +61,14 @@ def test_every_byte_of_the_matrices_is_read(form: str, monkeypatch: pytest.Monke
         for layer in net.layers
         for m in (layer.qkv, layer.out, layer.gate_up, layer.down)
     )
-    assert models.reading_rate(net) == inside * bits / 8 + net.embedding.nbytes
-
-
-def test_weights_that_do_not_fit_are_refused_before_they_are_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(models, "free_memory", lambda device: 3 << 30)
-    made: list[object] = []
-    monkeypatch.setattr(models, "Llama", lambda *a, **k: made.append(a))
-    with pytest.raises(MemoryShortError, match=r"need 15\.0 GiB, and 3\.0 GiB are free"):
-        models.network(models.Spec(shapes.SHAPES["llama-3-8b"]))
-    assert made == []
+    assert networks.reading_rate(net) == inside * bits / 8 + net.embedding.nbytes
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_a_copy_without_a_policy_holds_and_reads_the_same(kv: str) -> None:
-    net = models.network(models.Spec(TINY, dtype="float32"))
+    net = networks.network(networks.Spec(TINY, dtype="float32"))
     own = Cached(net, EvictionConfig.read("adakv", "roco", "64"), kv=kv)
-    own.read(models.prompt(128, TINY.vocab))
+    own.read(networks.prompt(128, TINY.vocab))
     own.write(5)
     other = own.without_policy()
     other.copy(own)
@@ -96,16 +84,16 @@ def test_a_copy_without_a_policy_holds_and_reads_the_same(kv: str) -> None:
 
 
 def test_bytes_that_a_step_reads() -> None:
-    net = models.network(models.Spec(TINY))
+    net = networks.network(networks.Spec(TINY))
     for kv, row in (("auto", 2 * 16 * 2), ("int8", 2 * (16 + 4))):
         cached = Cached(net, FULL, kv=kv)
-        cached.read(models.prompt(70, TINY.vocab))
+        cached.read(networks.prompt(70, TINY.vocab))
         assert cached.step_kv_bytes() == 70 * 2 * 2 * row  # layers, heads
 
 
 def test_no_step_is_launched_beyond_those_that_are_timed() -> None:
-    cached, asked = Cached(models.network(models.Spec(TINY)), FULL), list[bool]()
-    cached.read(models.prompt(16, TINY.vocab))
+    cached, asked = Cached(networks.network(networks.Spec(TINY)), FULL), list[bool]()
+    cached.read(networks.prompt(16, TINY.vocab))
     step = cached.engine.next
 
     def noted(*args: object, ahead: bool) -> int:
@@ -116,3 +104,19 @@ def test_no_step_is_launched_beyond_those_that_are_timed() -> None:
     cached.write(3)
     assert asked == [True, True, False]
     assert cached.engine.kv.position == 16 + 3
+
+
+@pytest.mark.skipif(not systems.installed(), reason="transformers is not there")
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_computes_with_the_same_weights(tied: bool) -> None:
+    spec = networks.Spec(replace(TINY, tied=tied), dtype="float32")
+    theirs, ours = Transformers(spec), Cached(networks.network(spec), FULL)
+    ids = networks.prompt(70, TINY.vocab)
+    with torch.inference_mode():
+        logits = theirs.model(torch.tensor([ids])).logits[0, -1]
+    assert torch.allclose(ours.engine.prompt(ids), logits, atol=1e-5)
+    for system in (theirs, ours):
+        system.read(ids)
+        system.write(3)
+    assert theirs._cache.get_seq_length() == 73
+    assert ours._token == int(theirs._token)  # greedy both
