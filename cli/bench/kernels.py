@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.cli.bench import machine
-from minikv.cli.bench.command import Arguments
+from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.networks import Sizes
 from minikv.cli.bench.report import Report, Timing

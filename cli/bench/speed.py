@@ -11,7 +11,7 @@ import torch
 
 from minikv.cache.stats import CacheStats
 from minikv.cli.bench import machine, networks, systems
-from minikv.cli.bench.command import Arguments
+from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.report import Report, Row
 from minikv.cli.bench.systems import Cached, Transformers

@@ -18,7 +18,8 @@ from plain_tree import linked
 
 linked()
 
-from minikv.cli.bench.command import Arguments, measure
+from minikv.cli.bench.arguments import Arguments
+from minikv.cli.bench.command import measure
 from minikv.cli.terminal import Terminal
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import run
 from run import GROUPS, HERE, ROOT, Runner, Step, steps
 
-from minikv.cli.bench.command import Arguments
+from minikv.cli.bench.arguments import Arguments
 
 
 def called(*options: object, **env: str) -> subprocess.CompletedProcess[str]:

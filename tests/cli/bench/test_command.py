@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minikv.cli.bench import networks, speed, systems
-from minikv.cli.bench.command import Arguments
+from minikv.cli.bench.arguments import Arguments
 from minikv.cli.main import _resume_alone, app
 from minikv.errors import ContextError, UsageError
 from minikv.models import BUNDLED

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minikv.cli.bench import networks, speed, systems
-from minikv.cli.bench.command import Arguments
+from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.networks import Sizes
 from minikv.cli.bench.report import Report
