@@ -82,7 +82,7 @@ def demo() -> typer.Typer:
     short_help="answer quality under each policy, compared with the full cache",
 )
 def evaluate() -> typer.Typer:
-    from minikv.cli.entry.evaluate import app
+    from minikv.cli.eval.arguments import app
 
     return app
 

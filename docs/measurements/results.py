@@ -21,7 +21,7 @@ from pathlib import Path
 
 import unseen  # beside this file
 
-from minikv.cli.evaluation import intervals
+from minikv.cli.eval import intervals
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results"

@@ -610,7 +610,7 @@ def test_refresh_through_the_commands_alone() -> None:
 
 def test_eval_reads_on_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its follow-ups measure what a policy keeps, so nothing may be read again for them."""
-    from minikv.cli.evaluation import command
+    from minikv.cli.eval import command
 
     built: list[Settings] = []
 
