@@ -230,7 +230,7 @@ def table(rows: Sequence[Row]) -> str:
                 _number(1e3 * row.seconds),
                 "-" if share is None else f"{share:.0%}",
                 "-" if row.evict is None else f"{row.evict[1]:+.1%}",
-                "-" if held is None else size(held),
+                "-" if held is None else size(int(held)),
                 *("-" if x is None else f"{x:.2f}" for x in (row.vs_full, row.vs_transformers)),
             ]
         )

@@ -225,8 +225,8 @@ class Run:
             systems.PEER if entry.own is None else "minikv",
             length,
             entry.times,
-            vs_full=full and median(full.times) / median(entry.times),
-            vs_transformers=peer and median(peer.times) / median(entry.times),
+            vs_full=_times_as_fast(full, entry),
+            vs_transformers=_times_as_fast(peer, entry),
         )
         own, stats = entry.own, entry.stats
         if own is None or stats is None:
@@ -261,6 +261,11 @@ class Run:
             captured=own.captured,
             read_bytes_s=stream,
         )
+
+
+def _times_as_fast(base: Entry | None, entry: Entry) -> float | None:
+    """The quotient of the medians; None without a base."""
+    return None if base is None else median(base.times) / median(entry.times)
 
 
 def measure(
