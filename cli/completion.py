@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from minikv.cli.evaluation.names import TASKS
+from minikv.cli.eval.names import TASKS
 from minikv.errors import UsageError
 from minikv.policies import find, method_names, part_names, prompt_names, registry, step_names
 from minikv.settings import Setting

@@ -63,7 +63,7 @@ _COMMANDS = (
     ("demo", "entry.demo", None, "a guided chat of two minutes, with the bundled model"),
     (
         "eval",
-        "entry.evaluate",
+        "eval.arguments",
         _MORE,
         "answer quality under each policy, compared with the full cache",
     ),
@@ -71,7 +71,7 @@ _COMMANDS = (
     ("doctor", "entry.doctor", None, "what this machine offers, and a self-test"),
     ("report", "entry.report", _MORE, "make a page from an exported chat; loads no model"),
     ("policies", "entry.policies", _MORE, "the eviction methods, one line each"),
-    ("bench", "bench.app", _MORE, "measure speed, and compare with the hardware's limits"),
+    ("bench", "bench.command", _MORE, "measure speed, and compare with the hardware's limits"),
     ("config", "entry.config", _MORE, "settings from files and MINIKV_* variables"),
     ("models", "entry.models", None, "list, download and remove models"),
     ("chats", "entry.chats", None, "list, show and remove saved chats"),

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from minikv import pages
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
-from minikv.cli.bench import models
-from minikv.cli.bench.shapes import Sizes
+from minikv.cli.bench import networks
+from minikv.cli.bench.networks import Sizes
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8
@@ -38,7 +38,7 @@ def test_matrices_lie_there_and_what_was_packed_is_gone(
     matrix that stays has one alone."""
     sizes = Sizes(layers=2, hidden=2048, mlp=4096, heads=16, kv_heads=4, head_dim=128, vocab=500)
     if loaded:
-        net = models.plain(models.Spec(sizes))
+        net = networks.plain(networks.Spec(sizes))
         save_file(dict(net.tensors()), tmp_path / "model.safetensors")
         config = {
             "model_type": "llama",
@@ -62,7 +62,7 @@ def test_matrices_lie_there_and_what_was_packed_is_gone(
         checkpoint, told = Checkpoint.open(tmp_path), ModelConfig.from_folder(tmp_path)
         net = load_network(checkpoint, told, form=form)
     else:
-        net = models.network(models.Spec(sizes, weights=form))
+        net = networks.network(networks.Spec(sizes, weights=form))
     for layer in net.layers:
         for matrix in (layer.gate_up, layer.down):
             stored = matrix.quantised if isinstance(matrix, Int8) else matrix.dense()

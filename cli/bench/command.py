@@ -1,115 +1,149 @@
-"""`minikv bench`: what is asked for is checked without torch, measured, shown and written.
+"""`minikv bench`: its commands and the run.
 
 Whatever ends a run, what was measured by then is shown and written first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from inspect import Parameter, Signature
+from typing import Any, get_type_hints
+
+import typer
 
 from minikv.cli.bench.arguments import Arguments
-from minikv.cli.bench.device import prepare
-from minikv.cli.bench.report import Report, columns
-from minikv.cli.bench.results import Results
+from minikv.cli.bench.report import LEGEND, Report, header
+from minikv.cli.failures import guard
+from minikv.cli.help import Group
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from minikv.cli.bench.floors import Rates
-
-_MOST_MINUTES = 24 * 60
+from minikv.models import refuse_without_torch
 
 
 def measure(
-    question: str, arguments: Arguments, command: Sequence[str], terminal: Terminal
+    questions: Sequence[str], asked: Arguments, command: Sequence[str], terminal: Terminal
 ) -> None:
-    """One question: decode, prefill or kernels. Raises UsageError, before torch is loaded where it
-    can, ContextError, ModelError and MemoryShortError."""
-    arguments.check()
-    report = Report(command, terminal, arguments.as_json)
+    """Answer the questions: "decode", "prefill", "kernels". Raises UsageError, before torch is
+    loaded where it can, ContextError, ModelError and MemoryShortError."""
+    asked.check()
+    report = Report(command, terminal, asked.as_json)
     terminal.status("starting")
-    device = prepare(arguments.device, arguments.threads)
-    about = arguments.name
-    if question == "kernels":
-        from minikv.cli.bench import kernels, shapes
+    from minikv.cli.bench import kernels, machine, networks, speed
 
-        head_dim = shapes.find(arguments.shape).head_dim
-        found = kernels.find(device, arguments.kernels, head_dim)
-        about = f"{found.name} kernels, heads of {arguments.name},"
-    elif arguments.kernels == "triton" and device.type != "cuda":
+    device = machine.prepare(asked.device, asked.threads)
+    shape = networks.find(asked.shape) if asked.model is None else None
+    if asked.kernels == "triton" and device.type != "cuda":
         raise UsageError("no Triton kernels without a CUDA device", "use --kernels auto or torch")
-    rates = _machine(report, device, about)
-    results, done = Results(report.progress), False
-
-    def update() -> None:
-        what, found = "kernels" if question == "kernels" else "rows", results.rows
-        records = [each.record() for each in (results.kernels if what == "kernels" else found)]
-        report.record |= results.facts | {what: records, "notes": results.notes}
-        report.update(results)
-
-    results.added = lambda *new: update()
+    terminal.status("measuring the machine's bandwidth and products")
+    rates, facts = machine.measure(device), machine.facts(device)
+    report.record |= {"machine": facts, "versions": machine.versions(), "rates": asdict(rates)}
+    report.show(header(facts, report.record["rates"], asked.name))
+    done = False
     try:
-        import_module(f"minikv.cli.bench.{question}").measure(arguments, device, rates, results)
-        if results.failures:
-            raise results.failures[0]
+        for question in questions:
+            if question == "kernels":
+                assert shape is not None
+                kernels.measure(shape, asked, device, rates, report)
+            else:
+                speed.measure(asked, device, rates, report, decode=question == "decode")
+        if report.failures:
+            raise report.failures[0]
         done = True
     finally:
-        update()
-        if results.rows:
-            report.show(_legend(results.facts["wanted"], arguments.peer))
-        if done or results.measured:
-            report.close(complete=done)
+        if report.record["rows"]:
+            wanted = report.record["wanted"]
+            rounds = f"medians of {wanted['repeat']} rounds in turns; {wanted['steps']} steps a "
+            report.show(f"{rounds}decode round; {wanted['dtype']}\n{LEGEND}")
+        report.close(complete=done)
 
 
-def measure_all(
-    arguments: Arguments,
-    minutes: float,
-    only: Sequence[str],
-    command: Sequence[str],
-    terminal: Terminal,
-    *,
-    full: bool,
-) -> None:
-    """What this machine can show, in so many minutes; `only` parts with these names, if any are
-    given. Raises UsageError, and MinikvError when nothing at all could be measured."""
-    began = perf_counter()
-    arguments.check()
-    if not 0 < minutes <= _MOST_MINUTES:
-        raise UsageError(f"--minutes must be more than 0, at most {_MOST_MINUTES:,}")
-    report = Report(command, terminal, arguments.as_json)
-    terminal.status("starting")
-    device = prepare(arguments.device, arguments.threads)
-    from minikv.cli.bench import everything, machine
+# -- commands -----------------------------------------------------------------------------------
 
-    wanted = everything.parts(arguments, gpu=device.type == "cuda")
-    if missing := set(only) - {part.name for part in wanted}:
-        names = ", ".join(part.name for part in wanted)
-        raise UsageError(f"no part is called {min(missing)!r}", f"parts: {names}")
-    wanted = tuple(part for part in wanted if not only or part.name in only)
-    rates = _machine(report, device, "the whole list")
-    machine.settle(device)  # the memory is for the parts, which are other processes
-    report.record["minutes"] = minutes
-    everything.run(wanted, rates, report, began + 60 * minutes, full=full or bool(only))
+app = typer.Typer(
+    cls=Group,
+    rich_markup_mode="rich",
+    add_completion=False,
+    no_args_is_help=True,
+    help="minikv bench decode --shape tinyllama --length 2048,8192\n\n"
+    "Measure whole steps and prompts on random weights of a given shape. Compare with the full "
+    "cache, with transformers if it is installed, and with what this machine's rates allow.",
+)
 
 
-def _machine(report: Report, device: torch.device, about: str) -> Rates:
-    """Measure the machine and put it at the head of the report."""
+def _question(
+    *questions: str,
+    without: str = "",
+    change: Callable[[Arguments], Arguments] = lambda x: x,
+    **new: Any,
+) -> Callable[..., None]:
+    """A command whose flags are the fields of `Arguments`, except those named in `without`; `new`:
+    other defaults."""
+
+    def command(**given: Any) -> None:
+        asked = replace(Arguments(**new), **given)
+        terminal = Terminal(quiet=asked.quiet)
+        with guard(terminal, debug=asked.debug):
+            refuse_without_torch()
+            measure(questions, change(asked), ["minikv", *sys.argv[1:]], terminal)
+
+    hints = get_type_hints(Arguments, include_extras=True)
+    flags = [
+        Parameter(
+            each.name,
+            Parameter.KEYWORD_ONLY,
+            default=new.get(each.name, each.default),
+            annotation=hints[each.name],
+        )
+        for each in fields(Arguments)
+        if each.name not in without.split()
+    ]
+    command.__signature__ = Signature(flags)  # type: ignore[attr-defined]
+    command.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return command
+
+
+def _for_this_machine(asked: Arguments) -> Arguments:
+    """A large model on a GPU, a small one on a CPU."""
     from minikv.cli.bench import machine
 
-    report.terminal.status("measuring the machine's bandwidth and products")
-    rates = machine.measure(device)
-    report.machine(machine.facts(device), machine.versions(), rates, about)
-    return rates
+    gpu = machine.prepare(asked.device, asked.threads).type == "cuda"
+    return replace(asked, shape="llama-3-8b" if gpu else "s")
 
 
-def _legend(wanted: Any, peer: bool) -> str:
-    """How the figures came about, and what the columns mean."""
-    return (
-        f"medians of {wanted['repeat']} rounds in turns; {wanted['steps']} steps a decode round; "
-        f"{wanted['dtype']}\n{columns(peer)}"
+app.command(
+    "decode",
+    short_help="time of a decode step after a prompt",
+    help="minikv bench decode --policy adakv,snapkv --length 2048,8k --budget 512\n\n"
+    "The time of a decode step after prompts of these lengths, the full cache first.",
+)(_question("decode"))
+app.command(
+    "prefill",
+    short_help="time to read a prompt",
+    help="minikv bench prefill --policy snapkv,h2o --length 8k --budget 512\n\n"
+    "The time to read prompts of these lengths, the full cache first.",
+)(_question("prefill", without="steps"))
+_NO_MODEL = "model dtype weights policy decode budget kv steps peer"
+app.command(
+    "kernels",
+    short_help="time of each kernel, and the least that the hardware allows",
+    help="minikv bench kernels --shape llama-3-8b --length 1024,8k,32k\n\n"
+    "The time of each kernel, and the least time for the bytes that it must move or the flops that "
+    "it must do: Triton's kernels on a GPU, those in C on a CPU. --kernels torch measures the "
+    "torch functions that specify them.",
+)(_question("kernels", without=_NO_MODEL, shape="llama-3-8b", length="1024,8192", repeat=5))
+app.command(
+    "all",
+    short_help="decode, prefill and kernels, in a size for this machine",
+    help="minikv bench all --json figures.json\n\n"
+    "Decode steps, prompts and kernels after 2,048 and 8,192 tokens: in Llama-3-8B's shape on a "
+    "GPU, with 160 million parameters on a CPU. FILE is written again after every table.",
+)(
+    _question(
+        *("decode", "prefill", "kernels"),
+        without="shape model dtype policy decode kv kernels",
+        change=_for_this_machine,
+        length="2048,8192",
     )
+)

@@ -1,4 +1,9 @@
-"""Facts about the machine, and its measured rates of reading, copying and multiplying."""
+"""The machine: facts, clocks, its measured rates of reading, copying and multiplying, and the least
+time that these rates allow (the floor).
+
+A decode step must read every weight and every cached token once. A prompt needs the products with
+every matrix, and attention.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -19,13 +25,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minikv
-from minikv.cli.bench.floors import Rates
 from minikv.engine import threads
+from minikv.errors import UsageError
 from minikv.pages import Pages
 
 _MIB = 1 << 20
 _event: Any = torch.cuda.Event  # torch has no types for it
 _LIBRARIES = ("torch", "triton", "transformers", "llama-cpp-python", "openvino-genai", "numpy")
+
+
+def prepare(device: str, count: int) -> torch.device:
+    """Set the number of threads (0: as many as the process may use), and make the device of a flag
+    the current one; returns it. Raises UsageError if there is no such device, or for more threads
+    than cores."""
+    most = threads.allowed()
+    if count and not 1 <= count <= most:
+        raise UsageError(
+            f"--threads must be 1 to {most}, the cores that this process may use, got {count}"
+        )
+    threads.use(count)
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = torch.device(device)
+    if made.type == "cuda":
+        if (made.index or 0) >= torch.cuda.device_count():
+            raise UsageError(f"no CUDA device for {device!r}", "use --device cpu")
+        torch.cuda.set_device(made.index or 0)  # Triton launches on the current device
+    return made
 
 
 class Clock:
@@ -107,6 +133,32 @@ def _processor() -> str:
 
 
 # -- rates ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The machine's measured rates, in bytes and flops a second; None: not measured.
+
+    read_1: reading with one thread (None on a GPU). read: with all threads. copy: bytes read plus
+    bytes written. matmul and matmul_fp32: products of large square matrices, in bfloat16 and
+    float32.
+    """
+
+    read_1: float | None
+    read: float
+    copy: float
+    matmul: float
+    matmul_fp32: float
+    on_gpu: bool
+
+    @property
+    def stream(self) -> float:
+        """Bytes a second that a decode step could read; a GPU's is what it copies with."""
+        return self.copy if self.on_gpu else self.read
+
+    def product(self, dtype: str) -> float:
+        """Flops a second of a large product in a dtype."""
+        return self.matmul_fp32 if dtype == "float32" else self.matmul
 
 
 def measure(device: torch.device, rounds: int = 5, small: bool = False) -> Rates:

@@ -44,8 +44,8 @@ import minikv
 from minikv.chat import reading
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.evaluation import intervals, run, tasks, wording
-from minikv.cli.evaluation.files import Item
+from minikv.cli.eval import intervals, run, tasks, wording
+from minikv.cli.eval.files import Item
 from minikv.models import BUNDLED
 
 HERE = Path(__file__).parent

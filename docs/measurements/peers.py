@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import util
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,17 +32,97 @@ from typing import Any
 import torch
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import machine, models, peer, report, shapes
+from minikv.cli.bench import machine, networks, report, systems
 from minikv.cli.bench.arguments import SHORTEST
-from minikv.cli.bench.device import prepare
+from minikv.cli.bench.machine import prepare
 from minikv.cli.tables import grid
 
-BUNDLED = Path(models.__file__).resolve().parents[2] / "models" / "bundled"
+BUNDLED = Path(networks.__file__).resolve().parents[2] / "models" / "bundled"
 MODULES = {
     "transformers": "transformers",
     "llama.cpp": "llama_cpp",
     "openvino": "openvino_genai",
 }
+
+
+# -- processes ----------------------------------------------------------------------------------
+
+
+class PeerError(Exception):
+    """A system could not be measured; the others are."""
+
+
+class Process:
+    """The system that `make(*arguments)` returns, in a process of its own."""
+
+    def __init__(self, name: str, make: Callable[..., Any], *arguments: object) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")  # a fork would share torch's threads
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, make, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._ask("start", 0)
+
+    def read(self, tokens: int) -> float:
+        """Seconds of a prompt of so many random tokens."""
+        return self._ask("read", tokens)
+
+    def write(self, steps: int) -> float:
+        """Seconds of a step, mean over so many."""
+        return self._ask("write", steps)
+
+    def peak(self) -> int:
+        """Bytes at the high-water mark of the process."""
+        return int(self._ask("peak", 0))
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.kill()
+        self._process.join()
+
+    def _ask(self, what: str, number: int) -> float:
+        try:
+            self._pipe.send((what, number))
+            error, value = self._pipe.recv()
+        except (EOFError, OSError):
+            raise PeerError(f"{self.name} ended unexpectedly") from None
+        if error:
+            raise PeerError(f"{self.name}: {error}")
+        return float(value)
+
+
+def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    """Answer until the other end is closed: (error, value)."""
+    system = None
+    while True:
+        try:
+            what, number = pipe.recv()
+        except EOFError:
+            return
+        try:
+            value: float | None = 0.0
+            if system is None:
+                system = make(*arguments)
+            elif what == "read":
+                value = system.read(networks.prompt(number, system.vocab))
+            elif what == "write":
+                value = system.write(number)
+            else:
+                value = machine.peak(system.device)
+            pipe.send(("", value))
+        except Exception as error:
+            pipe.send((" ".join(f"{type(error).__name__}: {error}".split())[:300], 0.0))
+
+
+def minikv(spec: networks.Spec, threads: int, eviction: EvictionConfig) -> systems.Cached:
+    prepare(spec.device, threads)
+    return systems.Cached(networks.network(spec), eviction)
+
+
+def transformers(spec: networks.Spec, threads: int) -> systems.Transformers:
+    prepare(spec.device, threads)
+    return systems.Transformers(spec)
 
 
 # -- the systems that minikv's own benchmarks do not know --------------------------------------
@@ -125,7 +207,7 @@ class OpenVino:
 # -- the run ----------------------------------------------------------------------------------
 
 
-def export(spec: models.Spec, folder: Path) -> None:
+def export(spec: networks.Spec, folder: Path) -> None:
     """The random model as others read it: config.json, weights and a tokenizer.
 
     The tokenizer is the bundled model's, whose words mean nothing here: converters ask for one.
@@ -135,7 +217,7 @@ def export(spec: models.Spec, folder: Path) -> None:
     sizes = spec.sizes
     assert sizes is not None
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: t.contiguous() for name, t in models.plain(spec).tensors()}
+    weights = {name: t.contiguous() for name, t in networks.plain(spec).tensors()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -164,32 +246,32 @@ def export(spec: models.Spec, folder: Path) -> None:
     print(f"{folder}: config.json, model.safetensors, tokenizer")
 
 
-def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[], peer.Process]]:
+def known(args: argparse.Namespace, spec: networks.Spec) -> dict[str, Callable[[], Process]]:
     """What can be measured here, by name; a line for what cannot."""
-    threads, vocab = args.threads or torch.get_num_threads(), shapes.find(args.shape).vocab
+    threads, vocab = args.threads or torch.get_num_threads(), networks.find(args.shape).vocab
     context = args.tokens + args.new * (args.repeat + 1)
-    found: dict[str, Callable[[], peer.Process]] = {}
+    found: dict[str, Callable[[], Process]] = {}
     for form in args.weights.split(","):
         for pair in (("full", "none", "512"), (args.policy, "auto", args.budget)):
             eviction = EvictionConfig.read(*pair)
             budget, kept = [args.budget] * eviction.evicts, [form] * (form != "auto")
             name = " ".join(["minikv", eviction.policy, *budget, *kept])
             one = replace(spec, weights=form)
-            found[name] = partial(peer.Process, "minikv", peer.minikv, one, threads, eviction)
+            found[name] = partial(Process, "minikv", minikv, one, threads, eviction)
     for name, module in MODULES.items():
         sources = args.gguf if name == "llama.cpp" else args.openvino
         if util.find_spec(module) is None:
             print(f"{name}: not installed, left out", file=sys.stderr)
         elif name == "transformers":
             theirs = replace(spec, dtype=args.transformers or spec.dtype)
-            found[name] = partial(peer.Process, name, peer.transformers, theirs, threads)
+            found[name] = partial(Process, name, transformers, theirs, threads)
         elif not sources:
             flag = "--gguf" if name == "llama.cpp" else "--openvino"
             print(f"{name}: no {flag}, left out (--export writes the model)", file=sys.stderr)
         elif name == "llama.cpp":
             for path in map(str, sources):
                 found[f"{name}, {path}"] = partial(
-                    peer.Process,
+                    Process,
                     name,
                     LlamaCpp,
                     path,
@@ -200,33 +282,30 @@ def systems(args: argparse.Namespace, spec: models.Spec) -> dict[str, Callable[[
                 )
         else:
             for path in map(str, sources):
-                found[f"{name}, {path}"] = partial(
-                    peer.Process, name, OpenVino, path, threads, vocab
-                )
+                found[f"{name}, {path}"] = partial(Process, name, OpenVino, path, threads, vocab)
     return found
 
 
-def measured(args: argparse.Namespace, spec: models.Spec) -> list[dict[str, Any]]:
+def measured(args: argparse.Namespace, spec: networks.Spec) -> list[dict[str, Any]]:
     """A row per system: medians, and every round."""
-    ids = range(args.tokens)
-    workers: dict[str, peer.Process] = {}
+    workers: dict[str, Process] = {}
     runs: dict[str, dict[str, list[float]]] = {}
     try:
-        for name, make in systems(args, spec).items():
+        for name, make in known(args, spec).items():
             print(f"starting {name}", file=sys.stderr)
             try:
                 workers[name] = make()
-                workers[name].read(range(min(args.tokens, 256)))
+                workers[name].read(min(args.tokens, 256))
                 workers[name].write(2)
                 runs[name] = {"read": [], "write": []}
-            except peer.PeerError as error:
+            except PeerError as error:
                 print(f"left out: {error}", file=sys.stderr)
                 if name in workers:
                     workers.pop(name).close()
         for number in range(args.repeat):
             for name, worker in workers.items():
                 print(f"round {number + 1}: {name}", file=sys.stderr)
-                runs[name]["read"].append(worker.read(ids))
+                runs[name]["read"].append(worker.read(args.tokens))
                 runs[name]["write"].append(worker.write(args.new))
         return [
             {
@@ -245,7 +324,7 @@ def measured(args: argparse.Namespace, spec: models.Spec) -> list[dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="s", help=", ".join(shapes.SHAPES))
+    parser.add_argument("--shape", default="s", help=", ".join(networks.SHAPES))
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--new", type=int, default=32, help="steps of a round")
     parser.add_argument("--policy", default="adakv")
@@ -276,10 +355,10 @@ def main() -> None:
     parser.add_argument("--export", type=Path, help="write the random model there and stop")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    spec = models.Spec(shapes.find(args.shape), args.folder, args.dtype, "cpu")
+    spec = networks.Spec(networks.find(args.shape), args.folder, args.dtype, "cpu")
     if args.folder:
         told = json.loads((args.folder / "config.json").read_text())
-        assert told["vocab_size"] == shapes.find(args.shape).vocab, "--folder has another --shape"
+        assert told["vocab_size"] == networks.find(args.shape).vocab, "--folder has another --shape"
     if args.export:
         export(spec, args.export)
         return
@@ -302,7 +381,9 @@ def main() -> None:
             ]
         )
     facts = machine.facts(device)
-    print(report.header(facts, rates, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
+    print(
+        report.header(facts, asdict(rates), f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,")
+    )
     print(grid(lines, "<>>>>>"))
     if args.json:
         record = {

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import unseen  # beside this file
 
-from minikv.cli.evaluation import intervals
+from minikv.cli.eval import intervals
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results"
@@ -32,7 +32,7 @@ PROMPT = (
     "kvcrush,kvcrush(h2o),adakv+critical+turns"
 )
 STEP = "streaming,random,l2,hashevict,tova,scissorhands,h2o,roco"
-PAPER = "-o pool=1 -o lead=1"  # RoCo writes as in the paper; its default is newer (see `hand_over`)
+PAPER = "-o pool=1 -o lead=1"  # RoCo writes as in the paper; its default is newer
 SMALL = "-o window=16 -o proxies=16"  # at a budget of 32, windows of 32 leave nothing
 BUDGETS = "64,128,256,512"
 WRITING = "none,roco,streaming,tova,h2o,rkv"  # each with its default
@@ -347,33 +347,6 @@ def writing() -> list[str]:
     return [*lines, ""] if cells else ["Not measured yet.", ""]
 
 
-def hand_over() -> list[str]:
-    """Decode policies beside `none`, from hand_over.json."""
-    path = HERE / "hand_over.json"
-    cells = json.loads(path.read_text()) if path.exists() else []
-    lines: list[str] = []
-    for name in dict.fromkeys(cell["run"] for cell in cells):
-        model, policy, task, length = name.split()
-        lines += [
-            f"`{task}`, {int(length):,} tokens, {policy}, {model} model:",
-            "",
-            "| decode policy | budget | documents | exact answers | minus `none`, points | "
-            "lost : won | p |",
-            "|---" * 7 + "|",
-        ]
-        mine = [cell for cell in cells if cell["run"] == name]
-        for label in dict.fromkeys(cell["decode"] for cell in mine):
-            for c in (cell for cell in mine if cell["decode"] == label):
-                apart = f"{c['minus_none']:+.1f} ({c['low']:+.1f} to {c['high']:+.1f})"
-                beside = f"{apart} | {c['lost']} : {c['won']} | {c['p']:.3f}"
-                lines.append(
-                    f"| {label} | {c['budget']} | {c['documents']} | {c['score']:.1f} % | "
-                    f"{' |  | ' if label == 'none' else beside} |"
-                )
-        lines.append("")
-    return lines or ["Not measured yet.", ""]
-
-
 def page() -> str:
     commands = [
         f"minikv eval {arguments(name)} --json docs/measurements/results/{name}.json"
@@ -441,18 +414,11 @@ def page() -> str:
         "",
         *writing(),
         *unseen.section(),
-        "## What a decode policy takes over from the prompt",
-        "",
-        (HERE / "hand_over-notes.md").read_text().strip(),
-        "",
-        *hand_over(),
         "## The commands",
         "",
         "```sh",
         *commands,
         *unseen.commands(),
-        "python docs/measurements/hand_over.py run   # again until it says complete",
-        "python docs/measurements/hand_over.py write --json docs/measurements/hand_over.json",
         "python docs/measurements/results.py write   # this page",
         "```",
         "",

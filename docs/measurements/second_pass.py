@@ -26,7 +26,7 @@ from minikv.chat import fitting, reading
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
-from minikv.cli.evaluation.tasks import facts
+from minikv.cli.eval.tasks import facts
 from minikv.engine.engine import Engine
 from minikv.loader import output_of, shape_of
 from minikv.models.config import ModelConfig

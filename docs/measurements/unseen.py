@@ -31,9 +31,9 @@ from pathlib import Path
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.evaluation import intervals, plot, run, tasks
-from minikv.cli.evaluation.files import Item
-from minikv.cli.evaluation.plot import Line, Panel, Point
+from minikv.cli.eval import intervals, plot, run, tasks
+from minikv.cli.eval.files import Item
+from minikv.cli.eval.plot import Line, Panel, Point
 from minikv.errors import ContextError, UsageError
 
 HERE = Path(__file__).parent

@@ -229,7 +229,7 @@ def test_a_chat_without_eviction_takes_no_tier() -> None:
 
 def test_answers_of_the_bundled_model_follow_the_full_cache() -> None:
     """The later questions of a chat under a small budget, as by a cache without eviction."""
-    from minikv.cli.evaluation.tasks import followup
+    from minikv.cli.eval.tasks import followup
 
     found: dict[str, list[str]] = {}
     for policy, reuse in (("full", "once"), ("adakv", "auto")):

@@ -828,7 +828,7 @@ def test_11_what_needs_no_torch_does_not_load_it(arguments: list[str]) -> None:
         "from minikv.cli.__main__ import run\n"
         "try: run()\n"
         "except SystemExit as end:\n"
-        "    loaded = {'torch', 'minikv.cli.bench.app', 'prompt_toolkit'} & set(sys.modules)\n"
+        "    loaded = {'torch', 'minikv.cli.bench.command', 'prompt_toolkit'} & set(sys.modules)\n"
         "    sys.exit(end.code or ', '.join(loaded) or None)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)

@@ -11,8 +11,8 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import compare, render
-from minikv.cli.evaluation import run, show
-from minikv.cli.evaluation.files import Item
+from minikv.cli.eval import run, show
+from minikv.cli.eval.files import Item
 from minikv.cli.export import figures, html, markdown
 from minikv.cli.export.facts import gather
 from minikv.policies import registry

@@ -10,7 +10,7 @@ import pytest
 import minikv
 from minikv.chat.session import ChatSession
 from minikv.cli import demo, render
-from minikv.cli.evaluation.tasks import followup
+from minikv.cli.eval.tasks import followup
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import TOY, run_turn

@@ -1,8 +1,7 @@
-"""`minikv bench all` without the command line, which needs packages that a machine with a GPU may
-lack, and reads the user's settings.
+"""`minikv bench` without the command line, which needs packages that a machine with a GPU may lack,
+and reads the user's settings.
 
-    python tests/gpu/bench.py --json FILE --minutes N [--part NAME ...]
-    python tests/gpu/bench.py --json FILE --small          tries it without a GPU
+    python tests/gpu/bench.py decode,prefill --json FILE [FIELD=VALUE ...]   fields of `Arguments`
 """
 
 # ruff: noqa: E402 (where the package is has to be found first)
@@ -19,30 +18,23 @@ from plain_tree import linked
 
 linked()
 
-from minikv.cli.bench import command, signals
 from minikv.cli.bench.arguments import Arguments
+from minikv.cli.bench.command import measure
 from minikv.cli.terminal import Terminal
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("questions")
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE")
     parser.add_argument("--json", required=True)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--part", action="append", default=[])
-    parser.add_argument("--small", action="store_true")
     asked = parser.parse_args()
-    terminal = Terminal()
-    with signals.caught():
-        if asked.small:  # the list of a CPU has other parts
-            little = Arguments(
-                shape="tinyllama", length="64", repeat=1, kernels="torch", as_json=asked.json
-            )
-            command.measure("kernels", little, sys.argv, terminal)
-        else:
-            all_of_it = Arguments(as_json=asked.json)
-            command.measure_all(
-                all_of_it, asked.minutes, asked.part, sys.argv, terminal, full=False
-            )
+    fields: dict[str, object] = dict(pair.split("=", 1) for pair in asked.fields)
+    for name in ("repeat", "steps"):
+        if name in fields:
+            fields[name] = int(str(fields[name]))
+    arguments = Arguments(peer=False, as_json=asked.json, **fields)  # type: ignore[arg-type]
+    measure(asked.questions.split(","), arguments, sys.argv, Terminal())
 
 
 if __name__ == "__main__":

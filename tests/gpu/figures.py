@@ -54,9 +54,9 @@ import facts
 from minikv.cache.tier import Tier
 from minikv.chat import fitting
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import kernels, machine, models, peer, shapes
-from minikv.cli.bench.cached import Cached
-from minikv.cli.bench.floors import Rates, decode_floor
+from minikv.cli.bench import kernels, machine, networks
+from minikv.cli.bench.machine import Rates
+from minikv.cli.bench.systems import Cached, Transformers
 from minikv.engine.decode_loop import DecodeLoop, Eager, captured
 from minikv.kernels import dispatch, rows_attention
 from minikv.kernels.attention import plain as attention
@@ -143,7 +143,7 @@ class Bench:
         self.profile = profile
         self.gpu = self.device.type == "cuda"
         self.rounds, self.steps, self.warm = _FEW if small else (ROUNDS, STEPS, WARM)
-        self.sizes = shapes.SHAPES["tiny" if small else "llama-3-8b"]
+        self.sizes = networks.SHAPES["tiny" if small else "llama-3-8b"]
         head_dim = self.sizes.head_dim
         self.ops = dispatch.choose(self.device, "auto" if self.gpu else "torch", head_dim, _DTYPE)[
             0
@@ -171,7 +171,7 @@ class Bench:
 
     @cached_property
     def net(self) -> Llama:
-        return models.network(models.Spec(self.sizes, None, "bfloat16", str(self.device)))
+        return networks.network(networks.Spec(self.sizes, None, "bfloat16", str(self.device)))
 
     @cached_property
     def rates(self) -> Rates:
@@ -226,7 +226,7 @@ class Bench:
         machine.settle(self.device)
         before = self.memory()["allocated"]
         machine.forget_peak(self.device)
-        ids = models.prompt(tokens, net.config.vocab)
+        ids = networks.prompt(tokens, net.config.vocab)
         read_s = one.read(ids, ROOM)
         memory, stats = self.memory(), one.stats()
         planned = self._planned(eviction, net, tokens)
@@ -264,9 +264,8 @@ class Bench:
 
     def step_row(self, one: Series, **more: Any) -> None:
         cached = one.cached
-        floor = decode_floor(
-            models.step_bytes(cached.net), cached.step_kv_bytes(), self.rates.stream
-        )
+        floor = networks.step_bytes(cached.net) + cached.step_kv_bytes()
+        floor /= self.rates.stream
         self.row(
             one.case,
             **one.facts,
@@ -595,7 +594,7 @@ def ends(bench: Bench) -> None:
                 evict_share=evict_s / best.read_s,
             )
     one = bench.start("adakv", "none", 512, bench.tokens(8), warm=False)
-    ids = models.prompt(bench.tokens(8), bench.sizes.vocab)
+    ids = networks.prompt(bench.tokens(8), bench.sizes.vocab)
     told = bench.profiled(lambda: one.cached.read(ids, ROOM), 1)
     bench.row(f"kernels of a prompt, {one.case}", **told)
     bench.close(one)
@@ -625,7 +624,7 @@ def ends(bench: Bench) -> None:
 def memory(bench: Bench) -> None:
     """What stays reserved when a step is captured again and again."""
     one = bench.start("adakv", "roco", 512, bench.tokens(8))
-    ids, reserved = models.prompt(32, bench.sizes.vocab), [bench.memory()["reserved"]]
+    ids, reserved = networks.prompt(32, bench.sizes.vocab), [bench.memory()["reserved"]]
     for _ in range(2 if bench.small else 10):
         one.cached.read_on(ids, ROOM)
         one.cached.write(bench.warm)
@@ -665,7 +664,7 @@ ALONE = {
 def alone(bench: Bench) -> None:
     """Kernels in a graph, over more rows than the GPU's cache holds."""
     lengths = (16,) if bench.small else (1024, 8192, 32_768)
-    for case in kernels.cases(bench.sizes, torch.bfloat16, lengths):
+    for case in kernels.cases(bench.sizes, lengths):
         if case.is_missing(bench.ops):
             continue
         if case.name in ALONE and case.case.startswith("" if bench.small else ALONE[case.name]):
@@ -703,8 +702,8 @@ def varlen(
 def packed(bench: Bench) -> None:
     """Steps with packed weights, against the floor of their own bytes."""
     for form in ("int8", "int4"):
-        spec = models.Spec(bench.sizes, None, "bfloat16", str(bench.device), form)
-        net = models.network(spec)
+        spec = networks.Spec(bench.sizes, None, "bfloat16", str(bench.device), form)
+        net = networks.network(spec)
         one = bench.start("adakv", "roco", 512, bench.tokens(8), name=form, net=net)
         bench.compare([one])
         bench.close(one)
@@ -719,7 +718,7 @@ def question(bench: Bench) -> None:
     """A question of 60 tokens behind 32k: over what was kept, and over the tier."""
     tokens, vocab = bench.tokens(32), bench.sizes.vocab
     one = bench.start("adakv", "roco", 512, tokens)
-    asked = models.prompt(60, vocab, seed=2)
+    asked = networks.prompt(60, vocab, seed=2)
     seconds = [one.cached.read_on(asked, ROOM) for _ in range(3)]
     began = perf_counter()
     one.cached.read_on(asked, ROOM)
@@ -728,7 +727,7 @@ def question(bench: Bench) -> None:
     bench.row("60 tokens over adakv 512", first_s=median(seconds[1:]), wall_s=wall, **told)
     bench.close(one)
 
-    ids = models.prompt(tokens, vocab)
+    ids = networks.prompt(tokens, vocab)
     kept = Cached(bench.net, EvictionConfig.read("adakv", "roco", bench.budget(512)))
     kv, engine, clock = kept.engine.kv, kept.engine, machine.Clock(bench.device)
     kv.use(bench.ops)
@@ -818,9 +817,9 @@ def prompts(bench: Bench, lengths: Sequence[float]) -> None:
 
 def others(bench: Bench) -> None:
     """transformers with torch's attention, in a process of its own: prompts and steps."""
-    system = peer.Transformers(models.Spec(bench.sizes, None, "bfloat16", str(bench.device)))
+    system = Transformers(networks.Spec(bench.sizes, None, "bfloat16", str(bench.device)))
     for thousands in (2, 8, 32, 128):
-        ids = models.prompt(bench.tokens(thousands), bench.sizes.vocab)
+        ids = networks.prompt(bench.tokens(thousands), bench.sizes.vocab)
         if thousands < 128:
             system.read(ids)
         read_s = min(system.read(ids) for _ in range(2 if 2 < thousands < 128 else 1))

@@ -21,7 +21,7 @@ from plain_tree import linked
 
 linked()
 
-from minikv.cli.bench import kernels, shapes
+from minikv.cli.bench import kernels, networks
 from minikv.kernels import dispatch
 
 WANTED = {
@@ -37,16 +37,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args().device)
     gpu = device.type == "cuda"
-    sizes = shapes.SHAPES["llama-3-8b"]
+    sizes = networks.SHAPES["llama-3-8b"]
     operations = dispatch.choose(device, "auto", sizes.head_dim, torch.bfloat16)[0]
     flush = torch.empty((256 if gpu else 1) << 20, dtype=torch.uint8, device=device)
     found = set()
     with torch.inference_mode():
         lengths = (1024, 4096, 8192, 32_768) if gpu else (1024, 4096)
-        for case in kernels.cases(sizes, torch.bfloat16, lengths):
+        for case in kernels.cases(sizes, lengths):
             if case.case not in WANTED.get(case.name, ()):
                 continue
-            run = case.make(device, 0)
+            run = case.make(kernels.Draw(device, 0))
             for _ in range(2):  # the first one compiles
                 flush.zero_()
                 run(operations)

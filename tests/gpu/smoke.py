@@ -596,25 +596,25 @@ def chats(
 
 def network(small: bool) -> Any:
     """Two layers of an 8B model."""
-    from minikv.cli.bench import shapes
+    from minikv.cli.bench import networks
 
     if small:
-        return shapes.Sizes(2, 64, 4, 2, 16, 128, 256)
-    return shapes.Sizes(2, 4096, 32, 8, 128, 14336, 128256)
+        return networks.Sizes(2, 64, 4, 2, 16, 128, 256)
+    return networks.Sizes(2, 4096, 32, 8, 128, 14336, 128256)
 
 
 def captured(device: str, policy: str, decode: str, weights: str, *, small: bool) -> str:
     """A long answer over the budget: is a step one graph, does the graph write what the same calls
     write uncaptured, and from when on does a step without `DecodeLoop` write something else?"""
     from minikv.chat.eviction_config import EvictionConfig
-    from minikv.cli.bench import models
-    from minikv.cli.bench.cached import Cached
+    from minikv.cli.bench import networks
+    from minikv.cli.bench.systems import Cached
     from minikv.engine.decode_loop import DecodeLoop, Eager
 
-    net = models.network(models.Spec(network(small), None, "bfloat16", device, weights))
+    net = networks.network(networks.Spec(network(small), None, "bfloat16", device, weights))
     eviction = EvictionConfig.read(policy, decode, "128")
     steps, tokens, seconds = 12 if small else 64, dict[str, list[int]](), 0.0
-    ids = models.prompt(600 if small else 3000, net.config.vocab)
+    ids = networks.prompt(600 if small else 3000, net.config.vocab)
     for name in ("graph", "uncaptured", "host"):
         one = Cached(net, eviction)
         engine = one.engine

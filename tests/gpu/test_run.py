@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import run
 from run import GROUPS, HERE, ROOT, Runner, Step, steps
 
-from minikv.cli.bench import everything
 from minikv.cli.bench.arguments import Arguments
 
 
@@ -203,12 +202,15 @@ def test_the_tests_for_a_gpu_are_found() -> None:
     assert "test_results.py" not in names
 
 
-def test_the_parts_of_bench_and_the_kernels_that_are_named_exist(tmp_path: Path) -> None:
+def test_what_bench_is_asked_and_the_kernels_that_are_named_exist(tmp_path: Path) -> None:
     known = steps(tmp_path, small=False, scratch=tmp_path)
     words = [step.commands[0] for step in known.values() if "bench.py" in str(step.commands)]
-    parts = {a[i + 1] for a in words for i, word in enumerate(a) if word == "--part"}
-    arguments = Arguments(shape="tinyllama")
-    assert parts == {part.name for part in everything.parts(arguments, gpu=True)}
+    assert len(words) == 6
+    for _, _, question, *fields, _, _ in words:
+        assert question in ("decode", "prefill", "kernels")
+        given: dict[str, object] = dict(field.split("=", 1) for field in fields)
+        given["repeat"] = int(str(given.get("repeat", 3)))
+        Arguments(**given).check()  # type: ignore[arg-type]
     pytest.importorskip("triton", reason="no Triton on this system")
     pattern = next(word for word in known["ncu"].commands[0] if word.startswith("regex:"))
     names = ("decode.gpu", "evict.gpu", "append.hash_gpu", "layer.rest_gpu")
@@ -222,7 +224,7 @@ def test_it_runs_without_an_installation() -> None:
     code = (
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'ditable' not in str(f)]; "
         f"sys.path.insert(0, {str(HERE)!r}); import plain_tree; plain_tree.linked(); "
-        "import minikv.cli.bench.shapes, minikv.models.config; print(minikv.__file__)"
+        "import minikv.cli.bench.networks, minikv.models.config; print(minikv.__file__)"
     )
     ran = called("-c", code)
     assert ran.returncode == 0, ran.stderr

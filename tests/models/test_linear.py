@@ -24,8 +24,8 @@ from torch import Tensor
 import minikv
 import minikv.models as models
 from minikv import settings
-from minikv.cli.bench import models as random_models
-from minikv.cli.bench.shapes import Sizes
+from minikv.cli.bench import networks as random_models
+from minikv.cli.bench.networks import Sizes
 from minikv.cli.plan import plan
 from minikv.cli.terminal import Terminal
 from minikv.kernels.dispatch import Kernels
@@ -435,7 +435,7 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
 def test_kernels_may_ask_for_more_rows_of_a_prompt(
     dtype: torch.dtype, given: int | None, asked: int | None, rows: int
 ) -> None:
-    config = random_models.config_of(Sizes(1, 64, 4, 2, 16, 64, 32))
+    config = Sizes(1, 64, 4, 2, 16, 64, 32).config()
     made = Llama(config, dtype=dtype, rows=given)
     before = made.rows
     ops = Kernels()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import minikv
-from minikv.cli.evaluation import wording
+from minikv.cli.eval import wording
 
 kvpress = pytest.importorskip("kvpress")
 

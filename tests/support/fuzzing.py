@@ -490,7 +490,7 @@ def _texts(folder: Path) -> list[Target]:
     from exports import chat
 
     from minikv.cli import config
-    from minikv.cli.evaluation.files import read_items
+    from minikv.cli.eval.files import read_items
     from minikv.cli.export import html, markdown
     from minikv.cli.export.facts import gather
     from minikv.cli.export.read import read_file

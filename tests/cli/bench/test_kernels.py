@@ -9,16 +9,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from minikv.cli.bench import kernels, shapes
+from minikv.cli.bench import kernels, networks
 from minikv.cli.main import app
 from minikv.kernels import dispatch
 
-CPU, TINY = torch.device("cpu"), shapes.find("tiny")
+CPU, TINY = torch.device("cpu"), networks.find("tiny")
 FLAGS = ("--device", "cpu", "--shape", "tiny", "--length", "64", "--repeat", "1", "--json=-")
 NAMES = {
     "sdpa decode",
     "ragged attention",
-    "rotate, append",
     "hash append",
     "h2o step",
     "roco step",
@@ -27,10 +26,6 @@ NAMES = {
     "column sums",
     "segments attention",
     "gather rows",
-    "add norm",
-    "rotate",
-    "silu mul",
-    "draw",
     "rest of a layer",
 }
 
@@ -41,13 +36,13 @@ def bench(*args: str) -> Any:
 
 def test_every_case_runs_twice_on_the_same_inputs() -> None:
     tables = [dispatch.Kernels(), dispatch.choose(CPU, "auto", 16, torch.bfloat16)[0]]
-    cases = list(kernels.cases(TINY, torch.bfloat16, [64]))
+    cases = list(kernels.cases(TINY, [64]))
     assert {case.name for case in cases} == NAMES
     for case in cases:
         mine = [ops for ops in tables if not case.is_missing(ops)]
         assert mine, case.name
         for ops in mine:
-            call = case.make(CPU, 0)
+            call = case.make(kernels.Draw(CPU, 0))
             call(ops)
             out = call(ops)
             tensors = [out] if isinstance(out, torch.Tensor) else out or ()
@@ -62,7 +57,6 @@ def test_timings_beside_their_floors() -> None:
     assert out.exit_code == 0, out.stderr
     made = json.loads(out.stdout)
     assert made["notes"] == []
-    assert made["shape"] == "tiny"
     assert {row["kernel"] for row in made["kernels"]} == NAMES
     read, product = made["rates"]["read"], made["rates"]["matmul"]
     for row in made["kernels"]:
@@ -87,16 +81,16 @@ def test_one_that_is_missing_or_fails_is_named_and_the_others_are_measured(
         raise RuntimeError("does not compile")
 
     monkeypatch.setattr(dispatch.Kernels, "ragged_prefill", None)
-    monkeypatch.setattr(dispatch.Kernels, "rotate_append", staticmethod(fails))
+    monkeypatch.setattr(dispatch.Kernels, "gather_rows", staticmethod(fails))
     out = bench(*FLAGS, "--kernels", "torch")
     assert out.exit_code == 1
     made = json.loads(out.stdout)
     assert made["complete"] is False
     assert "segments attention: torch has no ragged_prefill" in made["notes"]
-    assert "rotate, append, 1 row a head: RuntimeError: does not compile" in made["notes"]
+    assert "gather rows, 8 of 64 rows: RuntimeError: does not compile" in made["notes"]
     measured = {row["kernel"] for row in made["kernels"]}
-    assert {"gather rows", "ragged attention"} <= measured
-    assert not {"segments attention", "rotate, append"} & measured
+    assert {"lowest", "ragged attention"} <= measured
+    assert not {"segments attention", "gather rows"} & measured
 
 
 def test_uneven_heads_have_the_mean_and_one_has_four_times_it() -> None:

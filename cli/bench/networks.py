@@ -1,0 +1,226 @@
+"""Networks to measure: random weights in the sizes of well-known models, or a model's folder.
+
+Random weights cost one pass over memory: one block of random numbers is repeated, each tensor from
+another place in it, so that no two heads are equal. The values do not matter to a clock. They must
+be finite and differ, since equal heads would share a budget evenly.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minikv.chat.report import size
+from minikv.cli.bench import machine
+from minikv.errors import MemoryShortError, UsageError
+from minikv.models.config import ModelConfig
+from minikv.models.linear import Int8, Plain, packs, split
+from minikv.models.linear_gpu import Int8OnGpu, kept_on
+from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig
+from minikv.models.weights import check_form, free_memory
+from minikv.pages import Pages
+
+POSITIONS = 1 << 20
+"""Context of a random network: longer than any prompt that is measured."""
+
+_BLOCK = 1_048_573  # a prime: no row of a matrix falls on the same place in the block twice
+_STD = 0.02
+_MATRICES = ("qkv", "out", "gate_up", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a Llama-shaped network. `heads` are query heads, H * G."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    theta: float = 1e4
+    tied: bool = False
+
+    @staticmethod
+    def of(config: ModelConfig) -> Sizes:
+        """The sizes of a loaded model."""
+        c = config
+        heads = (c.heads, c.kv_heads, c.head_dim)
+        return Sizes(c.layers, c.hidden, *heads, c.mlp, c.vocab, c.rope.theta, c.tied)
+
+    @property
+    def matrices(self) -> int:
+        """Numbers in the matrices that every token of a prompt is multiplied with."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.mlp)
+
+    @property
+    def head(self) -> int:
+        """Numbers in the matrix that makes logits."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, a tied head counted once."""
+        norms = (2 * self.layers + 1) * self.hidden
+        return self.matrices + norms + self.head * (1 if self.tied else 2)
+
+    def attention_flops(self, tokens: int) -> int:
+        """Causal attention over a prompt: two products of every query with every row it sees."""
+        pairs = tokens * (tokens + 1) // 2
+        return 4 * self.layers * self.heads * self.head_dim * pairs
+
+    def linear_flops(self, tokens: int) -> int:
+        """The matrices over a prompt; logits of its last token only."""
+        return 2 * (self.matrices * tokens + self.head)
+
+    def config(self) -> ModelConfig:
+        """The configuration of a network of these sizes."""
+        layers, hidden, heads, kv_heads, head_dim, mlp, vocab, theta, tied = astuple(self)
+        return ModelConfig(
+            family="llama",
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            mlp=mlp,
+            vocab=vocab,
+            norm_eps=1e-5,
+            rope=RopeConfig(theta=theta),
+            max_context=POSITIONS,
+            windows=(None,) * layers,
+            tied=tied,
+        )
+
+
+SHAPES: Mapping[str, Sizes] = {
+    "llama-3-8b": Sizes(32, 4096, 32, 8, 128, 14336, 128256, 5e5),
+    "llama-2-7b": Sizes(32, 4096, 32, 32, 128, 11008, 32000),
+    "mistral-7b": Sizes(32, 4096, 32, 8, 128, 14336, 32768, 1e6),  # v0.3: no sliding window
+    "llama-3.2-1b": Sizes(16, 2048, 32, 8, 64, 8192, 128256, 5e5, tied=True),
+    "tinyllama": Sizes(22, 2048, 32, 4, 64, 5632, 32000),  # M of docs/measurements
+    "smollm2-135m": Sizes(30, 576, 9, 3, 64, 1536, 49152, 1e5, tied=True),
+    "s": Sizes(16, 768, 12, 4, 64, 2048, 32000, 5e5),  # S of docs/measurements
+    "tiny": Sizes(2, 64, 4, 2, 16, 128, 256),
+}
+
+
+def find(name: str) -> Sizes:
+    """The sizes under a name, any case. Raises UsageError."""
+    found = SHAPES.get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"unknown shape {name!r}", f"{guess}shapes: {', '.join(SHAPES)}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Which network. `folder`: of a real model, instead of sizes; `weights`: a value of the flag
+    --weights."""
+
+    sizes: Sizes | None = None
+    folder: Path | None = None
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    weights: str = "auto"
+
+
+def network(spec: Spec) -> Llama:
+    """The network of a spec, ready to run. Raises MemoryShortError before it allocates, and
+    ModelError for a folder that cannot be loaded or a format that this machine cannot compute."""
+    if spec.folder is not None:
+        from minikv.models import load
+
+        return load(
+            spec.folder, device=spec.device, dtype=spec.dtype, weights=spec.weights, offline=True
+        ).network
+    net = plain(spec)
+    check_form(spec.weights, net.device, net.dtype)
+    layers, logits = split(spec.weights)
+    room = Pages(net.device).empty
+    for layer in net.layers:
+        for name in _MATRICES:
+            matrix = getattr(layer, name)
+            if isinstance(matrix, Plain):
+                setattr(layer, name, kept_on(net.device, matrix, layers, room))
+    if isinstance(net.head, Plain):
+        made = kept_on(net.device, net.head, logits, room)
+        if isinstance(made, Int8 | Int8OnGpu):
+            net.keep_head(made)
+    return net
+
+
+def plain(spec: Spec) -> Llama:
+    """The random network with its matrices as they are in a checkpoint."""
+    assert spec.sizes is not None
+    device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
+    needs, free = spec.sizes.parameters * dtype.itemsize, free_memory(device)
+    if free is not None and needs > free:
+        raise MemoryShortError(
+            f"the weights need {size(needs)}, and {size(free)} are free",
+            "a smaller --shape" + (", or --dtype bfloat16" if dtype == torch.float32 else ""),
+        )
+
+    def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return Pages(device).empty(shape, dtype)
+
+    # What will be packed must not share pages with what stays: its memory would stay, too.
+    room = alone if packs(spec.weights) else None
+    return fill(Llama(spec.sizes.config(), device=device, dtype=dtype, room=room))
+
+
+@torch.no_grad()
+def fill(net: Llama, seed: int = 0) -> Llama:
+    """Every matrix from one block of normal numbers, norms one."""
+    generator = torch.Generator(net.device).manual_seed(seed)
+    block = torch.randn(_BLOCK, generator=generator, device=net.device).mul_(_STD).to(net.dtype)
+    for at, (name, tensor) in enumerate(net.tensors()):
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+            continue
+        turned = block.roll(-at * 7919)
+        flat = tensor.view(-1)
+        whole = len(flat) // _BLOCK * _BLOCK
+        flat[:whole].view(-1, _BLOCK).copy_(turned.expand(whole // _BLOCK, _BLOCK))
+        flat[whole:].copy_(turned[: len(flat) - whole])
+    return net
+
+
+def step_bytes(net: Llama) -> int:
+    """Bytes of weights that a decode step reads: all but the input embedding, unless it is the
+    head as well."""
+    return net.weight_bytes - (0 if net.config.tied else net.embedding.nbytes)
+
+
+def reading_rate(net: Llama) -> float:
+    """Bytes a second of a plain sum over the matrices that a step reads, scales left out, on a CPU:
+    the better of two. It depends on where they are in memory, and on what else the machine does."""
+    matrices = [getattr(layer, name) for layer in net.layers for name in _MATRICES]
+    stored = [
+        part.weight
+        if isinstance(part, Plain)
+        else part.quantised
+        if isinstance(part, Int8 | Int8OnGpu)
+        else part.packed
+        for part in (*matrices, net.head)
+    ]
+    words = [tensor.view(-1).view(torch.int64) for tensor in stored if tensor.nbytes % 8 == 0]
+    times = machine.Clock(net.device).each(lambda: [part.sum() for part in words], 2, warm=0)
+    return sum(part.nbytes for part in words) / min(times)
+
+
+def prompt(tokens: int, vocab: int, seed: int = 1) -> list[int]:
+    """Random ids."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(vocab, (tokens,), generator=generator).tolist()
+    return ids

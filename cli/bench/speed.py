@@ -1,0 +1,277 @@
+"""The time of decode steps and of prompts: systems in turns, so that they see one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+
+from minikv.cache.stats import CacheStats
+from minikv.cli.bench import machine, networks, systems
+from minikv.cli.bench.arguments import Arguments
+from minikv.cli.bench.machine import Rates
+from minikv.cli.bench.report import Report, Row
+from minikv.cli.bench.systems import Cached, Transformers
+from minikv.errors import ContextError
+from minikv.models.llama import Llama
+
+_WARM = 3  # steps before those that count: the cache goes to the device, one step is captured
+_WARM_PROMPT = 512  # tokens of a prompt that does not count, on a CPU; on a GPU a whole one
+_TURN, _TURNS = 8, 10  # steps of a turn with and without a policy, and turns of a round
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A system and its measurements. weights: the flag's value, of minikv's."""
+
+    system: Cached | Transformers
+    weights: str = "-"
+    times: list[float] = field(default_factory=list)
+    evict: list[float] = field(default_factory=list)
+    stats: CacheStats | None = None
+    kv_bytes: float = 0.0  # that a step reads
+
+    @property
+    def own(self) -> Cached | None:
+        return self.system if isinstance(self.system, Cached) else None
+
+    @property
+    def full(self) -> bool:
+        return self.own is not None and not self.own.eviction.evicts
+
+    @property
+    def name(self) -> str:
+        if self.own is None:
+            return systems.PEER
+        eviction = self.own.eviction
+        what = f"{eviction.policy} {eviction.budget}" if eviction.evicts else eviction.policy
+        return what if self.weights == "auto" else f"{what} {self.weights}"
+
+
+class Run:
+    """The networks of a run, and transformers beside them. `decode`: steps, else prompts."""
+
+    def __init__(
+        self, asked: Arguments, device: torch.device, rates: Rates, report: Report, *, decode: bool
+    ) -> None:
+        """Raises ModelError, MemoryShortError, and ContextError for a length that the model cannot
+        take beside so many steps."""
+        self.asked, self.device, self.rates, self.report = asked, device, rates, report
+        self.decode, self.kind = decode, "decode" if decode else "prefill"
+        self.steps = asked.steps or (128 if device.type == "cuda" else 32)
+        turns = _TURNS * (_TURN + 1)
+        self.room = 2 * _WARM + asked.repeat * (_WARM + self.steps + turns)  # steps of a prompt
+        random = asked.model is None
+        spec = networks.Spec(
+            networks.find(asked.shape) if random else None,
+            None if random else Path(str(asked.model)),
+            "bfloat16" if random and asked.dtype == "auto" else asked.dtype,
+            str(device),
+        )
+        self.nets: dict[str, Llama] = {}
+        self.reading: dict[str, float] = {}  # bytes a second of these very weights
+        for form in asked.formats():
+            try:
+                self.nets[form] = networks.network(replace(spec, weights=form))
+            except Exception as error:
+                if not self.nets:
+                    raise
+                report.fail(f"weights {form}", error)  # no such kernel on this processor
+        net = next(iter(self.nets.values()))
+        most = net.config.max_context - self.room
+        if max(asked.lengths()) > most:
+            raise ContextError(
+                f"--length {max(asked.lengths()):,} is more than the {most:,} tokens that this "
+                "model takes beside the steps that are measured",
+                "a smaller --length",
+            )
+        self.sizes = networks.Sizes.of(net.config)
+        self.dtype = str(net.dtype).removeprefix("torch.")
+        self.peer = self._peer(replace(spec, dtype=self.dtype)) if asked.peer else None
+        report.record["wanted"] = {
+            "model": asked.name,
+            "random_weights": random,
+            "dtype": self.dtype,
+            "weights": list(self.nets),
+            "kv": asked.kv,
+            "kernels": asked.kernels,
+            "repeat": asked.repeat,
+            "steps": self.steps,
+        }
+
+    def _peer(self, spec: networks.Spec) -> Transformers | None:
+        if not systems.installed():
+            self.report.note(f"{systems.PEER} is not installed: nothing to compare with")
+            return None
+        try:
+            return Transformers(spec)
+        except Exception as error:
+            self.report.note(f"not compared: {systems.PEER}: {error}")
+            return None
+
+    def measure(self, length: int) -> None:
+        """Rows of every system behind prompts of one length, the full cache first. Raises
+        UsageError for a budget that is too small."""
+        ids = networks.prompt(length, self.sizes.vocab)
+        entries = [
+            Entry(Cached(net, eviction, self.asked.kernels, self.asked.kv), form)
+            for form, net in self.nets.items()
+            for eviction in self.asked.evictions()
+        ]
+        if self.peer is not None:  # it is compared with the first weights
+            entries.insert(len(self.asked.evictions()), Entry(self.peer))
+        every = list(entries)
+        what = f"{self.kind} {length:,}"
+        begin = self._read if self.decode else self._warm
+        turn = self._write if self.decode else self._read
+        try:
+            self._each(f"{what}: beginning", entries, lambda entry: begin(entry, ids))
+            for number in range(self.asked.repeat):
+                title = f"{what}: round {number + 1} of {self.asked.repeat}"
+                self._each(title, entries, lambda entry: turn(entry, ids))
+        finally:
+            measured = [entry for entry in every if entry.times]
+            attention = self._attention(length) if measured and not self.decode else 0.0
+            if measured:
+                self.report.add([self._row(length, e, measured, attention) for e in measured])
+            for entry in every:
+                entry.system.close()
+            machine.settle(self.device)
+
+    def _each(self, what: str, entries: list[Entry], work: Callable[[Entry], None]) -> None:
+        """A turn of every system. One that fails takes no more turns."""
+        for number, entry in enumerate(list(entries)):
+            self.report.progress(f"{what}, {entry.name}", number, len(entries))
+            try:
+                work(entry)
+                continue
+            except Exception as error:
+                if entry.own is None:
+                    self.report.note(f"{what}, {entry.name}: {error}")
+                else:
+                    self.report.fail(f"{what}, {entry.name}", error)
+            # Outside, so that nothing of what failed is held by its traceback.
+            entries.remove(entry)
+            entry.system.close()
+            machine.settle(self.device)
+
+    def _warm(self, entry: Entry, ids: list[int]) -> None:
+        entry.system.read(ids if self.device.type == "cuda" else ids[:_WARM_PROMPT])
+        entry.system.close()
+
+    def _read(self, entry: Entry, ids: list[int]) -> None:
+        seconds = entry.system.read(ids, self.room)
+        if entry.own is not None:
+            entry.stats = entry.own.stats()
+        if not self.decode:
+            entry.times.append(seconds)
+            entry.system.close()
+            return
+        entry.system.write(_WARM)
+        if entry.own is not None:
+            entry.kv_bytes = entry.own.step_kv_bytes()
+
+    def _write(self, entry: Entry, ids: list[int]) -> None:
+        own = entry.own
+        if own is not None and self.device.type == "cpu":
+            rate = networks.reading_rate(own.net)
+            self.reading[entry.weights] = max(rate, self.reading.get(entry.weights, 0.0))
+        entry.system.write(_WARM)
+        seconds = entry.system.write(self.steps)
+        if own is not None and own.eviction.decode != "none":
+            entry.evict += self._added(entry.name, own)
+        entry.times.append(seconds)  # last: a turn counts when all of it was measured
+
+    def _added(self, name: str, own: Cached) -> list[float]:
+        """By how much longer a step takes under a policy than over the same tokens without one: of
+        short turns, between which the speed of memory changes less than what is looked for."""
+        base, found = own.without_policy(), []
+        try:
+            for number in range(_TURNS):
+                base.copy(own)
+                base.write(1)
+                pair = [own, base] if number % 2 else [base, own]  # each is first as often
+                taken = {system: system.write(_TURN) for system in pair}
+                found.append(taken[own] / taken[base] - 1)
+            if base.captured == own.captured:
+                return found
+        finally:
+            base.close()
+        which = "with" if base.captured else "without"
+        self.report.note(
+            f"{name}: steps {which} eviction were not captured in a graph, the others were: what "
+            "eviction adds is not known"
+        )
+        return []
+
+    def _attention(self, length: int) -> float:
+        """Flops a second that attention could have: on a GPU those of torch's own at this length;
+        on a CPU, whose kernels are faster than torch's, those of a large product."""
+        if self.device.type != "cuda":
+            return self.rates.product(self.dtype)
+        heads = (self.sizes.heads, self.sizes.kv_heads, self.sizes.head_dim)
+        return machine.attention_rate(self.device, getattr(torch, self.dtype), *heads, length)
+
+    def _row(self, length: int, entry: Entry, all_of: Sequence[Entry], attention: float) -> Row:
+        """What was measured of a system, beside the full cache and transformers."""
+        full = next((e for e in all_of if e.full), None)
+        peer = next((e for e in all_of if e.own is None), None)
+        made = Row(
+            self.kind,
+            self.asked.name,
+            systems.PEER if entry.own is None else "minikv",
+            length,
+            entry.times,
+            vs_full=_times_as_fast(full, entry),
+            vs_transformers=_times_as_fast(peer, entry),
+        )
+        own, stats = entry.own, entry.stats
+        if own is None or stats is None:
+            return made
+        for notice in own.notices:
+            self.report.note(notice)
+        made = replace(
+            made,
+            policy=own.eviction.policy,
+            decode=own.eviction.decode,
+            budget=str(own.eviction.budget) if own.eviction.evicts else "-",
+            weights=entry.weights,
+            kv=self.asked.kv,
+            kv_bytes={
+                "held": stats.held_bytes,
+                "allocated": stats.allocated_bytes,
+                "full": stats.full_bytes,
+                "kept_mean": stats.kept_mean,
+                "kept_max": stats.kept_max,
+            },
+        )
+        if not self.decode:
+            linear = self.sizes.linear_flops(length) / self.rates.product(self.dtype)
+            return replace(made, floor_s=linear + self.sizes.attention_flops(length) / attention)
+        weights = networks.step_bytes(own.net)
+        stream = max(self.rates.stream, self.reading.get(entry.weights, 0.0))
+        return replace(
+            made,
+            floor_s=(weights + entry.kv_bytes) / stream,
+            evict=list(quantiles(entry.evict, n=4)) if entry.evict else None,
+            step_bytes={"weights": weights, "kv": entry.kv_bytes},
+            captured=own.captured,
+            read_bytes_s=stream,
+        )
+
+
+def _times_as_fast(base: Entry | None, entry: Entry) -> float | None:
+    """The quotient of the medians; None without a base."""
+    return None if base is None else median(base.times) / median(entry.times)
+
+
+def measure(
+    asked: Arguments, device: torch.device, rates: Rates, report: Report, *, decode: bool
+) -> None:
+    """Measure steps after prompts of every length, or the prompts, and add rows by length."""
+    run = Run(asked, device, rates, report, decode=decode)
+    for length in asked.lengths():
+        run.measure(length)

@@ -1,0 +1,174 @@
+"""`minikv bench`: what is refused, what is shown and written, and runs that end early."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from minikv.cli.bench import networks, speed, systems
+from minikv.cli.bench.arguments import Arguments
+from minikv.cli.main import _resume_alone, app
+from minikv.errors import ContextError, UsageError
+from minikv.models import BUNDLED
+
+FLAGS = ("--shape", "tiny", "--budget", "64", "--repeat", "1")
+
+
+def bench(*args: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *args])
+
+
+def test_lists_are_read_once_each_the_full_cache_first() -> None:
+    with pytest.raises(UsageError):
+        Arguments(policy="full,nothing").evictions()
+    assert [each.policy for each in Arguments(policy="full").evictions()] == ["full"]
+    twice = Arguments(policy="adakv,adakv", budget="64,64,128").evictions()
+    assert [str(each.budget) for each in twice[1:]] == ["64", "128"]
+    assert Arguments(length="8k,64,8000").lengths() == (8000, 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("decode --shape lama-3-8b", "did you mean llama-3-8b?"),
+        ("decode --model /nowhere", "is not a directory"),
+        ("decode --policy snapkw", "snapkw"),
+        ("decode --policy ,", "--policy names nothing"),
+        ("decode --decode snapkv", "snapkv"),
+        ("prefill --length 63", "at least 64"),
+        ("prefill --length long", "number of tokens"),
+        ("prefill --steps 3", "No such option"),
+        ("decode --budget many", "budget"),
+        ("decode --repeat 0", "--repeat must be 1 to"),
+        ("decode --steps -3", "--steps must be 1 to"),
+        ("decode --threads 4096", "--threads must be 1 to"),
+        ("decode --device tpu", "unknown device"),
+        ("decode --device cuda:99", "no CUDA device"),
+        ("decode --kv int4", "'--kv'"),
+        ("prefill --device cpu --kernels triton", "riton kernels"),
+        ("decode --json /nowhere/x.json", "there is no directory"),
+        ("decode --json /", "is a directory"),
+        ("decode --weights int3 --shape tiny", "int3"),
+        ("decode --shape tiny --budget 2 --no-peer", "smallest useful budget"),
+        ("kernels --shape none", "unknown shape"),
+        ("kernels --policy snapkv", "No such option"),
+        ("all --shape s", "No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(flags: str, says: str) -> None:
+    out = bench(*flags.split())
+    assert out.exit_code == 2, out.output
+    assert says in out.stderr
+    assert "Traceback" not in out.output
+
+
+def test_json_alone_means_stdout() -> None:
+    assert _resume_alone(["bench", "decode", "--json"]) == ["bench", "decode", "--json=-"]
+    named = ["bench", "decode", "--json", "out.json"]
+    assert _resume_alone(named) == named
+
+
+def test_all_is_steps_prompts_and_kernels_of_one_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The tables have at most 80 columns, and the file has what they show."""
+    monkeypatch.setitem(networks.SHAPES, "s", networks.find("tiny"))  # type: ignore[index]
+    path = tmp_path / "all.json"
+    out = bench(
+        "all", *FLAGS[2:], "--length", "64,80", "--steps", "2", "--no-peer", "--json", str(path)
+    )
+    assert out.exit_code == 0, out.stderr
+    made = json.loads(path.read_text())
+    assert made.keys() == {
+        *("command", "complete", "machine", "versions", "rates", "wanted", "rows", "kernels"),
+        "notes",
+    }
+    assert made["complete"] is True
+    assert made["rates"]["read"] >= made["rates"]["read_1"] > 0
+    assert made["wanted"]["dtype"] == "bfloat16"
+    kinds = [(row["kind"], row["length"], row["policy"]) for row in made["rows"]]
+    assert kinds == [
+        (kind, length, policy)
+        for kind in ("decode", "prefill")
+        for length in (64, 80)
+        for policy in ("full", "adakv")
+    ]
+    assert {one["kernel"] for one in made["kernels"]} >= {"ragged attention", "gather rows"}
+    lines = out.stdout.splitlines()
+    assert lines[0].startswith("s on ")
+    assert "medians of 1 rounds in turns; 2 steps a decode round; bfloat16" in lines
+    begin = lines.index("prefill, s, 80 tokens")
+    assert [line.split()[0] for line in lines[begin + 2 : begin + 4]] == ["full", "adakv+h2o"]
+    assert max(map(len, lines[1:])) <= 80
+
+
+def test_a_real_model_takes_the_place_of_a_shape() -> None:
+    model = ("--model", str(BUNDLED), "--no-peer", "--dtype", "float32")
+    out = bench("prefill", *model, "--length", "64", "--repeat", "1", "--budget", "48", "--json=-")
+    assert out.exit_code == 0, out.stderr
+    made = json.loads(out.stdout)
+    assert made["wanted"]["random_weights"] is False
+    config = networks.ModelConfig.from_folder(BUNDLED)
+    positions = 4 * config.layers * config.kv_heads
+    assert made["rows"][0]["kv_bytes"]["full"] == 64 * (config.kv_row_bytes(4) + positions)
+    long = bench("decode", *model, "--length", str(config.max_context))
+    assert long.exit_code == ContextError.exit_code
+    assert "smaller --length" in long.stderr
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (MemoryError, 4)])
+def test_what_was_measured_is_shown_when_a_run_ends_early(
+    error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """MemoryError is raised for every system at that length."""
+    read = systems.Cached.read
+
+    def stops(self: systems.Cached, ids: list[int], room: int = 256) -> float:
+        if len(ids) == 64:
+            raise error
+        return read(self, ids, room)
+
+    monkeypatch.setattr(systems.Cached, "read", stops)
+    path = tmp_path / "part.json"
+    flags = ("decode", *FLAGS, "--steps", "2", "--no-peer", "--json")
+    out = bench(*flags, str(path), "--length", "128,64")
+    assert out.exit_code == code
+    made = json.loads(path.read_text())
+    assert made["complete"] is False
+    assert {row["length"] for row in made["rows"]} == {128}
+    assert "decode, tiny, 128 tokens" in out.stdout
+    early = bench(*flags, "-", "--length", "64")
+    assert (early.exit_code, early.stdout) == (code, "")
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(networks, "free_memory", lambda device: 3 << 30)
+    monkeypatch.setattr(networks, "Llama", lambda *a, **k: pytest.fail("made"))
+    out = bench("decode", "--shape", "llama-3-8b", "--no-peer")
+    assert out.exit_code == 4
+    assert "need 15.0 GiB, and 3.0 GiB are free" in out.stderr
+
+
+def test_an_interrupted_run_keeps_the_rounds_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    turn, calls = speed.Run._each, list[str]()
+
+    def stops(self: speed.Run, what: str, entries: Any, work: Any) -> None:
+        calls.append(what)
+        turn(self, what, entries[:1] if "round 2" in what else entries, work)
+        if "round 2" in what:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(speed.Run, "_each", stops)
+    path = tmp_path / "x.json"
+    flags = ("--policy", "snapkv", "--length", "64", "--steps", "2", "--no-peer", "--repeat", "3")
+    assert bench("decode", *FLAGS, *flags, "--json", str(path)).exit_code == 130
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["policy"], len(row["times"])) for row in rows] == [("full", 2), ("snapkv", 1)]

@@ -1,0 +1,122 @@
+"""Random networks, minikv as a system that is measured, and transformers beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.cli.bench import machine, networks, systems
+from minikv.cli.bench.systems import Cached, Transformers
+from minikv.models.linear import lacks
+
+TINY = networks.find("tiny")
+FULL = EvictionConfig.read("full", "none")
+
+
+def test_random_weights_are_finite_and_no_two_heads_are_alike() -> None:
+    net = networks.network(networks.Spec(TINY, dtype="float32"))
+    for name, tensor in net.tensors():
+        assert bool(tensor.isfinite().all())
+        if name.endswith("norm.weight"):
+            assert bool((tensor == 1).all())
+        else:
+            assert 0.015 < float(tensor.std()) < 0.025
+    named = dict(net.tensors())
+    first, second = (named[f"model.layers.{i}.self_attn.q_proj.weight"] for i in (0, 1))
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[:16], first[16:32])
+
+
+def test_a_block_that_is_smaller_than_a_matrix_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(networks, "_BLOCK", 97)
+    net = networks.plain(networks.Spec(TINY, dtype="float32"))
+    flat = dict(net.tensors())["lm_head.weight"].view(-1)
+    assert torch.equal(flat[:97], flat[97:194])
+    assert torch.equal(flat[: len(flat) % 97], flat[-(len(flat) % 97) :])
+    assert bool((flat != 0).any())
+
+
+def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> None:
+    net = networks.network(networks.Spec(TINY))
+    assert net.weight_bytes == 2 * TINY.parameters
+    assert networks.step_bytes(net) == 2 * (TINY.parameters - TINY.head)
+    tied = replace(TINY, tied=True)
+    net = networks.network(networks.Spec(tied))
+    assert networks.step_bytes(net) == net.weight_bytes == 2 * tied.parameters
+
+
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+def test_every_byte_of_the_matrices_is_read(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for scales: those of a step less the norms."""
+    if form != "auto" and lacks(form):
+        pytest.skip(f"no {form} kernel here")
+    net = networks.network(networks.Spec(replace(TINY, tied=True), weights=form))
+    monkeypatch.setattr(machine.Clock, "each", lambda self, work, rounds, warm: [2.0, 1.0])
+    bits = {"auto": 16, "int8": 8, "int4": 4}[form]
+    inside = sum(
+        -(-m.shape[0] // 64) * 64 * m.shape[1] if form == "int4" else m.shape.numel()
+        for layer in net.layers
+        for m in (layer.qkv, layer.out, layer.gate_up, layer.down)
+    )
+    assert networks.reading_rate(net) == inside * bits / 8 + net.embedding.nbytes
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_a_copy_without_a_policy_holds_and_reads_the_same(kv: str) -> None:
+    net = networks.network(networks.Spec(TINY, dtype="float32"))
+    own = Cached(net, EvictionConfig.read("adakv", "roco", "64"), kv=kv)
+    own.read(networks.prompt(128, TINY.vocab))
+    own.write(5)
+    other = own.without_policy()
+    other.copy(own)
+    for layer in range(TINY.layers):
+        for head in range(TINY.kv_heads):
+            kept = (of.engine.kv.kept(layer, head) for of in (other, own))
+            assert torch.equal(*kept)
+    assert other.step_kv_bytes() == own.step_kv_bytes()
+    before = other.stats().kept_mean
+    assert torch.allclose(other.engine.step(7), own.engine.step(7), atol=1e-5)
+    other.write(3)
+    assert other.stats().kept_mean == before + 4  # nothing leaves
+
+
+def test_bytes_that_a_step_reads() -> None:
+    net = networks.network(networks.Spec(TINY))
+    for kv, row in (("auto", 2 * 16 * 2), ("int8", 2 * (16 + 4))):
+        cached = Cached(net, FULL, kv=kv)
+        cached.read(networks.prompt(70, TINY.vocab))
+        assert cached.step_kv_bytes() == 70 * 2 * 2 * row  # layers, heads
+
+
+def test_no_step_is_launched_beyond_those_that_are_timed() -> None:
+    cached, asked = Cached(networks.network(networks.Spec(TINY)), FULL), list[bool]()
+    cached.read(networks.prompt(16, TINY.vocab))
+    step = cached.engine.next
+
+    def noted(*args: object, ahead: bool) -> int:
+        asked.append(ahead)
+        return step(*args, ahead=ahead)  # type: ignore[arg-type]
+
+    cached.engine.next = noted  # type: ignore[method-assign]
+    cached.write(3)
+    assert asked == [True, True, False]
+    assert cached.engine.kv.position == 16 + 3
+
+
+@pytest.mark.skipif(not systems.installed(), reason="transformers is not there")
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_computes_with_the_same_weights(tied: bool) -> None:
+    spec = networks.Spec(replace(TINY, tied=tied), dtype="float32")
+    theirs, ours = Transformers(spec), Cached(networks.network(spec), FULL)
+    ids = networks.prompt(70, TINY.vocab)
+    with torch.inference_mode():
+        logits = theirs.model(torch.tensor([ids])).logits[0, -1]
+    assert torch.allclose(ours.engine.prompt(ids), logits, atol=1e-5)
+    for system in (theirs, ours):
+        system.read(ids)
+        system.write(3)
+    assert theirs._cache.get_seq_length() == 73
+    assert ours._token == int(theirs._token)  # greedy both

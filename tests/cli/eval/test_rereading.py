@@ -1,0 +1,175 @@
+"""A document that many policies read is computed once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairwise import some_by_day
+from small import engine, ids, network
+
+from minikv.cache.attend import Attend
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.cli.eval.measure import Shadow
+from minikv.cli.eval.rereading import Rereading, Restoring
+from minikv.engine.engine import Engine
+from minikv.policies import default_step, prompt_names
+
+
+@pytest.mark.parametrize("windows", some_by_day([None, (20, None, 30)], bool))
+def test_a_document_read_once_is_as_if_each_had_read_it(
+    windows: tuple[int | None, ...] | None,
+) -> None:
+    """Bit for bit, for every prompt policy: what is kept, the logits, those of a second prompt."""
+    net, forwards = network(windows=windows), 0
+
+    class Counted:
+        rows = net.rows
+
+        def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+            nonlocal forwards
+            forwards += len(tokens) == 150
+            return net.forward(tokens, kv)
+
+        def hidden(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+            glances.append(len(tokens))
+            return net.hidden(tokens, kv)
+
+        logits = staticmethod(net.logits)
+
+    glances: list[int] = []
+    kv = engine(net).kv
+    shared = Engine(Rereading(Counted(), kv), kv)
+    names = [*prompt_names(), "h2o+ada+pyramid", "kvcrush(h2o)", "snapkv+critical+turns"]
+    names += ["queryspan+global"]
+    for name in names:
+        alone = engine(net, name, default_step(name), 40)
+        shared.reset()
+        kv.configure(EvictionConfig.read(name, budget=40).rules())
+        for tokens in (ids(150), ids(20, seed=7)):
+            assert torch.equal(alone.prompt(tokens), shared.prompt(tokens)), name
+            for layer in range(3):
+                for head in range(kv.shape.kv_heads):
+                    assert torch.equal(alone.kv.kept(layer, head), kv.kept(layer, head)), name
+            assert torch.equal(alone.step(5), shared.step(5)), name
+    assert 1 < forwards < len(names) // 2
+    assert glances == [150, 20, 20]
+
+
+def test_loss_is_the_same_however_the_document_was_read() -> None:
+    """The shadow given the keys, and the shadow that saw them pass."""
+    net = network()
+    kv = engine(net, "snapkv", "roco", 40).kv
+    lost = []
+    for given in (False, True):
+        shared = Rereading(net, kv)
+        Engine(shared, kv).reset()
+        if given:
+            Engine(shared, kv).prompt(ids(100))
+            shadow = Shadow(kv, shared.keys())
+        else:
+            shadow = Shadow(kv)
+            kv.begin(100)
+            net.forward(torch.tensor(ids(100)), shadow)
+        for token in range(5):
+            net.forward(torch.tensor([token]), shadow)
+        lost.append(torch.stack(shadow.lost))
+    assert torch.equal(*lost)
+    assert float(lost[0].min()) > 0.0
+
+
+@pytest.mark.parametrize("windows", [None, (20, None, 30), (100, 101, 1)])
+def test_the_keys_of_a_prompt_that_was_scored_are_those_of_any_other(
+    windows: tuple[int | None, ...] | None,
+) -> None:
+    """Those that the next token sees, bit for bit, also after the scores were used again."""
+    net, found = network(windows=windows), []
+    for name in ("snapkv", "kvzip", "kvzip+"):
+        kv = engine(net, name, "none", 40).kv
+        shared = Rereading(net, kv)
+        for _ in range(2):
+            kv.reset()
+            Engine(shared, kv).prompt(ids(100))
+        found.append(shared.keys())
+    for layer, window in enumerate(windows or (None, None, None)):
+        first = 0 if window is None else max(0, 100 - (window - 1))
+        keys = [each[layer] for each in found]
+        assert {key.shape for key in keys} == {keys[0].shape}
+        assert torch.equal(keys[0][:, first:], keys[1][:, first:])
+        assert torch.equal(keys[0][:, first:], keys[2][:, first:])
+
+
+@pytest.mark.parametrize("name", ["adakv", "keydiff", "streaming"])
+def test_a_document_that_was_evicted_once_is_as_if_it_had_been_each_time(name: str) -> None:
+    """Bit for bit: what is kept, a question behind it, and its answer's first step."""
+    net, forwards = network(), 0
+
+    class Counted:
+        rows = net.rows
+
+        def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+            nonlocal forwards
+            forwards += len(tokens) == 150
+            return net.forward(tokens, kv)
+
+    alone = engine(net, name, default_step(name), 40)
+    kv = engine(net, name, default_step(name), 40).kv
+    shared = Restoring(Counted(), kv)
+    shared.remembers = True
+    for seed in (1, 2, 3):
+        for one in (alone, shared):
+            one.reset()
+        for tokens in (ids(150), ids(20, seed=seed)):
+            assert torch.equal(alone.prompt(tokens), shared.prompt(tokens))
+            for layer in range(3):
+                assert torch.equal(alone.kv.kept(layer, 0), kv.kept(layer, 0))
+        assert torch.equal(alone.step(5), shared.step(5))
+    assert forwards == 1
+    # Another budget, another document and a prompt that is not remembered are read.
+    shared.reset()
+    kv.configure(EvictionConfig.read(name, budget=48).rules())
+    shared.prompt(ids(150))
+    shared.reset()
+    shared.prompt(ids(150, seed=9))
+    shared.reset()
+    shared.remembers = False
+    shared.prompt(ids(150, seed=9))
+    assert forwards == 4
+
+
+@pytest.mark.parametrize("decode", ["none", "roco"])
+def test_a_document_is_repeated_once_for_all_budgets(decode: str) -> None:
+    """Bit for bit: what is kept under each budget, and the logits of the prompt and of a question;
+    other options and other tokens have a pass of their own."""
+    net = network(windows=(None, 40, None))
+    kv, texts = engine(net).kv, 0
+
+    class Counted:
+        rows = net.rows
+
+        def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+            nonlocal texts
+            texts += len(tokens) > 20 and kv.position in (0, 150)
+            return net.forward(tokens, kv)
+
+    shared = Engine(Rereading(Counted(), kv), kv)  # type: ignore[arg-type]
+    for seed in (1, 2):
+        for name, budget, options in (
+            ("kvzip", 20, {}),
+            ("kvzip", 30, {}),
+            ("kvzip+uniform", 30, {}),
+            ("kvzip+", 30, {}),
+            ("kvzip", 30, {"chunk": 60}),
+            ("kvzip", 40, {}),
+        ):
+            alone = engine(net, name, decode, budget, prompt_options=options)
+            shared.reset()
+            kv.configure(EvictionConfig.read(name, decode, budget, options).rules())
+            for tokens, asks in ((ids(150, seed=seed), False), (ids(9), True)):
+                got = shared.prompt(tokens, None, 256, asks)
+                assert torch.equal(alone.prompt(tokens, None, 256, asks), got), name
+                for layer in range(3):
+                    for head in range(kv.shape.kv_heads):
+                        assert torch.equal(alone.kv.kept(layer, head), kv.kept(layer, head)), name
+            assert torch.equal(alone.step(5), shared.step(5)), name
+    # Read once; repeated for kvzip, for kvzip+, and in three chunks.
+    assert texts == 2 * (1 + 1 + 1 + 3)

@@ -1,0 +1,342 @@
+"""What is measured, and what is refused before anything is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+import minikv
+from minikv.cache.attend import Attend
+from minikv.cache.budget import Budget
+from minikv.cache.prefill import Prefill
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.cli.eval import passes, run, tasks
+from minikv.cli.eval.files import Item
+from minikv.cli.eval.tasks import back
+from minikv.errors import ContextError, UsageError
+
+
+def test_every_policy_with_every_decode_policy() -> None:
+    wanted = run.choices(["adakv", "full", "snapkv"], ["64", "20%"], ["none", "roco"], 0)
+    assert [(c.policy, c.decode, str(c.budget)) for c in wanted[1:]] == [
+        (p, d, b)
+        for p, d in (
+            ("adakv", "none"),
+            ("adakv", "roco"),
+            ("full", "roco"),
+            ("snapkv", "none"),
+            ("snapkv", "roco"),
+        )
+        for b in ("64", "20%")
+    ]
+    for plain in ("auto", "none"):
+        assert len(run.choices(["full"], ["64"], [plain], 0)) == 1
+    assert len(run.choices(["full", "roco"], ["64"], ["auto"], 0, 32)) == 2
+    strided = run.choices(["roco", "tova"], ["64"], ["auto"], 0, 32)
+    assert [(c.policy, c.decode, c.stride) for c in strided[1:]] == [
+        ("roco", "roco", 32),
+        ("tova", "tova", 32),
+    ]
+    with pytest.raises(UsageError, match=r"^roco has no option 'windov'"):
+        EvictionConfig.read("roco", stride=32, options={"windov": 3})
+    few = run.choices(["snapkv", "l2"], ["64"], ["none"], 0, 0, {"window": "16"})
+    assert few[1].policy_options["window"] == 16
+    assert "window" not in few[2].policy_options
+
+
+@pytest.mark.parametrize("task", ["facts", "ppl", "loss"])
+def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
+    """A share one row above what is refused works, and one row below is what the run would refuse,
+    whatever the task feeds first."""
+    chat = minikv.load(policy="full")
+    items = [
+        Item("word " * n, ("What?",), (("word",),), source=f"x.jsonl, line {n}") for n in (90, 60)
+    ]
+    tokens = passes.PASSES["answers" if task == "facts" else task].reads(chat, items[1])
+    least = EvictionConfig.read("adakv").least_rows()
+
+    def share(rows: int) -> EvictionConfig:
+        return replace(
+            EvictionConfig.read("adakv", budget="50%"),
+            budget=Budget("share", Fraction(rows, tokens)),
+        )
+
+    small = run.Run(chat, [task], items, [*full(), share(least - 1)])
+    with pytest.raises(UsageError, match=r"^x.jsonl, line 60, the shortest: budget"):
+        small.check("mine")
+    with pytest.raises(UsageError, match="is too small for adakv with h2o"):
+        small.measure(never)
+    assert small.completed == 1
+    enough = run.Run(chat, [task], items, [*full(), share(least)])
+    enough.check("mine")
+    enough.measure(never)
+    assert enough.completed == 2
+
+
+def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
+    chat = minikv.load(policy="full")
+    item = Item("word " * 90, ("What?",), (("word",),))
+    one = run.Run(chat, ["facts"], [item], [*full(), EvictionConfig.read("adakv", budget="1KiB")])
+    with pytest.raises(UsageError, match="budget 1KiB, which is"):
+        one.check("mine")
+
+
+def full() -> list[EvictionConfig]:
+    return run.choices([], [], [], 0)
+
+
+def never(done: int, total: int) -> None:
+    """Progress that nobody looks at."""
+
+
+@pytest.mark.parametrize("task", ["facts", "ppl", "loss"])
+def test_nothing_is_cut_to_fit(task: str) -> None:
+    """An item that does not fit is an error with the documented code, not a cut document."""
+    chat = minikv.load(policy="full")
+    long = Item("word " * 9000, ("What?",), (("word",),), source="x.jsonl, line 7")
+    fits = Item("word " * 90, ("What?",), (("word",),))
+    one = run.Run(chat, [task], [fits, long], full())
+    with pytest.raises(ContextError) as refused:
+        one.check("mine")
+    assert str(refused.value).startswith("x.jsonl, line 7: needs ")
+    assert "8,192 positions" in str(refused.value)
+    if task != "ppl":  # where a long document takes long
+        with pytest.raises(ContextError):
+            one.measure(never)
+        assert one.completed == 1
+    with pytest.raises(ContextError, match="mine, document 1: needs"):
+        run.Run(chat, [task], [Item(long.document, ("What?",), (("word",),))], full()).check("mine")
+
+
+def test_every_answer_must_have_room() -> None:
+    """The check counts what a chat feeds, at least, whatever its answers are."""
+    chat = minikv.load(policy="full")
+    item = Item(
+        "The town of Velmora has a mayor.",
+        ("Who?", "What is it?", "Where?"),
+        (("a",),) * 3,
+        max_tokens=8,
+    )
+    one = run.Run(chat, ["followup"], [item], full())
+    lengths: list[int] = []
+    reset = chat.reset
+    chat.reset = lambda **_: (lengths.append(len(chat.fed)), reset())[1]  # type: ignore
+    one.measure(never)
+    chat.max_context = max(lengths) - 1
+    with pytest.raises(ContextError) as refused:
+        one.check("followup")
+    needed = int(str(refused.value).split("needs ")[1].split()[0])
+    assert max(lengths) <= needed <= max(lengths) + 3 * 8
+    chat.max_context = needed
+    one.check("followup")
+
+
+CHAT = Item(
+    "The mayor of Velmora is Ivo Kalman. " + "The road was dull and the carts moved slowly. " * 40,
+    ("Who is the mayor of Velmora?", "Tell me the mayor of Velmora.", "Who is mayor in Velmora?"),
+    (("Ivo Kalman",),) * 3,
+)
+
+
+def test_every_reuse_beside_the_full_cache() -> None:
+    """Each finds what it says: by the chat's own records; and the chat is as it was afterwards."""
+    chat = minikv.load(policy="full")
+    wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
+    one = run.Run(chat, ["followup"], [CHAT, CHAT], wanted, run.REUSES)
+    one.check("mine")
+    found: list[list[str]] = []
+    answers = passes.answers
+
+    def seen(session: ChatSession, item: Item) -> list[str]:
+        made = answers(session, item)
+        found.append([report.reuse for report in session.reports])
+        return made
+
+    before = chat.reuse, chat.recall.kind
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(passes.PASSES, "answers", replace(passes.PASSES["answers"], run=seen))
+        one.measure(never)
+    assert found[:5] == found[5:]
+    assert found[:5] == [
+        ["once", "once", "once"],
+        ["once", "once", "once"],
+        ["once", "refresh", "refresh"],
+        ["blind", "once", "once"],
+        ["once", "recall", "recall"],
+    ]
+    cells = one.cells()
+    assert [(c.policy, c.reuse) for c in cells] == [
+        ("full", "once"),
+        *(("adakv", reuse) for reuse in run.REUSES),
+    ]
+    assert cells[0].more["same"] == 1.0
+    by = {c.reuse: c for c in cells[1:]}
+    assert by["recall"].by_question == by["refresh"].by_question
+    assert by["recall"].same_by_question[0] == by["once"].same_by_question[0]
+    assert (chat.reuse, chat.recall.kind) == before
+    assert not chat.recall.nbytes
+
+
+def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
+    """A document that is computed once for all policies goes to each one's tier all the same: the
+    answers are those of a chat that read it itself."""
+    chat = minikv.load(policy="full")
+    item = next(back(chat.tokenizer, 600, 1, 5))
+    wanted = [*full(), *(EvictionConfig.read("adakv", budget=b) for b in ("48", "128"))]
+    one = run.Run(chat, ["back"], [item], wanted, ["once", "recall"])
+    one.measure(never)
+    made = one.answers()
+    for number, budget in ((3, "48"), (4, "128")):
+        alone = minikv.load(policy="adakv", budget=budget, reuse="recall", tier="ram")
+        assert passes.answers(alone, item) == made[number][0]
+    assert made[3] != made[1], "recall and once answer alike: the test sees nothing"
+
+
+def test_without_questions_nothing_is_measured_twice() -> None:
+    chat = minikv.load(policy="full")
+    wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
+    one = run.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
+    one.measure(never)
+    assert [(c.task, c.policy, c.reuse) for c in one.cells()] == [
+        ("facts", "full", "once"),
+        ("facts", "adakv", "recall"),
+        ("facts", "adakv", "once"),
+        ("ppl", "full", "once"),
+        ("ppl", "adakv", "recall"),
+    ]
+
+
+def test_a_policy_that_cannot_recall_is_refused_before_anything_is_measured() -> None:
+    chat = minikv.load(policy="full")
+    strided = [*full(), EvictionConfig.read("roco", budget="64", stride=32)]
+    with pytest.raises(UsageError, match="--reuse recall cannot be had: with a stride"):
+        run.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check("mine")
+    run.Run(chat, ["followup"], [CHAT], strided, ["once"]).check("mine")
+
+
+def test_what_reuse_may_be() -> None:
+    assert run.reuses(["recall", "once", "recall"]) == ["recall", "once"]
+    with pytest.raises(UsageError, match="unknown reuse 'auto'"):
+        run.reuses(["auto"])
+
+
+@pytest.fixture(scope="module")
+def about() -> Item:
+    """A document of 1,000 tokens with three questions, each asked apart."""
+    (item,) = tasks.facts(minikv.load(policy="full").tokenizer, 1000, 1, 77, questions=3)
+    assert item.apart
+    assert len(item.questions) == 3
+    return item
+
+
+def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
+    """Under each reuse, the answers are those of a chat of its own for each question."""
+    chat = minikv.load(policy="full")
+    seen = EvictionConfig.read("snapkv", budget="64")
+    wanted = [*full(), seen]
+    one = run.Run(chat, ["facts", "agree"], [about], wanted, ["once", "blind"])
+    one.check("facts")
+    one.measure(never)
+    made = one.answers()
+    for number, reuse in ((1, "once"), (2, "blind")):
+        for question, answer in zip(about.questions, made[number][0], strict=True):
+            chat.reset()
+            chat.configure(seen)
+            chat.reuse = reuse
+            chat.attach(about.document, "report.txt")
+            assert "".join(chat.ask(question, max_tokens=16)) == answer
+    assert made[1] != made[2], "seen and unseen answer alike: the test sees nothing"
+    cells = one.cells()
+    assert [c.n for c in cells] == [3] * 6
+    assert not any(c.by_question for c in cells)
+    assert cells[0].answers == made[0]
+    assert [len(row) for row in cells[0].scores] == [3]
+
+
+def test_a_document_is_read_once_for_all_questions_that_have_not_seen_it(
+    about: Item, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the question it is another prompt each time; without it, it is one for all policies, of
+    which only the end is read again, and evicted once for each."""
+    chat = minikv.load(policy="full")
+    chat.engine.network.rows = 128  # type: ignore[attr-defined]
+    read: list[tuple[str, int]] = []
+    forward, complete = chat.engine.network.forward, Prefill.complete
+
+    def counted(ids: torch.Tensor, kv: Attend) -> torch.Tensor:
+        read.append((chat.reuse, len(ids)))
+        return forward(ids, kv)
+
+    evicted: list[int] = []
+
+    def completed(self: Prefill) -> object:
+        evicted.append(self.plan.tokens)
+        return complete(self)
+
+    monkeypatch.setattr(chat.engine.network, "forward", counted)
+    monkeypatch.setattr(Prefill, "complete", completed)
+    wanted = run.choices(["streaming"], ["48", "96"], ["auto"], 0)
+    run.Run(chat, ["facts"], [about], wanted, ["once", "blind"]).measure(never)
+    assert sum(tokens > 300 and reuse == "once" for reuse, tokens in read) == 3
+    assert sum(tokens > 300 and reuse == "blind" for reuse, tokens in read) == 1
+    assert sum(tokens > 300 for tokens in evicted) == 3 * 3 + 2
+
+
+def test_attention_is_lost_to_a_cache_that_did_not_see_the_question(about: Item) -> None:
+    """More than to one that did; without eviction none, read in two parts or in one."""
+    chat = minikv.load(policy="full")
+    wanted = [*full(), EvictionConfig.read("snapkv", budget="64")]
+    one = run.Run(chat, ["loss"], [about], wanted, ["refresh", "blind", "once"])
+    one.measure(never)
+    cells = one.cells()
+    assert [(c.policy, c.reuse) for c in cells] == [
+        ("full", "once"),
+        ("snapkv", "refresh"),
+        ("snapkv", "blind"),
+    ]
+    assert cells[0].score == pytest.approx(0.0, abs=1e-5)
+    assert 0.0 < cells[1].score < cells[2].score < 1.0
+    assert len({c.n for c in cells}) == 1
+    chat.reset()
+    chat.configure(wanted[0])
+    chat.reuse = "blind"
+    assert max(passes.PASSES["loss"].run(chat, about)) == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["queryspan", "queryspan+global", "kvzip"])
+@pytest.mark.parametrize("reuse", ["once", "blind"])
+def test_attention_is_lost_under_policies_that_read_twice(
+    policy: str, reuse: str, about: Item
+) -> None:
+    """What several budgets and questions share is as if each had been alone, without `Rereading`;
+    also after answers to the same prompts."""
+    chat = minikv.load(policy="full")
+    some = replace(about, questions=about.questions[:2], right=about.right[:2])
+    mine = [EvictionConfig.read(policy, budget=str(budget)) for budget in (64, 128)]
+    alone = []
+    for eviction in mine:
+        chat.configure(eviction)
+        chat.reuse = reuse
+        alone.append(passes.PASSES["loss"].run(chat, some))
+    chat.reset()
+    one = run.Run(chat, ["facts", "loss"], [some], [*full(), *mine], [reuse])
+    one.measure(never)
+    losses = [cell.score for cell in one.cells() if cell.task == "loss"]
+    assert losses[1:] == [sum(values) / len(values) for values in alone]
+    assert losses[1] > losses[2] > 0.0
+
+
+def test_the_least_share_is_of_what_is_evicted_before_the_question() -> None:
+    chat = minikv.load(policy="full")
+    item = Item("word " * 60, ("What is this long question of many words about?",), (("word",),))
+    tokens = passes.PASSES["answers"].reads(chat, item)
+    least = EvictionConfig.read("adakv").least_rows()
+    wanted = EvictionConfig.read("adakv", budget="50%")
+    wanted = replace(wanted, budget=Budget("share", Fraction(least, tokens)))
+    run.Run(chat, ["facts"], [item], [*full(), wanted], ["once"]).check("x")
+    with pytest.raises(UsageError, match="per head, too small for adakv"):
+        run.Run(chat, ["facts"], [item], [*full(), wanted], ["blind"]).check("x")
