@@ -454,7 +454,7 @@ class Machine:
         try:
             self.keeper.load(self.session, name)
         except MinikvError:
-            assert not read_saved(name).header["cache"], "it was saved before a question"
+            assert not read_saved(name).facts["cache"], "it was saved before a question"
             assert facts(self.session) == before
             self.keeper.load(self.session, name, reread=True)
         self.setting, self.script = setting, [*script]
