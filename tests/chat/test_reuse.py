@@ -445,32 +445,6 @@ def test_a_saved_chat_keeps_the_setting() -> None:
     assert header("one")["reuse"] == "auto"
 
 
-def test_a_saved_chat_of_before_or_with_another_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_keeper import rewrite
-
-    session = chat()
-    say(session, "Who?")
-    keeper = Keeper(Terminal())
-    folder = keeper.save(session, "one")
-    keeper.close()
-
-    def old(lines: Any) -> None:
-        del lines[0]["reuse"]
-        for line in lines[1:]:
-            line.get("record", {}).pop("reuse", None)
-
-    rewrite(folder, old)
-    other = chat(reuse="auto")
-    again = Keeper(Terminal())
-    again.load(other, "one")
-    again.close()
-    assert other.reuse == "auto"
-    assert other.reports[0].reuse == "once"
-    rewrite(folder, lambda lines: lines[0].update(reuse="never"))
-    with pytest.raises(UsageError, match="damaged: reuse 'never'"):
-        Keeper(Terminal()).load(chat(), "one")
-
-
 # -- the command line -----------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from small_chat import chat, held_of, say
 from sqlite_calls import WRITES, before, edit, edit_facts
 
 import minikv
+from minikv.chat import stopping
 from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import TurnReport
@@ -681,27 +682,26 @@ def saving(home: Path) -> tuple[Callable[[], object], set[int]]:
     """A chat of two turns is saved with a third."""
     session = talked()
     one = saved(session)
+    say(session, "three")
     one.close()
-    again, fresh = keeper(), chat()
-
-    def act() -> None:
-        again.load(fresh, "one")
-        say(fresh, "three")
-        again.save(fresh)
-
-    return act, {2, 3}
+    return lambda: one.save(session), {2, 3}
 
 
-@pytest.mark.parametrize(("begun", "step"), [(opening, 3), (saving, 17)])
+@pytest.mark.parametrize(("begun", "step"), [(opening, 2), (saving, 2)])
 @pytest.mark.parametrize("fatal", [errno.ENOSPC, errno.EIO, signal.SIGKILL])
 def test_every_system_call_may_be_the_last(
-    home: Path, begun: Callable[[Path], Any], step: int, fatal: int
+    home: Path,
+    begun: Callable[[Path], Any],
+    step: int,
+    fatal: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The call fails, and all after it, or the process is killed before it. The chat on disk is the
     old one or the new one, whole."""
+    monkeypatch.setattr(stopping, "refuse_fork", lambda: None)  # nothing is computed there
     act, turns = begun(home)
     shutil.copytree(home / "one", home / "whole")
-    for at in range(1, 1000, step):
+    for at in range(1, 200, step):
         shutil.rmtree(home / "one")
         shutil.copytree(home / "whole", home / "one")
         if not (child := os.fork()):
@@ -710,7 +710,7 @@ def test_every_system_call_may_be_the_last(
         assert code in (0, 1, -signal.SIGKILL), at
         found = read("one")
         assert len(found.turns) in turns
-        assert os.listdir(home / "one") == ["chat.db"]
+        assert set(os.listdir(home / "one")) <= {"chat.db", "chat.db-journal"}
         take_up(chat(), reread=True)
         if code == 0:
             break
