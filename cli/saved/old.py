@@ -76,7 +76,7 @@ def _write(folder: Path) -> None:
     top, *lines = _lines(folder)
     documents = [line for line in lines if line["kind"] == "document"]
     turns = [line for line in lines if line["kind"] == "turn"]
-    ids = next((line["ids"] for line in lines if line["kind"] == "tokens"), [])
+    ids: list[int] = next((line["ids"] for line in lines if line["kind"] == "tokens"), [])
     cache, why = b"", top["no_cache"]
     if top["cache"]:
         try:
