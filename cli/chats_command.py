@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minikv.cache.budget import Budget
@@ -17,16 +15,11 @@ from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.confirm import confirmed
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.files import (
-    DAMAGE,
-    TRANSCRIPT,
-    TRANSCRIPT_BYTES,
-    check_name,
-    lock,
-    opened,
-)
-from minikv.cli.saved.listing import Entry, listing, unknown
-from minikv.cli.saved.transcript import read
+from minikv.cli.saved.database import OpenElsewhere
+from minikv.cli.saved.files import check_name
+from minikv.cli.saved.listing import listing, unknown
+from minikv.cli.saved.old import is_old, locked
+from minikv.cli.saved.transcript import opened, read
 from minikv.cli.tables import cells, cut, grid, padded
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.cli.turn import record
@@ -45,33 +38,24 @@ _TITLE = 12
 """Columns that the first question must have at the least to be in the list."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """Beside its `Entry`, what the list says of a chat. `age`: in seconds."""
-
-    documents: tuple[str, ...]
-    bytes: int
-    age: float
-
-
 def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> None:
     """Print a line per saved chat, the newest first, and what all take; a warning, if that is more
     than `limit`, a size or "off"."""
     most = read_limit(limit)
     entries = listing()
-    facts = [_facts(entry) for entry in entries]
+    takes = [_bytes(entry.name) for entry in entries]
     if as_json:
         rows = [
             {
                 "name": entry.name,
-                "saved": entry.saved,
+                "saved": entry.time,
                 "turns": entry.turns,
-                "documents": list(fact.documents),
-                "bytes": fact.bytes,
+                "documents": list(entry.documents),
+                "bytes": nbytes,
                 "model": entry.model,
                 "title": entry.title,
             }
-            for entry, fact in zip(entries, facts, strict=True)
+            for entry, nbytes in zip(entries, takes, strict=True)
         ]
         terminal.data(json.dumps(rows))
         return
@@ -80,8 +64,8 @@ def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> N
         return
     lines: list[tuple[str, ...]] = [("NAME", "TURNS", "AGE", "SIZE", "DOCS")]
     lines += [
-        (entry.name, f"{entry.turns:,}", age(fact.age), size(fact.bytes), str(len(fact.documents)))
-        for entry, fact in zip(entries, facts, strict=True)
+        (e.name, f"{e.turns:,}", age(time.time() - e.saved), size(nbytes), str(len(e.documents)))
+        for e, nbytes in zip(entries, takes, strict=True)
     ]
     width = columns(terminal.out) if terminal.out.isatty() else 10_000
     table = grid(lines, "<>>>>").split("\n")
@@ -97,7 +81,7 @@ def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> N
             for line, title in zip(table, titles, strict=True)
         ]
     terminal.data("\n".join(table))
-    total = sum(fact.bytes for fact in facts)
+    total = sum(takes)
     count = "1 chat" if len(entries) == 1 else f"{len(entries):,} chats"
     terminal.say(f"{count}, {size(total)}")
     _warn(total, most, terminal)
@@ -161,12 +145,11 @@ def remove(
         return
     for name in names:
         _exists(name)
-    handles: list[int | None] = []
-    try:
+    with contextlib.ExitStack() as held:
         for name in names[:]:
             try:
-                handles.append(lock(name))
-            except UsageError as error:
+                held.enter_context(_held(name))
+            except OpenElsewhere as error:
                 if older is None:
                     raise
                 terminal.note(f"{error}: it stays")
@@ -182,10 +165,22 @@ def remove(
         for name in names:
             shutil.rmtree(chats_folder() / name)
             terminal.note(f"removed {name}")
-    finally:
-        for handle in handles:
-            if handle is not None:
-                os.close(handle)
+
+
+@contextlib.contextmanager
+def _held(name: str) -> Iterator[None]:
+    """Keep a chat from being opened, unless it is damaged. Raises OpenElsewhere."""
+    with contextlib.ExitStack() as held:
+        try:
+            if is_old(chats_folder() / name):
+                held.enter_context(locked(chats_folder() / name))
+            else:
+                held.enter_context(opened(name, lock=True))
+        except OpenElsewhere:
+            raise
+        except (UsageError, OSError):
+            pass
+        yield
 
 
 def age(seconds: float) -> str:
@@ -210,7 +205,7 @@ def read_age(text: str) -> float:
 
 def _older(seconds: float) -> list[str]:
     """The chats that were saved longer ago, the oldest last."""
-    return [entry.name for entry in listing() if _facts(entry).age > seconds]
+    return [entry.name for entry in listing() if time.time() - entry.saved > seconds]
 
 
 def _exists(name: str) -> None:
@@ -218,18 +213,6 @@ def _exists(name: str) -> None:
     check_name(name)
     if not (chats_folder() / name).is_dir():
         raise unknown(name)
-
-
-def _facts(entry: Entry) -> _Facts:
-    path = chats_folder() / entry.name / TRANSCRIPT
-    names: list[str] = []
-    saved = time.time()
-    with contextlib.suppress(OSError, *DAMAGE), opened(path) as file:
-        saved = os.fstat(file.fileno()).st_mtime
-        file.readline(TRANSCRIPT_BYTES)  # the header
-        while (line := json.loads(file.readline(1 << 20)))["kind"] == "document":
-            names.append(str(line["name"] or "piped text"))
-    return _Facts(tuple(names), _bytes(entry.name), time.time() - saved)
 
 
 def _bytes(name: str) -> int:

@@ -175,9 +175,9 @@ def origins(
 ) -> dict[str, str]:
     """Where the settings came from that were loaded with a chat. `given` and `reread`: as the user
     stated them for a run that began with this chat; None: the chat was loaded later."""
-    names = {*_CACHED, "seed", "system", "pin_system"} | {"reuse"} & set(saved.header)
+    names = {*_CACHED, "seed", "system", "pin_system", "reuse"}
     if given is not None:
-        names |= set(saved.header["run"])  # the model, and how it is kept
+        names |= set(saved.facts["run"])  # the model, and how it is kept
         if reread and {*_CACHED, "options"} & set(given):
             names -= set(_CACHED)
         if "model" in given:
@@ -233,7 +233,7 @@ def table(entries: list[Entry]) -> str:
     """The saved chats, one line each."""
     if not entries:
         return f"no saved chat in {chats_folder()}"
-    rows = [(e.name, e.saved, _turns(e.turns), e.model, e.title) for e in entries]
+    rows = [(e.name, e.time, _turns(e.turns), e.model, e.title) for e in entries]
     return grid(rows, "<<<<<")
 
 

@@ -16,7 +16,6 @@ from minikv.chat.eviction_config import EvictionConfig
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.chat.transcript import Document
 
 FORMAT = 1
 POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
@@ -83,11 +82,7 @@ def differences(
 ) -> str:
     """In what the chat of this header differs from a session, in words; "" if in nothing. Policy
     and budget count only where the user `stated` them."""
-    from minikv.chat.closing import Facts
-
-    # Chats of versions without --kv and --weights lack these two.
-    form = Facts(weights=header["run"].get("weights", "auto")).form
-    there = {"kv": header["identity"].get("dtype"), "form": form, **header["identity"]}
+    there = header["identity"]
     different = [
         key for key in here if (key not in POLICY or key in stated) and here[key] != there.get(key)
     ]
@@ -154,13 +149,3 @@ def bundled() -> Path:
     from minikv.models import BUNDLED
 
     return BUNDLED
-
-
-def document_hashes(documents: Collection[Document]) -> list[str]:
-    """A checksum of each text."""
-    return [hashlib.sha256(document.text.encode()).hexdigest() for document in documents]
-
-
-def fed_hash(fed: Collection[int]) -> str:
-    """A checksum of token ids."""
-    return hashlib.sha256(",".join(map(str, fed)).encode()).hexdigest()

@@ -1,8 +1,7 @@
 """Chats on disk: saved after every turn, and continued later where they ended.
 
-One directory per chat: `chat.jsonl`, a file per document with its text, the compressed cache, and
-the tier if it is in a file. All of it is checked before any of it is used. Only the user can read
-the files.
+A directory per chat, with a file for its text and its compressed cache, and the tier if that is in
+a file. Only the user can read them.
 """
 
 from __future__ import annotations
@@ -18,30 +17,11 @@ from typing import TYPE_CHECKING
 from minikv.cli.config import short
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.cache import read_cache, without_cache, write_cache
-from minikv.cli.saved.files import (
-    REREAD,
-    TRANSCRIPT,
-    all_or_nothing,
-    check_name,
-    damage,
-    holds,
-    lock,
-    new_folder,
-    written,
-)
-from minikv.cli.saved.identity import (
-    POLICY,
-    differences,
-    document_hashes,
-    fed_hash,
-    identity,
-    model_identity,
-    tier_identity,
-)
-from minikv.cli.saved.listing import listing
+from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage
+from minikv.cli.saved.files import check_name, new_folder
+from minikv.cli.saved.identity import POLICY, differences, identity, model_identity, tier_identity
 from minikv.cli.saved.tier import TIER, find, place, settle
-from minikv.cli.saved.transcript import Saved, TurnLines, read, texts_of, write_chat
+from minikv.cli.saved.transcript import Saved, opened, read_cache, read_from, texts_of, write_to
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
@@ -50,27 +30,27 @@ if TYPE_CHECKING:
     from minikv.chat.recall import Place
     from minikv.chat.session import ChatSession
     from minikv.chat.snapshot import ChatSnapshot
+    from minikv.chat.transcript import Turn
 
 _FIELDS = {"options": ("policy_options", "decode_options")}
 """Field of an identity -> the setting that sets it, where the names differ."""
 
 
 class Keeper:
-    """Saves one chat at a time, and opens saved ones. A chat that is open here is locked."""
+    """Saves one chat at a time, and opens saved ones. A chat that is open here is locked. name: of
+    the chat; saved: whether a save has succeeded in this run."""
 
     def __init__(self, terminal: Terminal, *, active: bool = True) -> None:
-        self.active = active
+        self.active, self.saved = active, False
         self.name: str | None = None
         self._terminal = terminal
-        self._lock: int | None = None
-        self._written: tuple[int, ...] | None = None  # see `written`, by this keeper
+        self._file: ChatFile | None = None
+        self._written: tuple[Turn, ...] = ()  # the turns in the file
         self._conversation = 0
         self._last: tuple[object, ...] = ()
         self._model: tuple[str, dict[str, object]] | None = None
         self._warned: set[str] = set()
         self._told = False
-        self._lines = TurnLines()
-        self.saved = False  # whether a save has succeeded in this run
 
     def attend(self, session: ChatSession) -> None:
         """If this session needs a file for its tier, put that file among the files of its chat."""
@@ -88,10 +68,7 @@ class Keeper:
         try:
             made = self._save(session, None)
         except Exception as error:
-            reason = _reason(error)
-            if reason not in self._warned:
-                self._warned.add(reason)
-                self._terminal.warn(f"this chat is not saved: {reason}; it continues unsaved")
+            self._warn(f"this chat is not saved: {_reason(error)}; it continues unsaved")
             return
         if made and not self._told and self._terminal.err.isatty():
             assert self.name is not None
@@ -126,16 +103,17 @@ class Keeper:
             return self.save(session, name)
         if self.active:
             self.keep(session)
-        before, handle, self._lock, self.name = self.name, self._lock, None, None
+        before = self.name, self._file, self._written
+        self.name, self._file, self._written = None, None, ()
         try:
             self._save(session, name, whole=True, forked=True)
         except BaseException as error:
-            self.name, self._lock = before, handle
+            self.name, self._file, self._written = before
             if isinstance(error, UsageError) or not isinstance(error, Exception):
                 raise
             raise UsageError(f"the chat cannot be copied: {_reason(error)}") from None
-        if handle is not None:
-            os.close(handle)
+        if before[1] is not None:
+            before[1].close()
         self.active = True
         return chats_folder() / name
 
@@ -155,64 +133,61 @@ class Keeper:
         be damaged. With `reread`, cache and tier are not used: the next question reads the whole
         conversation again. On UsageError nothing has changed.
         """
-        check_name(name)
-        if not (chats_folder() / name / TRANSCRIPT).exists():
-            near = [entry.name for entry in listing()[:3]]
-            hint = f"the last ones: {', '.join(near)}" if near else "/save NAME names a chat"
-            raise UsageError(f"no saved chat {name!r}", hint)
-        handle = None if name == self.name else lock(name)
+        mine = self._file if name == self.name else None
+        file = mine or opened(name, lock=True)
         rows: FileRows | None = None
         try:
-            saved = read(name)
+            saved = read_from(file)
             stated = [field for flag in given for field in _FIELDS.get(flag, (flag,))]
             if not reread:
                 rows = self._tier(session, saved, given)
             own = session.recall.file
-            kept = not reread and own is not None and own.is_at(saved.folder / TIER)
+            kept = not reread and own is not None and own.is_at(chats_folder() / name / TIER)
             tier = kept or rows is not None
             with damage(name):
-                snapshot = self._snapshot(session, saved, stated, reread, tier=tier)
+                snapshot = self._snapshot(session, file, saved, stated, reread=reread, tier=tier)
                 if "seed" in given:
                     snapshot = replace(snapshot, seed=session.seed)
                 session.restore(snapshot)
         except BaseException:
             if rows is not None:
                 rows.close()
-            if handle is not None:
-                os.close(handle)
+            if file is not mine:
+                file.close()
             raise
         if not kept:
             session.recall.clear()
         if rows is not None:
             self._adopt(session, rows)
-        if "reuse" not in given:  # chats of versions without --reuse go on as this one does
-            session.reuse = saved.header.get("reuse", session.reuse)
+        if "reuse" not in given:
+            session.reuse = saved.facts["reuse"]
         if "system" not in given:
-            session.system = str(saved.header["system"])
+            session.system = str(saved.facts["system"])
         if "pin_system" not in given:
-            session.pin_system = bool(saved.header["pin_system"])
-        if name != self.name:
+            session.pin_system = bool(saved.facts["pin_system"])
+        if file is not mine:
             self.close()
-            self._lock = handle
         self.name, self._conversation = name, session.conversation
-        self._last, self._written = self._state(session), written(name)
+        self._hold(file)
+        self._last, self._written = self._state(session), saved.turns
         return saved
 
     def _snapshot(
         self,
         session: ChatSession,
+        file: ChatFile,
         saved: Saved,
         stated: Collection[str],
-        reread: bool,
         *,
+        reread: bool,
         tier: bool,
     ) -> ChatSnapshot:
         """The chat with its cache; without it if the caller wants that, or if there is a `tier` and
         the cache cannot be used. Raises UsageError."""
-        if not (reread or (tier and differences(self._identity(session), saved.header, stated))):
+        if not (reread or (tier and differences(self._identity(session), saved.facts, stated))):
             self._refuse(session, saved, stated)
             try:
-                snapshot = read_cache(saved)
+                snapshot = read_cache(file, saved)
                 rules, kv = snapshot.eviction.rules(), session.engine.kv
                 if snapshot.held is None or kv.accepts(snapshot.held, rules):
                     return snapshot
@@ -224,9 +199,9 @@ class Keeper:
             except UsageError as error:
                 if not tier:
                     raise
-                if saved.header["cache"] is not None:
+                if saved.facts["cache"]:
                     self._terminal.warn(f"{error}; the tier is used in its place")
-        snapshot = without_cache(saved)
+        snapshot = saved.without_cache()
         if reread:
             snapshot = replace(snapshot, known=())
         vocab = session.tokenizer.vocab
@@ -245,7 +220,9 @@ class Keeper:
         if recall.kind == "none":
             return None
         try:
-            rows = find(session, saved.folder, tier_identity(self._identity(session)))
+            rows = find(
+                session, chats_folder() / saved.name, tier_identity(self._identity(session))
+            )
         except TierError as error:
             self._terminal.warn(f"the tier of chat {saved.name} cannot be used: {error}")
             return None
@@ -279,7 +256,7 @@ class Keeper:
 
     def _refuse(self, session: ChatSession, saved: Saved, stated: Collection[str]) -> None:
         """Raise a UsageError that lists every difference between the chat and this session."""
-        found = differences(self._identity(session), saved.header, stated)
+        found = differences(self._identity(session), saved.facts, stated)
         if found:
             raise UsageError(
                 f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
@@ -289,7 +266,8 @@ class Keeper:
         """Whether there is something to save. A new conversation gets a new name."""
         if session.conversation != self._conversation:
             self.close()
-            self.name, self._last, self._conversation = None, (), session.conversation
+            self.name, self._last, self._written = None, (), ()
+            self._conversation = session.conversation
         if not session.turns and self.name is None:
             return False
         return self._state(session) != self._last
@@ -310,95 +288,84 @@ class Keeper:
         """Save. Returns whether that made a new saved chat. whole: also save a tier that is in
         memory. forked: fail if the tier cannot be saved."""
         before = self.name
-        self._hold()
-        made = self._name(name)
+        made = self._place(name)
+        assert self.name is not None
+        folder = chats_folder() / self.name
         try:
-            self._put(session, whole, forked)
+            if self._file is None:
+                there = os.path.lexists(folder / FILE)
+                self._hold(opened(self.name, lock=True) if there else ChatFile(self.name, new=True))
+            assert self._file is not None
+            texts_of(session)  # raises, if at all, before the tier is moved
+            facts = self._identity(session)
+            self._settle(session, folder, facts, whole, forked)
+            write_to(self._file, session, facts, self._written)
         except BaseException:
             if made:  # an empty directory would be no chat
-                assert self.name is not None
-                shutil.rmtree(chats_folder() / self.name, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 self.close()
                 self.name = before
             raise
+        self._last, self._written = self._state(session), tuple(session.turns)
         self.saved = True
         return made
 
-    def _put(self, session: ChatSession, whole: bool, forked: bool) -> None:
-        """Write tier, cache, documents and transcript. The transcript is written last and replaces
-        the old one in one step, so that every file it names exists."""
-        assert self.name is not None
-        folder = chats_folder() / self.name
-        texts = texts_of(session)
-        documents = [document for turn in session.turns for document in turn.documents]
-        facts = {
-            **self._identity(session),
-            "system": session.system,
-            "turns": len(session.turns),
-            "documents": document_hashes(documents),
-            "fed": fed_hash(session.fed),
-            "shaped_by": session.evicted_for_turn,
-        }
-        self._settle(session, folder, whole, forked)
-        with all_or_nothing(folder):
-            cache, why = write_cache(session, folder, facts)
-            write_chat(session, folder, texts, facts, cache, why, self._lines)
-        self._written = written(self.name)
-        self._last = self._state(session)
-
-    def _hold(self) -> None:
-        """If the file of the lock was removed or exchanged, lock the chat again. Raises UsageError
-        if another minikv has the chat now, or has saved it meanwhile."""
-        if self.name is None or self._lock is None or holds(self.name, self._lock):
-            return
-        handle = lock(self.name)
-        if handle is None:
-            return
-        if written(self.name) not in (None, self._written):
-            os.close(handle)
-            raise UsageError(
-                f"another minikv has saved chat {self.name}, whose lock was removed",
-                "/fork NAME saves this one beside it",
-            )
-        os.close(self._lock)
-        self._lock = handle
-
-    def _settle(self, session: ChatSession, folder: Path, whole: bool, forked: bool) -> None:
+    def _settle(
+        self,
+        session: ChatSession,
+        folder: Path,
+        facts: dict[str, object],
+        whole: bool,
+        forked: bool,
+    ) -> None:
         """Put the tier among the chat's files. If that fails, the chat is saved without it."""
         from minikv.cache.tier_rows import TierError
 
         try:
-            settle(session, folder, tier_identity(self._identity(session)), whole=whole)
+            settle(session, folder, tier_identity(facts), whole=whole)
         except (TierError, OSError) as error:
             if forked:
                 raise
-            reason = _reason(error)
-            if reason not in self._warned:
-                self._warned.add(reason)
-                self._terminal.warn(f"this chat is saved without its tier: {reason}")
+            self._warn(f"this chat is saved without its tier: {_reason(error)}")
 
-    def _name(self, name: str | None) -> bool:
+    def _place(self, name: str | None) -> bool:
         """Make a directory for the chat (returns True), or rename the one that it has."""
-        if name == self.name and name is not None:
-            return False
-        if name is not None and os.path.lexists(chats_folder() / name):
+        if name not in (None, self.name) and os.path.lexists(chats_folder() / str(name)):
             raise UsageError(f"there is a chat {name} already", "choose another name")
-        if self.name is not None and name is not None:
-            os.rename(chats_folder() / self.name, chats_folder() / name)
-            self.name = name
-        elif self.name is None or not (chats_folder() / self.name).is_dir():
+        if self._file is not None and self._file.gone:
             self.close()
-            wanted = name or self.name or time.strftime("%Y-%m-%d-%H%M%S")
-            self.name = new_folder(wanted)
-            self._lock = lock(self.name)
+            self._written = ()
+        if self._file is not None:
+            self._file.check()
+        if self.name is None or not (chats_folder() / self.name).is_dir():
+            self.name = new_folder(name or self.name or time.strftime("%Y-%m-%d-%H%M%S"))
             return True
+        if name not in (None, self.name):
+            self.close()
+            os.rename(chats_folder() / self.name, chats_folder() / str(name))
+            self.name = name
         return False
+
+    def _hold(self, file: ChatFile) -> None:
+        """From now on this is the chat's file."""
+        self._file = file
+        if not file.locks:
+            self._warn(
+                f"files in {short(chats_folder())} cannot be locked: keep this chat open in one "
+                "minikv only"
+            )
+
+    def _warn(self, line: str) -> None:
+        """Warn, but not twice of the same."""
+        if line not in self._warned:
+            self._warned.add(line)
+            self._terminal.warn(line)
 
     def close(self) -> None:
         """Release the lock, so that another process can open the chat."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _reason(error: Exception) -> str:

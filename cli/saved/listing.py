@@ -6,53 +6,85 @@ import difflib
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.files import DAMAGE, TRANSCRIPT, is_name, opened
+from minikv.cli.saved import old
+from minikv.cli.saved.database import DAMAGE, FILE, ChatFile
+from minikv.cli.saved.files import is_name
 from minikv.errors import UsageError
 
 _NAMED = 5  # chats that an error names
-_HEADER = 16 << 20  # bytes of a transcript's first line
 _TITLE = 200  # characters that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A saved chat in a list. `saved` is local time, `title` its first question, cut. Of a damaged
-    chat only name and time are known; its title says that it is damaged."""
+    """A saved chat in a list. saved: seconds since 1970. title: its first question, cut. Of a
+    damaged chat only name and time are known; its title says that it is damaged."""
 
     name: str
-    saved: str
+    saved: float
     turns: int
     title: str
     model: str
+    documents: tuple[str, ...] = ()
     damaged: bool = False
+
+    @property
+    def time(self) -> str:
+        """When it was saved, in local time."""
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved))
 
 
 def listing() -> list[Entry]:
     """All saved chats, the newest first. Anything else in the directory is left out."""
-    found: list[tuple[float, Entry]] = []
-    root = chats_folder()
     try:
-        names = sorted(filter(is_name, os.listdir(root)))
+        names = sorted(filter(is_name, os.listdir(chats_folder())))
     except OSError:
         return []
-    for name in names:
-        path, at, saved = root / name / TRANSCRIPT, 0.0, "?"
-        try:
-            at = path.stat().st_mtime
-            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-            with opened(path) as file:
-                header = json.loads(file.readline(_HEADER))
-            model, title = str(header["identity"]["model"]), str(header["title"])
-            entry = Entry(name, saved, int(header["turns"]), _line(title), _line(model))
-        except OSError:
-            continue
-        except DAMAGE:
-            entry = Entry(name, saved, 0, "(damaged: its first line cannot be read)", "", True)
-        found.append((at, entry))
-    return [entry for _, entry in sorted(found, key=lambda pair: pair[0], reverse=True)]
+    found = [entry for name in names if (entry := _entry(chats_folder() / name))]
+    return sorted(found, key=lambda entry: entry.saved, reverse=True)
+
+
+def _entry(folder: Path) -> Entry | None:
+    name, is_old, saved = folder.name, old.is_old(folder), 0.0
+    try:
+        saved = (folder / (old.TRANSCRIPT if is_old else FILE)).stat().st_mtime
+        facts = old.facts(folder) if is_old else _facts(name)
+        model, title = str(facts["identity"]["model"]), str(facts["title"])
+        documents = tuple(_line(name or "piped text") for name in facts["documents"])
+        return Entry(name, saved, int(facts["turns"]), _line(title), _line(model), documents)
+    except (OSError, UsageError):
+        return None
+    except DAMAGE:
+        return Entry(name, saved, 0, "(damaged: it cannot be read)", "", damaged=True)
+
+
+def _facts(name: str) -> Mapping[str, Any]:
+    with ChatFile(name) as file:
+        return facts_of(file)
+
+
+def facts_of(file: ChatFile) -> Mapping[str, Any]:
+    """What a chat's file says of it, as JSON. Raises `DAMAGE`."""
+    ((facts, _),) = file.rows("chat")
+    return decoded(facts)
+
+
+def decoded(text: str) -> Mapping[str, Any]:
+    """A JSON object of a chat's file. Raises ValueError, and RecursionError."""
+    if len(text) > MOST_JSON:
+        raise ValueError("its JSON is too large")
+    found: Mapping[str, Any] = json.loads(text)
+    return found
+
+
+MOST_JSON = 16 << 20
+"""Characters of a JSON object: a list in it takes 64 bytes for two of them."""
 
 
 def _line(text: str) -> str:

@@ -1,65 +1,50 @@
-"""`chat.jsonl`: a header, the documents' names, a line per turn, and a checksum of all of it."""
+"""What a saved chat says: the rows of its file as documents and turns, and the other way round."""
 
 from __future__ import annotations
 
+import array
 import errno
-import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.chat.reuse import REUSES
-from minikv.cli.json_limits import refuse_many
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.files import (
-    TRANSCRIPT,
-    TRANSCRIPT_BYTES,
-    check_name,
-    damage,
-    opened,
-    prune,
-    read_part,
-    write,
-    write_part,
-)
-from minikv.cli.saved.identity import (
-    FORMAT,
-    bundled,
-    document_hashes,
-    eviction_of,
-    model_folder,
-)
-from minikv.cli.saved.listing import unknown
+from minikv.cli.records import report_of
+from minikv.cli.saved import old
+from minikv.cli.saved.database import REREAD, ChatFile, damage, parts
+from minikv.cli.saved.files import check_name
+from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
+from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
+    from minikv.chat.snapshot import ChatSnapshot
     from minikv.chat.transcript import Document, Message, Turn
 
 DOCUMENT_BYTES = 64 << 20
-"""Bytes. A chat whose documents have more text than this is not saved."""
-
-_RUN = ("model", "revision", "dtype", "seed", "system", "pin_system")
-_LATER = ("kv", "weights")  # missing in chats of versions without these flags
+"""A chat whose documents have more text than this is not saved."""
+CACHE_BYTES = 512 << 20
+"""If the cache is larger (mostly that of --policy full), the chat is saved without it."""
+_RUN = {"model", "revision", "dtype", "seed", "system", "pin_system", "kv", "weights"}
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A transcript that was read and checked. Its cache was not read yet."""
+    """A chat that was read and checked. Its cache was not read yet. tokens: of the conversation."""
 
     name: str
-    folder: Path
-    header: Mapping[str, Any]
+    facts: Mapping[str, Any]
     eviction: EvictionConfig
     turns: tuple[Turn, ...]
     pending: tuple[Document, ...]
-    tokens: tuple[int, ...] = ()  # of the conversation; chats of older versions do not say
+    tokens: tuple[int, ...]
 
     @property
     def documents(self) -> tuple[Document, ...]:
@@ -71,26 +56,54 @@ class Saved:
         """The messages, as a session has them."""
         from minikv.chat.transcript import Message
 
-        opened_with = str(self.header["opened_with"])
+        opened_with = str(self.facts["opened_with"])
         system = [Message("system", opened_with)] if opened_with else []
         return (*system, *(message for turn in self.turns for message in turn.messages()))
 
     @property
     def curve(self) -> tuple[tuple[int, int, int], ...]:
         """As `ChatSession.curve`."""
-        return tuple((int(a), int(b), int(c)) for a, b, c in self.header["curve"])
+        return tuple((int(a), int(b), int(c)) for a, b, c in self.facts["curve"])
+
+    def without_cache(self) -> ChatSnapshot:
+        """The chat without its cache: the next question reads the whole conversation again, except
+        what a tier has of it."""
+        from minikv.chat.snapshot import ChatSnapshot
+
+        return ChatSnapshot(
+            None,
+            self.eviction,
+            int(self.facts["seed"]),
+            self.messages,
+            self.documents,
+            self.pending,
+            turns=self.turns,
+            curve=self.curve,
+            known=self.tokens,
+        )
 
 
 # -- reading ------------------------------------------------------------------------------
 
 
-def header(name: str) -> Mapping[str, Any]:
-    """A chat's header, checked with the whole transcript. Raises UsageError. Needs no torch."""
-    top = _lines(name)[0]
+def opened(name: str, *, lock: bool = False) -> ChatFile:
+    """A chat's file; one of an earlier version is written anew. Raises UsageError."""
+    check_name(name)
     with damage(name):
-        if not set(_RUN) <= set(top["run"]) <= {*_RUN, *_LATER}:
+        try:
+            old.convert(chats_folder() / name)
+            return ChatFile(name, lock=lock)
+        except FileNotFoundError:
+            raise unknown(name) from None
+
+
+def header(name: str) -> Mapping[str, Any]:
+    """What is needed to build a chat's session. Raises UsageError. Needs no torch."""
+    with opened(name) as file, damage(name):
+        facts = facts_of(file)
+        if set(facts["run"]) != _RUN:
             raise ValueError("it does not say how it was run")
-    return top
+        return facts
 
 
 def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str]) -> Settings:
@@ -105,46 +118,43 @@ def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str
 
 
 def read(name: str) -> Saved:
-    """A chat's transcript and documents. Raises UsageError for anything missing or altered."""
-    from minikv.chat.transcript import Document, Source, Turn
-    from minikv.cli.records import report_of
+    """A chat without its cache. Raises UsageError."""
+    with opened(name) as file:
+        return read_from(file)
 
-    folder = chats_folder() / name
-    lines = _lines(name)
-    with damage(name):
-        texts = [
-            Document(
-                read_part(folder, line, DOCUMENT_BYTES).decode(),
-                _one_line(line["name"]),
-                # Chats of older versions do not have it.
-                Source(**line["source"]) if line.get("source") else None,
-            )
-            for line in lines
-            if line["kind"] == "document"
-        ]
-        turns = tuple(
-            Turn(
-                str(line["question"]),
-                str(line["answer"]),
-                tuple(texts[i] for i in line["documents"]),
-                report_of(line["record"], known=True),
-            )
-            for line in lines
-            if line["kind"] == "turn"
-        )
-        top = lines[0]
-        pending = tuple(texts[i] for i in top["pending"])
-        told = [line["ids"] for line in lines if line["kind"] == "tokens"]
-        tokens = tuple(int(id) for id in told[0]) if told else ()
-        saved = Saved(name, folder, top, eviction_of(top["identity"]), turns, pending, tokens)
-        hashes = document_hashes(saved.documents)
-        if top["turns"] != len(turns) or top["identity"]["documents"] != hashes:
-            raise ValueError("turns or documents are not those of the header")
+
+def read_from(file: ChatFile) -> Saved:
+    """As `read`. Raises UsageError for anything missing or altered."""
+    from minikv.chat.transcript import Document, Source, Turn
+
+    with damage(file.name):
+        ((text, tokens),) = file.rows("chat")
+        facts = decoded(text)
+        if facts["identity"]["format"] != FORMAT:
+            raise ValueError(f"format {facts['identity']['format']!r:.20}, not {FORMAT}")
+        texts, total = list[Document](), 0
+        for about, text in file.rows("document"):
+            total += len(text)
+            if total > DOCUMENT_BYTES:
+                raise ValueError("its documents are too large")
+            known = decoded(about)
+            source = Source(**known["source"]) if known["source"] else None
+            texts.append(Document(text, _one_line(known["name"]), source))
+        turns = list[Turn]()
+        for about, question, answer in file.rows("turn"):
+            known = decoded(about)
+            documents = tuple(texts[i] for i in known["documents"])
+            turns.append(Turn(question, answer, documents, report_of(known["record"], known=True)))
+        if (facts["turns"], len(facts["documents"])) != (len(turns), len(texts)):
+            raise ValueError("turns or documents are missing")
+        pending = tuple(texts[i] for i in facts["pending"])
+        eviction, ids = eviction_of(facts["identity"]), tuple(array.array("i", tokens))
+        saved = Saved(file.name, facts, eviction, tuple(turns), pending, ids)
         # Check now what is used later, so that damage is found before anything is changed.
-        _ = saved.curve, str(top["system"]), int(top["seed"]), bool(top["pin_system"])
-        _ = saved.messages, top["cache"], top["no_cache"]
-        if top.get("reuse", "once") not in REUSES:
-            raise ValueError(f"reuse {top['reuse']!r:.20} is none")
+        _ = saved.curve, str(facts["system"]), int(facts["seed"]), bool(facts["pin_system"])
+        _ = saved.messages, int(facts["cache"]), str(facts["no_cache"])
+        if facts["reuse"] not in REUSES:
+            raise ValueError(f"reuse {facts['reuse']!r:.20} is none")
     return saved
 
 
@@ -157,35 +167,46 @@ def _one_line(name: str | None) -> str | None:
     return name
 
 
-def _lines(name: str) -> list[dict[str, Any]]:
-    """The transcript's lines, the header first, the checksum checked and left out."""
-    check_name(name)
-    try:
-        with opened(chats_folder() / name / TRANSCRIPT) as file:
-            data = file.read(TRANSCRIPT_BYTES + 1)
-    except FileNotFoundError:
-        raise unknown(name) from None
-    except OSError as error:
-        raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
-    with damage(name):
-        if len(data) > TRANSCRIPT_BYTES:
-            raise ValueError(f"chat.jsonl is larger than {size(TRANSCRIPT_BYTES)}")
-        body, newline, end = data.removesuffix(b"\n").rpartition(b"\n")
-        if json.loads(end) != _end(body + newline):
-            raise ValueError("the checksum of chat.jsonl does not fit: it was cut or edited")
-        refuse_many(body)
-        # Bytes may be taken for UTF-16, in which the limit does not see the lists.
-        lines = [json.loads(line.decode("utf-8", "surrogatepass")) for line in body.splitlines()]
-        if lines[0]["kind"] != "chat":
-            raise ValueError("no header")
-        if lines[0]["identity"]["format"] != FORMAT:
-            raise ValueError(f"format {lines[0]['identity']['format']!r:.20}, not {FORMAT}")
-    return lines
+def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
+    """The chat with its cache. Raises UsageError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
+    from minikv.cache.snapshot import CacheSnapshot
 
-def _end(written: bytes) -> dict[str, str]:
-    """The last line, which is the checksum of the others."""
-    return {"kind": "end", "sha256": hashlib.sha256(written).hexdigest()}
+    if not saved.facts["cache"]:
+        raise UsageError(f"chat {saved.name} has no cache: {saved.facts['no_cache']}", REREAD)
+    with damage(saved.name):
+        data = b"".join(part for (part,) in file.rows("cache"))
+        if len(data) != saved.facts["cache"]:
+            raise ValueError("the cache is not as long as it was written")
+        length = int.from_bytes(data[:8], "little")
+        state = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["state"])
+        try:
+            tensors = load(data)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from None
+        columns = {
+            name.removeprefix("column."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("column.")
+        }
+        held, pending = CacheSnapshot.read(state["held"], columns), state["owed"]
+        fed = saved.tokens if pending is None else saved.tokens[:-1]
+        if (
+            held.position != len(fed)
+            or saved.tokens[len(fed) :] != (pending,)[: pending is not None]
+        ):
+            raise ValueError("the tokens in the cache are not those of the chat")
+        return replace(
+            saved.without_cache(),
+            held=held,
+            known=(),
+            fed=fed,
+            pending_token=pending,
+            evicted_for_turn=state["shaped_by"],
+            rereads=bool(state["rereads"]),
+        )
 
 
 # -- writing ------------------------------------------------------------------------------
@@ -204,75 +225,25 @@ def texts_of(session: ChatSession) -> list[Document]:
     return texts
 
 
-class TurnLines:
-    """The lines of the turns. Those of the last save are kept in memory: a chat is saved after
-    every turn, and making thousands of records again takes seconds."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Turn, list[int], str]] = {}  # by the turn's id()
-
-    def of(self, turns: Sequence[Turn], texts: Sequence[Document]) -> Iterator[str]:
-        """A line of JSON for each turn, which names its documents by their place in `texts`."""
-        before, self._known = self._known, {}
-        for turn in turns:
-            documents = [texts.index(document) for document in turn.documents]
-            known = before.get(id(turn))
-            if known is None or known[1] != documents:
-                known = turn, documents, _turn_line(turn, documents)
-            self._known[id(turn)] = known
-            yield known[2]
-
-
-def _turn_line(turn: Turn, documents: list[int]) -> str:
-    return json.dumps(
-        {
-            "kind": "turn",
-            "question": turn.question,
-            "answer": turn.answer,
-            "documents": documents,
-            "record": turn.report.to_dict(),
-        }
-    )
-
-
-def write_chat(
-    session: ChatSession,
-    folder: Path,
-    texts: list[Document],
-    identity: Mapping[str, object],
-    cache: Mapping[str, object] | None,
-    no_cache: str,
-    lines: TurnLines,
+def write_to(
+    file: ChatFile, session: ChatSession, identity: Mapping[str, object], before: Sequence[Turn]
 ) -> None:
-    """Write the documents, then the transcript in one step; then remove files it does not name.
-
-    `cache`: the record of the file with the cache, or None, and then `no_cache` says why. `lines`:
-    the lines of the last save. Raises OSError.
-    """
-    body: list[dict[str, object]] = []
-    for document in texts:
-        part = write_part(folder, "document", "txt", document.text.encode())
-        body.append(
-            {
-                "kind": "document",
-                "name": document.name,
-                "characters": len(document.text),
-                "source": asdict(document.source) if document.source else None,
-                **part,
-            }
-        )
-    named = {str(line["file"]) for line in body} | ({str(cache["file"])} if cache else set())
-    owed = [] if session.pending_token is None else [session.pending_token]
-    body.append({"kind": "tokens", "ids": [*session.fed, *owed] or session.known})
-    title = session.turns[0].question if session.turns else ""
+    """Save the chat. before: the turns in the file: those that are still there are not written
+    again. Raises UsageError, OSError and MemoryError."""
+    turns, texts = session.turns, texts_of(session)
+    same = 0
+    while same < min(len(before), len(turns)) and before[same] is turns[same]:
+        same += 1
+    cache, why = _cache(session)
+    pending_token = [] if session.pending_token is None else [session.pending_token]
     first = session.messages[0] if session.messages else None
-    top = {
-        "kind": "chat",
-        "title": " ".join(title.split())[:80],
-        "turns": len(session.turns),
+    facts = {
+        "title": " ".join(turns[0].question.split())[:80] if turns else "",
+        "turns": len(turns),
+        "documents": [document.name for document in texts],
         "identity": identity,
-        "cache": cache,
-        "no_cache": no_cache,
+        "cache": len(cache),
+        "no_cache": why,
         "seed": session.seed,
         "system": session.system,
         "pin_system": session.pin_system,
@@ -282,13 +253,57 @@ def write_chat(
         "curve": [list(point) for point in session.curve],
         "run": _run(session),
     }
-    first_lines = [json.dumps(line) for line in (top, *body)]
-    written = "".join(f"{line}\n" for line in (*first_lines, *lines.of(session.turns, texts)))
-    data = written.encode()
-    if len(data) > TRANSCRIPT_BYTES - 1000:
+    tokens = array.array("i", [*session.fed, *pending_token] or session.known).tobytes()
+    with file.saving():
+        file.put("chat", [(_encoded(facts), tokens)])
+        file.put("document", (_document_row(document) for document in texts))
+        file.put("turn", (_turn_row(turn, texts) for turn in turns[same:]), same)
+        file.put("cache", parts(cache))
+
+
+def _cache(session: ChatSession) -> tuple[bytes, str]:
+    """The cache as a safetensors file; b"" and the reason if it is not saved."""
+    if not session.fed:
+        return b"", "nothing of it had been read when it was saved"
+    held_bytes = session.engine.kv.stats().held_bytes
+    if held_bytes > CACHE_BYTES:
+        return b"", f"it held {size(held_bytes)}, and at most {size(CACHE_BYTES)} are saved"
+    from safetensors.torch import save
+
+    snapshot = session.snapshot()
+    assert snapshot.held is not None
+    state = {
+        "held": snapshot.held.record(),
+        "owed": snapshot.pending_token,
+        "shaped_by": snapshot.evicted_for_turn,
+        "rereads": snapshot.rereads,
+    }
+    tensors = {f"column.{name}": column for name, column in snapshot.held.columns.items()}
+    try:
+        return save(tensors, {"state": json.dumps(state)}), ""
+    except BaseException as error:
+        # What its library raises where memory is short; it is no Exception and has no public name.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise MemoryError from None
+
+
+def _document_row(document: Document) -> tuple[str, str]:
+    source = asdict(document.source) if document.source else None
+    return _encoded({"name": document.name, "source": source}), document.text
+
+
+def _turn_row(turn: Turn, texts: Sequence[Document]) -> tuple[str, str, str]:
+    documents = [texts.index(document) for document in turn.documents]
+    about = {"documents": documents, "record": turn.report.to_dict()}
+    return _encoded(about), turn.question, turn.answer
+
+
+def _encoded(about: Mapping[str, object]) -> str:
+    text = json.dumps(about)
+    if len(text) > MOST_JSON:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-    write(folder, TRANSCRIPT, data + json.dumps(_end(data)).encode() + b"\n")
-    prune(folder, named)
+    return text
 
 
 def _run(session: ChatSession) -> dict[str, object]:

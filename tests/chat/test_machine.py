@@ -551,7 +551,7 @@ class Machine:
             with self.faults():
                 self.keeper.load(self.session, name)
         except self.expected:
-            assert not read_saved(name).header["cache"], "it was saved before a question"
+            assert not read_saved(name).facts["cache"], "it was saved before a question"
             assert facts(self.session) == before
             self.keeper.load(self.session, name, reread=True)
         self.setting, self.script = setting, [*script]

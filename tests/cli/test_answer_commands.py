@@ -297,11 +297,11 @@ def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
     assert world.run("ask", "--continue", "Who?").exit_code == 2  # there is none
     world.run("chat", document, input="Who runs it?\n")
     (name,) = os.listdir(home)
-    before = (home / name / "chat.jsonl").read_bytes()
+    before = (home / name / "chat.db").read_bytes()
     world.engine, world.max_context = FakeEngine(), 60
     result = world.run("ask", "--continue", "long " * 20, document)
     assert result.exit_code == 5
-    assert (home / name / "chat.jsonl").read_bytes() == before
+    assert (home / name / "chat.db").read_bytes() == before
 
 
 # -- --stop ---------------------------------------------------------------------------------

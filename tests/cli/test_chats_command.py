@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from forked import Forked
 from test_cli import World
-from test_keeper import keeper, rewrite, talked
+from test_keeper import keeper, talked
 from typer.testing import CliRunner, Result
 
 import minikv.cli.turn
@@ -35,7 +35,7 @@ def two(home: Path) -> Path:
         one = keeper()
         one.save(talked(), name)
         one.close()
-        os.utime(home / name / "chat.jsonl", (1000.0 + at, 1000.0 + at))
+        os.utime(home / name / "chat.db", (1000.0 + at, 1000.0 + at))
     return home
 
 
@@ -141,7 +141,7 @@ def test_rm_older(home: Path, older: str, left: set[str]) -> None:
         one.save(talked(), name)
         one.close()
         at = time.time() - seconds
-        os.utime(home / name / "chat.jsonl", (at, at))
+        os.utime(home / name / "chat.db", (at, at))
     result = run("rm", "--older", older, "--yes")
     assert result.exit_code == 0
     assert set(os.listdir(home)) == left
@@ -229,7 +229,7 @@ def test_a_new_conversation_says_where_the_old_one_is(
 
 
 def test_a_damaged_chat_can_be_removed(two: Path) -> None:
-    (two / "thesis" / "chat.jsonl").write_text("{")
+    (two / "thesis" / "chat.db").write_text("{")
     assert run("show", "thesis").exit_code == 2
     assert run("rm", "thesis", "-y").exit_code == 0
     assert os.listdir(two) == ["budget-talk"]
@@ -347,24 +347,6 @@ def test_a_document_that_changed_is_told(
     told = [line for line in text.splitlines() if "report.txt" in line and line[0] == "!"]
     line = f"! report.txt {said}; this chat goes on with the text as it was"
     assert told == [line] * bool(said)
-
-
-def test_a_chat_saved_before_files_were_noted_still_opens(
-    world: World, document: Path, home: Path
-) -> None:
-    world.run("chat", str(document), input="Who runs it?\n")
-    (name,) = os.listdir(home)
-
-    def older(lines: list[dict[str, object]]) -> None:
-        for line in lines:
-            line.pop("source", None)
-
-    rewrite(home / name, older)
-    document.unlink()
-    world.engine = type(world.engine)()
-    result = world.run("chat", "--resume=", input="")
-    assert result.exit_code == 0
-    assert "is no longer there" not in result.stderr
 
 
 def test_that_text_is_stored_is_told_once_on_a_terminal(document: Path, home: Path) -> None:

@@ -40,6 +40,7 @@ from minikv.cli.failures import explain
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.listing import listing
 from minikv.cli.sources import PipedLines
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
@@ -1321,5 +1322,4 @@ def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
     pyte.Stream(screen).feed(talk.seen)
     assert not any("of 4,096 tokens" in line for line in screen.display)
     assert talk.seen.rfind("\x1b[?2004h") <= talk.seen.rfind("\x1b[?2004l")
-    saved = [json.loads(path.read_text().split("\n")[0]) for path in home.rglob("chat.jsonl")]
-    assert [chat["turns"] for chat in saved] == [1] * (moment == "answer")
+    assert [entry.turns for entry in listing()] == [1] * (moment == "answer")

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
+from sqlite_calls import WRITES, before
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minikv.chat.session import ChatSession
-from minikv.cli.saved import files
 from minikv.kernels.dispatch import Kernels
 
 KINDS = ("allocation", "kernel", "read", "write", "tokenise", "render")
@@ -53,6 +51,14 @@ class Fault:
         if self.kind == "write":
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return RuntimeError(f"the {self.kind} failed")
+
+    def number(self) -> int:
+        """One more call of the system by SQLite: the error's number, 0 if it is none."""
+        try:
+            self.hit()
+        except OSError as error:
+            return error.errno or errno.EIO
+        return 0
 
     def before(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, of which this is the fault."""
@@ -115,40 +121,6 @@ class Allocations(TorchDispatchMode):
         return found
 
 
-class _File(io.BufferedIOBase):
-    """An open file of a saved chat."""
-
-    def __init__(self, file: Any, fault: Fault) -> None:
-        self.file, self.fault = file, fault
-
-    def read(self, size: int | None = -1) -> bytes:
-        if self.fault.kind == "read":
-            self.fault.hit()
-        found: bytes = self.file.read(size)
-        return found
-
-    def write(self, data: Any) -> int:
-        if self.fault.kind == "write":
-            self.fault.hit()
-        count: int = self.file.write(data)
-        return count
-
-    def flush(self) -> None:
-        if not self.file.closed:
-            self.file.flush()
-
-    def fileno(self) -> int:
-        found: int = self.file.fileno()
-        return found
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def _opened(fault: Fault, *given: Any) -> _File:
-    return _File(open(*given), fault)
-
-
 class _Stream:
     def __init__(self, stream: Any, fault: Fault) -> None:
         self.push, self.flush = fault.before(stream.push), stream.flush
@@ -170,7 +142,10 @@ def failing(session: ChatSession, fault: Fault) -> Iterator[None]:
         elif fault.kind in ("read", "write"):
             for name in _READS if fault.kind == "read" else _WRITES:
                 patch.setattr(os, name, fault.before(getattr(os, name)))
-            patch.setattr(files, "open", partial(_opened, fault), raising=False)
+            reads = fault.kind == "read"
+            with before(fault.number, *(("pread64",) if reads else WRITES)):
+                yield
+            return
         elif fault.kind == "tokenise":
             tokenizer: Any = session.tokenizer
             stream = tokenizer.stream

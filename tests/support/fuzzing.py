@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import base64
 import copy
+import hashlib
 import json
 import random
 import resource
+import shutil
+import sqlite3
 import sys
 import tempfile
 import time
@@ -388,17 +391,16 @@ def _tokenizers(folder: Path) -> list[Target]:
 
 def _chats(folder: Path) -> list[Target]:
     from small_chat import chat, say
+    from sqlite_calls import edit, edit_facts
 
     from minikv.cache.tier_file import FileRows, header_of, sealed
     from minikv.cache.tier_rows import TierError
-    from minikv.cli.chats_command import _facts
     from minikv.cli.kept import held
     from minikv.cli.paths import chats_folder
-    from minikv.cli.saved.cache import read_cache
-    from minikv.cli.saved.files import TRANSCRIPT, damage, write_part
+    from minikv.cli.saved.database import damage
     from minikv.cli.saved.keeper import Keeper
     from minikv.cli.saved.listing import listing
-    from minikv.cli.saved.transcript import Saved, _end, header, read, resumed
+    from minikv.cli.saved.transcript import header, opened, read_cache, read_from, resumed
     from minikv.cli.terminal import Terminal
     from minikv.errors import UsageError
     from minikv.settings import Settings
@@ -408,43 +410,46 @@ def _chats(folder: Path) -> list[Target]:
     say(session, "Who owns it?")
     say(session, "Why?")
     session.attach("waiting", "w.txt")
-    place = keeper.save(session, "one")
+    place = keeper.save(session, "one") / "chat.db"
     keeper.close()
-    whole = (place / TRANSCRIPT).read_bytes()
-    body = whole[: whole.rstrip(b"\n").rfind(b"\n") + 1]
-    saved = read("one")
-    cache = (place / str(saved.header["cache"]["file"])).read_bytes()
+    whole = place.read_bytes()
+    with sqlite3.connect(place) as db:
+        ((facts,),) = db.execute("SELECT facts FROM chat")
+        ((turn,),) = db.execute("SELECT facts FROM turn WHERE number = 0")
+        ((cache,),) = db.execute("SELECT data FROM cache")
+    db.close()
 
-    def fitting(data: bytes) -> None:
-        end = json.dumps(_end(data)).encode() + b"\n"
-        (chats_folder() / "one" / TRANSCRIPT).write_bytes(data + end)
-
-    def restored(found: Saved) -> None:
-        """As `Keeper.load`."""
-        with damage("one"):
-            session.restore(read_cache(found))
+    def used(name: str = "one") -> None:
+        """As by `minikv chats` and `Keeper.load`."""
+        listing()
+        resumed(Settings(), header(name), ())
+        with opened(name, lock=True) as file:
+            found = read_from(file)
+            with damage(name):
+                session.restore(read_cache(file, found))
         held(session)
-        for turn in found.turns:
-            turn.report.lines()
-            turn.report.to_dict()
+        for one in found.turns:
+            one.report.lines()
+            one.report.to_dict()
 
-    def transcript(data: bytes) -> None:
-        fitting(data)
-        (entry,) = listing()
-        _facts(entry)
-        resumed(Settings(), header("one"), ())
-        restored(read("one"))
+    def database(data: bytes) -> None:
+        for name in ("chat.db-journal", "chat.db-wal", "chat.db-shm"):
+            (place.parent / name).unlink(missing_ok=True)
+        place.write_bytes(data)
+        used()
 
-    def record(data: bytes) -> None:
-        part = write_part(place, "cache", "safetensors", data)
-        lines = body.splitlines(keepends=True)
-        top = json.loads(lines[0])
-        top["cache"] = part
-        try:
-            fitting(json.dumps(top).encode() + b"\n" + b"".join(lines[1:]))
-            restored(read("one"))
-        finally:
-            (place / str(part["file"])).unlink()
+    def row(table: str, at: int) -> Callable[[bytes], None]:
+        def one(data: bytes) -> None:
+            place.write_bytes(whole)
+            value = data if table == "cache" else data.decode("utf-8", "replace")
+            edit(place, table, lambda values: values.__setitem__(at, value))
+            if table == "cache":
+                edit_facts(place, "chat", lambda facts: facts.update(cache=len(data)))
+            used()
+
+        return one
+
+    record = row("cache", 0)
 
     def state(data: bytes) -> None:
         """The cache's own header, in a file that is whole."""
@@ -457,6 +462,21 @@ def _chats(folder: Path) -> list[Target]:
     def inside(data: bytes) -> None:
         text = data.decode("utf-8", "replace")
         state(json.dumps(top | {"__metadata__": {**top["__metadata__"], "state": text}}).encode())
+
+    before = Path(__file__).parents[1] / "data" / "chat-1"
+    lines = (before / "chat.jsonl").read_bytes().splitlines(keepends=True)[:-1]
+
+    def earlier(data: bytes) -> None:
+        """A chat of an earlier version, with a checksum that fits."""
+        chosen = chats_folder() / "before"
+        shutil.rmtree(chosen, ignore_errors=True)
+        shutil.copytree(before, chosen)
+        end = {"kind": "end", "sha256": hashlib.sha256(data).hexdigest()}
+        (chosen / "chat.jsonl").write_bytes(data + json.dumps(end).encode() + b"\n")
+        try:
+            used("before")
+        finally:
+            shutil.rmtree(chosen)
 
     tier = folder / "tier.kv"
     import torch
@@ -478,7 +498,10 @@ def _chats(folder: Path) -> list[Target]:
         FileRows.open(tier).close()
 
     return [
-        Target("chat.jsonl", (body,), transcript, (UsageError,), 1, True, True),
+        Target("chat.db", (whole,), database, (UsageError,), 1, False),
+        Target("a chat's facts", (facts.encode(),), row("chat", 0), (UsageError,), 0.5),
+        Target("a turn's facts", (turn.encode(),), row("turn", 0), (UsageError,), 0.5),
+        Target("chat.jsonl", (b"".join(lines),), earlier, (UsageError,), 0.3, True, True),
         Target("a chat's cache", (cache,), record, (UsageError,), 0.3, False),
         Target("its header", (cache[8 : 8 + length],), state, (UsageError,), 0.5),
         Target("its state", (json.dumps(inner).encode(),), inside, (UsageError,), 0.5),

@@ -15,12 +15,14 @@ import forked
 import pytest
 import torch
 from small_chat import chat, held_of, say
+from sqlite_calls import edit
 
 from minikv.cache.tier_file import FileRows, header_of, is_open, remove
 from minikv.cache.tier_rows import RamRows
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
+from minikv.cli.saved import transcript
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.tier import TIER
 from minikv.cli.saved.transcript import read
@@ -177,18 +179,16 @@ def test_under_int8_rows() -> None:
 def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from minikv.cli.saved import cache
-
     twin = talked_on("file", "same")
     talked()
-    path = min((home / "one").glob("cache-*"))
-    path.write_bytes(path.read_bytes()[:-100])
+    end()
+    edit(home / "one" / "chat.db", "cache", lambda row: row.__setitem__(0, row[0][:-100]))
     keeper, again = resumed("one")
     assert "damaged" in capsys.readouterr().err
-    monkeypatch.setattr(cache, "CACHE_BYTES", 100)
+    monkeypatch.setattr(transcript, "CACHE_BYTES", 100)
     assert unread(again, "And now?") == twin[0]
     keeper.keep(again)
-    assert not list((home / "one").glob("cache-*"))
+    assert not read("one").facts["cache"]
     _, third = resumed("one")
     assert capsys.readouterr().err == ""
     assert unread(third, "Then?") == twin[1]
@@ -608,7 +608,7 @@ def test_a_killed_chat_is_its_last_complete_turn(
 
 
 def test_a_tier_for_which_there_is_no_memory_is_done_without(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The chat is loaded, says so, and answers as one that reads all of it."""
     talked("ram")
@@ -625,6 +625,6 @@ def test_a_tier_for_which_there_is_no_memory_is_done_without(
     assert keeper.name == "one"
     assert len(session.turns) == 2
     assert session.recall.tier is None
-    assert FileRows.open(read("one").folder / TIER).rows > 0  # nobody holds it
+    assert FileRows.open(home / "one" / TIER).rows > 0  # nobody holds it
     want = talked_on("ram", "same")
     assert say(session, "And now?") == want[0]

@@ -1,0 +1,294 @@
+"""The file of a saved chat: an SQLite database, checked before it is used.
+
+Each row ends with a checksum of the others' values, because SQLite does not notice a changed bit of
+a text. An open chat holds a transaction, whose lock keeps other processes from writing; they can
+read what was saved last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import sqlite3
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from minikv.chat.report import clipped
+from minikv.cli.paths import chats_folder
+from minikv.cli.saved.files import opened
+from minikv.errors import UsageError
+
+FILE = "chat.db"
+REREAD = "--reread resumes the chat without it: the next question reads it again"
+DAMAGE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+    sqlite3.Error,
+)
+"""What reading a damaged file may raise. The checks find accidental changes, not a file that
+someone made with valid checksums."""
+_TABLES = {
+    "chat": ("facts", "tokens"),
+    "document": ("facts", "text"),
+    "turn": ("facts", "question", "answer"),
+    "cache": ("data",),
+}
+_BINARY = ("tokens", "data")
+_SCHEMA = {
+    name: f"CREATE TABLE {name} (number INTEGER PRIMARY KEY, {', '.join(columns)}, seal)"
+    for name, columns in _TABLES.items()
+}
+_VERSION = 2  # PRAGMA user_version; before there were directories of files
+_PRAGMAS = ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = FAST")
+_WAIT = 5  # seconds for which another process may read, or write
+_ASK = 0.3  # seconds after which a chat is open elsewhere
+_MOST = 65 << 20  # bytes of a value
+_PART = 4 << 20  # bytes of a part of the cache
+_NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")
+"""The end of a journal that names another file, which SQLite would delete after a rollback."""
+_UNUSED = "nothing of it was used; --reread works if only the cache is damaged"
+_ERRORS = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_READONLY: errno.EACCES,
+    sqlite3.SQLITE_CANTOPEN: errno.EACCES,
+    sqlite3.SQLITE_PERM: errno.EACCES,
+    sqlite3.SQLITE_BUSY: errno.EBUSY,
+    sqlite3.SQLITE_TOOBIG: errno.EFBIG,
+}
+
+
+class OpenElsewhere(UsageError):
+    """Another process has the chat open."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"chat {name} is open in another minikv", "leave it there, or open another chat"
+        )
+
+
+class ChatFile:
+    """An open file of a saved chat. locks: whether its file system can lock files."""
+
+    def __init__(
+        self, name: str, *, lock: bool = False, new: bool = False, file: str = FILE
+    ) -> None:
+        """lock: keep other processes from writing, until it is closed. new: create and lock it.
+        Raises FileNotFoundError if there is none, UsageError, OSError, and `DAMAGE`."""
+        self.name, self.path, self.locks, self._new = name, chats_folder() / name / file, True, new
+        if new:
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        self._stat = os.lstat(self.path)
+        if not stat.S_ISREG(self._stat.st_mode):
+            raise OSError(0, "not a regular file")
+        _refuse_journal(self.path)
+        try:
+            self._db = self._opened(lock or new)
+        except sqlite3.Error as error:
+            raise _os_error(error, self.path) if new else error from None
+        try:
+            if not new:
+                self._check(whole=lock)
+            self._version = self._value("PRAGMA data_version")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ChatFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close and unlock it."""
+        self._db.close()
+
+    @property
+    def gone(self) -> bool:
+        """Whether the file was removed meanwhile."""
+        return not os.path.lexists(self.path)
+
+    def rows(self, table: str) -> Iterator[Any]:
+        """The rows of a table in order, each as its values. Raises `DAMAGE`."""
+        kinds = [bytes if column in _BINARY else str for column in _TABLES[table]]
+        found = self._db.execute(f"SELECT * FROM {table} ORDER BY number")
+        for at, (number, *values, seal) in enumerate(found):
+            if (number, seal) != (at, _seal(values)) or [*map(type, values)] != kinds:
+                raise ValueError(f"a checksum in table {table} does not fit: it was edited")
+            yield values
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """What is `put` inside is saved as a whole, or not at all. Raises OSError, and UsageError
+        if another process has the chat now, or has saved it."""
+        try:
+            self.check()
+            if self._new:
+                for statement in _SCHEMA.values():
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {_VERSION}")
+            yield
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise _os_error(error, self.path) from None
+        finally:
+            with contextlib.suppress(sqlite3.Error):  # then the next save raises it
+                self._db.rollback()
+                if self.locks:
+                    self._db.execute("BEGIN IMMEDIATE")
+        self._new = False
+
+    def put(self, table: str, rows: Iterable[Sequence[str | bytes]], begin: int = 0) -> None:
+        """Make these the rows of a table from number `begin` on. Only rows that differ from those
+        in the file are written."""
+        columns = ", ".join((*_TABLES[table], "seal"))
+        marks = ", ".join("?" for _ in (*_TABLES[table], "number", "seal"))
+        changed = ", ".join(f"excluded.{column}" for column in (*_TABLES[table], "seal"))
+        end = begin
+        for end, values in enumerate(rows, begin + 1):
+            self._db.execute(
+                f"INSERT INTO {table} VALUES ({marks}) ON CONFLICT (number) DO UPDATE "
+                f"SET ({columns}) = ({changed}) WHERE seal != excluded.seal",
+                (end - 1, *values, _seal(values)),
+            )
+        self._db.execute(f"DELETE FROM {table} WHERE number >= ?", (end,))
+
+    def _opened(self, lock: bool) -> sqlite3.Connection:
+        """A connection, in a transaction if the file system can lock. Raises UsageError if another
+        process has the chat, and sqlite3.Error."""
+        for unlocked in ("", "&nolock=1" if lock else "&immutable=1"):
+            db = sqlite3.connect(
+                f"file:{quote(os.fsencode(self.path))}?mode=rw{unlocked}",
+                timeout=_ASK if lock else _WAIT,
+                isolation_level=None,
+                uri=True,
+            )
+            try:
+                db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST)
+                for pragma in _PRAGMAS:
+                    db.execute(f"PRAGMA {pragma}")
+                # Without locks no transaction stays open: another process could write meanwhile.
+                db.execute("BEGIN IMMEDIATE" if lock and not unlocked else "BEGIN")
+                db.execute("PRAGMA user_version")  # reads, which needs a lock
+                if lock and unlocked:
+                    db.execute("COMMIT")
+                db.execute(f"PRAGMA busy_timeout = {1000 * _WAIT}")
+                return db
+            except sqlite3.Error as error:
+                db.close()
+                busy = _code(error) == sqlite3.SQLITE_BUSY
+                if unlocked or (not busy and _code(error) != sqlite3.SQLITE_IOERR):
+                    raise
+                if _can_lock(self.path.parent):
+                    raise (OpenElsewhere(self.name) if busy and lock else error) from None
+                self.locks = False
+        raise AssertionError  # pragma: no cover - the second connection returned or raised
+
+    def _check(self, *, whole: bool) -> None:
+        """Refuse what no chat has: of a file by a stranger, no view, trigger or expression is
+        touched. whole: read every page, so that nothing is written into a damaged file."""
+        found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(len(_SCHEMA) + 1)
+        if not found and not self.path.stat().st_size:  # its first save was cut off
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        version = self._value("PRAGMA user_version")
+        if version != _VERSION:
+            raise ValueError(f"format {version}, not {_VERSION}")
+        if dict(found) != _SCHEMA or len(found) != len(_SCHEMA):
+            raise ValueError("its tables are not those of a chat")
+        if whole and (wrong := self._value("PRAGMA quick_check(1)")) != "ok":
+            raise ValueError(wrong)
+
+    def check(self) -> None:
+        """Take the lock again if it was lost. Raises UsageError if another process has the chat
+        now, or has saved it, and OSError."""
+        try:
+            if not self._db.in_transaction:
+                self._db.execute("BEGIN IMMEDIATE")
+            saved = self._value("PRAGMA data_version") != self._version
+        except sqlite3.Error as error:
+            busy, failed = OpenElsewhere(self.name), _os_error(error, self.path)
+            raise (busy if _code(error) == sqlite3.SQLITE_BUSY else failed) from None
+        if saved or not os.path.samestat(os.lstat(self.path), self._stat):
+            raise UsageError(
+                f"another minikv has saved chat {self.name}",
+                "/fork NAME saves this one beside it",
+            )
+
+    def _value(self, query: str) -> Any:
+        return self._db.execute(query).fetchone()[0]
+
+
+def parts(data: bytes) -> Iterator[tuple[bytes]]:
+    """Bytes as rows of the table of the cache: SQLite copies a value several times."""
+    return ((data[at : at + _PART],) for at in range(0, len(data), _PART))
+
+
+@contextlib.contextmanager
+def damage(name: str) -> Iterator[None]:
+    """Turns every error that a damaged file leads to into one UsageError with the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
+    except DAMAGE as error:
+        if isinstance(error, sqlite3.Error) and _code(error) not in _NO_CHAT:
+            system = _os_error(error, chats_folder() / name / FILE)
+            raise UsageError(f"chat {name} cannot be read: {system.strerror}") from None
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"chat {name} is damaged: {clipped(what, 200)}", _UNUSED) from None
+
+
+_NO_CHAT = (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
+def _code(error: sqlite3.Error) -> int | None:
+    """The primary code; None for an error of the Python module itself."""
+    code: int | None = getattr(error, "sqlite_errorcode", None)
+    return None if code is None else code & 0xFF
+
+
+def _os_error(error: sqlite3.Error, path: Path) -> OSError:
+    number = _ERRORS.get(_code(error) or sqlite3.SQLITE_TOOBIG, errno.EIO)
+    return OSError(number, os.strerror(number), str(path))
+
+
+def _seal(values: Iterable[object]) -> bytes:
+    """A checksum of a row."""
+    digest = hashlib.sha256()
+    for value in values:
+        data = value if isinstance(value, bytes | memoryview) else str(value).encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()
+
+
+def _can_lock(folder: Path) -> bool:
+    """Whether files in this directory can be locked, as far as that can be tried."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            try:
+                fcntl.lockf(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+    except OSError:
+        pass
+    return True
+
+
+def _refuse_journal(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError), opened(Path(f"{path}-journal")) as file:
+        file.seek(-min(8, os.fstat(file.fileno()).st_size), os.SEEK_END)
+        if file.read() == _NAMES_A_FILE:
+            raise ValueError("its journal names another file, as no chat's does")
