@@ -671,7 +671,7 @@ class ChatSession(ConversationView):
             self.engine.reset()
             log.seen = 0
         kv.forget_mark()
-        self.recall.settle()
+        self.recall.scored()
 
     def fits(self, answer: int = MAX_TOKENS) -> str:
         """What `budget="auto"` does with the documents that wait, in words; "" under another
