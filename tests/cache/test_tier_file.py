@@ -295,47 +295,28 @@ def talked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def altered(data: bytes, at: float, *_: object) -> bytes:
-    i = int(at * len(data))
-    return data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :]
-
-
-def cut(data: bytes, a: float, b: float) -> bytes:
-    return data[: int(a * len(data))] + data[int(b * len(data)) :]
-
-
-def zeroed(data: bytes, a: float, b: float) -> bytes:
-    i, j = int(a * len(data)), int(b * len(data))
-    return data[:i] + bytes(j - i) + data[j:]
-
-
-WHERE = ((0, 1), (0, 0.4), (0.4, 1), (0.4, 0.5), (0.99, 1))
-
-
-def link(place: Path, aside: Path) -> None:
-    place.symlink_to(aside)
-
-
-def pipe(place: Path, aside: Path) -> None:
-    os.mkfifo(place)
-
-
-def nothing(place: Path, aside: Path) -> None:
-    pass
-
-
-def file(place: Path, aside: Path) -> None:
-    place.write_bytes(b"minikv tier 1\n")
+SPOIL: dict[str, Callable[[bytes, int, int], bytes]] = {
+    "altered": lambda data, a, b: data[:a] + bytes([data[a] ^ 4]) + data[a + 1 :],
+    "cut": lambda data, a, b: data[:a] + data[b:],
+    "zeroed": lambda data, a, b: data[:a] + bytes(b - a) + data[b:],
+}
+PUT: dict[str, Callable[[Path, Path], object]] = {
+    "nothing": lambda place, aside: None,
+    "link": lambda place, aside: place.symlink_to(aside),
+    "pipe": lambda place, aside: os.mkfifo(place),
+    "file": lambda place, aside: place.write_bytes(b"minikv tier 1\n"),
+}
 
 
 @pytest.mark.parametrize("name", ["rows", "manifest"])
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("how", [altered, cut, zeroed])
+@pytest.mark.parametrize("where", [(0, 1), (0, 0.4), (0.4, 1), (0.4, 0.5), (0.99, 1)])
+@pytest.mark.parametrize("how", SPOIL)
 def test_after_damage_answers_are_right(
-    path: Path, talked: Path, name: str, where: tuple[float, float], how: Callable[..., bytes]
+    path: Path, talked: Path, name: str, where: tuple[float, float], how: str
 ) -> None:
     shutil.copytree(talked / "tier.kv", path)
-    (path / name).write_bytes(how((path / name).read_bytes(), *where))
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(SPOIL[how](data, *(int(part * len(data)) for part in where)))
     before = opened()
     assert right_later(path)[0] <= 105
     assert opened() == before
@@ -353,14 +334,14 @@ def test_beside_files_of_another_chat_or_time_answers_are_right(
 
 
 @pytest.mark.parametrize("name", ["", "rows", "manifest"])
-@pytest.mark.parametrize("put", [nothing, link, pipe, file])
+@pytest.mark.parametrize("what", PUT)
 def test_in_the_place_of_what_is_no_tier_answers_are_right(
-    path: Path, talked: Path, name: str, put: Callable[[Path, Path], None]
+    path: Path, talked: Path, name: str, what: str
 ) -> None:
     """It is not followed, and nothing waits for it."""
     shutil.copytree(talked / "tier.kv", path)
     shutil.move(path / name, path.parent / "aside")
-    put(path / name, path.parent / "aside")
+    PUT[what](path / name, path.parent / "aside")
     before = opened()
     assert right_later(path)[0] == 0
     assert opened() == before
