@@ -94,7 +94,8 @@ class SecondPass:
     """Has the methods of `Prefill` for the prompt itself. Then each further text is fed to a
     `text`; at last `complete` chooses.
 
-    tier: keeps the prompt's rows. scores: float32 [H, T] by layer, of the prompt's rows.
+    tier: keeps the prompt's rows. scores: float32 [H, T] by layer, of the prompt's rows. scoring:
+    whether the prompt was read, and its rows are scored.
     """
 
     def __init__(
@@ -132,7 +133,6 @@ class SecondPass:
             for _ in range(shape.layers)
         ]
         self.scoring = False
-        """Whether a further text is under way or done."""
         self.fed = 0  # tokens of the further texts that are done
         self._noted: list[dict[str, Tensor]] = []
         nothing = arena.fresh([0] * shape.layers, {})
@@ -174,15 +174,16 @@ class SecondPass:
     def text(self, repeat: Repeat, progress: Callable[[int], None]) -> TextPass:
         """`Attend` for a text. progress(done): called with a number of the tokens of `work`. Raises
         TierError if the prompt's rows could not be kept."""
-        if not self.scoring:
-            self._reread()
-        self.scoring = True
+        self._reread()
         done = self.plan.tokens + self.fed
         return TextPass(self, repeat, lambda fed: progress(done + fed))
 
     def _reread(self) -> None:
-        self.note_peak(self._reading.peak)
-        self.tier.reread(self.plan.tokens)
+        """The prompt was read: from now on the tier gives all of its rows."""
+        if not self.scoring:
+            self.note_peak(self._reading.peak)
+            self.tier.reread(self.plan.tokens)
+            self.scoring = True
 
     @property
     def end(self) -> int:
@@ -209,8 +210,7 @@ class SecondPass:
         """Choose the rows that stay and write them to the target, layer by layer. Waits for the
         device."""
         assert self.scored, "not all texts scored the rows"
-        if not self.scoring:
-            self._reread()
+        self._reread()
         choice = self._prefill(self.target, self.prompt, replace(self.plan, given=self.plan.tokens))
         for layer, scores in enumerate(self.scores):
             choice.choose(layer, scores, self._noted[layer])
@@ -273,6 +273,8 @@ class TextPass:
         self._key = self._value = self._own[0]  # of the prompt, in the layer under way
         self._old: EarlierRows | None = None
         self._size = self._done = size
+        # How many of the prompt's rows are among the conversation's first ones and not scored.
+        self._first = min(max(0, twice.first - twice.plan.position), repeat.begin)
         self._lengths: Tensor | None = None
 
     @property
@@ -307,48 +309,45 @@ class TextPass:
         assert self._done == tokens == self._size
         self._twice.fed += tokens
 
-    @property
-    def _first(self) -> int:
-        """How many of the prompt's rows are among the conversation's first ones and not scored."""
-        return min(max(0, self._twice.first - self._twice.plan.position), self._repeat.begin)
-
     def _mixed(
         self, query: Tensor, at: Tensor, hi: int, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
         """Exact attention of the queries [H, G, t, D], over all rows up to `hi` of the text. Also
         the log-sum-exp [H, G, t] over only the rows that the scores compare: the first ones, the
         scored ones and the text's own. None where it is not a by-product."""
-        twice, ops = self._twice, self._twice.ops
-        begin, end, first = self._repeat.begin, self._repeat.end, self._first
-        key, value = self._own[0, :, :hi], self._own[1, :, :hi]
-        staged, tokens = twice.tier.staging_nbytes + self._own.nbytes, self._key.shape[1]
+        twice, ops, old = self._twice, self._twice.ops, self._old
+        begin, end, tokens, copied = self._repeat.begin, self._repeat.end, self._key.shape[1], 0
+        own = self._own[0, :, :hi], self._own[1, :, :hi]
+        compared: list[tuple[Tensor, Tensor]] = []
+        if window is None and old is None:
 
-        def rows(spans: Sequence[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
-            return [
-                ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
-                for a, b in spans
-                if a < b
-            ]
+            def rows(*spans: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+                return [
+                    ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
+                    for a, b in spans
+                    if a < b
+                ]
 
-        if window is None and self._old is None:
-            compared = rows([(0, first), (begin, end)])
-            compared.append(ops.last_rows_attention(query, key, value))
-            rest = rows([(first, begin), (end, tokens)])
-            twice.note_peak(twice.arena.nbytes + staged)
-            return ops.merge([*compared, *rest])[0], kernels.total(compared)
-        parts, copied = [], 0
-        if self._old is not None:
-            parts.append(self._old.attention(ops, query, at, window))
-            copied = self._old.copied
-        begin = tokens - seen(tokens, window)
-        key = torch.cat((self._key[:, begin:], key), 1)
-        value = torch.cat((self._value[:, begin:], value), 1)
-        if window is None:
-            parts.append(ops.last_rows_attention(query, key, value))
+            compared = rows((0, self._first), (begin, end))
+            compared.append(ops.last_rows_attention(query, *own))
+            parts = [*compared, *rows((self._first, begin), (end, tokens))]
         else:
-            parts.append(kernels.window_attention(query, key, value, window, ops.rows_attention))
-        twice.note_peak(twice.arena.nbytes + staged + copied + key.nbytes + value.nbytes)
-        return ops.merge(parts)[0], None
+            visible = tokens - seen(tokens, window)
+            key = torch.cat((self._key[:, visible:], own[0]), 1)
+            value = torch.cat((self._value[:, visible:], own[1]), 1)
+            copied = key.nbytes + value.nbytes
+            parts = []
+            if old is not None:
+                parts.append(old.attention(ops, query, at, window))
+                copied += old.copied
+            if window is None:
+                parts.append(ops.last_rows_attention(query, key, value))
+            else:
+                near = kernels.window_attention(query, key, value, window, ops.rows_attention)
+                parts.append(near)
+        staged = twice.tier.staging_nbytes + self._own.nbytes
+        twice.note_peak(twice.arena.nbytes + staged + copied)
+        return ops.merge(parts)[0], kernels.total(compared) if compared else None
 
     def _score(
         self, layer: int, query: Tensor, at: Tensor, hi: int, window: int | None, lse: Tensor | None

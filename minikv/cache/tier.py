@@ -9,52 +9,54 @@ they are never stored here; the next prompt reads the answer's tokens again inst
 The first `length` rows are final. A prompt writes its rows after them, and `commit` makes these
 final. So a prompt that fails leaves nothing to undo.
 
-One layer's keys and values are on the device at a time (`Staging`). On CUDA there are two buffers
-and a stream for copies: while the network computes with one layer, the next layer's rows are copied
-from the host, and the last layer's new rows are copied to it.
+One layer's keys and values are on the device at a time. On CUDA there are two buffers and a stream
+for copies: while the network computes with one layer, the next layer's rows are copied from the
+host, and the last layer's new rows are copied to it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minikv import kernels
 from minikv.cache.stats import Shape
-from minikv.cache.tier_rows import SCALE, RamRows, Rows, TierError, columns_of, copy_heads
+from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_rows import SCALE, RamRows, Slots, TierError, columns_of, copy_heads
 from minikv.kernels.dispatch import Kernels
 
+Rows = RamRows | FileRows
 _ROOM = 64  # tokens by which the own rows of `TierSteps` grow
 
 
-class Copies(Protocol):
-    """A stream for copies, separate from the stream that computes."""
+class Copies:
+    """Copies between host and device: here at once."""
 
-    def run(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, launches go to this stream, after all that was launched on the
-        computing stream."""
-        ...
+    slots = 1  # layers that are on the device
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Copies are launched within this context, after all that was launched before."""
+        yield
 
     def mark(self) -> Any:
-        """A point after everything launched so far on this stream."""
-        ...
+        """A point after everything launched so far within `run`."""
 
     def wait(self, mark: Any) -> None:
-        """Later launches on the computing stream wait for that point."""
-        ...
+        """Later computations wait for that point."""
 
     def finish(self) -> None:
-        """Block the host until everything launched on this stream is done."""
-        ...
+        """Block the host until everything launched within `run` is done."""
 
 
-class CudaCopies:  # pragma: no cover - CUDA only
-    """`Copies` on a CUDA device."""
+class CudaCopies(Copies):  # pragma: no cover - CUDA only
+    """Copies in a stream of their own, beside the computing stream."""
+
+    slots = 2
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -81,110 +83,6 @@ class CudaCopies:  # pragma: no cover - CUDA only
         self._stream.synchronize()
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """key and value [H, N, D]. layer: whose rows they hold, or will hold once the copies are done.
-    there: the point of the copy stream at which the copies are done."""
-
-    key: Tensor
-    value: Tensor
-    layer: int | None = None
-    there: Any = None
-
-
-class Staging:
-    """Staging for one prompt of `tokens` tokens, the first `length` of which are in `rows`.
-
-    coded: `rows` holds int8 codes with a scale per row. copies: a stream with which the next layer
-    is copied while the network computes with the present one. Only for `rows` whose `read` of one
-    layer leaves another layer's result valid (`Rows.apart`).
-    """
-
-    def __init__(
-        self,
-        rows: Rows,
-        shape: Shape,
-        dtype: torch.dtype,
-        device: torch.device,
-        tokens: int,
-        length: int,
-        *,
-        coded: bool = False,
-        copies: Copies | None = None,
-    ) -> None:
-        self._rows, self._layers, self._length = rows, shape.layers, length
-        self._dtype, self._coded, self._copies = dtype, coded, copies
-        wide = (shape.kv_heads, tokens, shape.head_dim)
-        self._buffers = [
-            _Buffer(
-                torch.empty(wide, dtype=dtype, device=device),
-                torch.empty(wide, dtype=dtype, device=device),
-            )
-            for _ in range(1 if copies is None else 2)
-        ]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(buffer.key.nbytes + buffer.value.nbytes for buffer in self._buffers)
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, N, D]. Work launched from now on finds the rows below `length` in
-        them."""
-        buffer = self._fetched(layer)
-        if self._copies is not None:
-            self._copies.wait(buffer.there)
-            if layer + 1 < self._layers:
-                self._fetched(layer + 1)
-        return buffer.key, buffer.value
-
-    def _fetched(self, layer: int) -> _Buffer:
-        """The layer's buffer. Its rows are in it, or their copy has been launched."""
-        buffer = self._buffers[layer % len(self._buffers)]
-        if buffer.layer == layer:
-            return buffer
-        with contextlib.nullcontext() if self._copies is None else self._copies.run():
-            if self._length:
-                first = self._rows.first(layer)
-                columns = self._rows.read(layer, self._length)
-                for name, into in (("k", buffer.key), ("v", buffer.value)):
-                    into[:, :first] = 0.0  # nothing sees these rows, but they must be finite
-                    place = into[:, first : self._length]
-                    self._fill(place, columns[name], columns.get(f"{name}_scale"))
-        if self._copies is not None:  # also if length is 0: new rows may still be copied from here
-            buffer.there = self._copies.mark()
-        buffer.layer = layer
-        return buffer
-
-    def _fill(self, into: Tensor, rows: Tensor, scales: Tensor | None) -> None:
-        """Copy rows [H, n, D] to the device, and decode them if they have scales [H, n]."""
-        wait = self._copies is None
-        if scales is None:
-            copy_heads(into, rows, wait=wait)
-            return
-        codes, scale = (torch.empty_like(t, device=into.device) for t in (rows, scales))
-        copy_heads(codes, rows, wait=wait)
-        copy_heads(scale, scales, wait=wait)
-        into.copy_(kernels.from_codes(codes, scale.float(), self._dtype))
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """The network is done with the layer: write its rows from `length` on to `rows`."""
-        with contextlib.nullcontext() if self._copies is None else self._copies.run():
-            begin = max(self._length, self._rows.first(layer))
-            new = {"k": key[:, begin:], "v": value[:, begin:]}
-            if self._coded:
-                for name in ("k", "v"):
-                    new[name], scale = kernels.to_codes(new[name])
-                    new[f"{name}_scale"] = scale.to(SCALE)
-            self._rows.write(layer, begin, new)
-
-    def close(self) -> None:
-        """Wait for the copies. Cannot fail: if a copy failed, the next computation raises."""
-        if self._copies is not None:
-            with contextlib.suppress(RuntimeError):
-                self._copies.finish()
-
-
 class Tier:
     """Rows of all layers and KV heads in the order of their positions, and a staging buffer of one
     layer on the device.
@@ -192,8 +90,9 @@ class Tier:
     If the device is the host and nothing is converted, the prompt is staged directly in the memory
     of `rows`, and nothing is written twice.
 
-    length: how many rows are final. ids: the token ids of the conversation, which are stored with
-    the rows. failed: why the rows of the last prompt could not be kept, or None.
+    rows: the storage. length: how many rows are final. ids: the token ids of the conversation,
+    which are stored with the rows. failed: why the rows of the last prompt could not be kept, or
+    None.
     """
 
     def __init__(
@@ -204,52 +103,51 @@ class Tier:
         *,
         coded: bool = False,
         rows: Rows | None = None,
+        lent: bool = False,
         ahead: bool = True,
     ) -> None:
         """dtype: the network's. coded: keys and values are stored as int8 with a scale per row.
-        rows: the storage, with the columns of `columns_of`; by default host memory. ahead: on a
+        rows: with the columns of `columns_of`; by default host memory. lent: they are another
+        chat's, and never change: those of a prompt are only staged, and cannot be kept. ahead: on a
         GPU, copy the next layer while this one is computed, into a second staging buffer."""
         self.shape, self.dtype, self.device, self.coded = shape, dtype, device, coded
         columns = columns_of(shape, dtype, coded)
         gpu = device.type == "cuda"
-        self._rows = rows or RamRows(
+        self.rows = rows or RamRows(
             shape.layers, shape.kv_heads, columns, shape.max_context, device
         )
-        self._direct = not gpu and not coded
-        self._copies = CudaCopies(device) if gpu and ahead and self._rows.apart else None
-        self._staging: Staging | None = None
+        self._lent = lent
+        self._direct = not gpu and not coded and not lent
+        self._copies = CudaCopies(device) if gpu and ahead and self.rows.apart else Copies()
+        self._staging: Slots | None = None
         self._room = 0  # rows per layer that `stage` has room for
         self.length = 0
         self.ids: Sequence[int] = ()
         self.failed: TierError | None = None
 
     @property
-    def rows(self) -> Rows:
-        """The storage of the rows."""
-        return self._rows
-
-    @property
     def kind(self) -> str:
         """Where the rows are: "ram" or "file"."""
-        return self._rows.kind
+        return self.rows.kind
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows, in memory or in a file."""
-        return self._rows.nbytes
+        return self.rows.nbytes
 
     @property
     def staging_nbytes(self) -> int:
         """Bytes on the device, in addition to `nbytes`, while a prompt is read."""
         staged = 0 if self._staging is None else self._staging.nbytes
-        return staged + (self._rows.working if self.device.type == "cpu" else 0)
+        return staged + (self.rows.working if self.device.type == "cpu" else 0)
 
     def open(self, rows: int) -> None:
         """Begin a prompt after which the tier will have `rows` rows. Raises TierError, or what
         torch raises when memory runs out; then nothing has changed."""
         assert rows >= self.length
         self.failed = None
-        self._rows.reserve(rows, self.length)
+        if not self._lent:
+            self.rows.reserve(rows, self.length)
         self._open(rows)
 
     def reread(self, rows: int) -> None:
@@ -261,49 +159,75 @@ class Tier:
         self._open(rows)
 
     def _open(self, room: int) -> None:
-        """Allocate a staging buffer of `room` rows, unless all layers are staged directly in the
+        """Allocate staging buffers of `room` rows, unless all layers are staged directly in the
         storage."""
         self._room = room
-        if not self._direct or any(map(self._rows.first, range(self.shape.layers))):
-            self._staging = Staging(
-                self._rows,
-                self.shape,
-                self.dtype,
-                self.device,
-                room,
-                self.length,
-                coded=self.coded,
-                copies=self._copies,
-            )
-
-    def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, rows, D] on the device. The first `length` rows are filled; the
-        caller writes the others."""
-        if self._is_direct(layer):
-            columns = self._rows.read(layer, self._room)
-            key, value = columns["k"], columns["v"]
-        else:
-            assert self._staging is not None
-            key, value = self._staging.layer(layer)
-        return key[:, :rows], value[:, :rows]
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """The layer was read: keep the rows that were written to the buffers of `stage`."""
-        if self._is_direct(layer):
-            new = {"k": key[:, self.length :], "v": value[:, self.length :]}
-            self._rows.write(layer, self.length, new)
-        else:
-            assert self._staging is not None
-            self._staging.store(layer, key, value)
+        if not all(map(self._is_direct, range(self.shape.layers))):
+            wide = (self.shape.kv_heads, room, self.shape.head_dim)
+            buffers = [
+                {name: torch.empty(wide, dtype=self.dtype, device=self.device) for name in "kv"}
+                for _ in range(self._copies.slots)
+            ]
+            self._staging = Slots(buffers, self.shape.layers, self._fetch, self._copies.wait)
 
     def _is_direct(self, layer: int) -> bool:
         """Whether the layer is staged in the memory of its rows."""
-        return self._direct and not self._rows.first(layer)
+        return self._direct and not self.rows.first(layer)
+
+    def _fetch(self, layer: int, into: Mapping[str, Tensor]) -> Any:
+        """Copy the layer's final rows to the device, and decode int8. Returns a mark, also if there
+        are none: new rows of another layer may still be copied from there."""
+        with self._copies.run():
+            if self.length:
+                first = self.rows.first(layer)
+                columns = self.rows.read(layer, self.length)
+                for name, buffer in into.items():
+                    buffer[:, :first] = 0.0  # nothing sees these rows, but they must be finite
+                    place = buffer[:, first : self.length]
+                    self._copy(place, columns[name], columns.get(f"{name}_scale"))
+        return self._copies.mark()
+
+    def _copy(self, into: Tensor, rows: Tensor, scales: Tensor | None) -> None:
+        """Copy rows [H, n, D] to the device, and decode them if they have scales [H, n]."""
+        wait = self._copies.slots == 1
+        if scales is None:
+            copy_heads(into, rows, wait=wait)
+            return
+        codes, scale = (torch.empty_like(t, device=into.device) for t in (rows, scales))
+        copy_heads(codes, rows, wait=wait)
+        copy_heads(scale, scales, wait=wait)
+        into.copy_(kernels.from_codes(codes, scale.float(), self.dtype))
+
+    def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, rows, D] on the device. Work launched from now on finds the first
+        `length` rows in them; the caller writes the others."""
+        if self._is_direct(layer):
+            columns = self.rows.read(layer, self._room)
+        else:
+            assert self._staging is not None
+            columns = self._staging.layer(layer)
+        return columns["k"][:, :rows], columns["v"][:, :rows]
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """The layer was read: keep the rows that were written to the buffers of `stage`."""
+        if self._lent:
+            return
+        begin = max(self.length, self.rows.first(layer))
+        new = {"k": key[:, begin:], "v": value[:, begin:]}
+        with self._copies.run():
+            if self.coded:
+                for name in ("k", "v"):
+                    new[name], scale = kernels.to_codes(new[name])
+                    new[f"{name}_scale"] = scale.to(SCALE)
+            self.rows.write(layer, begin, new)
 
     def _close(self) -> None:
+        """Wait for the copies, and only then free the buffers. If a copy failed, the next
+        computation raises."""
         staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.close()
+        with contextlib.suppress(RuntimeError):
+            self._copies.finish()
+        del staging
 
     def commit(self, rows: int) -> None:
         """The prompt was read: make its rows final, `rows` in all. Waits for writes that are under
@@ -311,7 +235,9 @@ class Tier:
         affected."""
         self._close()
         try:
-            self._rows.commit(rows, self.ids)
+            if self._lent:
+                raise TierError("another chat's tier keeps no rows of this one", self.length)
+            self.rows.commit(rows, self.ids)
         except TierError as error:
             self.failed = error
         else:
@@ -320,7 +246,7 @@ class Tier:
     def drop(self) -> None:
         """Discard the rows of the prompt under way. Cannot fail."""
         self._close()
-        self._rows.drop()
+        self.rows.drop()
 
     def truncate(self, rows: int) -> None:
         """Keep only the first `rows` rows: the conversation has become shorter. Cannot fail."""
@@ -330,7 +256,19 @@ class Tier:
         """Forget the conversation and free its memory."""
         self.length = 0  # first: after an interrupt no row counts
         self._close()
-        self._rows.clear()
+        self.rows.clear()
+
+
+def copy_rows(source: Rows, into: Rows, layers: int, rows: int, ids: Sequence[int] = ()) -> None:
+    """Copy the first `rows` rows of `source` to `into`, which must be empty. Raises TierError."""
+    try:
+        into.reserve(rows)
+        for layer in range(layers):
+            into.write(layer, 0, source.read(layer, rows))
+        into.commit(rows, ids)
+    finally:
+        source.drop()
+        into.drop()
 
 
 class TierSteps:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.tier import Tier
-from minikv.cache.tier_rows import LentRows, TierError
+from minikv.cache.tier_rows import TierError
 from minikv.chat.recall import Recall
 from minikv.chat.reuse import Stored
 
@@ -26,9 +26,8 @@ class Lent(Recall):
         super().__init__(kv, lender.kind)
         assert lender.tier is not None
         assert lender.dtype == "same"
-        kv.tier = Tier(kv.shape, kv.dtype, kv.device, rows=LentRows(lender.tier.rows))
-        self._ids, self._chunk = lender.ids, chunk
-        kv.tier.length = len(self._ids)
+        kv.tier = Tier(kv.shape, kv.dtype, kv.device, rows=lender.tier.rows, lent=True)
+        kv.tier.ids, kv.tier.length, self._chunk = lender.ids, lender.tokens, chunk
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +51,8 @@ class Lent(Recall):
 
     def given(self, ids: Sequence[int]) -> int:
         """See `Recall`."""
-        del self._ids[self.stored(len(ids)).gives(ids) :]
+        assert self.tier is not None
+        self.tier.truncate(self.stored(len(ids)).gives(ids))
         return super().given(ids)
 
     def keep(self, ids: Sequence[int]) -> str:

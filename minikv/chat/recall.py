@@ -1,8 +1,8 @@
 """A chat's tier: where the exact keys and values of its conversation are kept, and for which
 tokens.
 
-`Recall` remembers the tokens of the rows in the tier. So after an undone turn, another loaded chat
-or another policy, it uses the rows of the tokens that the conversation still begins with.
+The tier knows the tokens of its rows. So after an undone turn, another loaded chat or another
+policy, `Recall` uses the rows of the tokens that the conversation still begins with.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.tier import Tier
+from minikv.cache.tier import Tier, copy_rows
 from minikv.cache.tier_file import FileRows
-from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, copy_rows, row_nbytes
+from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, row_nbytes
 from minikv.chat.report import size
 from minikv.chat.reuse import Stored, shared
 from minikv.errors import MinikvError, UsageError
@@ -77,7 +77,6 @@ class Recall:
         self.kind = kind
         self.where: Callable[[], Place] = somewhere
         self.say: Callable[[str], None] = lambda line: None
-        self._ids: list[int] = []
         self._told = False
         self._broken = ""  # why files are not tried again in this conversation
         self.why = ""
@@ -90,7 +89,7 @@ class Recall:
     @property
     def tokens(self) -> int:
         """How many tokens have their keys and values in the tier."""
-        return 0 if self.tier is None else len(self._ids)
+        return 0 if self.tier is None else self.tier.length
 
     @property
     def dtype(self) -> str:
@@ -111,7 +110,7 @@ class Recall:
     @property
     def place(self) -> str:
         """Where the tier is: "ram" or "file"; "" if it holds nothing."""
-        return self.tier.kind if self.tier is not None and self._ids else ""
+        return self.tier.kind if self.tier is not None and self.tier.length else ""
 
     @property
     def file(self) -> FileRows | None:
@@ -127,11 +126,11 @@ class Recall:
     @property
     def ids(self) -> list[int]:
         """The tokens whose keys and values are in the tier: a copy."""
-        return self._ids[: self.tokens]
+        return [] if self.tier is None else list(self.tier.ids[: self.tier.length])
 
     def has(self, ids: Sequence[int]) -> int:
         """How many of the first tokens `ids` are in the tier. As `given`, but it drops no rows."""
-        return 0 if self.tier is None else shared(self._ids, ids)
+        return shared(self.ids, ids)
 
     # -- before a prompt ----------------------------------------------------------------------
 
@@ -205,9 +204,8 @@ class Recall:
         first time in this conversation and `kind` is "file"."""
         if self._broken:
             return self._broken
-        have = len(self._ids) if self.tier is not None else 0
         try:
-            rows = self._made(self.where(), have, max(tokens, have))
+            rows = self._made(self.where(), self.tokens, max(tokens, self.tokens))
         except (TierError, UsageError) as error:
             if self.kind == "file":
                 raise UsageError(
@@ -216,8 +214,7 @@ class Recall:
                 ) from None
             self._broken = str(error)
             return self._broken
-        ids = self._ids
-        self._take(rows, ids)
+        self._take(rows, self.ids)
         over = f", as {because}" if because else ""
         self._tell(f"tier: a file, {size(self._bytes(tokens))} for {tokens:,} tokens{over}")
         return ""
@@ -241,22 +238,21 @@ class Recall:
         try:
             if have:
                 assert self.tier is not None
-                copy_rows(self.tier.rows, rows, kv.shape.layers, have, self._ids)
+                copy_rows(self.tier.rows, rows, kv.shape.layers, have, self.ids)
             rows.reserve(tokens, have)
         except BaseException:
             rows.close()
             raise
         return rows
 
-    def _take(self, rows: FileRows | None, ids: Sequence[int] = ()) -> None:
+    def _take(self, rows: FileRows | None, ids: Sequence[int] = ()) -> Tier:
         """Replace the tier by one with these rows; None: an empty one in memory. ids: the tokens of
         the rows."""
-        kv, ids = self._kv, list(ids)
+        kv = self._kv
         self.leave()
         kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=self._coded, rows=rows)
-        if rows is not None:
-            kv.tier.length = rows.rows
-            self._ids = ids
+        kv.tier.ids, kv.tier.length = list(ids), len(ids)
+        return kv.tier
 
     def _tell(self, line: str) -> None:
         if not self._told:
@@ -267,20 +263,19 @@ class Recall:
         """How many of the first tokens of the conversation `ids` are in the tier. Drops the other
         rows from it."""
         assert self.tier is not None
-        del self._ids[shared(self._ids, ids) :]
-        self.tier.truncate(len(self._ids))
+        self.tier.truncate(self.has(ids))
         self.tier.ids = list(ids)
-        return len(self._ids)
+        return self.tier.length
 
     # -- after a prompt -------------------------------------------------------------------------
 
     def keep(self, ids: Sequence[int]) -> str:
-        """Note that the tier now has all tokens of the conversation. Returns "", or a line for the
-        user if the rows could not be kept."""
+        """The prompt was read: the tier has all tokens `ids`. Returns "", or a line for the user if
+        it could not keep them."""
         assert self.tier is not None
         if self.tier.failed is not None:
             return self.failed(self.tier.failed)
-        self._ids = list(ids)
+        self.tier.ids = list(ids)
         return ""
 
     def failed(self, error: TierError) -> str:
@@ -298,8 +293,7 @@ class Recall:
             self._broken = str(error)
             self.leave()
             return f"the tier cannot be used any more: {error}; this chat goes on without it"
-        lost = len(self._ids) - error.rows
-        del self._ids[error.rows :]
+        lost = self.tokens - error.rows
         self.tier.truncate(error.rows)
         return f"the tier is damaged: {error}; {lost:,} tokens are read again"
 
@@ -343,21 +337,19 @@ class Recall:
             self._told = True
             return
         try:
-            self._take(None)
-            assert self.tier is not None
-            copy_rows(rows, self.tier.rows, self._kv.shape.layers, rows.rows)
+            tier = self._take(None)
+            copy_rows(rows, tier.rows, self._kv.shape.layers, rows.rows)
+            tier.ids, tier.length = rows.ids, rows.rows
         except BaseException:
             self.leave()
             raise
         finally:
-            ids = rows.ids
             rows.close()
-        self._ids, self.tier.length = ids, len(ids)
 
     def write(self, place: Place) -> FileRows:
         """Write a copy of the tier to a new file, and wait until it is on disk. Raises TierError;
         then there is no file."""
-        rows = self._made(place, len(self._ids), len(self._ids))
+        rows = self._made(place, self.tokens, self.tokens)
         try:
             rows.sync()
         except BaseException:
@@ -367,7 +359,7 @@ class Recall:
 
     def move(self, rows: FileRows) -> None:
         """Use this copy, which `write` returned, as the tier."""
-        self._take(rows, self._ids)
+        self._take(rows, self.ids)
 
     def leave(self) -> None:
         """Drop the tier. The file of a saved chat stays."""
@@ -375,16 +367,6 @@ class Recall:
         if self.file is not None:
             self.file.close()
         self._kv.tier = None
-        self._ids = []
-
-    def settle(self) -> None:
-        """Make the tier and its tokens agree: an interrupt may have come between them."""
-        self.scored()
-        if self.tier is None:
-            self._ids = []
-        elif self.tier.length != len(self._ids):
-            del self._ids[self.tier.length :]
-            self.tier.truncate(len(self._ids))
 
     def clear(self) -> None:
         """Forget the conversation and free its memory. The file of a saved chat stays."""
@@ -393,5 +375,4 @@ class Recall:
             self.leave()
         elif self.tier is not None:
             self.tier.clear()
-        self._ids = []
         self._told, self._broken = False, ""

@@ -611,7 +611,7 @@ class ChatSession(ConversationView):
             self._now = self._now.closing()
         self._log.seen = kv.position
         kv.forget_mark()
-        self.recall.settle()
+        self.recall.scored()
 
     def _plan(
         self, messages: Sequence[Message], answer: int, told: Warnings | None = None

@@ -8,26 +8,18 @@ from typing import Any
 import pytest
 import torch
 from small_chat import chat, held_of, say
+from tiers import MILL, RIVER, recalling
 
 import minikv
 from minikv.cache.tier_rows import TierError
-from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.recall import Place, Recall, _in_memory, somewhere
+from minikv.chat.recall import Place, _in_memory, somewhere
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli import render
 from minikv.errors import Interrupted, UsageError
 
-MILL = "A mill stands by the river and grinds. " * 8
-RIVER = "The river is slow and brown. " * 8
 ROW = 2 * 2 * 2 * 8 * 4
 """Bytes of a token: keys and values of 2 layers of 2 heads, 8 numbers in float32."""
-
-
-def recalling(kind: str = "ram", free: int | None = None, **given: Any) -> ChatSession:
-    session = chat(reuse=given.pop("reuse", "auto"), **given)
-    session.recall = Recall(session.engine.kv, kind, "same", lambda: free)
-    return session
 
 
 def modes(session: ChatSession) -> list[str]:
@@ -66,29 +58,6 @@ def test_recall_answers_as_reading_all_of_it_anew_does(monkeypatch: pytest.Monke
         assert read - tokens.seen_total in (0, 1)  # the last token is not fed
 
 
-def test_the_record_and_the_lines_name_the_tier() -> None:
-    session, said = recalling(), list[str]()
-    session.recall.say = said.append
-    session.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(session, question)
-    report = session.reports[1]
-    first = session.reports[0].tokens.prompt_new
-    assert said == [f"tier: RAM, {size(ROW * first)}; this saves time, not memory"]
-    assert (report.tier, report.kv_bytes.tier) == ("ram", session.recall.nbytes)
-    assert report.kv_bytes.tier > 0
-    assert report.kv_bytes.tier_here == report.kv_bytes.tier
-    taken = size(report.kv_bytes.held + report.kv_bytes.tier)
-    assert report.lines()[1].startswith(f"KV and tier {taken} (nothing saved) · kept ")
-    assert f"{size(report.kv_bytes.tier)} in RAM: all that was read" in render.stats(report)
-    assert "chosen for this question from all that was read" in render.stats(report)
-    assert report.to_dict()["tier"] == "ram"
-    plain = chat(reuse="auto")
-    plain.attach(MILL)
-    say(plain, "Who?")
-    assert (plain.reports[0].tier, plain.reports[0].kv_bytes.tier) == ("", 0)
-
-
 def test_progress_of_a_recalled_question_never_passes_its_total() -> None:
     session, seen = recalling(undo_turns=0), list[tuple[int, int]]()
     session.attach(MILL)
@@ -106,34 +75,8 @@ def test_progress_of_a_recalled_question_never_passes_its_total() -> None:
         list(session.ask("Why?", progress=lambda done, total: session.cancel()))
 
 
-def test_undo_and_another_policy_use_what_the_conversation_shares() -> None:
-    session = recalling(undo_turns=4)
-    session.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(session, question)
-    want, held = say(session, "And?"), held_of(session)
-    session.undo()
-    session.attach(RIVER)
-    say(session, "Other?")
-    assert modes(session)[2] == "recall"
-    session.undo()
-    session.pending.clear()
-    assert say(session, "And?")[0] == want[0]
-    assert held_of(session) == held
-    session.configure(EvictionConfig.read("snapkv", budget=64))
-    say(session, "Last?")
-    report = session.reports[-1]
-    assert (report.policy, report.reuse, report.misses) == ("snapkv", "recall", 0)
-    asked = report.tokens.prompt_reused + report.tokens.prompt_new
-    plain = chat("snapkv", 64)
-    begins = session.reports[-2].tokens.seen_total
-    plain.engine.prompt(session.fed[:asked], turn_tokens=asked - begins)
-    for token in session.fed[asked:]:
-        plain.engine.step(token)
-    assert held_of(session) == held_of(plain)
-
-
 def test_turns_taken_back_without_a_copy_are_found_in_the_tier() -> None:
+    """Until the chat is reset, or closed, which gives the memory back."""
     session = recalling(undo_turns=0)
     session.attach(MILL)
     for question in ("Who?", "Why?"):
@@ -142,12 +85,6 @@ def test_turns_taken_back_without_a_copy_are_found_in_the_tier() -> None:
     say(session, "Since when?")
     assert modes(session) == ["recall"]
     assert session.reports[0].tokens.prompt_reused > len(MILL)
-
-
-def test_a_reset_gives_the_memory_back() -> None:
-    session = recalling()
-    session.attach(MILL)
-    say(session, "Who?")
     assert session.recall.nbytes > 0
     session.reset()
     assert (session.recall.nbytes, session.recall.tokens, session.recall.place) == (0, 0, "")
@@ -155,20 +92,10 @@ def test_a_reset_gives_the_memory_back() -> None:
     fresh = recalling()
     fresh.attach(RIVER)
     assert say(session, "Who?") == say(fresh, "Who?")
-
-
-def test_a_stopped_question_leaves_all_as_it_was() -> None:
-    session, plain = recalling(), recalling()
-    for each in (session, plain):
-        each.attach(MILL)
-        say(each, "Who?")
-    with pytest.raises(Interrupted):
-        list(session.ask("Never?", progress=lambda done, total: session.cancel()))
-    assert say(session, "Why?") == say(plain, "Why?")
-    assert held_of(session) == held_of(plain)
-    with pytest.raises(Interrupted):  # skip is a cancel where nothing is read again
-        list(session.ask("Never?", progress=lambda done, total: session.skip()))
-    assert modes(session) == ["once", "recall"]
+    kv = session.engine.kv
+    assert kv.tier is not None
+    session.close()
+    assert kv.tier is None
 
 
 def test_after_a_chat_was_taken_up_everything_is_read_once_more() -> None:
@@ -186,21 +113,6 @@ def test_after_a_chat_was_taken_up_everything_is_read_once_more() -> None:
     assert modes(other)[2] == "recall"
 
 
-def test_where_no_tier_fits_the_reason_is_said_and_everything_is_read_again(
-    tmp_path: Path,
-) -> None:
-    session = recalling("auto", free=1000)
-    session.recall.where = lambda: Place(tmp_path / "gone" / "tier.kv")
-    session.attach(MILL)
-    notes: list[str] = []
-    for question in ("Who?", "Why?", "And?"):
-        list(session.ask(question, 4, notice=notes.append))
-    assert modes(session) == ["once", "refresh", "refresh"]
-    assert len(notes) == 1
-    assert "there is no tier (tier.kv: No such file or directory; what was read takes" in notes[0]
-    assert "1,000 B are free" in notes[0]
-
-
 def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:
     session = recalling("ram", free=1000)
     session.attach(MILL)
@@ -209,22 +121,13 @@ def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() 
     assert (session.fed, len(session.pending)) == ([], 1)
 
 
-@pytest.mark.parametrize("reuse", ["once", "refresh", "blind"])
-def test_the_other_ways_take_no_tier(reuse: str) -> None:
-    session = recalling("ram", reuse=reuse)
+@pytest.mark.parametrize("given", [{"reuse": "once"}, {"reuse": "refresh"}, {"policy": "full"}])
+def test_where_nothing_is_recalled_there_is_no_tier(given: dict[str, Any]) -> None:
+    session = recalling("ram", **given)
     session.attach(MILL)
     for question in ("Who?", "Why?"):
         say(session, question)
     assert (session.recall.nbytes, session.reports[-1].tier) == (0, "")
-
-
-def test_a_chat_without_eviction_takes_no_tier() -> None:
-    session = recalling("ram", policy="full")
-    session.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(session, question)
-    assert modes(session) == ["once", "once"]
-    assert session.recall.nbytes == 0
 
 
 def test_answers_of_the_bundled_model_follow_the_full_cache() -> None:
@@ -264,17 +167,6 @@ def test_a_turn_begins_where_it_began_whatever_the_tier_has(policy: str, undo_tu
     assert len(kv._turns) == 3
 
 
-def test_another_chats_tier_is_no_tier_of_this_one() -> None:
-    one, other = recalling(), recalling()
-    for each, text in ((one, MILL), (other, RIVER)):
-        each.attach(text)
-        say(each, "Who?")
-    one.restore(other.snapshot())
-    assert one.reads_again >= len(one.fed) - 20
-    say(one, "Why?")
-    assert one.reports[-1].tokens.prompt_reused < 20
-
-
 def test_a_tier_that_fails_within_an_answer_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     session, plain = recalling(), recalling()
     for each in (session, plain):
@@ -297,51 +189,6 @@ def test_a_tier_that_fails_within_an_answer_costs_no_token(monkeypatch: pytest.M
     assert any("goes on without it" in line for line in report.warnings)
 
 
-def test_a_chat_that_evicts_no_longer_recalls_what_was_evicted() -> None:
-    session, full = recalling(), chat("full")
-    session.attach(MILL)
-    say(session, "Who?")
-    session.configure(EvictionConfig.read("full"))
-    for question in ("Why?", "And?"):
-        say(session, question)
-    assert modes(session) == ["once", "recall", "once"]
-    assert [report.misses for report in session.reports] == [0, 0, 0]
-    full.engine.prompt(session.fed)
-    assert held_of(session) == held_of(full)
-
-
-def test_closing_a_chat_gives_its_tier_back() -> None:
-    session = recalling()
-    session.attach(MILL)
-    say(session, "Who?")
-    kv = session.engine.kv
-    assert kv.tier is not None
-    session.close()
-    assert kv.tier is None
-    assert len(session.reports) == 1
-
-
-def test_a_notice_that_raises_about_the_tier_leaves_cache_and_log_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What was read is in the cache: the turn counts, and the next question goes on behind it."""
-    session = recalling()
-    session.attach(MILL)
-    say(session, "Who?")
-    monkeypatch.setattr(session.recall, "keep", lambda ids: "the tier is gone")
-
-    def broken(line: str) -> None:
-        raise BrokenPipeError(line)
-
-    with pytest.raises(BrokenPipeError):
-        list(session.ask("Why?", 4, notice=broken))
-    assert session.engine.kv.position == len(session.fed)
-    assert len(session.turns) == session.turn == 2
-    monkeypatch.undo()
-    say(session, "And then?")
-    assert session.engine.kv.position == len(session.fed)
-
-
 @pytest.mark.parametrize(
     ("table", "inside"),
     [
@@ -350,7 +197,6 @@ def test_a_notice_that_raises_about_the_tier_leaves_cache_and_log_together(
         ("/dev/sda1 / ext4 rw 0 0\n", False),
         ("tmpfs / tmpfs rw 0 0\n/dev/sda1 /a ext4 rw 0 0\n", False),
         ("tmpfs / tmpfs rw 0 0\n/dev/sda1 /a/b ext4 rw 0 0\n", False),  # bound below
-        ("tmpfs / tmpfs rw 0 0\n", True),
         ("/dev/sda1 / ext4 rw 0 0\ntmpfs /a/bc tmpfs rw 0 0\n", False),  # another's name
         ("/dev/sda1 /a ext4 rw 0 0\ntmpfs /a tmpfs rw 0 0\n", True),  # the later one is on top
         ("tmpfs /a\\040b tmpfs rw 0 0\nbroken\n\n", False),
@@ -375,57 +221,64 @@ def test_a_file_is_made_where_it_takes_no_memory(
 ) -> None:
     monkeypatch.setattr("minikv.chat.recall._in_memory", lambda folder: memory)
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/somewhere")
-    folder = somewhere().path.parent
-    assert folder == Path("/var/tmp" if memory else "/somewhere")
+    assert somewhere().path.parent == Path("/var/tmp" if memory else "/somewhere")
     monkeypatch.setattr("os.access", lambda *given: False)
     assert somewhere().path.parent == Path("/somewhere")
 
 
-@pytest.mark.parametrize("free", [1 << 30, 1000, None])
-def test_on_a_cpu_a_tier_is_a_file(free: int | None, tmp_path: Path) -> None:
-    """Wherever there is room for it: in RAM it would take what eviction saves."""
-    session, said = recalling("auto", free=free), list[str]()
-    session.recall.say = said.append
-    session.recall.where = lambda: Place(tmp_path / "tier.kv")
-    session.attach(MILL)
-    say(session, "Who?")
-    report = session.report
-    assert report is not None
-    assert (report.tier, session.recall.kind) == ("file", "auto")
-    assert (report.kv_bytes.tier_here, session.recall.here) == (0, 0)
-    assert report.kv_bytes.tier > 0
-    assert report.lines()[1].startswith("KV ")
-    tokens = report.tokens.prompt_new
-    whole = size(ROW * tokens)
-    assert said == [f"tier: a file, {whole} for {tokens:,} tokens"]
+GONE = "tier.kv: No such file or directory"
 
 
 @pytest.mark.parametrize(
-    ("error", "why"),
+    ("kind", "free", "error", "place", "line"),
     [
-        (None, "tier.kv: No such file or directory"),
-        (UsageError("the disk is full"), "the disk is full"),
-        (TierError("the disk has 3 B"), "the disk has 3 B"),
+        ("ram", None, None, "ram", "tier: RAM, {size}; this saves time, not memory"),
+        ("auto", None, None, "file", "tier: a file, {size} for {tokens:,} tokens"),
+        ("auto", 1000, None, "file", "tier: a file, {size} for {tokens:,} tokens"),
+        ("auto", None, OSError(), "ram", f"tier: RAM, {{size}}, as {GONE}; this saves"),
+        ("auto", None, TierError("3 B"), "ram", "tier: RAM, {size}, as 3 B; this saves"),
+        ("auto", None, UsageError("full"), "ram", "tier: RAM, {size}, as full; this saves"),
+        ("auto", 1000, OSError(), "", f"no tier: {GONE}; what was read takes "),
     ],
 )
-def test_where_no_file_can_be_made_a_tier_is_in_ram_and_says_why(
-    error: Exception | None, why: str, tmp_path: Path
+def test_where_a_tier_is_and_why_is_said_once(
+    kind: str, free: int | None, error: Exception | None, place: str, line: str, tmp_path: Path
 ) -> None:
-    session, said = recalling("auto"), list[str]()
+    """On a CPU a tier is a file wherever there is room: in RAM it would take what eviction saves.
+    Where none fits, everything is read again, and the reason is said."""
+    session, said, notes = recalling(kind, free=free), list[str](), list[str]()
     session.recall.say = said.append
 
     def where() -> Place:
-        if error is not None:
-            raise error
-        return Place(tmp_path / "gone" / "tier.kv")
+        if error is None or isinstance(error, OSError):
+            return Place(tmp_path / ("gone" if error else "") / "tier.kv")
+        raise error
 
     session.recall.where = where
     session.attach(MILL)
     for question in ("Who?", "Why?"):
-        say(session, question)
-    report = session.reports[-1]
-    assert (report.tier, report.reuse) == ("ram", "recall")
-    assert report.kv_bytes.tier_here == report.kv_bytes.tier == session.recall.here > 0
-    (line,) = said
-    assert line.startswith("tier: RAM, ")
-    assert line.endswith(f", as {why}; this saves time, not memory")
+        list(session.ask(question, 4, notice=notes.append))
+    first, report = session.reports
+    assert modes(session) == ["once", "recall" if place else "refresh"]
+    assert (report.tier, report.to_dict()["tier"]) == (place, place)
+    assert report.kv_bytes.tier == session.recall.nbytes
+    assert bool(report.kv_bytes.tier) == bool(place)
+    assert session.recall.here == (session.recall.nbytes if place == "ram" else 0)
+    assert report.kv_bytes.tier_here == session.recall.here
+    tokens = first.tokens.prompt_new
+    assert len(said) == 1
+    assert said[0].startswith(line.format(size=size(ROW * tokens), tokens=tokens))
+    if place:
+        kept = size(report.kv_bytes.held + report.kv_bytes.tier_here)
+        assert report.lines()[1].startswith(
+            f"KV {'and tier ' * (place == 'ram')}{kept.split()[0]} "
+        )
+        where_to = {"ram": "RAM", "file": "a file"}[place]
+        stats = render.stats(report)
+        assert f"{size(report.kv_bytes.tier)} in {where_to}: all that was read" in stats
+        assert "chosen for this question from all that was read" in stats
+        assert not notes
+    else:
+        (note,) = notes
+        assert f"there is no tier ({GONE}; what was read takes" in note
+        assert "1,000 B are free" in note

@@ -33,7 +33,7 @@ def state(session: ChatSession) -> tuple[Any, ...]:
         for h in range(2)
     ]
     rows = [
-        {name: column.tolist() for name, column in tier._rows.read(i, tier.length).items()}
+        {name: column.tolist() for name, column in tier.rows.read(i, tier.length).items()}
         for i in range(2)
     ]
     assert session.report is not None

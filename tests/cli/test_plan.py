@@ -498,7 +498,7 @@ def test_the_tier_is_that_of_a_real_chat_and_a_later_question_reads_it() -> None
     tier = session.recall.tier
     assert tier is not None
     record = json.loads(run(None, str(tokens), budget="128", memory="1GiB", as_json=True))["tier"]
-    rows = [tier._rows.read(layer, tokens) for layer in range(tier.shape.layers)]
+    rows = [tier.rows.read(layer, tokens) for layer in range(tier.shape.layers)]
     assert record["same"] == sum(column.nbytes for layer in rows for column in layer.values())
     assert record["again"] == tokens
     assert record["int8"] < 0.3 * record["same"]  # of float32

@@ -10,6 +10,7 @@ from small_chat import chat
 
 from minikv import policies
 from minikv.cache.tier import Tier
+from minikv.cache.tier_file import FileRows
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.engine.engine import Engine
@@ -27,10 +28,12 @@ def served() -> list[str]:
     ]
 
 
-def tiered(run: Engine, *, coded: bool = False, staged: bool = False) -> Engine:
+def tiered(
+    run: Engine, *, coded: bool = False, staged: bool = False, rows: FileRows | None = None
+) -> Engine:
     """The engine with a tier; `staged`: as on a GPU, where the tier is not the staging buffer."""
     kv = run.kv
-    kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=coded)
+    kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=coded, rows=rows)
     if staged:
         kv.tier._direct = False
     return run

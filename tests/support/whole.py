@@ -149,7 +149,7 @@ def _tier(session: ChatSession) -> None:
     if tier is None:
         assert session.recall.tokens == 0
         return
-    ids = session.recall._ids
+    ids = session.recall.ids
     assert tier.length == len(ids)
     assert tier.failed is None
     if not ids:
