@@ -30,10 +30,10 @@ from minikv.cache.stats import (
     CacheStats,
     PromptFigures,
     Shape,
+    Stopwatch,
     full_cache_bytes,
     full_cache_rows,
 )
-from minikv.cache.stopwatch import Stopwatch
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels, choose
 from minikv.policies.base import (

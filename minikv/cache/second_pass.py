@@ -19,10 +19,9 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.cache.arena import Arena, Layout
-from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
 from minikv.cache.plan import Plan
-from minikv.cache.prefill import Prefill
+from minikv.cache.prefill import EarlierRows, Prefill
 from minikv.cache.snapshot import Outcome
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier

@@ -21,10 +21,9 @@ from minikv import policies
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
-from minikv.cache.earlier import EarlierRows
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.plan import Plan
-from minikv.cache.prefill import Prefill
+from minikv.cache.prefill import EarlierRows, Prefill
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
