@@ -16,6 +16,7 @@ from typing import Literal, Self, cast
 from torch import Tensor
 
 from minikv import checks
+from minikv.cache.snapshot import SharedSnapshot
 from minikv.cache.stats import CacheStats, Fidelity
 from minikv.chat.answer import Answer, AnswerSettings, Reselection, Writer, looping
 from minikv.chat.closing import (
@@ -156,6 +157,7 @@ class ChatSession(ConversationView):
         self.words: Callable[[str], str] = str
         self._min_tokens = MinTokens(tokenizer)
         self._cancelling = Cancelling()
+        self._before_reading: SharedSnapshot | None = None
         self._now = Conversation(0, UndoHistory(undo_turns, UNDO_BYTES), [])
         self.reset()
 
@@ -271,7 +273,7 @@ class ChatSession(ConversationView):
         held, kv = snapshot.held, self.engine.kv
         under = None if eviction == snapshot.eviction else eviction.rules()
         if held is None:
-            kv.restart(under or snapshot.eviction.rules())
+            kv.reset(under or snapshot.eviction.rules())
         else:
             kv.restore(held, snapshot.eviction.rules(), under)
         self.eviction, self.seed, self._now = eviction, seed, restored
@@ -530,6 +532,7 @@ class ChatSession(ConversationView):
             # Read it. After an error, the chat is as it was.
             known = self.engine.kv.stats()
             snapshot = self.history.copy(self.snapshot, known.held_bytes)
+            self._before_reading = self.engine.kv.share()
             reader = self._reader(settings.max_tokens, progress, told.tell)
             found, read = reader.read(found, lambda: self._plan(messages, settings.max_tokens))
         except BaseException:
@@ -646,7 +649,7 @@ class ChatSession(ConversationView):
     def _keep(self, found: PromptPlan, read: Read, snapshot: ChatSnapshot | None) -> Iterator[str]:
         """Note what was read, and that the copies from before are needed no more or for `undo`
         only. Yields lines for the user."""
-        self.engine.kv.forget_mark()
+        self._before_reading = None
         self.history.keep(self.turn - 1, snapshot)
         failed = self.recall.keep(found.ids) if found.recalled else ""
         self.recall.scored()
@@ -661,8 +664,13 @@ class ChatSession(ConversationView):
             return
         kv, log = self.engine.kv, self._log
         self._cancelling.rereading = False
-        log.step(kv.put_right())
-        lost = kv.position != log.seen and not kv.go_back_to_mark()
+        kv.abandon()
+        kv.settle()
+        log.step(kv.position)
+        before, self._before_reading = self._before_reading, None
+        lost = kv.position != log.seen and before is None
+        if before is not None and kv.position != log.seen:
+            kv.restore(before)
         if lost:
             self.engine.notices.append(_LOST)
         if self._now.closing is not None:
@@ -670,7 +678,6 @@ class ChatSession(ConversationView):
         if lost:
             self.engine.reset()
             log.seen = 0
-        kv.forget_mark()
         self.recall.settle()
 
     def fits(self, answer: int = MAX_TOKENS) -> str:

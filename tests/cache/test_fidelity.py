@@ -236,7 +236,7 @@ def test_budgets_double_from_the_smallest_of_use_to_the_users() -> None:
     for rows in pyramid.budgets(2000):
         pyramid.tier = tiered(small.engine(net, "pyramidkv", "none", 300)).kv.tier
         pyramid.recall(2000, 16, rows)
-        pyramid.rollback()
+        pyramid.abandon()
 
 
 def test_a_smaller_budget_for_once_is_that_of_a_cache_with_it() -> None:

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,21 +17,18 @@ from spy import Spy
 from torch import Tensor
 
 from minikv import policies
-from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.plan import Plan
+from minikv.cache.plan import PassCost, Prompt, Setup
 from minikv.cache.rules import Rules
-from minikv.cache.second_pass import PassCost, SecondPass
 from minikv.cache.stats import Shape, full_cache_bytes
 from minikv.cache.tier import Tier
 from minikv.cache.tier_file import FileRows
 from minikv.cache.tier_rows import RamRows, TierError, columns_of
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError
-from minikv.kernels.dispatch import Kernels
 from minikv.models.llama import Llama
-from minikv.policies.base import PromptView, Repeat, Wording, policy_columns
+from minikv.policies.base import PromptView, Repeat, Wording
 
 WORDS = Wording((7, 8), (9, 7, 3), (5,))
 
@@ -373,18 +369,12 @@ def test_what_is_held_at_once() -> None:
     fed = texts(ids(200), 4, 25)
     longest = max(map(len, fed))
     cost = run.kv.scoring_cost(200, 0, asks=False)
-    assert cost is not None
     assert (cost.tokens, cost.reads) == (sum(map(len, fed)), len(fed) + 1)
     text = 3 * (longest + longest + 59) * row  # and a copy of it beside the rows of a window
     full = 3 * (19 + 200 + 59) * row
     assert full <= full_cache_bytes(shape, 200, 4)
     layer = 3 * 200 * row
     assert cost.ram == full + layer + text
-    scores = 3 * 3 * 200 * 4
-    target = run.kv.arena.nbytes
-    pool = 15 * 9 * 8 + run.kv.arena.rows * 12
-    assert run.kv.last_prompt.peak_bytes <= full + layer + text + scores + target + pool
-    assert run.kv.last_prompt.peak_bytes > full + layer + scores + target
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -410,10 +400,12 @@ def test_a_layer_with_a_window_keeps_what_the_next_token_sees(device: str) -> No
                 assert torch.equal(torch.stack(tier.stage(layer, 12)), want)
     texts, each = [Repeat((1, 2), 0, 9), Repeat((1, 2, 3), 9, 12)], 2 * 3 * 4 * 4
     text = (3 + 3 + 4) * each  # its rows, and once more with those that they see
-    cost = PassCost.of(shape, 12, texts, torch.float32, gpu=False)
-    assert cost == PassCost(5, 3, (16 + 12) * each + text, 24 * each, 24 * each + text)
-    cost = PassCost.of(shape, 12, texts, torch.float32, gpu=True)
-    assert cost == PassCost(5, 3, 16 * each, 24 * each, 24 * each, 12 * each + text)
+    prompt = Prompt(position=0, tokens=12)
+    setup = Setup(shape, Rules(), torch.float32, torch.float32)
+    cost = PassCost.of(prompt, setup, texts)
+    assert cost == PassCost(5, 3, (16 + 12) * each + text, 24 * each, 24 * each + text, 0, text)
+    cost = PassCost.of(prompt, replace(setup, gpu=True), texts)
+    assert cost == PassCost(5, 3, 16 * each, 24 * each, 24 * each, 12 * each + text, text)
 
 
 # -- in a file -------------------------------------------------------------------------------------
@@ -483,29 +475,6 @@ def test_a_file_gives_what_ram_gives_bit_for_bit(
     rows.close()
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_file_holds_two_layers_at_a_time(staged: bool, tmp_path: Path) -> None:
-    """However many layers there are, beside the scores and the cache before and after. Where the
-    file's memory is not the staging buffer, that is a third one."""
-    row, chunk, peaks = 2 * 8 * 4, 25, {}
-    for layers in (3, 9):
-        run, _ = made(network(layers=layers), "kvzip", 15, chunk=chunk)
-        rows = filed(run, tmp_path / f"{layers}.kv", staged=staged)
-        run.prompt(ids(200), room=1)
-        cost = run.kv.scoring_cost(200, 0, asks=False)
-        assert cost is not None
-        longest = max(len(text) for text in texts(ids(200), 4, chunk))
-        assert cost.file_ram == 3 * (2 * 200 + longest) * row
-        scores, arena = layers * 3 * 200 * 4, run.kv.arena
-        pool = layers * 3 * 15 * 8 + arena.rows * 12
-        copied = 3 * 200 * row  # while a layer's rows enter the pool
-        rest = cost.file_ram + 3 * 200 * row * staged + copied
-        peaks[layers] = run.kv.last_prompt.peak_bytes - scores - arena.nbytes - pool
-        assert cost.file_ram - 3 * longest * row < peaks[layers] <= rest
-        rows.close()
-    assert abs(peaks[9] - peaks[3]) < 0.1 * 6 * copied  # tables of what competes, by layer
-
-
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_a_pass_over_a_file_that_fails_leaves_the_cache_as_it_was(
     call: int, tmp_path: Path
@@ -570,27 +539,10 @@ def test_a_file_that_fails_is_said_and_changes_nothing(
     same(run, twin)
 
 
-@pytest.mark.parametrize("name", ["kvzip", "kvzip+uniform"])
-@pytest.mark.parametrize("step", ["none", "roco", "tova"])
-@pytest.mark.parametrize(("kv", "room"), [(None, 256), (torch.int8, 1)])
-def test_the_peak_is_planned_before_anything_is_read(
-    name: str, step: str, kv: torch.dtype | None, room: int
-) -> None:
-    run, _ = made(network(), name, 24, step, kv=kv, chunk=25)
-    run.kv.begin(120, room)
-    reading = run.kv.scored_twice
-    assert reading is not None
-    planned = reading.planned(reading.cost(gpu=False).ram)
-    run.kv.rollback()
-    run.prompt(ids(120), room=room)
-    peak = run.kv.last_prompt.peak_bytes
-    assert peak <= planned <= 1.5 * peak
-
-
 def more(run: Engine, tokens: int, position: int, *, asks: bool) -> int:
     """Tokens that are read to score so many."""
     cost = run.kv.scoring_cost(tokens, position, asks=asks)
-    return 0 if cost is None else cost.tokens
+    return cost.tokens
 
 
 def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
@@ -611,101 +563,3 @@ def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
     assert more(shared, 27, 100, asks=True) > 0
     shared.prompt(ids(27), asks=True)
     assert shared.kv.budget_rows == 50
-
-
-@pytest.mark.parametrize("step", ["none", "roco"])
-def test_the_peak_with_the_rows_in_a_file_is_planned_too(step: str, tmp_path: Path) -> None:
-    """By a prompt that begins in memory: what to do is decided before there is a file. Where no
-    step policy takes notes, to the byte."""
-    net = network(layers=6)
-    run, _ = made(net, "kvzip", 24, step, chunk=25)
-    run.kv.begin(120)
-    reading = run.kv.scored_twice
-    assert reading is not None
-    cost = reading.cost(gpu=False)
-    planned = reading.planned(cost.file_ram)
-    assert planned < reading.planned(cost.ram)
-    assert cost == run.kv.scoring_cost(120, 0, asks=False)
-    run.kv.rollback()
-    rows = filed(run, tmp_path / "rows")
-    run.prompt(ids(120))
-    peak = run.kv.last_prompt.peak_bytes
-    assert peak <= planned <= (1.2 if step == "roco" else 1.0) * peak
-    rows.close()
-
-
-# -- each summand of the peak ------------------------------------------------------------------
-
-ROW = 2 * 8 * 4 + 4 + 4  # a key, a value, a position and what it is worth
-SCORES = 2 * 3 * 12 * 4  # of 12 tokens in 2 layers, 3 heads each
-KEPT = 2 * 3 * 12 * 2 * 8 * 4  # their keys and values
-TEXT = 3 * 2 * 8 * 4  # a token of a further text, in one layer
-
-
-def by_hand(step: str = "none", pool: int | None = None) -> SecondPass:
-    """A prompt of 12 tokens and texts of 60 and 70 tokens that score its halves; 60 rows are there
-    for what stays."""
-    policy = policies.prompt_policy("kvzip+uniform" if pool is None else "kvzip")
-    stepper = policies.step_policy(step)
-    assert policy is not None
-    arena = Arena(2, 3, 8, torch.float32, torch.device("cpu"), {})
-    target = arena.fresh([30, 30], policy_columns(policy, stepper))
-    texts = [Repeat((1,) * 60, 0, 6), Repeat((1,) * 70, 6, 12)]
-    plan = Plan(0, 12, None if pool else [15, 15], 0, 0, [30, 30], [36, 36], pool=pool)
-    shape, ops = Shape(2, 3, 6, 8, (None, None), 4096), Kernels()
-    given = arena, arena.layout(), target, policy, stepper, plan, texts, 0, torch.float32, ops
-    return SecondPass(shape, *given)
-
-
-def rows(tokens: int, layer: int) -> Iterator[Tensor]:
-    """Queries, keys and values."""
-    draw = torch.Generator().manual_seed(layer)
-    return (torch.randn(tokens, n, 8, generator=draw) for n in (6, 3, 3))
-
-
-def fed(read: SecondPass) -> None:
-    for layer in range(2):
-        read.stage(layer, *rows(12, layer))
-        read.finish(layer)
-
-
-def repeated(read: SecondPass, repeat: Repeat, progress: Callable[[int], None]) -> None:
-    text, tokens = read.text(repeat, progress), len(repeat.ids)
-    assert text.position == 12
-    for layer in range(2):
-        text.attend(layer, *rows(tokens, layer))
-    text.advance(tokens)
-
-
-@pytest.mark.parametrize(("step", "pool"), [("none", None), ("none", 30), ("roco", None)])
-def test_the_peak_is_a_sum_of_what_is_there_at_once(step: str, pool: int | None) -> None:
-    """The target, the scores and the rows of all layers are there throughout. While the prompt is
-    read: positions, and what a step policy observes; from then on its notes, and a text's rows; at
-    the end a pool's tables and what enters it, if that is more."""
-    read = by_hand(step, pool)
-    state = sum(kind.itemsize for kind in read.step.columns.values()) if read.step else 0
-    held, noted = 60 * (ROW + state) + SCORES + KEPT, 2 * 3 * 12 * state
-    tail = 12 * 6 * (8 + 1) * 4 if read.step else 0
-    assert read.peak == held + 12 * 8 + tail
-    cost = read.cost(gpu=False)
-    assert cost.ram == KEPT + 70 * TEXT
-    copied = max(2 * 36 * 8 * 4, 60 * 8 * 4)
-    scratch = 36 * (4 * (2 + 1) + state) if read.step else 0  # sums, and columns of before
-    tables = 0 if pool is None else pool * 8 + 60 * 12
-    planned = read.planned(cost.ram)
-    assert planned == read.peak + noted + max(70 * TEXT, scratch, tables + copied)
-    assert read.planned(cost.file_ram) == planned - cost.ram + cost.file_ram
-    fed(read)
-    done = 12
-    for text, tokens in zip(read.repeats, (60, 70), strict=True):
-        assert not read.scored
-        seen: list[int] = []
-        repeated(read, text, seen.append)
-        assert seen == [done + tokens // 2, done + tokens]
-        assert read.peak == held + noted + max(12 * 8 + tail + scratch, tokens * TEXT)
-        done += tokens
-    assert (read.work, read.scoring, read.scored) == (142, True, True)
-    read.complete()
-    entering = 12 * 8 + tables + (0 if pool is None else max(pool * 8 * 4, 60 * 8 * 4))
-    assert read.peak == held + noted + max(12 * 8 + tail + scratch, 70 * TEXT, entering)
-    assert read.peak <= planned
