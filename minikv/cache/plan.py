@@ -442,7 +442,7 @@ def _in_blocks(plan: Plan, setup: Setup, state: int) -> int:
     rows = shape.kv_heads * (max(plan.rows, early) + rules.stride)
     each = 2 * size * setup.dtype.itemsize + 8 + state
     # In float32, and who sees what; or what a rule that evicts first computes with.
-    seeing = 8 * size + 8 * min(rules.stride, plan.tokens) + 64
+    seeing = 8 * size + 8 * min(rules.stride, plan.tokens) + 40
     scratch = 0 if rules.step is None else 3 * rules.step.scratch + 80
     return 8 * plan.tokens + rows * (each + max(each, seeing, scratch))
 

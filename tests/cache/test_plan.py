@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from layouts import HEADS, SIZE, filled
-from measured import measured
+from measured import CHUNK, measured
 
 from minikv.cache.arena import Layout
 from minikv.cache.kv_cache import KVCache
@@ -167,7 +167,7 @@ CASES: list[tuple[str, str, int, torch.dtype | None, tuple[int | None, ...]]] = 
     ("kvzip", "none", 0, None, NOTHING),
     ("adakv", "hashevict", 0, None, NOTHING),
     ("full", "scissorhands", 0, None, NOTHING),
-    ("roco", "auto", 32, None, NOTHING),
+    ("roco", "auto", 24, None, NOTHING),
     ("h2o", "auto", 8, None, NOTHING),
     ("full", "none", 0, torch.int8, NOTHING),
     ("adakv", "none", 0, torch.int8, NOTHING),
@@ -190,9 +190,9 @@ def cache(
 
 
 def keeps_its_promise(kv: KVCache, most: int) -> None:
-    """The record of the last prompt, against what was measured."""
-    planned = kv.last_prompt.peak_bytes
-    assert most <= planned <= 1.05 * most, planned / most
+    """The record of the last prompt, against what was measured, without a chunk's own output."""
+    planned, chunk = kv.last_prompt.peak_bytes, 2 * CHUNK * kv.shape.heads * kv.shape.head_dim * 4
+    assert most - chunk <= planned <= 1.05 * most, planned / most
 
 
 @pytest.mark.parametrize(
