@@ -20,7 +20,6 @@ from minikv.settings import Settings
 if TYPE_CHECKING:
     import torch
 
-    from minikv.cache.kv_cache import KVCache
     from minikv.cache.stats import Shape
 
 
@@ -124,8 +123,8 @@ def forecast(
     config.json is, if it was looked up before. Raises ModelError."""
     import torch
 
-    from minikv.cache.second_pass import PassCost
-    from minikv.chat.fitting import Machine, begun, peak, tier_beside, too_much, usable
+    from minikv.cache.plan import PassCost, held_after, peak
+    from minikv.chat.fitting import Machine, tier_beside, too_much, usable
     from minikv.loader import shape_of, workspace
     from minikv.models.config import ModelConfig
     from minikv.models.packed import LEAST
@@ -173,7 +172,7 @@ def forecast(
         dtype, cuda = settings.tier_dtype, where.type == "cuda"
         return tier_beside(shape, kind, tokens, settings.tier, dtype, cuda=cuda)
 
-    machine = Machine(shape, kind, cached, work_space, beside)
+    machine = Machine(shape, kind, cached, work_space, beside, where.type == "cuda")
     left = None if free is None else max(0, free - weights)
 
     def row(name: str, stride: int, eviction: EvictionConfig | UsageError) -> Row:
@@ -182,7 +181,7 @@ def forecast(
         if eviction.budget.unit == "auto":
             eviction = eviction.under(machine.rows(eviction, tokens, answer, left))
         try:
-            kv = begun(eviction.rules(), shape, kind, cached, tokens, answer)
+            plan, setup = machine.plan(eviction, tokens, answer)
         except (UsageError, ContextError) as error:
             text, suffices = f"{error}; {error.hint}", not isinstance(error, ContextError)
             if not suffices and tokens == config.max_context:
@@ -190,27 +189,27 @@ def forecast(
             elif not suffices and tokens > config.max_context:
                 text = f"{tokens:,} tokens do not fit in {config.max_context:,} positions"
             return Row(name, eviction.decode, stride, error=worded(text), suffices=suffices)
-        assert kv.target is not None
-        if kv.foresees:
+        rules = setup.rules
+        foresees = rules.evidence.predicted and plan.evicts_any
+        if foresees:
             notes.append(f"{name} reads the prompt twice, which takes about twice the time")
-        reading, writing = peak(kv, tokens), kv.target.nbytes
-        twice = kv.scored_twice
-        cost = PassCost() if twice is None else twice.cost(gpu=where.type == "cuda")
+        cost = PassCost.of(plan, setup, plan.repeats)
         in_file = cost.tokens > 0 and (
             settings.tier == "file" or (settings.tier == "auto" and bool(too_much(cost.ram, ram)))
         )
-        if twice is not None and (where.type == "cuda" or in_file):
-            reading = twice.planned(cost.device or cost.file_ram)
-        work = work_space(tokens, foresees=kv.foresees)
-        needs = max(weights + work + max(reading, writing) + machine.tier(kv, tokens), load)
+        found = peak(plan, setup, in_file=in_file)
+        work = work_space(tokens, foresees=foresees)
+        needs = max(
+            weights + work + max(found.reading, found.writing) + machine.tier(rules, tokens), load
+        )
         return Row(
             name,
             eviction.decode,
             stride,
-            kv.budget_rows,
-            reading,
-            writing,
-            held_bytes(kv, tokens, answer),
+            None if rules.budget is None else rules.budget_rows(tokens, shape, cached),
+            found.reading,
+            found.writing,
+            held_after(plan, setup, answer),
             needs,
             None if left is None else needs <= weights + usable(left),
             again=cost.tokens,
@@ -256,46 +255,6 @@ def _tier(
     same, int8 = (row_nbytes(shape, dtype, coded) for coded in (False, True))
     most = RamRows.room(tokens, shape.max_context) if gpu else tokens  # pinned memory is held whole
     return TierForecast(same * tokens, int8 * tokens, same * most, int8 * most, tokens)
-
-
-def held_bytes(kv: KVCache, tokens: int, steps: int) -> int:
-    """Bytes of the rows held when `steps` tokens of the answer have been fed. Of layers with a
-    sliding window an upper bound: rows slide out one by one."""
-    from minikv.chat.fitting import visible
-
-    shape, reading, rows = kv.shape, kv.first or kv.scored_twice, kv.budget_rows or 0
-    totals = reading.plan.totals if reading is not None else None
-    if reading is not None and reading.plan.pool is not None:
-        return _held_of_pool(kv, reading.plan.pool, tokens, steps) * kv.arena.row_nbytes()
-    if kv.rules.stride:
-        totals = [shape.kv_heads * rows] * shape.layers
-    count = 0
-    for layer, window in enumerate(shape.windows):
-        seen = visible(tokens, window)
-        if kv.rules.stride and window is not None:  # rows leave when the next block begins
-            seen = min(tokens, window - 1 + (tokens - 1) % kv.rules.stride + 1)
-        after = shape.kv_heads * seen
-        bound = max(after, shape.kv_heads * rows)
-        if totals is not None:
-            after, bound = min(totals[layer], after), totals[layer]
-        if kv.rules.step is None:
-            bound = after + shape.kv_heads * steps
-        most = shape.kv_heads * visible(tokens + steps, window)
-        count += min(max(most, after), bound)
-    return count * kv.arena.row_nbytes()
-
-
-def _held_of_pool(kv: KVCache, pool: int, tokens: int, steps: int) -> int:
-    """Rows held under one budget for all layers, as `held_bytes`: `pool` after the prompt."""
-    from minikv.chat.fitting import visible
-
-    shape = kv.shape
-    heads, windows = shape.kv_heads, shape.windows
-    after = min(pool, heads * sum(visible(tokens, window) for window in windows))
-    most = heads * sum(visible(tokens + steps, window) for window in windows)
-    if kv.rules.step is None:
-        return min(most, after + heads * shape.layers * steps)
-    return min(most, pool)
 
 
 def config_folder(settings: Settings) -> Path:

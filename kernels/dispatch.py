@@ -37,6 +37,8 @@ from minikv.kernels.sample import plain as sampling
 _OLDEST_TRITON = (3, 6)  # the oldest Triton that the kernels were built with
 _CAPABILITY = (8, 0)
 _HEAD_DIMS = range(16, 257, 8)  # head sizes whose rows can be read 16 bytes at a time
+GPU_BLOCK = 1 << 22
+"""`Kernels.block` on a GPU: enough to occupy the device."""
 _LARGEST_FLOAT32 = 128  # head size; larger float32 heads do not fit the registers
 
 
@@ -185,7 +187,7 @@ def on_gpu() -> Kernels:
     """The operations of a CUDA device. This imports Triton."""
     found = Kernels()
     found.name, found.products = "triton", True
-    found.block = 1 << 22  # enough to occupy the device
+    found.block = GPU_BLOCK
     for name, (module, _) in FORMS.items():
         if module:
             setattr(found, name, getattr(_module(module), name))

@@ -13,7 +13,6 @@ FOLDERS = ("minikv", "models")
 
 ELSEWHERE = {
     "minikv/cache/attend.py": "cache/test_kv_cache.py",
-    "minikv/cache/earlier.py": "cache/test_prefill.py",
     "minikv/cache/tier_rows.py": "cache/test_tier.py",
     "minikv/chat/eviction_config.py": "cli/test_settings.py",
     "minikv/chat/lent.py": "cli/test_compare.py",

@@ -41,12 +41,14 @@ class Rereading:
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `Network`; `kv` stands for this object's cache, or is a text that scores."""
-        reading = self.kv.first or self.kv.scored_twice
-        if reading is None or kv.position or self.kv.position or self._has_tier(reading):
+        reading = self.kv.reading
+        if not isinstance(reading, Prefill | SecondPass) or self._has_tier(reading):
+            return self.network.forward(ids, kv)
+        if kv.position or self.kv.position:
             return self.network.forward(ids, kv)
         self._renew(ids)
         if isinstance(reading, SecondPass):
-            needs = reading.prompt.scorer, *reading.repeats
+            needs = reading.prompt.scorer, *reading.plan.repeats
             known = self._scored.setdefault(needs, reading)
             if known.scored:
                 reading.score_as(known)
@@ -63,7 +65,7 @@ class Rereading:
     def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `minikv.engine.engine.Predicting`."""
         network = cast(Predicting, self.network)
-        if self.kv.first is None:
+        if self.kv.position or not isinstance(self.kv.reading, Prefill):
             return network.hidden(ids, kv)
         self._renew(ids)
         if self._hidden is None:

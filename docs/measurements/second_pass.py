@@ -22,8 +22,10 @@ import torch
 
 import minikv
 from minikv.cache.kv_cache import KVCache
-from minikv.chat import fitting, reading
+from minikv.cache.plan import peak as cache_peak
+from minikv.chat import reading
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.fitting import Machine
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.cli.eval.tasks import facts
@@ -90,11 +92,9 @@ def main() -> None:
                 seconds, peak = min(tries)
                 first = first or seconds
                 shape = shape_of(network.config)
-                kv = fitting.begun(choice.rules(), shape, torch.float32, torch.float32, len(ids), 1)
-                twice = kv.scored_twice
-                planned = fitting.peak(kv, len(ids))
-                if tier == "file" and twice is not None:
-                    planned = twice.planned(twice.cost(gpu=False).file_ram)
+                machine = Machine(shape, torch.float32, torch.float32, lambda _: 0)
+                plan, setup = machine.plan(choice, len(ids), 1)
+                planned = cache_peak(plan, setup, in_file=tier == "file").reading
                 row = {
                     "network": name,
                     "layers": network.config.layers,

@@ -13,18 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.cache.arena import Arena, Layout, held_rows
+from minikv.cache.arena import Arena, held_rows
 from minikv.cache.compaction import Room, gather_survivors
 from minikv.cache.eviction import leaving
-from minikv.cache.plan import Plan
+from minikv.cache.plan import Plan, Setup
 from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
-from minikv.cache.stats import Shape
 from minikv.kernels import survivors, visible_attention
 from minikv.kernels.attention.plain import visible
-from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass.plain import block_logits
-from minikv.policies.base import StepPolicy, StepView
+from minikv.policies.base import StepView
 from minikv.policies.selection import order_of
 
 
@@ -35,35 +33,23 @@ class BlockPrefill:
     hands over: `stride` divides the length of each but the last.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        arena: Arena,
-        held: Layout,
-        target: Arena,
-        step: StepPolicy,
-        plan: Plan,
-        cap: int,
-        stride: int,
-        dtype: torch.dtype,
-        ops: Kernels | None = None,
-    ) -> None:
-        """As `Prefill`; cap: rows per head that stay; stride: rows of a block."""
-        self._ops = ops or Kernels()
-        self.shape, self.arena, self.target, self.step = shape, arena, target, step.for_prefill()
-        self.plan, self.cap, self.stride = plan, cap, stride
-        self._dtype, self._held = dtype, held
+    def __init__(self, setup: Setup, plan: Plan, arena: Arena, target: Arena) -> None:
+        """As `Prefill`."""
+        rules = setup.rules
+        assert rules.step is not None
+        assert plan.rows is not None
+        self._ops, self._dtype, self.shape = setup.ops, setup.dtype, setup.shape
+        self.plan, self.arena, self.target = plan, arena, target
+        self.step, self.cap, self.stride = rules.step.for_prefill(), plan.rows, rules.stride
         self._front: int  # rows before those of the block
         self._columns: dict[str, Tensor] = {}
         self._count: Tensor  # int64 [H]: how many first rows a head holds
         self._added = 0  # rows of the block that each head holds beside them
         self._most = 0  # no head holds more rows
         self._done = plan.tokens
-        begin = plan.position
-        self._positions = torch.arange(begin, begin + plan.tokens, device=arena.device)
-        self._heads = torch.arange(shape.kv_heads, device=arena.device)
-        self._caps = torch.full_like(self._heads, cap)
-        self.peak = arena.nbytes + target.nbytes
+        self._positions = torch.arange(plan.position, plan.end, device=arena.device)
+        self._heads = torch.arange(self.shape.kv_heads, device=arena.device)
+        self._caps = torch.full_like(self._heads, self.cap)
 
     def complete(self) -> Outcome:
         """As `Prefill.complete`, but the attention mass of the evicted rows is not known."""
@@ -98,13 +84,13 @@ class BlockPrefill:
         room = Room(floor=self.cap, spare=self.plan.spare)
         keep, window = pos >= 0, self.shape.windows[layer]
         if window is not None:  # drop what the next token no longer sees, as the full cache does
-            keep &= pos > self.plan.position + self.plan.tokens - window
+            keep &= pos > self.plan.end - window
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, unordered=0)
 
     def _begin(self, layer: int) -> None:
         """Start a layer with the rows of earlier turns, oldest first."""
         arena, heads = self.arena, self.shape.kv_heads
-        most = int(self._held.length[layer].max())
+        most = int(self.plan.before.held.length[layer].max())
         self._done, self._front, self._most = 0, max(self.cap, most), most
         self._count, self._added = torch.zeros_like(self._heads), 0
         wide, size = self._front + self.stride, self.shape.head_dim
@@ -115,7 +101,6 @@ class BlockPrefill:
         self._columns["pos"] = torch.full((heads, wide), -1, device=arena.device)
         for name, kind in self.step.columns.items():
             self._columns[name] = torch.zeros((heads, wide), dtype=kind, device=arena.device)
-        self._note_peak()
         if not most:
             return
         tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
@@ -250,7 +235,3 @@ class BlockPrefill:
             context=position + 1,
         )
         return leaving(self.step.worth(view), pos, counts)
-
-    def _note_peak(self) -> None:
-        held = self.arena.nbytes + self.target.nbytes
-        self.peak = max(self.peak, held + sum(column.nbytes for column in self._columns.values()))

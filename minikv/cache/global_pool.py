@@ -30,24 +30,6 @@ class GlobalPool:
             self._owner = torch.zeros(rows, dtype=torch.int64, device=device)  # layer x H + head
             self._share = torch.zeros(rows, dtype=torch.float32, device=device)
 
-    @staticmethod
-    def planned(target: Arena, size: int) -> int:
-        """What `nbytes` will be for a pool of `size` rows in `target`."""
-        exact, share = torch.int64.itemsize, torch.float32.itemsize
-        return size * exact + target.rows * (exact + share)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated in addition to the target."""
-        return self._key.nbytes + self._owner.nbytes + self._share.nbytes
-
-    def entering_nbytes(self, rows: int, staged: Mapping[str, Tensor], *, earlier: bool) -> int:
-        """The most bytes that the copies in `add` take at once. It copies the rows that may enter,
-        one column at a time; with rows of earlier turns (`earlier`) three copies exist at once.
-        rows: of all heads of the layer."""
-        row = max(column[0, :1].nbytes for column in staged.values())
-        return min(self.size, rows) * row * (3 if earlier else 1)
-
     def add(
         self,
         layer: int,

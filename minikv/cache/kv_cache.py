@@ -11,29 +11,31 @@ never changed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import Arena
 from minikv.cache.block_prefill import BlockPrefill
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.fidelity import LastToken
-from minikv.cache.plan import Plan, RowsBefore, plan_prompt
+from minikv.cache.plan import PassCost, Prompt, RowsBefore, Setup, peak, plan_prompt, repeats
 from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules
-from minikv.cache.second_pass import PassCost, SecondPass, TextPass
-from minikv.cache.snapshot import CacheSnapshot, Outcome
+from minikv.cache.second_pass import SecondPass, TextPass
+from minikv.cache.snapshot import CacheSnapshot, Outcome, SharedSnapshot
 from minikv.cache.stats import (
     CacheStats,
     PromptFigures,
     Shape,
+    Stopwatch,
     full_cache_bytes,
     full_cache_rows,
 )
-from minikv.cache.stopwatch import Stopwatch
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels, choose
 from minikv.policies.base import StepPolicy
@@ -44,29 +46,20 @@ _ROOM = 256  # rows that a full head gains when there is no step policy
 _MUCH = 64 << 20  # bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Mark:
-    """The state of a cache between two turns, see `KVCache.mark`. The tensors are not copied."""
-
-    arena: Arena
-    position: int
-    turns: tuple[tuple[int, int], ...]
-    pinned: int
-    rows: int | None
-    open: bool
-    peak: int
-    evict_s: float
-    outcome: Outcome
-    tier: int  # rows of the tier
-
-
 class KVCache:
     """`Attend` over an arena, for one conversation. By default the rules evict nothing.
 
     Raises UsageError if the budget is too small for the policies. `progress(done, total)` is called
-    while a prompt is read, with tokens. It may raise; then `rollback` restores the cache. After an
-    error inside of a step `rollback` drops the cache: it is then empty, and the conversation must
-    be read or recalled again.
+    while a prompt is read, with tokens. It may raise; then `abandon` restores the cache.
+
+    There are two ways back: `abandon` undoes a prompt before `advance`, and `restore` returns to a
+    snapshot. A step is not undone: after an error inside of one the cache is dropped. It is then
+    empty, and the conversation must be read or recalled again.
+
+    pinned: positions below it are never evicted. budget_rows: the budget in rows per head; None
+    where there is none or it is not known yet. reading: the prompt under way. keeps_addresses: a
+    prompt's rows are written over the old ones where that is possible, as a CUDA graph holds
+    addresses.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class KVCache:
         self.kv = kv or dtype
         self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)
         self.rules: Rules
-        self._rows: int | None
+        self.budget_rows: int | None
         self._open: bool
         self._arena: Arena
         self.decode = DecodeStep(shape, self.device, self.ops)
@@ -100,7 +93,7 @@ class KVCache:
         self.before_settling: Callable[[], None] | None = None
         self._stepping = False  # a step was begun, and its token is not counted yet
         self._full = 0  # see `full_at`
-        self._mark: Mark | None = None  # `go_back` may need the arena as it is
+        self._shared: weakref.WeakSet[SharedSnapshot] = weakref.WeakSet()
         self.keeps_addresses = self.device.type == "cuda"
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
@@ -109,8 +102,7 @@ class KVCache:
         # Keeps the rows of a prompt with a second pass until they are scored; None: host memory.
         self.scoring_tier: Tier | None = None
         self.words = Wording()  # for policies with a second pass
-        rules = rules or Rules()
-        self._set(rules, self._known_rows(rules))
+        self.rules = rules or Rules()
         self.reset()
 
     def configure(self, rules: Rules) -> None:
@@ -119,16 +111,12 @@ class KVCache:
         Rows already evicted do not come back; a smaller budget evicts at the end of the next
         prompt. Raises UsageError, and changes nothing, if the budget is too small for the policies.
         """
-        assert self._reading is None
-        rows = self._known_rows(rules)
+        assert self.reading is None
+        rows = self.check(rules)
         _declare(self.arena, self.rules.step, rules)
         self._set(rules, rows)
 
-    def check(self, rules: Rules) -> None:
-        """Raise the UsageError that `configure` would raise; change nothing."""
-        self._known_rows(rules)
-
-    def _known_rows(self, rules: Rules) -> int | None:
+    def check(self, rules: Rules) -> int | None:
         """The budget in rows per head; None if there is none or it depends on the prompt. Raises
         UsageError if it is too small for the policies."""
         if rules.budget is None or rules.takes_share:
@@ -136,34 +124,35 @@ class KVCache:
         return rules.budget_rows(0, self.shape, self.kv)
 
     def _set(self, rules: Rules, rows: int | None) -> None:
-        self.rules, self._rows = rules, rows
+        self.rules, self.budget_rows = rules, rows
         # A share counts all tokens read when the next prompt ends. Until then it is not known.
         self._open = rules.takes_share
 
-    def reset(self) -> None:
-        """Forget the conversation and free its memory."""
-        empty = self._empty(self.rules)
-        self.settle()
-        self._restart(empty)
-
-    def restart(self, rules: Rules) -> None:
-        """`reset`, and use these rules. Raises UsageError as `configure` does. After an error, also
-        for lack of memory, nothing has changed."""
-        rows = self._known_rows(rules)
-        arena = self._empty(rules)
+    def reset(self, rules: Rules | None = None) -> None:
+        """Forget the conversation and free its memory. rules: to use from then on; by default the
+        present ones. Raises UsageError as `configure` does. After an error, also for lack of
+        memory, nothing has changed."""
+        rules = rules or self.rules
+        rows, empty = self.check(rules), self._empty(rules)
         self.settle()
         # From here on nothing fails.
         self._set(rules, rows)
-        self._restart(arena)
+        self._restart(empty)
+
+    def drop(self) -> None:
+        """Forget the rows: a step failed, and may have changed some."""
+        empty = self._empty(self.rules)
+        self.decode.close()
+        self._restart(empty)
 
     def _restart(self, empty: Arena) -> None:
         self.position = 0  # first: whoever is interrupted here sees that the cache is empty
         self._arena = empty
         self._turns: list[tuple[int, int]] = []
-        self._pinned = 0
+        self.pinned = 0
         if self.rules.takes_share:
-            self._open, self._rows = True, None
-        self._reading: Prefill | BlockPrefill | SecondPass | None = None
+            self._open, self.budget_rows = True, None
+        self.reading: Prefill | BlockPrefill | SecondPass | None = None
         self._last = Outcome()
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._stepping = False
@@ -185,7 +174,7 @@ class KVCache:
         assert self.position == 0
         if self.rules.budget is not None and self.rules.budget.unit == "rows":
             self.rules.refuse_pins(rows, int(self.rules.budget.value))
-        self._pinned = rows
+        self.pinned = rows
 
     # -- a prompt ---------------------------------------------------------------------------
 
@@ -207,14 +196,25 @@ class KVCache:
         if begins is None:
             begins = max((end for _, end in self._turns if end < tokens), default=0)
         given = min(self.tier.length, max(0, tokens - self.observed(tokens, begins)))
-        self._begin(tokens, room, given, begins)
+        rows = self._rows_after(tokens, anew=True)
+        prompt = Prompt(
+            position=0,
+            tokens=tokens,
+            rows=self._usable(rows),
+            room=room,
+            turns=[*(t for t in self._turns if t[1] <= begins), (begins, tokens)],
+            pinned=self.pinned,
+            given=given,
+            turn_tokens=max(1, tokens - begins),
+        )
+        self._begin(prompt, self.tier, rows)
         return given
 
     def observed(self, tokens: int, begins: int) -> int:
         """How many of the last tokens `recall` feeds in any case: those whose queries the policies
         observe. Arguments as for `recall`."""
-        prompt, step = self.rules.prompt, self.rules.step
-        observe = max(prompt.evidence.observe if prompt else 0, step.observe if step else 0)
+        step, observe = self.rules.step, self.rules.evidence.observe
+        observe = max(observe, step.observe if step else 0)
         return max(min(observe, tokens - begins), step.prompt_history if step else 0, 1)
 
     def begin(
@@ -234,118 +234,73 @@ class KVCache:
         small, and ContextError where no position is left for a second pass. After an error, also
         for lack of memory, nothing has changed.
         """
-        self._begin(tokens, room, None, asks=asks, turn_tokens=turn_tokens)
+        rows = self._rows_after(self.position + tokens, anew=False)
+        prompt = self._prompt(tokens, self.position, asks=asks, rows=rows)
+        prompt = replace(prompt, room=room, turn_tokens=turn_tokens)
+        self._begin(prompt, None, rows)
 
-    def _begin(
-        self,
-        tokens: int,
-        room: int,
-        given: int | None,
-        begins: int | None = None,
-        *,
-        asks: bool = False,
-        turn_tokens: int | None = None,
-    ) -> None:
-        """`begin`, or `recall` if `given` is not None: the tier then gives so many of the first
-        tokens. begins: see `recall`."""
-        assert tokens > 0
-        assert self._reading is None, "a prompt is under way"
-        arena, rules = self.arena, self.rules
-        position = self.position if given is None else 0
-        rows = self._rows_after(position + tokens, anew=given is not None)
-        each = self._usable(rows)
-        if each is not None:
-            rules.refuse_pins(self._pinned, each)
-        before = RowsBefore.read(self.shape, arena, position, tokens)
-        begins = position if begins is None else begins
-        repeats = self._repeats(range(tokens), position, each, asks=asks)
-        plan = plan_prompt(
-            self.shape,
-            rules,
-            arena.rows,
-            before,
-            each,
-            room,
+    def _prompt(self, tokens: int, position: int, *, asks: bool, rows: int | None) -> Prompt:
+        """A prompt behind what was read. rows: see `_rows_after`."""
+        return Prompt(
             position=position,
             tokens=tokens,
-            turns=[*(t for t in self._turns if t[1] <= begins), (begins, position + tokens)],
-            pinned=self._pinned,
-            given=given or 0,
-            asks=asks and not repeats,
-            turn_tokens=turn_tokens if given is None else max(1, tokens - begins),
-            output=self.output,
-            rotary=self.rotary,
+            rows=self._usable(rows),
+            turns=[*(t for t in self._turns if t[1] <= position), (position, position + tokens)],
+            pinned=self.pinned,
+            asks=asks,
         )
-        reading = self._reader(plan, arena, before.held, repeats, each, recalls=given is not None)
-        self._evicting = Stopwatch(self.device)
-        self._rows, self._reading = rows, reading
 
-    def _reader(
-        self,
-        plan: Plan,
-        arena: Arena,
-        held: Layout,
-        repeats: Sequence[Repeat],
-        each: int | None,
-        *,
-        recalls: bool,
-    ) -> Prefill | BlockPrefill | SecondPass:
-        """The object that reads the prompt, with its own target arena."""
-        shape, rules = self.shape, self.rules
-        prompt, step = rules.prompt, rules.step
-        columns = policy_columns(prompt, step)
+    def _setup(self) -> Setup:
+        return Setup(
+            self.shape,
+            self.rules,
+            self.dtype,
+            self.kv,
+            self.ops,
+            self.output,
+            self.rotary,
+            self.words,
+            self.device.type == "cuda",
+        )
+
+    def _begin(self, prompt: Prompt, tier: Tier | None, rows: int | None) -> None:
+        """tier: keeps the rows, and gives the first ones. rows: the budget from then on."""
+        assert prompt.tokens > 0
+        assert self.reading is None, "a prompt is under way"
+        arena, setup = self.arena, self._setup()
+        before = RowsBefore.read(self.shape, arena, prompt.position, prompt.tokens)
+        plan = plan_prompt(prompt, setup, before)
+        columns = policy_columns(self.rules.prompt, self.rules.step)
         if plan.shares:
             target = arena.sharing(columns)
         else:
             target = arena.fresh(plan.needed, columns, filled=plan.kept)
-        tier = self.tier if recalls else None
-        if tier is not None:
-            tier.open(plan.tokens)
-        if rules.stride and step is not None and each is not None:
-            return BlockPrefill(
-                shape, arena, held, target, step, plan, each, rules.stride, self.dtype, self.ops
-            )
-        if prompt is not None and repeats:
-            if self.scoring_tier is not None:
-                self.scoring_tier.truncate(0)
-                self.scoring_tier.open(plan.tokens)
-            return SecondPass(
-                shape,
-                arena,
-                held,
-                target,
-                prompt,
-                step,
-                plan,
-                repeats,
-                rules.first_rows(self._pinned),
-                self.dtype,
-                self.ops,
-                self.scoring_tier,
-            )
-        return Prefill(shape, arena, held, target, prompt, step, plan, self.dtype, self.ops, tier)
-
-    def _repeats(
-        self, ids: Sequence[int], position: int, each: int | None, *, asks: bool
-    ) -> Sequence[Repeat]:
-        """See `Rules.repeats`."""
-        return self.rules.repeats(
-            ids,
-            position,
-            each,
-            self.words,
-            most=self.shape.max_context,
-            pinned=self._pinned,
-            asks=asks,
-        )
+        reading: Prefill | BlockPrefill | SecondPass
+        scoring = self.scoring_tier
+        if self.rules.stride and plan.rows is not None:
+            reading = BlockPrefill(setup, plan, arena, target)
+        elif plan.repeats:
+            if scoring is not None:
+                scoring.truncate(0)
+                scoring.open(plan.tokens)
+            reading = SecondPass(setup, plan, arena, target, scoring)
+        else:
+            if tier is not None:
+                tier.open(plan.tokens)
+            reading = Prefill(setup, plan, arena, target, tier)
+        staged = None if tier is None else tier.staging_nbytes
+        in_file = scoring is not None and scoring.kind == "file"
+        coming = peak(plan, setup, staged=staged, in_file=in_file).reading
+        self._evicting = Stopwatch(self.device)
+        self.budget_rows, self._coming, self.reading = rows, coming, reading
 
     def _rows_after(self, tokens: int, *, anew: bool) -> int | None:
         """The budget in rows per head for a prompt after which `tokens` tokens have been read. A
         share becomes a number of rows once, with the first prompt under it; `anew` counts it
         again."""
-        counted = self._rows is not None and not self._open
+        counted = self.budget_rows is not None and not self._open
         if self.rules.budget is None or (counted and not (anew and self.rules.takes_share)):
-            return self._rows
+            return self.budget_rows
         return self.rules.budget_rows(tokens, self.shape, self.kv)
 
     def _usable(self, rows: int | None) -> int | None:
@@ -355,68 +310,62 @@ class KVCache:
     def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
         """Texts to feed after the prompt of these ids went through the network and before
         `advance`: each to its own `text`. Empty if there is no second pass."""
-        reading = self._reading
+        reading = self.reading
         if not isinstance(reading, SecondPass) or reading.scored:
             return ()
-        first = max(0, self.rules.first_rows(self._pinned) - reading.plan.position)
+        first = max(0, self.rules.first_rows(self.pinned) - reading.plan.position)
         left = self.shape.max_context - reading.end
         return reading.prompt.scorer.second_pass(ids, first, self.words, left)
 
     def text(self, repeat: Repeat) -> TextPass:
         """`Attend` for a text of `second_pass`. Raises TierError if the prompt's rows could not be
         kept."""
-        reading = self._reading
+        reading = self.reading
         assert isinstance(reading, SecondPass)
         work, progress = reading.work, self.progress
         return reading.text(repeat, lambda done: progress(done, work) if progress else None)
 
-    def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost | None:
-        """What the second pass costs for a prompt of `tokens` tokens at this position; None if
+    def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost:
+        """What the second pass costs for a prompt of `tokens` tokens at this position; all 0 if
         there is none. Raises as `begin`."""
-        each = self._usable(self._rows_after(position + tokens, anew=False))
-        repeats = self._repeats(range(tokens), position, each, asks=asks)
-        if not repeats:
-            return None
-        gpu = self.device.type == "cuda"
-        later = position > 0
-        return PassCost.of(self.shape, tokens, repeats, self.dtype, gpu=gpu, later=later)
+        rows, setup = self._rows_after(position + tokens, anew=False), self._setup()
+        prompt = self._prompt(tokens, position, asks=asks, rows=rows)
+        return PassCost.of(prompt, setup, repeats(prompt, setup))
 
     @property
     def scoring(self) -> bool:
         """Whether a second pass is scoring the prompt that was read."""
-        return isinstance(self._reading, SecondPass) and self._reading.scoring
+        return isinstance(self.reading, SecondPass) and self.reading.scoring
 
-    @property
-    def foresees(self) -> bool:
-        """Whether the prompt that was begun must first be fed once between `begin_glance` and
-        `end_glance`, only to get the network's probability of each of its tokens."""
-        return isinstance(self._reading, Prefill) and self._reading.foresees
+    def begin_probs(self) -> bool:
+        """Whether the prompt that was begun must first be fed once before `end_probs`, only to get
+        the network's probability of each of its tokens. That forward is not ended by `advance`."""
+        reading = self.reading
+        if not isinstance(reading, Prefill) or not reading.foresees:
+            return False
+        reading.glancing = True
+        return True
 
-    def begin_glance(self) -> None:
-        """The next forward only yields probabilities, and is not ended by `advance`."""
-        assert isinstance(self._reading, Prefill)
-        self._reading.glancing = True
-
-    def end_glance(self, predicted: Tensor) -> None:
+    def end_probs(self, predicted: Tensor) -> None:
         """predicted: the probabilities of the prompt's tokens, float32 [T]."""
-        assert isinstance(self._reading, Prefill)
-        self._reading.predict(predicted)
+        assert isinstance(self.reading, Prefill)
+        self.reading.predict(predicted)
 
     @property
     def watch(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
-        reading = self._reading
+        reading = self.reading
         return reading.watch if isinstance(reading, Prefill) and reading.watches else None
 
     @property
     def attend_unrotated(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor] | None:
         """See `Attend`; None for a prompt."""
-        return None if self._reading is not None else self._step_unrotated
+        return None if self.reading is not None else self._step_unrotated
 
     @property
     def step_arena(self) -> Callable[[], object | None] | None:
         """See `Attend`; None for a prompt."""
-        return None if self._reading is not None else self._step_arena
+        return None if self.reading is not None else self._step_arena
 
     def _step_arena(self) -> object | None:
         found = self.begin_step().step_arena()
@@ -431,7 +380,7 @@ class KVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`. After `begin` the rows belong to the prompt; otherwise this is a decode
         step, t = 1."""
-        reading = self._reading
+        reading = self.reading
         if reading is None:
             if layer == 0:
                 self.begin_step()
@@ -441,19 +390,18 @@ class KVCache:
             with self._evicting.running():
                 reading.finish(layer)
         if self.progress is not None:
-            twice = self.scored_twice
-            work = reading.plan.read if twice is None else twice.work
+            work = reading.work if isinstance(reading, SecondPass) else reading.plan.read
             self.progress(reading.done(layer), work)
         return out
 
     def advance(self, tokens: int) -> None:
         """See `Attend`. Ends a prompt or a decode step."""
-        if self._reading is None:
+        if self.reading is None:
             assert tokens == 1
             self.decode.end()
             self.count_step()
             return
-        reading, plan = self._reading, self._reading.plan
+        reading, plan = self.reading, self.reading.plan
         assert tokens in (plan.read, plan.tokens)
         with self._evicting.running():
             outcome = reading.complete()
@@ -464,16 +412,14 @@ class KVCache:
             self.scoring_tier.drop()
         turns = list(plan.turns)
         # From here on nothing fails.
-        self._reading = None
+        self.reading = None
         old = self._arena
-        # A CUDA graph holds addresses: if no mark needs the old rows, overwrite them in place.
-        if not (self.keeps_addresses and self._mark is None and old.take(reading.target)):
+        if not (self.keeps_addresses and not self._shared and old.take(reading.target)):
             self._arena = reading.target
         self._last, self._evict_s, self._turns = outcome, evict_s, turns
         self._exact = reading.exact if isinstance(reading, Prefill) else []
         self._open = False
-        self.position = plan.position + plan.tokens
-        self._peak = reading.peak
+        self.position, self._peak = plan.end, self._coming
         much = old is not self._arena and old.nbytes > _MUCH
         del old, reading  # both hold the old arena
         if much:
@@ -485,24 +431,14 @@ class KVCache:
         if self.device.type == "cuda":  # pragma: no cover - CUDA only
             torch.cuda.empty_cache()
 
-    def rollback(self) -> None:
-        """Undo an unfinished prompt: rows then exist for exactly the tokens fed before it. After an
-        unfinished step the cache is empty."""
+    def abandon(self) -> None:
+        """Undo a prompt under way: rows then exist for exactly the tokens fed before it."""
         if self._open:
-            self._rows = None
+            self.budget_rows = None
         for tier in (self.tier, self.scoring_tier):
             if tier is not None:
                 tier.drop()
-        if self._reading is not None:
-            self._reading = None
-        elif self._stepping:
-            self.drop()
-
-    def drop(self) -> None:
-        """Forget the rows: a step failed, and may have changed some."""
-        empty = self._empty(self.rules)
-        self.decode.close()
-        self._restart(empty)
+        self.reading = None
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -518,7 +454,7 @@ class KVCache:
 
         captured: see `DecodeStep.open`. `settle` closes the steps.
         """
-        assert self._reading is None, "a prompt is under way"
+        assert self.reading is None, "a prompt is under way"
         step, decode = self.rules.step, self.decode
         if self._stepping:  # an interrupt has left the last one unfinished
             self.drop()
@@ -544,7 +480,7 @@ class KVCache:
                 arena,
                 self.rules.step,
                 self.position,
-                pinned=self._pinned,
+                pinned=self.pinned,
                 leaves_last=self._leaves_last(arena),
                 captured=captured,
             )
@@ -565,7 +501,7 @@ class KVCache:
             # only if they came when another policy was in force.
             most = arena.cap + (step.block - 1)
             if bool((arena.held > most).any()):
-                arena = arena.trimmed(step.sinks, self._pinned, most)
+                arena = arena.trimmed(step.sinks, self.pinned, most)
             capacity = arena.cap + block
         else:
             capacity = arena.capacity
@@ -583,23 +519,11 @@ class KVCache:
             self.drop()
         self.decode.close()
 
-    def put_right(self) -> int:
-        """Undo what an interrupt left of a prompt, and drop the cache if it left a step. Between
-        turns only. Returns the position."""
-        self.rollback()
-        self.settle()
-        return self.position
-
     @property
     def full_at(self) -> int:
         """The position at which a head may have no room left. With a step policy: the end of the
         context."""
         return self._full if self.rules.step is None else self.shape.max_context
-
-    @property
-    def pinned(self) -> int:
-        """Positions below it are never evicted."""
-        return self._pinned
 
     @property
     def last_turn(self) -> int:
@@ -613,88 +537,69 @@ class KVCache:
             return None
         return prefers.prefers(arena.columns["pos"].to(torch.int64), self._turns)
 
-    # -- going back to an earlier state ---------------------------------------------------------
-
-    def mark(self) -> Mark:
-        """The present state, for `go_back`. It keeps the memory alive and copies nothing. Between
-        turns only."""
-        self.settle()
-        assert self._reading is None
-        self._mark = Mark(
-            self._arena,
-            self.position,
-            tuple(self._turns),
-            self._pinned,
-            self._rows,
-            self._open,
-            self._peak,
-            self._evict_s,
-            self._last,
-            0 if self.tier is None else self.tier.length,
-        )
-        return self._mark
-
-    def go_back_to_mark(self) -> bool:
-        """`go_back` to the last mark, if it was not forgotten. Returns whether there was one."""
-        mark = self._mark
-        if mark is not None:
-            self.go_back(mark)
-        return mark is not None
-
-    def forget_mark(self) -> None:
-        """`go_back` will not be called for the last mark: prompts may overwrite the arena."""
-        self._mark = None
-
-    def go_back(self, mark: Mark) -> None:
-        """Return to the state of `mark`. Only prompts may have come after it, because decode steps
-        write to the arena in place.
-
-        Allocates nothing and cannot fail.
-        """
-        self._reading = None
-        if self.tier is not None:
-            self.tier.drop()
-            self.tier.truncate(mark.tier)  # prompts after the mark may have been committed
-        self.decode.close()
-        self._arena, self.position, self._turns = mark.arena, mark.position, list(mark.turns)
-        self._pinned, self._rows, self._open = mark.pinned, mark.rows, mark.open
-        self._peak, self._evict_s, self._last = mark.peak, mark.evict_s, mark.outcome
-        self._mark = None
-
     # -- snapshots ----------------------------------------------------------------------------
+
+    def share(self) -> SharedSnapshot:
+        """The present state. It copies nothing, and keeps the memory of the rows alive. Between
+        turns only. Only prompts may come before it is restored, because steps write to the rows in
+        place."""
+        arena = self.arena
+        assert self.reading is None
+        rows = 0 if self.tier is None else self.tier.length
+        made = SharedSnapshot(**self._facts(), arena=arena, tier=rows)
+        self._shared.add(made)
+        return made
 
     def snapshot(self) -> CacheSnapshot:
         """A copy of the cache, without its policies. Between turns only."""
-        assert self._reading is None
+        arena = self.arena
+        assert self.reading is None
         return CacheSnapshot(
-            self.position,
-            tuple(self._turns),
-            self._pinned,
-            self._rows,
-            self._open,
-            self._peak,
-            self._evict_s,
-            self._last,
-            tuple(self.arena.region),
-            self.arena.layout(),
-            self.arena.pack(),
+            **self._facts(),
+            region=tuple(arena.region),
+            layout=arena.layout(),
+            columns=arena.pack(),
         )
+
+    def _facts(self) -> dict[str, Any]:
+        """The fields of a snapshot beside its rows."""
+        return {
+            "position": self.position,
+            "turns": tuple(self._turns),
+            "pinned": self.pinned,
+            "rows": self.budget_rows,
+            "open": self._open,
+            "peak": self._peak,
+            "evict_s": self._evict_s,
+            "outcome": self._last,
+        }
 
     def restore(
         self,
-        held: CacheSnapshot,
-        rules: Rules,
+        held: CacheSnapshot | SharedSnapshot,
+        rules: Rules | None = None,
         under: Rules | None = None,
     ) -> None:
-        """Return to the snapshot `held`, under the rules `rules`. What follows is bit-identical if
-        these are the rules under which it was taken. Between turns only. under: rules to use from
-        then on, as if `configure` were called afterwards.
+        """Return to the snapshot `held`, under the rules `rules`; by default the present ones. What
+        follows is bit-identical if these are the rules under which it was taken. under: rules to
+        use from then on, as if `configure` were called afterwards.
 
-        Raises UsageError as `configure`, and ValueError if the snapshot does not fit this network
-        and `rules`. After an error, also for lack of memory, nothing has changed.
+        A shared snapshot takes no rules. To restore it allocates nothing and cannot fail; it also
+        abandons a prompt under way. A copy is restored between turns only. It raises UsageError as
+        `configure`, and ValueError if it does not fit this network and `rules`. After an error,
+        also for lack of memory, nothing has changed.
         """
-        assert self._reading is None
-        rows, later = self._known_rows(rules), None if under is None else self._known_rows(under)
+        if isinstance(held, SharedSnapshot):
+            self.reading = None
+            if self.tier is not None:
+                self.tier.drop()
+                self.tier.truncate(held.tier)  # prompts after it may have been committed
+            self.decode.close()
+            self._return(held, held.arena)
+            return
+        assert self.reading is None
+        rules = rules or self.rules
+        rows, later = self.check(rules), None if under is None else self.check(under)
         if not self.accepts(held, rules):
             raise ValueError("the cache is not one of this network and policy")
         arena = self._empty(rules).unpack(held.layout, held.region, held.columns)
@@ -703,11 +608,14 @@ class KVCache:
         self.settle()
         # From here on nothing fails.
         self._set(rules, rows)
-        self._arena, self.position, self._turns = arena, held.position, list(held.turns)
-        self._pinned, self._rows, self._open = held.pinned, held.rows, held.open
-        self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
+        self._return(held, arena)
         if under is not None:
             self._set(under, later)
+
+    def _return(self, held: CacheSnapshot | SharedSnapshot, arena: Arena) -> None:
+        self._arena, self.position, self._turns = arena, held.position, list(held.turns)
+        self.pinned, self.budget_rows, self._open = held.pinned, held.rows, held.open
+        self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
 
     def accepts(self, held: CacheSnapshot, rules: Rules) -> bool:
         """Whether `held` has the columns of this network and these policies, and no more rows than
@@ -779,33 +687,6 @@ class KVCache:
         """Whether the rows differ from those of a cache without eviction: fewer, or int8."""
         rows = int(self.arena.held.sum())
         return self.arena.coded or rows < full_cache_rows(self.shape, self.position)
-
-    @property
-    def reading(self) -> bool:
-        """Whether a prompt is under way."""
-        return self._reading is not None
-
-    @property
-    def first(self) -> Prefill | None:
-        """The prompt under way, if it is a conversation's first and is read exactly."""
-        reading = self._reading
-        return reading if isinstance(reading, Prefill) and not self.position else None
-
-    @property
-    def scored_twice(self) -> SecondPass | None:
-        """The prompt under way, if it is read twice."""
-        reading = self._reading
-        return reading if isinstance(reading, SecondPass) else None
-
-    @property
-    def target(self) -> Arena | None:
-        """The arena that the prompt under way is written to."""
-        return self._reading.target if self._reading is not None else None
-
-    @property
-    def budget_rows(self) -> int | None:
-        """The budget in rows per head; None where there is none or it is not known yet."""
-        return self._rows
 
     def attended(self, layer: int, head: int) -> Tensor:
         """Positions, int64 [n], of the rows that the head's query attends to in the step under way.

@@ -1,4 +1,5 @@
-"""The plan for a prompt: how many rows there are, how many may stay, and where they have room.
+"""The plan for a prompt: how many rows there are, how many may stay, where they have room, and how
+much memory that takes.
 
 Everything is decided on the host, before the prompt is read.
 """
@@ -6,7 +7,7 @@ Everything is decided on the host, before the prompt is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,23 +15,42 @@ from torch import Tensor
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
+from minikv.cache.tier_rows import row_nbytes, seen
+from minikv.kernels.dispatch import Kernels
+from minikv.policies.base import ALL, largest_block
+from minikv.policies.parts import policy_columns
+from minikv.policies.repeats import Repeat, Wording
 from minikv.policies.selection import fill
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How a prompt of `tokens` tokens that starts at `position` is read.
+class Setup:
+    """What a cache computes with, the same for every prompt.
 
-    totals[i]: rows that layer i may keep over all its heads (None: all).
-    floor: the least cap of a head when only the step policy evicts.
-    spare: rows that a head needs above its cap while an answer is written.
-    needed[i]: rows of layer i's region in a new target.
-    visible[i]: rows over all heads that exist after the prompt and that the next token can still
-        see.
-    shares: all rows stay where they are, and the new ones have room after them.
-    turns, output(layer) and rotary: as in `PromptView`.
+    dtype: the network's. kv: the dtype of stored keys and values. ops: the kernels. output(layer)
+    and rotary: as in `PromptView`. words: for policies with a second pass. gpu: the rows are in a
+    GPU's memory.
+    """
+
+    shape: Shape
+    rules: Rules
+    dtype: torch.dtype
+    kv: torch.dtype
+    ops: Kernels = field(default_factory=Kernels)
+    output: Callable[[int], Tensor] | None = None
+    rotary: Tensor | None = None
+    words: Wording = field(default_factory=Wording)
+    gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt of `tokens` tokens that starts at `position`.
+
+    rows: the budget in rows per head (None: nothing is evicted).
+    room: rows per head for the answer if there is no step policy.
+    turns: as in `PromptView`.
     pinned: positions below it are never evicted.
-    pool: rows that all layers and heads may keep together, where they share one budget.
     given: how many first tokens of the prompt are not read because the tier has (or would have)
         their rows; these rows compete with the others.
     asks: the prompt only asks about what was read before.
@@ -40,21 +60,13 @@ class Plan:
 
     position: int
     tokens: int
-    totals: list[int] | None
-    floor: int
-    spare: int
-    needed: list[int]
-    visible: list[int]
-    shares: bool = False
+    rows: int | None = None
+    room: int = 0
     turns: Sequence[tuple[int, int]] = ()
-    output: Callable[[int], Tensor] | None = None
-    rotary: Tensor | None = None
     pinned: int = 0
-    pool: int | None = None
     given: int = 0
     asks: bool = False
     turn_tokens: int | None = None
-    predicted: Tensor | None = None  # see `Prefill.predict`
 
     @property
     def read(self) -> int:
@@ -62,24 +74,17 @@ class Plan:
         return self.tokens - self.given
 
     @property
-    def kept(self) -> int:
-        """How many rows exist after the prompt, over all layers and heads, at most."""
-        if self.pool is not None:
-            return min(self.pool, sum(self.visible))
-        most = self.visible if self.totals is None else map(min, self.visible, self.totals)
-        return sum(most)
+    def end(self) -> int:
+        """The position after the prompt."""
+        return self.position + self.tokens
 
-    def observes(self, queries: int) -> int:
-        """How many of the last queries are observed, if a policy wants `queries`."""
-        return min(
-            self.read, queries, self.tokens if self.turn_tokens is None else self.turn_tokens
-        )
-
-    def evicts(self, layer: int) -> bool:
-        """Whether the prompt policy may evict rows of the layer."""
-        if self.pool is not None:
-            return sum(self.visible) > self.pool
-        return self.totals is not None and self.visible[layer] > self.totals[layer]
+    def observed(self, rules: Rules) -> tuple[int, int]:
+        """How many of the last queries are observed, and how many are kept for that. None where
+        every query is observed, chunk by chunk."""
+        step, wanted = rules.step, 0 if rules.observe == ALL else rules.observe
+        last = min(self.read, max(wanted, step.prompt_history if step is not None else 0))
+        of_turn = self.tokens if self.turn_tokens is None else self.turn_tokens
+        return min(self.read, wanted, of_turn), last
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +92,26 @@ class RowsBefore:
     """The rows that exist before a prompt; all numbers are on the host.
 
     held: the arena's tables. seen[i]: rows of layer i, over all heads, that the first token after
-    the prompt can still see.
+    the prompt can still see. rows and nbytes: of the arena.
     """
 
     held: Layout
     seen: list[int]
+    rows: int = 0
+    nbytes: int = 0
+
+    @staticmethod
+    def none(shape: Shape) -> RowsBefore:
+        """Those before a first prompt."""
+        none = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
+        return RowsBefore(Layout(none, none, none, none, none - 1), [0] * shape.layers)
 
     @staticmethod
     def read(shape: Shape, arena: Arena, position: int, tokens: int) -> RowsBefore:
         """Read the arena's tables before a prompt of `tokens` tokens at `position`. One transfer
         from the device."""
-        if not position:  # no transfer, so that planning also works for the device "meta"
-            none = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
-            return RowsBefore(Layout(none, none, none, none, none - 1), [0] * shape.layers)
+        if not position:
+            return replace(RowsBefore.none(shape), rows=arena.rows, nbytes=arena.nbytes)
         end = position + tokens
         tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
         slid = [i for i, w in enumerate(shape.windows) if w is not None and end >= w]
@@ -111,37 +123,72 @@ class RowsBefore:
         seen = held.held.sum(1).tolist()
         for layer, count in zip(slid, numbers[5 * size :].tolist(), strict=True):
             seen[layer] = count
-        return RowsBefore(held, seen)
+        return RowsBefore(held, seen, arena.rows, arena.nbytes)
 
 
-def plan_prompt(
-    shape: Shape,
-    rules: Rules,
-    arena_rows: int,
-    before: RowsBefore,
-    each: int | None,
-    room: int,
-    *,
-    position: int,
-    tokens: int,
-    turns: Sequence[tuple[int, int]],
-    pinned: int,
-    given: int,
-    asks: bool,
-    turn_tokens: int | None,
-    output: Callable[[int], Tensor] | None,
-    rotary: Tensor | None,
-) -> Plan:
-    """The plan for a prompt under a budget of `each` rows per head (None: nothing is evicted).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Prompt):
+    """How a prompt is read.
 
-    arena_rows: R of the present arena. room: rows per head for the answer if there is no step
-    policy. The others are as in `Plan`. Raises UsageError if a layer gets fewer rows than the
-    policies need.
+    before: the rows that exist before it.
+    totals[i]: rows that layer i may keep over all its heads (None: all).
+    floor: the least cap of a head when only the step policy evicts.
+    spare: rows that a head needs above its cap while an answer is written.
+    needed[i]: rows of layer i's region in a new target.
+    visible[i]: rows over all heads that exist after the prompt and that the next token can still
+        see.
+    shares: all rows stay where they are, and the new ones have room after them.
+    pool: rows that all layers and heads may keep together, where they share one budget.
+    repeats: the texts of a second pass. Empty if there is none.
+    predicted: see `Prefill.predict`.
     """
+
+    before: RowsBefore
+    totals: list[int] | None = None
+    floor: int = 0
+    spare: int = 0
+    needed: list[int]
+    visible: list[int]
+    shares: bool = False
+    pool: int | None = None
+    repeats: Sequence[Repeat] = ()
+    predicted: Tensor | None = None
+
+    @property
+    def kept(self) -> int:
+        """How many rows exist after the prompt, over all layers and heads, at most."""
+        if self.pool is not None:
+            return min(self.pool, sum(self.visible))
+        most = self.visible if self.totals is None else map(min, self.visible, self.totals)
+        return sum(most)
+
+    @property
+    def evicts_any(self) -> bool:
+        """Whether the prompt policy may evict rows of any layer."""
+        return any(map(self.evicts, range(len(self.visible))))
+
+    def evicts(self, layer: int) -> bool:
+        """Whether the prompt policy may evict rows of the layer."""
+        if self.pool is not None:
+            return sum(self.visible) > self.pool
+        return self.totals is not None and self.visible[layer] > self.totals[layer]
+
+
+def plan_prompt(prompt: Prompt, setup: Setup, before: RowsBefore | None = None) -> Plan:
+    """The plan for a prompt. before: None before a first prompt.
+
+    Raises UsageError if the policies need more rows, also of a layer, and ContextError where no
+    position is left for a second pass.
+    """
+    shape, rules, each, tokens = setup.shape, setup.rules, prompt.rows, prompt.tokens
+    before = RowsBefore.none(shape) if before is None else before
+    if each is not None:
+        rules.refuse_pins(prompt.pinned, each)
+    texts = repeats(prompt, setup)
     step, held = rules.step, before.held
-    spare = room if step is None else 0 if step.evict_first else step.block
+    spare = prompt.room if step is None else 0 if step.evict_first else step.block
     floor = each if each is not None and step is not None else 0
-    totals = rules.layer_totals(each, int(held.held.max()) + tokens, shape, pinned)
+    totals = rules.layer_totals(each, int(held.held.max()) + tokens, shape, prompt.pinned)
     blocks = each if rules.stride else None  # rows per head of a prompt that is read in blocks
     pool = None
     if rules.shares_layers and each is not None:
@@ -160,25 +207,34 @@ def plan_prompt(
         needed = [count + shape.kv_heads * spare for count in most]
     new = [tokens if window is None else min(tokens, window) for window in shape.windows]
     plan = Plan(
-        position=position,
-        tokens=tokens,
+        **{name: getattr(prompt, name) for name in Prompt.__slots__},
+        before=before,
         totals=totals,
         floor=floor,
         spare=spare,
         needed=needed,
         visible=[b + shape.kv_heads * n for b, n in zip(before.seen, new, strict=True)],
-        turns=turns,
-        output=output,
-        rotary=rotary,
-        pinned=pinned,
         pool=pool,
-        given=given,
-        asks=asks,
-        turn_tokens=turn_tokens,
+        repeats=texts,
     )
+    plan = replace(plan, asks=prompt.asks and not texts)
     # If the arena has become more than twice as large as needed, a new target frees memory.
-    shares = blocks is None and pool is None and position > 0 and 2 * sum(needed) > arena_rows
-    return replace(plan, shares=shares and _fits(plan, shape, held, grows=step is None))
+    shares = blocks is None and pool is None and prompt.position > 0
+    shares = shares and 2 * sum(needed) > before.rows
+    return replace(plan, shares=shares and _fits(plan, shape, grows=step is None))
+
+
+def repeats(prompt: Prompt, setup: Setup) -> Sequence[Repeat]:
+    """The texts of a second pass over the prompt, see `Rules.repeats`."""
+    return setup.rules.repeats(
+        range(prompt.tokens),
+        prompt.position,
+        prompt.rows,
+        setup.words,
+        most=setup.shape.max_context,
+        pinned=prompt.pinned,
+        asks=prompt.asks,
+    )
 
 
 def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
@@ -189,13 +245,14 @@ def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
     return int(rows.clamp(min=floor).sum())
 
 
-def _fits(plan: Plan, shape: Shape, held: Layout, *, grows: bool) -> bool:
+def _fits(plan: Plan, shape: Shape, *, grows: bool) -> bool:
     """Whether every row stays and every head has room for its new rows after its old ones. grows:
     there is no step policy, so the answer's rows need room as well."""
+    held = plan.before.held
     for layer, window in enumerate(shape.windows):
         count = held.held[layer]
         uneven = bool((count != count[0]).any()) or bool((held.free_slot[layer] >= 0).any())
-        slides = window is not None and plan.position + plan.tokens >= window
+        slides = window is not None and plan.end >= window
         if uneven or slides or not int(count[0]) or plan.evicts(layer):
             return False
         kept = count + plan.tokens
@@ -208,3 +265,245 @@ def _fits(plan: Plan, shape: Shape, held: Layout, *, grows: bool) -> bool:
         if bool((held.capacity[layer] < sizes).any()):
             return False
     return True
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+_POSITIONS = 25  # bytes of a row of before: its index, its position and those in one list
+_CHOOSING = 62  # bytes of a row that competes: its score, its place in the order, what stays
+_MOVING = 48  # bytes of a row that is put in its place: the order of rows, and their indices
+_PROJECTED = 4096  # values that are projected at once
+
+
+@dataclass(frozen=True, slots=True)
+class PassCost:
+    """What the second pass over a prompt costs beside reading the prompt.
+
+    tokens: of all further texts. reads: how often each layer's rows are read. ram: bytes of host
+    memory if the rows are kept there. file: bytes of the file if they are kept in one. file_ram:
+    bytes of host memory in that case. device: bytes of a GPU's memory. Without a GPU, ram and
+    file_ram include what would be there. text: the part of these that is the rows of a text.
+    """
+
+    tokens: int = 0
+    reads: int = 0
+    ram: int = 0
+    file: int = 0
+    file_ram: int = 0
+    device: int = 0
+    text: int = 0
+
+    @classmethod
+    def of(cls, prompt: Prompt, setup: Setup, repeats: Sequence[Repeat]) -> PassCost:
+        """The cost of these texts; all 0 if there are none."""
+        if not repeats:
+            return cls()
+        shape, tokens = setup.shape, prompt.tokens
+        texts = [len(repeat.ids) for repeat in repeats]
+        row = 2 * shape.kv_heads * shape.head_dim * setup.dtype.itemsize
+        kept = [seen(tokens, window) for window in shape.windows]
+        ram, two, layer = row * sum(kept), min(2, shape.layers) * row * tokens, row * tokens
+        # In a layer with a window, and in every one of a later prompt, the rows of the text and
+        # those of the prompt that it sees are also copied.
+        later = prompt.position > 0
+        copied = [rows for rows, w in zip(kept, shape.windows, strict=True) if later or w]
+        text = row * (max(texts) + (max(texts) + max(copied) if copied else 0))
+        trimmed = layer if min(kept) < tokens else 0  # such layers have a staging buffer
+        gpu = setup.gpu
+        return cls(
+            sum(texts),
+            len(texts) + 1,
+            ram if gpu else ram + trimmed + text,
+            row_nbytes(shape, setup.dtype) * tokens,
+            two if gpu else two + text,
+            layer + text if gpu else 0,
+            text,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes of KV cache that exist at once. reading: while the prompt is read, with the
+    rows of before. writing: while the answer is written."""
+
+    reading: int
+    writing: int
+
+
+def peak(plan: Plan, setup: Setup, *, staged: int | None = None, in_file: bool = False) -> Peak:
+    """What a prompt will take, and the steps after it.
+
+    staged: bytes of the staging buffers of a tier; None if there is no tier. in_file: the rows of a
+    prompt with a second pass are kept in a file. What a chunk and its attention take is part of the
+    network's work space.
+    """
+    rules, before = setup.rules, plan.before
+    columns = policy_columns(rules.prompt, rules.step).values()
+    state = sum(dtype.itemsize for dtype in columns)
+    row = rules.row_nbytes(setup.shape, setup.kv)
+    rows = before.rows if plan.shares else sum(plan.needed)
+    held = before.nbytes + rows * (state if plan.shares else row)
+    if rules.stride:
+        reading = _in_blocks(plan, setup, state)
+    elif plan.repeats:
+        reading = _twice(plan, setup, state, in_file=in_file)
+    else:
+        reading = _fixed(plan, setup, staged) + _most_of_a_layer(plan, setup, state)
+    return Peak(held + reading, rows * row + _steps(plan, setup))
+
+
+def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
+    """Bytes that are there as long as a prompt is read, whichever layer that is."""
+    shape, item, evidence = setup.shape, setup.dtype.itemsize, setup.rules.evidence
+    found = _keys(plan.tokens, setup) * 2 if staged is None else staged
+    if staged is not None:  # the last token's query and output, of every layer
+        found += 2 * shape.layers * shape.heads * shape.head_dim * item
+    found += 8 * plan.tokens + _pool(plan)
+    found += plan.observed(setup.rules)[1] * shape.heads * (shape.head_dim * item + 4)
+    if evidence.queries_from is not None:
+        found += 12 * shape.heads * shape.head_dim**2
+    if evidence.predicted and plan.evicts_any:
+        found += 4 * plan.tokens
+    return found
+
+
+def _keys(rows: int, setup: Setup) -> int:
+    """Bytes of the keys of so many rows of every head, as the network computes them."""
+    return setup.shape.kv_heads * rows * setup.shape.head_dim * setup.dtype.itemsize
+
+
+def _pool(plan: Plan) -> int:
+    """Bytes of the tables of a pool."""
+    return 0 if plan.pool is None else 8 * plan.pool + 12 * sum(plan.needed)
+
+
+def _most_of_a_layer(plan: Plan, setup: Setup, state: int) -> int:
+    return max(_layer(plan, setup, layer, state) for layer in range(setup.shape.layers))
+
+
+def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
+    """The most bytes that exist of a layer beside the keys and values that are read."""
+    shape, rules, held = setup.shape, setup.rules, plan.before.held
+    heads, group, size = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+    evidence, step, item = rules.evidence, rules.step, setup.dtype.itemsize
+    early, even = (
+        int(held.held[layer].max()),
+        bool(held.held[layer].min() == held.held[layer].max()),
+    )
+    rows, coded = early + plan.tokens, setup.kv == torch.int8
+    every = heads * rows
+
+    def block(each: int) -> int:
+        """Bytes of as many heads of `each` numbers as are computed with at once."""
+        return 4 * largest_block(heads, each, setup.ops.block)
+
+    always = _POSITIONS * heads * early
+    if early or shape.windows[layer] is not None:
+        always += 8 * every
+    if early and coded:
+        always += heads * early * (2 * size * item + 4)
+    evicts, observed = plan.evicts(layer), plan.observed(rules)[0]
+    sums = 4 * (group + 1) * every
+    if rules.observe != ALL and not (observed and (evicts or (step and step.observe))):
+        sums = 0
+    if early and not even and sums:
+        always += early * size * item  # keys of one head, whose attention is added
+    always += state * every
+    if step is not None:
+        always += (sum(dtype.itemsize for dtype in step.columns.values()) + step.scratch) * every
+    copies = len(evidence.copies) if evicts else 0
+    if step is not None and step.has_key_columns:
+        copies = max(copies, 1)
+    scoring = copies * _keys(rows, setup) if early else 0
+    if evicts:
+        wide = shape.heads * size  # about as wide as the network
+        some = largest_block(heads, group * size * wide, setup.ops.block) // (group * size * wide)
+        queries = block(group * observed * rows) if evidence.each_query else 0
+        projected = 4 * wide * min(_PROJECTED, some * rows) + queries if evidence.projects else 0
+        scoring += max(
+            _CHOOSING * every + max(2 * queries, projected),
+            12 * every + evidence.vectors * block(rows * size),
+        )
+    coding = 0
+    if coded:
+        coding = 2 * heads * plan.tokens * (size + 4) + 5 * block(plan.tokens * size) // 4
+    if plan.pool is None:
+        storing = _MOVING * every + (sums if rules.observe == ALL else 0)
+        return always + max(sums + scoring, storing + coding)
+    entering = min(plan.pool, every) * size * setup.kv.itemsize * (3 if early else 2)
+    entering += 44 * (plan.pool + every)
+    placing = sum(plan.needed) * size * setup.kv.itemsize + 40 * plan.pool
+    return always + max(sums + max(scoring, coding + entering), sums + placing)
+
+
+def _in_blocks(plan: Plan, setup: Setup, state: int) -> int:
+    """Bytes that reading in blocks takes beside both caches."""
+    shape, rules, size = setup.shape, setup.rules, setup.shape.head_dim
+    assert plan.rows is not None
+    early = int(plan.before.held.length.max())
+    rows = shape.kv_heads * (max(plan.rows, early) + rules.stride)
+    each = 2 * size * setup.dtype.itemsize + 8 + state
+    # In float32, and who sees what; or what a rule that evicts first computes with.
+    seeing = 8 * size + 8 * min(rules.stride, plan.tokens) + 40
+    scratch = 0 if rules.step is None else 3 * rules.step.scratch + 80
+    return 8 * plan.tokens + rows * (each + max(each, seeing, scratch))
+
+
+def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
+    """Bytes that a prompt with a second pass takes beside both caches."""
+    shape, rules = setup.shape, setup.rules
+    cost, heads = PassCost.of(plan, setup, plan.repeats), shape.kv_heads
+    kept = cost.device if setup.gpu else cost.file_ram if in_file else cost.ram
+    early = plan.before.held.held.max(1).values.sum()
+    rows = heads * (int(early) + shape.layers * plan.tokens)
+    noted = 0
+    if rules.step is not None:
+        noted = rows * sum(dtype.itemsize for dtype in rules.step.columns.values())
+    scores = 4 * shape.layers * heads * plan.tokens
+    chosen = replace(plan, given=plan.tokens)
+    layer = _most_of_a_layer(chosen, setup, state) + 4 * rows // shape.layers
+    fixed = kept - cost.text + _pool(plan) + 8 * plan.tokens + noted + scores
+    vectors = 4 * largest_block(heads, plan.tokens * shape.head_dim, setup.ops.block)
+    scoring = 40 * heads * plan.tokens + rules.evidence.vectors * vectors
+    return fixed + max(cost.text + scoring, layer)
+
+
+def _steps(plan: Plan, setup: Setup) -> int:
+    """Bytes that the steps of an answer work with."""
+    shape, step = setup.shape, setup.rules.step
+    if step is None or step.evict_first:
+        return 0
+    width = max(plan.needed) // shape.kv_heads
+    if plan.pool is not None:
+        width = sum(plan.needed) // (shape.layers * shape.kv_heads)
+    return 4 * shape.layers * shape.heads * (width + 16)
+
+
+def held_after(plan: Plan, setup: Setup, steps: int) -> int:
+    """Bytes of the rows held when `steps` tokens of the answer to a first prompt were fed. Of
+    layers with a sliding window an upper bound: rows slide out one by one."""
+    shape, rules, heads = setup.shape, setup.rules, setup.shape.kv_heads
+    now, later = (
+        [n if w is None else min(n, w - 1) for w in shape.windows]
+        for n in (plan.tokens, plan.tokens + steps)
+    )
+    row = rules.row_nbytes(shape, setup.kv)
+    if plan.pool is not None:
+        bound = plan.pool
+        if rules.step is None:
+            bound = min(plan.pool, heads * sum(now)) + heads * shape.layers * steps
+        return row * min(heads * sum(later), bound)
+    totals, count = plan.totals, 0
+    if rules.stride and plan.rows is not None:
+        totals = [heads * plan.rows] * shape.layers
+    for layer, window in enumerate(shape.windows):
+        seen = now[layer]
+        if rules.stride and window is not None:  # rows leave when the next block begins
+            seen = min(plan.tokens, window - 1 + (plan.tokens - 1) % rules.stride + 1)
+        after, bound = heads * seen, heads * max(seen, plan.rows or 0)
+        if totals is not None:
+            after, bound = min(totals[layer], after), totals[layer]
+        if rules.step is None:
+            bound = after + heads * steps
+        count += min(max(heads * later[layer], after), bound)
+    return row * count

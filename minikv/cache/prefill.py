@@ -8,7 +8,7 @@ never changed, so a prompt is undone by dropping its target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,60 +16,130 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import Arena, Layout, held_rows
 from minikv.cache.compaction import Room, append_rows, gather_survivors
-from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
-from minikv.cache.plan import Plan
+from minikv.cache.plan import Plan, Setup
 from minikv.cache.snapshot import Outcome
-from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import ALL, Moments, PromptView, StepPolicy, largest_block
-from minikv.policies.parts import PromptPolicy, policy_columns
+from minikv.policies.base import ALL, Moments, PromptView
+from minikv.policies.parts import policy_columns
 from minikv.policies.scissorhands import below_uniform
 from minikv.policies.selection import fill, stayed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EarlierRows:
+    """N rows of each head, padded.
+
+    index int64 [H, N]: their indices in the arena.
+    live bool [H, N]: those that are held.
+    pos int64 [H, N]: their positions, -1 where not live.
+    key and value: [H, N, D]; if `listed`, the arena's whole columns [R, D], which `index` points
+        into.
+    rows: keys and values [R, D] and positions [R]; segments: start, length and free slot [H] of
+        each head in these.
+    even: all heads have N rows and no free slot.
+    """
+
+    index: Tensor
+    live: Tensor
+    pos: Tensor
+    key: Tensor
+    value: Tensor
+    listed: bool
+    rows: tuple[Tensor, Tensor, Tensor]
+    segments: tuple[Tensor, Tensor, Tensor]
+    even: bool
+
+    @staticmethod
+    def of(ops: Kernels, arena: Arena, held: Layout, layer: int) -> EarlierRows | None:
+        """The rows of a layer; None if it has none. held: the arena's tables on the host.
+
+        Rows of even heads are views of the arena; int8 rows are copies.
+        """
+        length, free_slot = held.length[layer], held.free_slot[layer]
+        if not bool((held.held[layer] > 0).any()):
+            return None
+        most = int(length.max())
+        tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
+        column = arena.columns["pos"]
+        index, live, pos = held_rows(*tables, column, most)
+        full = bool((free_slot < 0).all())
+        even = bool((length == most).all()) and full
+        if arena.coded:
+            key, value = arena.read(ops, "k", index), arena.read(ops, "v", index)
+            first = torch.arange(0, index.numel(), most, device=index.device)
+            gone = tables[2]
+            if not full:
+                gone = torch.where(gone < 0, -1, gone - tables[0] + first)
+            rows = key.flatten(0, 1), value.flatten(0, 1), pos.flatten().to(torch.int32)
+            tables = first, tables[1], gone
+            return EarlierRows(index, live, pos, key, value, False, rows, tables, even)
+        rows = arena.columns["k"], arena.columns["v"], column
+        key, value, _ = rows
+        step = int(held.capacity[layer, 0])
+        if even and bool((held.capacity[layer] == step).all()):
+            begin = int(held.start[layer, 0])
+            key, value = (
+                column[begin : begin + arena.heads * step].view(arena.heads, step, -1)[:, :most]
+                for column in (key, value)
+            )
+            return EarlierRows(index, live, pos, key, value, False, rows, tables, True)
+        return EarlierRows(index, live, pos, key, value, True, rows, tables, False)
+
+    @property
+    def part(self) -> kernels.Part:
+        """The keys and positions as a `kernels.Part`."""
+        return (self.key, self.pos, self.index) if self.listed else (self.key, self.pos)
+
+    def carried(self, column: Tensor, new: int) -> Tensor:
+        """A column of the arena [R] as [H, N + new]: zero for padding and for `new` more rows."""
+        heads, rows = self.index.shape
+        carried = column.new_zeros((heads, rows + new))
+        carried[:, :rows] = column[self.index].masked_fill(~self.live, 0)
+        return carried
+
+    def keys(self) -> Tensor:
+        """[H, N, D]. Padding rows may hold any value."""
+        return self.key[self.index] if self.listed else self.key
+
+    def values(self) -> Tensor:
+        """[H, N, D]. Padding rows may hold any value."""
+        return self.value[self.index] if self.listed else self.value
+
+    def attention(
+        self, ops: Kernels, query: Tensor, at: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of the queries [H, G, T, D] at positions `at` [T] to these rows: output and
+        log-sum-exp, as `kernels.rows_attention` returns them."""
+        if self.even and window is None:
+            return ops.rows_attention(query, self.key, self.value)
+        key, value, pos = self.rows
+        most = self.index.shape[1]
+        return ops.ragged_prefill(
+            query, key, value, *self.segments, most, pos=pos, q_pos=at, window=window
+        )
 
 
 class Prefill:
     """Reads a prompt layer by layer. Chunks of a layer come in order; see `Attend`."""
 
     def __init__(
-        self,
-        shape: Shape,
-        arena: Arena,
-        held: Layout,
-        target: Arena,
-        prompt: PromptPolicy | None,
-        step: StepPolicy | None,
-        plan: Plan,
-        dtype: torch.dtype,
-        ops: Kernels | None = None,
-        tier: Tier | None = None,
+        self, setup: Setup, plan: Plan, arena: Arena, target: Arena, tier: Tier | None = None
     ) -> None:
-        """arena: the rows before the prompt. held: its tables on the host. target: gets the rows
-        that stay; if `plan.shares`, it shares its memory with `arena`. dtype: of keys and values.
-        ops: the kernels; by default their torch forms. tier: keeps every row that is read, and
-        gives those of the first `plan.given` tokens; it must be open for this prompt."""
-        self._ops = ops or Kernels()
-        self.shape, self.arena, self.target = shape, arena, target
-        self.prompt, self.step, self.plan = prompt, step, plan
-        self._held = held
-        evidence = prompt.evidence if prompt else None
-        observe = evidence.observe if evidence and evidence.observe else 0
-        if step and not observe:
-            observe = step.observe
-        self._causal = evidence is None or evidence.causal
-        self._all = observe == ALL
-        if self._all:
-            observe = 0  # sums are taken chunk by chunk, not from a copy of the last queries
-        self.tier = tier
+        """arena: the rows before the prompt. target: gets the rows that stay; if `plan.shares`, it
+        shares its memory with `arena`. tier: keeps every row that is read, and gives those of the
+        first `plan.given` tokens; it must be open for this prompt."""
+        self.setup, self.plan, self.arena, self.target = setup, plan, arena, target
+        self.shape, self._ops = setup.shape, setup.ops
+        self.prompt, self.step = setup.rules.prompt, setup.rules.step
+        evidence, step = setup.rules.evidence, self.step
+        self._evidence, self.tier = evidence, tier
+        self._all = setup.rules.observe == ALL  # sums are taken chunk by chunk
         assert not plan.given or not self._all, "queries of tokens that are not read are not known"
-        self._observed = plan.observes(observe)
-        last = min(plan.read, max(observe, step.prompt_history if step else 0))
-        self._from = evidence.queries_from if evidence else None
-        self._each = evidence is not None and evidence.each_query
-        self._foresees = evidence is not None and evidence.predicted
+        self._observed, last = plan.observed(setup.rules)
         self.glancing = False
         """The tokens are read only to get the network's probability of each of them."""
         self._moments: Moments | None = None
@@ -78,21 +148,19 @@ class Prefill:
         self._squares: Tensor | None = None
         self._queries = plan.tokens if self._all else 0  # how many queries mass and squares sum
         self._peak: Tensor | None = None  # see `PromptView.peak`
-        wide = (shape.kv_heads, plan.tokens, shape.head_dim)
-        tail = (last, shape.heads, shape.head_dim)
+        wide = (self.shape.kv_heads, plan.tokens, self.shape.head_dim)
+        tail = (last, self.shape.heads, self.shape.head_dim)
+        dtype, device = setup.dtype, arena.device
         if tier is not None:
             self._key, self._value = tier.stage(0, plan.tokens)
         else:
-            self._key = torch.empty(wide, dtype=dtype, device=arena.device)
-            self._value = torch.empty(wide, dtype=dtype, device=arena.device)
-        self._tail = torch.empty(tail, dtype=dtype, device=arena.device)
-        sums = (shape.kv_heads, shape.heads // shape.kv_heads, last)
-        self._tail_lse = torch.empty(sums, device=arena.device)  # [H, G, t]
-        begin = plan.position
-        self._positions = torch.arange(begin, begin + plan.tokens, device=arena.device)
-        self._lengths: Tensor | None = None
-        if evidence is not None and evidence.lengths:
-            self._lengths = torch.ones(last, device=arena.device)
+            self._key = torch.empty(wide, dtype=dtype, device=device)
+            self._value = torch.empty(wide, dtype=dtype, device=device)
+        self._tail = torch.empty(tail, dtype=dtype, device=device)
+        sums = (self.shape.kv_heads, self.shape.heads // self.shape.kv_heads, last)
+        self._tail_lse = torch.empty(sums, device=device)  # [H, G, t]
+        self._positions = torch.arange(plan.position, plan.end, device=device)
+        self._lengths = torch.ones(last, device=device) if evidence.lengths else None
         self._coming: Tensor | None = None  # see `watch`; of the chunk that is staged next
         self._old: EarlierRows | None = None
         # For each layer: the last token's query and its attention output, [H * G, D] each.
@@ -105,13 +173,6 @@ class Prefill:
         self._least = 2 if step is not None and step.evict_first and step.recent else 1
         self._shaped = False
         self._pool = None if plan.pool is None else GlobalPool(target, plan.pool)
-        known = {id(column) for column in arena.columns.values()}
-        self._held_bytes = arena.nbytes + sum(
-            column.nbytes for column in target.columns.values() if id(column) not in known
-        )
-        self._held_bytes += self._pool.nbytes if self._pool is not None else 0
-        self.peak = 0
-        self._note_peak()
 
     def complete(self) -> Outcome:
         """Every layer has been finished: check the target and report what was lost. This is the
@@ -131,8 +192,6 @@ class Prefill:
         """Every layer is in the pool: lay out the target."""
         assert self._pool is not None
         assert self.prompt is not None
-        largest = max(self.target.columns.values(), key=lambda column: column.nbytes)
-        self._note_peak(largest)  # one column exists twice at a time
         stayed = self._pool.place(self.plan.spare, grows=self.step is None)
         if self.plan.evicts(0) and self.prompt.evidence.observe:
             self._stayed = dict(enumerate(stayed))
@@ -149,7 +208,8 @@ class Prefill:
         tokens = self.plan.tokens
         tier.open(tokens)
         # A single token would be read as a step is, with other sums.
-        given = 0 if self._all or self._from is not None else tokens - max(2, len(self._tail))
+        everything = self._all or self._evidence.queries_from is not None
+        given = 0 if everything else tokens - max(2, len(self._tail))
         given = max(0, min(given, tier.length))
         self.tier, self.plan = tier, replace(self.plan, given=given - given % chunk)
         self._key, self._value = tier.stage(0, tokens)
@@ -158,15 +218,13 @@ class Prefill:
     @property
     def foresees(self) -> bool:
         """Whether the policy needs `Plan.predicted`. It does not if no row must leave."""
-        return self._foresees and any(map(self.plan.evicts, range(self.shape.layers)))
+        return self._evidence.predicted and self.plan.evicts_any
 
     def predict(self, predicted: Tensor) -> None:
         """The forward for probabilities is over. predicted: the probabilities of the prompt's
         tokens, float32 [T]."""
         self.glancing = False
         self.plan = replace(self.plan, predicted=predicted)
-        self._held_bytes += predicted.nbytes
-        self._note_peak()
 
     @property
     def watches(self) -> bool:
@@ -185,11 +243,10 @@ class Prefill:
             if self.tier is not None:
                 self._key, self._value = self.tier.stage(layer, tokens)
             self._mass = self._squares = None
-            self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
-            self._note_peak()
+            self._old = self._earlier(layer)
             if self._all:
                 self._make_sums(torch.zeros)
-            if self._from is not None:
+            if self._evidence.queries_from is not None:
                 heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
                 size = self.shape.head_dim
                 self._moments = Moments(heads, group, size, q.device, self._ops.block)
@@ -268,11 +325,12 @@ class Prefill:
         """Add the chunk's queries, from position `begin` on, to the moments. Queries below
         `Evidence.queries_from` are left out, unless the conversation has no others."""
         assert self._moments is not None
-        assert self._from is not None
-        assert self.plan.rotary is not None, "the network's rotary frequencies are not known"
-        first = self._from if self.plan.position + self.plan.tokens > self._from else 0
+        counted, rotary = self._evidence.queries_from, self.setup.rotary
+        assert counted is not None
+        assert rotary is not None, "the network's rotary frequencies are not known"
+        first = counted if self.plan.end > counted else 0
         skipped = min(len(at), max(0, first - begin))
-        angle = at[skipped:, None].to(torch.float64) * self.plan.rotary.to(torch.float64)
+        angle = at[skipped:, None].to(torch.float64) * rotary.to(torch.float64)
         self._moments.add(query[:, :, skipped:], angle)
 
     def _sources(self, hi: int) -> list[kernels.Part]:
@@ -331,7 +389,7 @@ class Prefill:
         target. peak [H, T]: the scores of the prompt's rows. noted: what `record` returned."""
         assert self.tier is not None
         self._key, self._value = self.tier.stage(layer, self.plan.tokens)
-        self._old = EarlierRows.of(self._ops, self.arena, self._held, layer)
+        self._old = self._earlier(layer)
         earlier = 0 if self._old is None else self._old.pos.shape[1]
         self._peak = torch.cat((peak.new_zeros((len(peak), earlier)), peak), 1)
         self._choose(layer, noted)
@@ -344,8 +402,6 @@ class Prefill:
         extra |= self._noted(view) if noted is None else noted
         if prompt is not None:
             extra |= prompt.scorer.state(view)
-        if prompt is not None and plan.evicts(layer) and prompt.evidence.vectors:
-            self._note_peak(*extra.values(), more=2 * self._block_nbytes(pos.shape[1]))
         if self._pool is not None:
             self._add(self._pool, view, extra)
             return
@@ -368,7 +424,7 @@ class Prefill:
     def _judged(self, layer: int) -> PromptView:
         """The policies' view of the layer that was just completed."""
         plan, heads, window = self.plan, self.shape.kv_heads, self.shape.windows[layer]
-        end, new = plan.position + plan.tokens, self._positions
+        end, new = plan.end, self._positions
         pos = new.expand(heads, plan.tokens)
         if self._old is not None:
             pos = torch.cat((self._old.pos, pos), 1)
@@ -396,9 +452,7 @@ class Prefill:
         if evicts and self.prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live
             share = mass / mass.sum(1, keepdim=True) / len(mass)
-        staged = self._staged()
-        copies = pool.entering_nbytes(view.pos.numel(), staged, earlier=self._old is not None)
-        self._note_peak(*(staged.values() if self.target.coded else ()), more=copies)
+        staged = self.target.stored(self._ops, self._key, self._value)
         old = None if self._old is None else (self.arena, self._old.index)
         pool.add(view.layer, key, view.pos, staged, extra, share, old)
 
@@ -417,7 +471,7 @@ class Prefill:
         if plan.totals is not None and not plan.evicts(layer):
             total = plan.totals[layer]
         floor = plan.floor if plan.totals is None else 0
-        staged = self._staged()
+        staged = self.target.stored(self._ops, self._key, self._value)
         if plan.shares:
             kept = keep.sum(1)
             caps = fill(kept, total) if total >= 0 else kept.clamp(min=floor)
@@ -428,18 +482,8 @@ class Prefill:
         old = None if self._old is None else (self.arena, self._old.index)
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old, order=order)
 
-    def _staged(self) -> dict[str, Tensor]:
-        """The prompt's rows as the target stores them."""
-        staged = self.target.stored(self._ops, self._key, self._value)
-        made = [*staged.values()] if self.target.coded else []
-        self._note_peak(*made, more=self._block_nbytes(self.plan.tokens) if made else 0)
-        return staged
-
-    def _block_nbytes(self, rows: int) -> int:
-        """Bytes of so many keys of some heads in float32: of as many heads as are computed with at
-        once."""
-        heads, size = self.shape.kv_heads, self.shape.head_dim
-        return 4 * largest_block(heads, rows * size, self._ops.block)
+    def _earlier(self, layer: int) -> EarlierRows | None:
+        return EarlierRows.of(self._ops, self.arena, self.plan.before.held, layer)
 
     def _view(self, layer: int, pos: Tensor, new: Tensor, carried: dict[str, Tensor]) -> PromptView:
         observed, old = self._observed, self._old
@@ -459,12 +503,11 @@ class Prefill:
         if self._queries:
             observed = self._queries
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
-            if not self._causal:
+            if not self._evidence.causal:
                 at = new[-1:].expand(observed)
                 lse = kernels.rows_lse(query, at, sources, window)
             self._make_sums(torch.empty)
             self._add_sums(query, lse, at, sources, window, fresh=True)
-            self._note_peak(*carried.values())
         mass, squares = self._mass, self._squares
 
         def below() -> Tensor:
@@ -473,33 +516,25 @@ class Prefill:
             return below_uniform(queries, where, sources, window, sums, ops)
 
         def attention(heads: slice) -> Tensor:
-            found = ops.each_attention(query, at, sources, window, lse, heads)
-            self._note_peak(*carried.values(), found)
-            return found
-
-        def joined(early: Tensor, new: Tensor) -> Tensor:
-            found = torch.cat((early, new), 1)
-            self._note_peak(*carried.values(), found)
-            return found
+            return ops.each_attention(query, at, sources, window, lse, heads)
 
         def key() -> Tensor:
-            return self._key if old is None else joined(old.keys(), self._key)
+            return self._key if old is None else torch.cat((old.keys(), self._key), 1)
 
         def value() -> Tensor:
-            return self._value if old is None else joined(old.values(), self._value)
+            return self._value if old is None else torch.cat((old.values(), self._value), 1)
 
-        end = self.plan.position + self.plan.tokens
-        plan, each_query = self.plan, self._each and observed and not self._queries
+        plan, known, causal = self.plan, self.setup.output, self._evidence.causal
+        each_query = self._evidence.each_query and observed and not self._queries
         totals, pool, each = plan.totals, plan.pool, 0
         if evicts and pool is not None:
             each = pool // (self.shape.layers * self.shape.kv_heads)
         elif evicts and totals is not None:
             each = totals[layer] // self.shape.kv_heads
         budget = max(0, each - plan.pinned)
-        known = plan.output
         return PromptView(
             layer,
-            end,
+            plan.end,
             pos,
             observed,
             mass,
@@ -510,17 +545,17 @@ class Prefill:
             None if known is None else lambda: known(layer),
             plan.turns,
             self._moments,
-            plan.rotary,
+            self.setup.rotary,
             budget,
-            self._causal,
+            causal,
             below,
             attention if each_query else None,
             None if self._lengths is None else self._lengths[len(self._lengths) - observed :],
             plan.predicted,
             peak=self._peak,
-            asks=self.plan.asks,
+            asks=plan.asks,
             ops=ops,
-            earlier=pos.shape[1] - self.plan.tokens,
+            earlier=pos.shape[1] - plan.tokens,
             shared=self._shared,
         )
 
@@ -536,18 +571,6 @@ class Prefill:
             zeros = torch.zeros((len(names), *pos.shape), dtype=kind, device=pos.device)
             carried |= dict(zip(names, zeros, strict=True))
         return {name: carried[name] for name in kinds}
-
-    def _note_peak(self, *scratch: Tensor, more: int = 0) -> None:
-        if self.tier is not None:  # its rows are counted elsewhere, and may be the staging buffer
-            staging = self.tier.staging_nbytes
-        else:
-            staging = self._key.nbytes + self._value.nbytes
-        held = self._held_bytes + staging + self._positions.nbytes
-        held += self._tail.nbytes + self._tail_lse.nbytes
-        held += self._old.copied if self._old is not None else 0
-        held += sum(t.nbytes for t in (self._mass, self._squares) if t is not None)
-        held += sum(t.nbytes for pair in self.exact for t in pair)
-        self.peak = max(self.peak, held + sum(t.nbytes for t in scratch) + more)
 
 
 def check_places(target: Arena, shares: Sequence[Tensor]) -> list[float]:

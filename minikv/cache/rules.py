@@ -10,7 +10,7 @@ import torch
 from minikv.cache.budget import Budget
 from minikv.cache.stats import Shape
 from minikv.errors import ContextError, UsageError
-from minikv.policies.base import ALL, StepPolicy
+from minikv.policies.base import ALL, Evidence, StepPolicy
 from minikv.policies.parts import GlobalBudget, PromptPolicy, policy_columns, smallest_budget
 from minikv.policies.repeats import Repeat, Wording
 
@@ -39,6 +39,16 @@ class Rules:
         return self.prompt is not None or self.step is not None
 
     @property
+    def evidence(self) -> Evidence:
+        """What the prompt policy reads and protects; without one, nothing."""
+        return Evidence() if self.prompt is None else self.prompt.evidence
+
+    @property
+    def observe(self) -> int:
+        """How many of a prompt's last queries have their attention observed, see `Evidence`."""
+        return self.evidence.observe or (0 if self.step is None else self.step.observe)
+
+    @property
     def takes_share(self) -> bool:
         """Whether the budget is a share of the tokens read, so that a prompt decides its size."""
         return self.budget is not None and self.budget.unit == "share"
@@ -51,9 +61,7 @@ class Rules:
     def least(self, pinned: int = 0) -> int:
         """The least rows per head with which the policies work, if `pinned` positions are
         pinned."""
-        sinks = max(
-            self.prompt.evidence.sinks if self.prompt else 0, self.step.sinks if self.step else 0
-        )
+        sinks = max(self.evidence.sinks, self.step.sinks if self.step else 0)
         return smallest_budget(self.prompt, self.step, self.stride) + max(0, pinned - sinks)
 
     def budget_rows(self, tokens: int, shape: Shape, kv: torch.dtype) -> int:
@@ -61,9 +69,7 @@ class Rules:
         stored in the dtype `kv`. Raises UsageError if the policies need more."""
         budget = self.budget
         assert budget is not None
-        state = sum(dtype.itemsize for dtype in policy_columns(self.prompt, self.step).values())
-        row = 2 * shape.head_dim * kv.itemsize + torch.int32.itemsize + state
-        row += 2 * torch.float32.itemsize if kv == torch.int8 else 0
+        row = self.row_nbytes(shape, kv)
         rows = budget.rows(tokens, row, shape.layers * shape.kv_heads)
         least = self.least()
         if self.evicts and rows < least:
@@ -74,6 +80,12 @@ class Rules:
                 f"the smallest useful budget here is {least} tokens per head",
             )
         return rows
+
+    def row_nbytes(self, shape: Shape, kv: torch.dtype) -> int:
+        """Bytes of a stored row of one head, its columns included."""
+        state = sum(dtype.itemsize for dtype in policy_columns(self.prompt, self.step).values())
+        scales = 2 * torch.float32.itemsize if kv == torch.int8 else 0
+        return 2 * shape.head_dim * kv.itemsize + scales + torch.int32.itemsize + state
 
     def refuse_pins(self, pinned: int, each: int) -> None:
         """Raise UsageError if `each` rows per head leave too little room beside `pinned`
@@ -109,7 +121,7 @@ class Rules:
 
     def first_rows(self, pinned: int) -> int:
         """Positions below it never leave: those that are pinned, and the sinks."""
-        return max(pinned, self.prompt.evidence.sinks if self.prompt is not None else 0)
+        return max(pinned, self.evidence.sinks)
 
     def repeats(
         self,

@@ -11,83 +11,20 @@ and after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.cache.arena import Arena, Layout
-from minikv.cache.earlier import EarlierRows
-from minikv.cache.global_pool import GlobalPool
-from minikv.cache.plan import Plan
-from minikv.cache.prefill import Prefill
+from minikv.cache.arena import Arena
+from minikv.cache.plan import Plan, Setup
+from minikv.cache.prefill import EarlierRows, Prefill
 from minikv.cache.snapshot import Outcome
-from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
-from minikv.cache.tier_rows import RamRows, columns_of, row_nbytes, seen
-from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import StepPolicy
-from minikv.policies.parts import PromptPolicy
+from minikv.cache.tier_rows import RamRows, columns_of, seen
 from minikv.policies.repeats import Repeat, RepeatView
-
-
-@dataclass(frozen=True, slots=True)
-class PassCost:
-    """What the second pass over a prompt costs beside reading the prompt.
-
-    tokens: of all further texts. reads: how often each layer's rows are read. ram: bytes of host
-    memory if the rows are kept there. file: bytes of the file if they are kept in one. file_ram:
-    bytes of host memory in that case. device: bytes of a GPU's memory. Without a GPU, ram and
-    file_ram include what would be there.
-    """
-
-    tokens: int = 0
-    reads: int = 0
-    ram: int = 0
-    file: int = 0
-    file_ram: int = 0
-    device: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        shape: Shape,
-        tokens: int,
-        repeats: Sequence[Repeat],
-        dtype: torch.dtype,
-        *,
-        gpu: bool,
-        later: bool = False,
-    ) -> PassCost:
-        """The cost for a prompt of `tokens` tokens and the texts `repeats`. later: the cache has
-        rows of earlier prompts."""
-        texts = [len(repeat.ids) for repeat in repeats]
-        row = 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
-        kept = [seen(tokens, window) for window in shape.windows]
-        ram, two, layer = row * sum(kept), min(2, shape.layers) * row * tokens, row * tokens
-        text = _text_nbytes(shape, tokens, repeats, dtype, later=later)
-        trimmed = layer if min(kept) < tokens else 0  # such layers have a staging buffer
-        return cls(
-            sum(texts),
-            len(texts) + 1,
-            ram if gpu else ram + trimmed + text,
-            row_nbytes(shape, dtype) * tokens,
-            two if gpu else two + text,
-            layer + text if gpu else 0,
-        )
-
-
-def _text_nbytes(
-    shape: Shape, tokens: int, repeats: Sequence[Repeat], dtype: torch.dtype, *, later: bool
-) -> int:
-    """Bytes of the rows of the longest text in one layer; in a layer with a window, and in every
-    one of a later prompt, also of a copy of these and of the prompt's that they see."""
-    text = max(len(repeat.ids) for repeat in repeats)
-    copies = [seen(tokens, window) for window in shape.windows if later or window is not None]
-    rows = text + (text + max(copies) if copies else 0)
-    return 2 * shape.kv_heads * shape.head_dim * dtype.itemsize * rows
 
 
 class SecondPass:
@@ -99,27 +36,16 @@ class SecondPass:
     """
 
     def __init__(
-        self,
-        shape: Shape,
-        arena: Arena,
-        held: Layout,
-        target: Arena,
-        prompt: PromptPolicy,
-        step: StepPolicy | None,
-        plan: Plan,
-        repeats: Sequence[Repeat],
-        first: int,
-        dtype: torch.dtype,
-        ops: Kernels,
-        tier: Tier | None = None,
+        self, setup: Setup, plan: Plan, arena: Arena, target: Arena, tier: Tier | None = None
     ) -> None:
-        """As `Prefill`. repeats: the further texts; only their lengths are used here. first:
-        positions below it are the conversation's first rows. tier: open for this prompt and empty;
-        by default one in host memory."""
-        self.shape, self.arena, self.held, self.target = shape, arena, held, target
-        self.prompt, self.step, self.plan = prompt, step, plan
-        self.repeats, self.first = repeats, first
-        self.dtype, self.ops = dtype, ops
+        """As `Prefill`. Of the further texts `plan.repeats` only the lengths are used here. tier:
+        open for this prompt and empty; by default one in host memory."""
+        assert setup.rules.prompt is not None
+        self.setup, self.plan, self.arena, self.target = setup, plan, arena, target
+        self.shape, self.prompt = setup.shape, setup.rules.prompt
+        self.dtype, self.ops = setup.dtype, setup.ops
+        self.first = setup.rules.first_rows(plan.pinned)
+        shape, dtype = setup.shape, setup.dtype
         if tier is None:
             columns, device = columns_of(shape, dtype, coded=False), arena.device
             rows = RamRows(
@@ -137,13 +63,8 @@ class SecondPass:
         self._noted: list[dict[str, Tensor]] = []
         nothing = arena.fresh([0] * shape.layers, {})
         whole = replace(plan, totals=None, shares=False, pool=None)
-        self._reading = self._prefill(nothing, None, whole)
-        self.peak = 0
-        self.note_peak(self._reading.peak)
-
-    def _prefill(self, target: Arena, prompt: PromptPolicy | None, plan: Plan) -> Prefill:
-        given = self.shape, self.arena, self.held, target, prompt, self.step, plan
-        return Prefill(*given, self.dtype, self.ops, self.tier)
+        exact = replace(setup, rules=replace(setup.rules, prompt=None))
+        self._reading = Prefill(exact, whole, arena, nothing, self.tier)
 
     # -- the prompt itself ----------------------------------------------------------------------
 
@@ -181,19 +102,18 @@ class SecondPass:
     def _reread(self) -> None:
         """The prompt was read: from now on the tier gives all of its rows."""
         if not self.scoring:
-            self.note_peak(self._reading.peak)
             self.tier.reread(self.plan.tokens)
             self.scoring = True
 
     @property
     def end(self) -> int:
         """The position after the prompt, at which every further text begins."""
-        return self.plan.position + self.plan.tokens
+        return self.plan.end
 
     @property
     def work(self) -> int:
         """How many tokens go through the network: the prompt's and those of all further texts."""
-        return self.plan.tokens + sum(len(repeat.ids) for repeat in self.repeats)
+        return self.plan.tokens + sum(len(repeat.ids) for repeat in self.plan.repeats)
 
     @property
     def scored(self) -> bool:
@@ -211,53 +131,11 @@ class SecondPass:
         device."""
         assert self.scored, "not all texts scored the rows"
         self._reread()
-        choice = self._prefill(self.target, self.prompt, replace(self.plan, given=self.plan.tokens))
+        plan = replace(self.plan, given=self.plan.tokens)
+        choice = Prefill(self.setup, plan, self.arena, self.target, self.tier)
         for layer, scores in enumerate(self.scores):
             choice.choose(layer, scores, self._noted[layer])
-        outcome = choice.complete()
-        self.note_peak(choice.peak - self.target.nbytes)
-        return outcome
-
-    # -- memory -----------------------------------------------------------------------------------
-
-    def note_peak(self, more: int) -> None:
-        """Note the bytes that are allocated. more: beside the target, the tier's rows, the step
-        policy's columns and the scores."""
-        noted = sum(column.nbytes for columns in self._noted for column in columns.values())
-        scores = sum(scores.nbytes for scores in self.scores)
-        held = self.target.nbytes + self._ram + noted + scores
-        self.peak = max(self.peak, held + more)
-
-    @property
-    def _ram(self) -> int:
-        """Bytes of the tier's rows, if they are in the memory of the device."""
-        here = self.tier.kind == "ram" and self.arena.device.type != "cuda"
-        return self.tier.nbytes if here else 0
-
-    def cost(self, *, gpu: bool) -> PassCost:
-        """What the second pass costs."""
-        tokens, later = self.plan.tokens, self.plan.position > 0
-        return PassCost.of(self.shape, tokens, self.repeats, self.dtype, gpu=gpu, later=later)
-
-    def planned(self, rows: int) -> int:
-        """The peak of bytes that a first prompt will allocate, known before it is read. rows: bytes
-        of the tier's rows, its staging buffers and a text, as a `PassCost` counts them."""
-        shape, tokens, target = self.shape, self.plan.tokens, self.target
-        layer = shape.kv_heads * tokens  # rows
-        noted = scratch = 0
-        if self.step is not None:
-            state = sum(dtype.itemsize for dtype in self.step.columns.values())
-            noted = shape.layers * layer * state
-            if self.step.observe:  # mass and squares, float32, and the columns from before
-                scratch = layer * (4 * (shape.heads // shape.kv_heads + 1) + state)
-        pool = 0
-        if self.plan.pool is not None:
-            pool = GlobalPool.planned(target, self.plan.pool)
-        column = max(column.nbytes for column in target.columns.values())
-        copied = max(2 * layer * shape.head_dim * self.dtype.itemsize, column)
-        text = _text_nbytes(shape, tokens, self.repeats, self.dtype, later=False)
-        other = self.peak - self._ram - self.tier.staging_nbytes
-        return other + rows - text + noted + max(text, scratch, pool + copied)
+        return choice.complete()
 
 
 class TextPass:
@@ -292,7 +170,7 @@ class TextPass:
         if self._done == self._size:
             self._done = 0
             self._key, self._value = twice.tier.stage(layer, twice.plan.tokens)
-            self._old = EarlierRows.of(twice.ops, twice.arena, twice.held, layer)
+            self._old = EarlierRows.of(twice.ops, twice.arena, twice.plan.before.held, layer)
         lo, hi = self._done, self._done + len(q)
         self._own[0, :, lo:hi], self._own[1, :, lo:hi] = k.transpose(0, 1), v.transpose(0, 1)
         self._done = hi
@@ -315,8 +193,8 @@ class TextPass:
         """Exact attention of the queries [H, G, t, D], over all rows up to `hi` of the text. Also
         the log-sum-exp [H, G, t] over only the rows that the scores compare: the first ones, the
         scored ones and the text's own. None where it is not a by-product."""
-        twice, ops, old = self._twice, self._twice.ops, self._old
-        begin, end, tokens, copied = self._repeat.begin, self._repeat.end, self._key.shape[1], 0
+        ops, old, tokens = self._twice.ops, self._old, self._key.shape[1]
+        begin, end = self._repeat.begin, self._repeat.end
         own = self._own[0, :, :hi], self._own[1, :, :hi]
         compared: list[tuple[Tensor, Tensor]] = []
         if window is None and old is None:
@@ -335,18 +213,12 @@ class TextPass:
             visible = tokens - seen(tokens, window)
             key = torch.cat((self._key[:, visible:], own[0]), 1)
             value = torch.cat((self._value[:, visible:], own[1]), 1)
-            copied = key.nbytes + value.nbytes
-            parts = []
-            if old is not None:
-                parts.append(old.attention(ops, query, at, window))
-                copied += old.copied
+            parts = [] if old is None else [old.attention(ops, query, at, window)]
             if window is None:
                 parts.append(ops.last_rows_attention(query, key, value))
             else:
                 near = kernels.window_attention(query, key, value, window, ops.rows_attention)
                 parts.append(near)
-        staged = twice.tier.staging_nbytes + self._own.nbytes
-        twice.note_peak(twice.arena.nbytes + staged + copied)
         return ops.merge(parts)[0], kernels.total(compared) if compared else None
 
     def _score(
@@ -362,7 +234,7 @@ class TextPass:
             first.append((self._old.keys(), old.masked_fill(old >= twice.first, -1)))
         if count:
             first.append((self._key[:, :count], pos[:, :count]))
-        value, known = self._value, prompt.output
+        value, known = self._value, twice.setup.output
         view = RepeatView(
             layer,
             query,

@@ -1,6 +1,7 @@
-"""An exact copy of the cache between two turns. It is small, because only rows in use are copied.
+"""The cache between two turns, to be restored later.
 
-Everything in it is a copy or never changes, so a snapshot can be restored any number of times.
+A copy is small, because only rows in use are copied, and can be restored any number of times:
+everything in it is a copy or never changes. A shared snapshot only serves to undo prompts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.cache.arena import Layout
+from minikv.cache.arena import Arena, Layout
 
 _TABLES = ("start", "length", "capacity", "cap", "free_slot")
 _MOST = 1 << 40  # rows
@@ -28,8 +29,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CacheSnapshot:
-    """A cache between two turns, without its policies.
+class _State:
+    """What a cache is between two turns, beside its rows and its policies.
 
     position: tokens counted.
     turns: first position and end of each turn.
@@ -37,8 +38,6 @@ class CacheSnapshot:
     rows: the budget in rows per head, or None.
     open: the budget is a share, and the next prompt turns it into rows.
     peak: bytes, and evict_s: seconds, of the last prompt.
-    layout and region: the arena's tables.
-    columns: the rows in use, layer by layer and head by head, on the host.
     """
 
     position: int
@@ -49,6 +48,25 @@ class CacheSnapshot:
     peak: int
     evict_s: float
     outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class SharedSnapshot(_State):
+    """A snapshot whose rows are those of the cache, which copies nothing: a prompt writes to other
+    memory while it exists. tier: how many rows the tier had."""
+
+    arena: Arena
+    tier: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheSnapshot(_State):
+    """A snapshot with a copy of the rows.
+
+    layout and region: the arena's tables.
+    columns: the rows in use, layer by layer and head by head, on the host.
+    """
+
     region: tuple[int, ...]
     layout: Layout
     columns: Mapping[str, Tensor]

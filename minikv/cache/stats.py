@@ -1,8 +1,16 @@
-"""What the cache must know of a network (`Shape`), and the figures that it reports."""
+"""What the cache must know of a network (`Shape`), the figures that it reports, and the stopwatch
+that measures eviction."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the figures are shown by commands that start without torch
+    import torch
 
 POSITION_BYTES = 4
 """A row's position, an int32."""
@@ -116,3 +124,43 @@ class PromptFigures:
     lost_mean: float | None
     lost_max: float | None
     lost_layer: int | None
+
+
+class Stopwatch:
+    """Sums the seconds spent inside `running`. On CUDA it measures with events, so only `total`
+    waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._parts: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Work that is started inside this context counts."""
+        if self._device.type == "cuda":
+            import torch
+
+            begin, end = _event(), _event()
+            begin.record(torch.cuda.current_stream(self._device))
+            yield
+            end.record(torch.cuda.current_stream(self._device))
+            self._parts.append((begin, end))
+            return
+        began = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - began
+
+    def total(self) -> float:
+        """The sum so far. Waits for the device."""
+        for begin, end in self._parts:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        self._parts.clear()
+        return self._seconds
+
+
+def _event() -> torch.cuda.Event:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,8 +1,7 @@
 """What fits into memory: `budget="auto"`, and the figures of `minikv plan`.
 
-The figures for the cache come from the engine itself: a real `KVCache` begins the prompt on torch's
-meta device, where tensors have sizes but no memory. What is allocated only while a prompt is read,
-is computed here.
+The figures for the cache are those with which the engine itself plans a prompt
+(`minikv.cache.plan`).
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-from minikv.cache.kv_cache import KVCache
+from minikv.cache.plan import Plan, Prompt, Setup, peak, plan_prompt
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.errors import ContextError, UsageError
-from minikv.policies.base import ALL, largest_block
+from minikv.kernels.dispatch import GPU_BLOCK, Kernels
 from minikv.policies.repeats import Wording
 
 USEFUL = 512
 """`budget="auto"` takes no fewer tokens per head: they would save little beside what reading
 takes."""
-_REQUEST = (0,) * 32
+_WORDS = Wording((0,) * 32, (0,) * 32, (0,) * 32)
 """The most tokens that a template or a tokenizer may need for a request to repeat a text."""
 
 
@@ -34,7 +33,8 @@ class Machine:
     """What decides how much fits beside the weights.
 
     dtype: of the network. kv: of stored keys and values. work(tokens): bytes that the network needs
-    to read so many tokens. beside(tokens): bytes of a tier in the cache's own memory.
+    to read so many tokens. beside(tokens): bytes of a tier in the cache's own memory. gpu: that is
+    a GPU's.
     """
 
     shape: Shape
@@ -42,27 +42,38 @@ class Machine:
     kv: torch.dtype
     work: Callable[[int], int]
     beside: Callable[[int], int] = lambda tokens: 0
+    gpu: bool = False
+
+    def plan(self, eviction: EvictionConfig, tokens: int, answer: int) -> tuple[Plan, Setup]:
+        """The engine's plan for a first prompt of `tokens` tokens. Raises UsageError and
+        ContextError."""
+        rules, shape = eviction.rules(), self.shape
+        ops = Kernels()
+        ops.block = GPU_BLOCK if self.gpu else ops.block
+        setup = Setup(shape, rules, self.dtype, self.kv, ops, words=_WORDS, gpu=self.gpu)
+        rows = None
+        if rules.budget is not None:
+            rows = min(rules.budget_rows(tokens, shape, self.kv), shape.max_context)
+        room = min(answer, max(1, shape.max_context - tokens))
+        prompt = Prompt(position=0, tokens=tokens, rows=rows, room=room, turns=[(0, tokens)])
+        return plan_prompt(prompt, setup), setup
 
     def needs(self, eviction: EvictionConfig, tokens: int, answer: int) -> tuple[int, int] | None:
         """Bytes beside the weights for a first prompt of `tokens` tokens and an answer, and for a
         later question, which is read into another arena, beside the rows of the one before. None
         if the policies cannot work so. Without eviction there is no tier."""
         try:
-            kv = begun(eviction.rules(), self.shape, self.dtype, self.kv, tokens, answer)
+            plan, setup = self.plan(eviction, tokens, answer)
         except (UsageError, ContextError):
             return None
-        assert kv.target is not None
-        twice = kv.scored_twice
-        reading = peak(kv, tokens)
-        if twice is not None:
-            reading = twice.planned(twice.cost(gpu=False).file_ram)
-        first = max(reading, kv.target.nbytes) + self.tier(kv, tokens) + self.work(tokens)
-        return first, first + kv.target.nbytes
+        found = peak(plan, setup, in_file=True)
+        first = max(found.reading, found.writing) + self.tier(setup.rules, tokens)
+        first += self.work(tokens)
+        return first, first + found.writing
 
-    def tier(self, kv: KVCache, tokens: int) -> int:
-        """Bytes of a tier of `tokens` tokens beside the rows of this cache, in its own memory."""
-        recalls = kv.rules.evicts and kv.rules.cannot_recall is None
-        return self.beside(tokens) if recalls else 0
+    def tier(self, rules: Rules, tokens: int) -> int:
+        """Bytes of a tier of `tokens` tokens beside the cache's rows, in its own memory."""
+        return self.beside(tokens) if rules.evicts and rules.cannot_recall is None else 0
 
     def rows(
         self,
@@ -130,66 +141,3 @@ def tier_beside(
     coded = tier_dtype == "int8"
     whole = tokens * row_nbytes(shape, dtype, coded)
     return whole if coded else whole - whole // shape.layers
-
-
-def begun(
-    rules: Rules, shape: Shape, dtype: torch.dtype, kv: torch.dtype, tokens: int, answer: int
-) -> KVCache:
-    """The engine's cache at the beginning of a first prompt, without memory. Raises UsageError and
-    ContextError."""
-    made = KVCache(shape, rules, dtype=dtype, device="meta", kv=None if kv == dtype else kv)
-    made.words = Wording(_REQUEST, _REQUEST, _REQUEST)
-    made.begin(tokens, min(answer, max(1, shape.max_context - tokens)))
-    return made
-
-
-def visible(tokens: int, window: int | None) -> int:
-    """Rows of a head that the next token could still see."""
-    return tokens if window is None else min(tokens, window - 1)
-
-
-def peak(kv: KVCache, tokens: int) -> int:
-    """Bytes of KV cache that exist at once while the prompt is read, as the turn record counts."""
-    shape, arena, prompt, step = kv.shape, kv.target, kv.rules.prompt, kv.rules.step
-    assert arena is not None
-    if (twice := kv.scored_twice) is not None:
-        return twice.planned(twice.cost(gpu=False).ram)
-    state = arena.row_nbytes(arena.extra)
-    heads, reading = shape.kv_heads, kv.first
-    if kv.rules.stride:
-        # One layer at cap + stride rows, whose positions are counted in 64 bits.
-        rows = kv.budget_rows
-        assert rows is not None
-        wide = 2 * shape.head_dim * kv.dtype.itemsize + 8 + state
-        return arena.nbytes + heads * (rows + kv.rules.stride) * wide
-    assert reading is not None
-    plan, totals = reading.plan, reading.plan.totals
-    evicts = totals is not None and any(
-        heads * visible(tokens, window) > total
-        for window, total in zip(shape.windows, totals, strict=True)
-    )
-    evicts = evicts or (plan.pool is not None and plan.evicts(0))
-    handed = step.observe if step is not None else 0
-    observed = (prompt.evidence.observe if prompt is not None else 0) or handed
-    mass = scratch = 0
-    if observed and (observed == ALL or evicts or handed):
-        mass = scratch = 4 * heads * tokens * (shape.heads // heads + 1)  # and squares, float32
-        if observed != ALL:
-            scratch += heads * tokens * state
-    if prompt is not None and evicts and prompt.evidence.each_query:
-        each = (shape.heads // heads) * min(tokens, observed) * tokens
-        scratch += 4 * largest_block(heads, each, kv.ops.block)
-    block = 4 * largest_block(heads, tokens * shape.head_dim, kv.ops.block)
-    if prompt is not None and evicts and prompt.evidence.vectors:
-        scratch = max(scratch, mass + heads * tokens * state + 2 * block)
-    codes = 2 * heads * tokens * (shape.head_dim + 4) if arena.coded else 0  # with their scales
-    if codes and plan.pool is None:
-        scratch = max(scratch, (mass if observed == ALL else 0) + codes + block)
-    told = 4 * tokens if reading.foresees else 0
-    if plan.pool is not None:
-        entering = min(plan.pool, heads * tokens) * shape.head_dim * kv.kv.itemsize
-        entering = codes + max(entering, block if codes else 0)
-        largest = max(column.nbytes for column in arena.columns.values())
-        # While rows enter the pool and are put in order, the last layer's mass is there.
-        scratch = max(scratch, mass + entering, mass + largest)
-    return reading.peak + told + scratch

@@ -79,8 +79,7 @@ class Reader:
         read what `again()` says then. Returns the plan that was carried out and its result.
 
         The user is told first what a second pass costs. After any error, the cache is as it was
-        before. Otherwise the caller calls `KVCache.forget_mark` once it has noted what was read,
-        and `Recall.scored` once the turn counts.
+        before. Otherwise the caller calls `Recall.scored` once the turn counts.
         """
         cancelling = self.cancelling
         try:
@@ -133,7 +132,7 @@ class Reader:
                 self.progress(done + so_far, whole)
 
         gaps = not plan.anew and kv.stats().gaps
-        mark = kv.mark()
+        before = kv.share()
         try:
             if replaces and not plan.recalled:
                 engine.reset()
@@ -155,10 +154,10 @@ class Reader:
                 keeps = (replaces and not plan.recalled) or done
                 done += max(work, len(part))
                 evict_s += figures.evict_s
-                peak = max(peak, figures.peak_bytes + (mark.arena.nbytes if keeps else 0))
+                peak = max(peak, figures.peak_bytes + (before.arena.nbytes if keeps else 0))
                 blind = blind or (figures.shaped and not last)
         except BaseException:
-            kv.go_back(mark)
+            kv.restore(before)
             raise
         pages.give_back()
         lost = figures.lost_mean, figures.lost_max, figures.lost_layer
@@ -270,7 +269,7 @@ def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks:
     kv, made = engine.kv, Scoring()
     for part in parts:
         cost = kv.scoring_cost(len(part), position, asks=asks and part is parts[-1])
-        if cost is not None:
+        if cost.tokens:
             made = Scoring(
                 made.read + len(part),
                 max(made.longest, len(part)),
@@ -286,8 +285,8 @@ def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks:
 
 def foreseen(kv: KVCache, plan: PromptPlan) -> int:
     """How many tokens of the prompts are read once before, because the policy needs their
-    probabilities: those of the prompts after which it must evict (see `KVCache.foresees`). Raises
-    UsageError if the budget is too small."""
+    probabilities: those of the prompts after which it must evict (see `KVCache.begin_probs`).
+    Raises UsageError if the budget is too small."""
     rules, shape = kv.rules, kv.shape
     if rules.prompt is None or not rules.prompt.evidence.predicted:
         return 0

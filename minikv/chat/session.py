@@ -16,6 +16,7 @@ from typing import Any, Literal, Self, cast
 from torch import Tensor
 
 from minikv import checks
+from minikv.cache.snapshot import SharedSnapshot
 from minikv.cache.stats import CacheStats
 from minikv.chat.answer import Answer, AnswerSettings, Writer, looping
 from minikv.chat.closing import Facts, Warnings, before, measured, prompt_report, turn_report
@@ -141,6 +142,7 @@ class ChatSession(ConversationView):
         self.words: Callable[[str], str] = str
         self._min_tokens = MinTokens(tokenizer)
         self._cancelling = Cancelling()
+        self._before_reading: SharedSnapshot | None = None
         self._now = Conversation(0, UndoHistory(0, UNDO_BYTES), [])
         self.reset()
 
@@ -257,7 +259,7 @@ class ChatSession(ConversationView):
         held, kv = snapshot.held, self.engine.kv
         under = None if eviction == snapshot.eviction else eviction.rules()
         if held is None:
-            kv.restart(under or snapshot.eviction.rules())
+            kv.reset(under or snapshot.eviction.rules())
         else:
             kv.restore(held, snapshot.eviction.rules(), under)
         self.eviction, self.seed, self._now = eviction, seed, restored
@@ -510,6 +512,7 @@ class ChatSession(ConversationView):
             found = self._plan(messages, tokens, told)
             told.tell_all(self._before(found, question))
             snapshot = self.history.copy(self._snapshot, known.held_bytes)
+            self._before_reading = self.engine.kv.share()
             reader = self._reader(tokens, progress, told.tell)
             found, read = reader.read(found, lambda: self._plan(messages, tokens))
         except BaseException:
@@ -601,8 +604,12 @@ class ChatSession(ConversationView):
             return
         kv, log = self.engine.kv, self._log
         self._cancelling.rereading = False
-        log.step(kv.put_right())
-        if kv.position != log.seen and not kv.go_back_to_mark():
+        kv.abandon()
+        kv.settle()
+        log.step(kv.position)
+        if kv.position != log.seen and self._before_reading is not None:
+            kv.restore(self._before_reading)
+        if kv.position != log.seen:
             if kv.position:  # else it was dropped
                 self.engine.reset()
             if _LOST not in self._new_notices():  # this, too, may have been interrupted
@@ -610,7 +617,7 @@ class ChatSession(ConversationView):
         if self._now.closing is not None:
             self._now = self._now.closing()
         self._log.seen = kv.position
-        kv.forget_mark()
+        self._before_reading = None
         self.recall.scored()
 
     def _plan(
@@ -645,7 +652,7 @@ class ChatSession(ConversationView):
     def _keep(self, found: PromptPlan, snapshot: ChatSnapshot | None) -> Iterator[str]:
         """Note what was read, and that the copies from before are needed no more or for `undo`
         only. Yields lines for the user."""
-        self.engine.kv.forget_mark()
+        self._before_reading = None
         self.history.keep(self.turn - 1, snapshot)
         failed = self.recall.keep(found.ids) if found.recalled else ""
         self.recall.scored()

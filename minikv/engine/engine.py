@@ -103,9 +103,8 @@ class Engine:
         with self._whole(progress):
             space = min(room, max(1, left - len(ids)))
             kv.begin(len(ids), space, asks=asks, turn_tokens=turn_tokens)
-            if kv.foresees:
-                kv.begin_glance()
-                kv.end_glance(self._predicted(ids))
+            if kv.begin_probs():
+                kv.end_probs(self._predicted(ids))
             logits = self.network.forward(self._tensor(ids), _Withheld(kv))
             _check(logits, "reading the prompt")
             for repeat in kv.second_pass(ids):
@@ -175,7 +174,8 @@ class Engine:
         finally:
             kv.progress = None
             if not done:
-                kv.rollback()
+                kv.abandon()
+                kv.settle()
 
     @torch.inference_mode()
     def _predicted(self, ids: Sequence[int]) -> Tensor:

@@ -201,7 +201,9 @@ class Evidence:
     each_query, lengths and predicted: it reads `attention`, `lengths` and `predicted` of
         `PromptView`; with a second pass `lengths` of `RepeatView`.
     whole_layers: how many first layers keep every row, above the budget.
-    vectors: it computes with keys or values in float32: two `blocks` of them exist at once.
+    copies, vectors and projects: what it needs of memory. copies: whether it reads `key` ("k"),
+        `value` ("v") or both ("kv"). vectors: how many `blocks` of them in float32 exist at once.
+        projects: values are multiplied by the whole output projection.
     """
 
     observe: int = 0
@@ -216,7 +218,9 @@ class Evidence:
     lengths: bool = False
     predicted: bool = False
     whole_layers: int = 0
-    vectors: bool = False
+    copies: str = ""
+    vectors: int = 0
+    projects: bool = False
 
 
 def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
@@ -296,11 +300,13 @@ class StepPolicy(ABC):
     block: a head evicts this many rows at once, when it is this many over its cap.
     observe: how many of a prompt's last queries the columns start from (0: none).
     prompt_history: how many of a prompt's last queries `PromptView.below` reports, at most 32.
+    scratch: bytes of a row and head that `init` computes with, beside the columns.
     """
 
     name: str
     evict_first: bool = False
     needs_query: bool = False
+    scratch: int = 0
     sinks: int = 0
     recent: int = 1
     block: int = 1

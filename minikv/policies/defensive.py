@@ -54,7 +54,8 @@ class Defensive(Scorer):
             sinks=self.sinks,
             window=self.window,
             each_query=True,
-            vectors=self.values != "none",
+            copies="v",
+            projects=self.values != "none",
         )
 
     def score(self, view: PromptView) -> Tensor:

@@ -38,7 +38,8 @@ class DropKV(Scorer):
             sinks=self.sinks,
             window=self.window,
             each_query=True,
-            vectors=True,
+            copies="v",
+            vectors=5,
         )
 
     def score(self, view: PromptView) -> Tensor:

@@ -36,7 +36,9 @@ class ExpectedAttention(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(sinks=self.sinks, window=self.recent, queries_from=self.sinks, vectors=True)
+        return Evidence(
+            sinks=self.sinks, window=self.recent, queries_from=self.sinks, copies="kv", vectors=2
+        )
 
     def score(self, view: PromptView) -> Tensor:
         assert view.queries is not None

@@ -45,6 +45,10 @@ class HashEvict(StepPolicy):
         wide = torch.int32 if self.bits < 32 else torch.int64
         return {"code": torch.int16 if self.bits < 16 else wide}
 
+    @property
+    def scratch(self) -> int:  # type: ignore[override]
+        return 16 * self.bits
+
     def matrix(self, layer: int, like: Tensor) -> Tensor:
         """The layer's projection [D, bits], on the device of `like` [..., D]."""
         made = self.matrices.get(layer)

@@ -37,7 +37,7 @@ class KeyDiff(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False, vectors=True)
+        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False, copies="k", vectors=2)
 
     def score(self, view: PromptView) -> Tensor:
         key, found = view.key(), []

@@ -52,7 +52,9 @@ class KVzip(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(sinks=self.sinks, window=1, second_pass=True, lengths=self.plus)
+        return Evidence(
+            sinks=self.sinks, window=1, second_pass=True, lengths=self.plus, vectors=2 * self.plus
+        )
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:

@@ -31,7 +31,9 @@ class L2Scorer(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False, whole_layers=self.skip)
+        return Evidence(
+            sinks=self.sinks, window=self.recent, adds_up=False, whole_layers=self.skip, copies="k"
+        )
 
     def score(self, view: PromptView) -> Tensor:
         return -norms(view.key())

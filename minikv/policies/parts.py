@@ -169,7 +169,9 @@ class PromptPolicy:
     def evidence(self) -> Evidence:
         """What the scorer reads and protects, and whether any part reads keys or values."""
         found = self.scorer.evidence
-        return found if self.reweighter is None else replace(found, vectors=True)
+        if self.reweighter is None:
+            return found
+        return replace(found, copies=found.copies or "v", projects=True)
 
     def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
         """See `LayerAllocator.rows`."""

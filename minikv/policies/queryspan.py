@@ -56,7 +56,8 @@ class QuerySpan(Scorer):
             sinks=self.sinks,
             window=self.recent,
             each_query=True,
-            vectors=True,
+            copies="v",
+            vectors=2,
             lengths=True,
             predicted=True,
         )

@@ -48,6 +48,10 @@ class ScissorHands(StepPolicy):
         return words | {"queries": torch.float32, "lows": torch.float32}
 
     @property
+    def scratch(self) -> int:  # type: ignore[override]
+        return 16 * self._words
+
+    @property
     def _words(self) -> int:
         return -(-self.history // BITS)
 

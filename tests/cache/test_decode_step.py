@@ -141,7 +141,7 @@ def test_heads_over_their_cap_are_trimmed_when_steps_begin() -> None:
     made = engine(network(layers=2), None, "full", "roco", 40)
     made.prompt(ids(30))
     made.kv.arena.cap -= 18  # 22 rows, of which 4 first ones and 8 pinned ones are not to go
-    made.kv._pinned = 8
+    made.kv.pinned = 8
     made.step(7)
     held = made.kv.arena.held
     assert bool((held <= made.kv.arena.cap + 1).all())
@@ -354,9 +354,11 @@ def test_a_step_that_is_stopped_at_any_line_counts_or_drops_the_cache(
                 run = begun(plain)
                 with contextlib.suppress(type(error)), AtLine(at, error):
                     run.step(tokens[2])
-                if run.kv.put_right() == 0:
+                run.kv.abandon()
+                run.kv.settle()
+                if run.kv.position == 0:
                     assert int(run.kv.arena.length.sum()) == 0
-                    assert not run.kv.reading
+                    assert run.kv.reading is None
                     again = begun(plain)
                     run.prompt(ids(50))
                     for token in tokens[:2]:

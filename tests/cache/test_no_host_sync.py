@@ -23,17 +23,20 @@ from torch.utils._pytree import tree_leaves
 from minikv import policies
 from minikv.cache.arena import Arena
 from minikv.cache.block_prefill import BlockPrefill
+from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.plan import Plan
+from minikv.cache.plan import Plan, RowsBefore, Setup
 from minikv.cache.prefill import Prefill
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
 from minikv.policies import Option, Value, registry
 from minikv.policies.base import StepPolicy
-from minikv.policies.parts import GlobalBudget, policy_columns
+from minikv.policies.parts import policy_columns
 
 FAR = torch.device("meta")
+ROWS = Budget.parse(120)
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 1, 3, 2, 8, 16
 
 
@@ -192,24 +195,28 @@ def read(
     stepper = policies.step_policy(step, own)
     columns = policy_columns(chosen, stepper)
     arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, columns, rows=[400] * LAYERS)
-    plan = Plan(
-        30 * before,
-        60,
-        None if chosen is None else [120] * LAYERS,
-        0,
-        1,
-        [400] * LAYERS,
-        [160] * LAYERS,
-        turns=[(0, 30), (30, 90)] if before else [(0, 60)],
-        rotary=far(SIZE // 2),
-        output=lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
-        predicted=far(60),
-        pool=120 if chosen is not None and isinstance(chosen.layers, GlobalBudget) else None,
+    setup = Setup(
+        Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (None,) * LAYERS, 4096),
+        Rules(chosen, stepper, ROWS),
+        torch.float32,
+        torch.float32,
+        Silent(),
+        lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
+        far(SIZE // 2),
     )
-    shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (None,) * LAYERS, 4096)
-    held = uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS)
-    target = arena.fresh(plan.needed, columns)
-    one = Prefill(shape, arena, held, target, chosen, stepper, plan, torch.float32, Silent())
+    plan = Plan(
+        position=30 * before,
+        tokens=60,
+        turns=[(0, 30), (30, 90)] if before else [(0, 60)],
+        before=RowsBefore(uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS), []),
+        totals=None if chosen is None else [120] * LAYERS,
+        spare=1,
+        needed=[400] * LAYERS,
+        visible=[160] * LAYERS,
+        pool=120 if setup.rules.shares_layers else None,
+        predicted=far(60),
+    )
+    one = Prefill(setup, plan, arena, arena.fresh(plan.needed, columns))
     with without_waiting():
         one.stage(0, *(far(60, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS)))
         one.finish(0)
@@ -249,11 +256,20 @@ def blocks(step: StepPolicy, window: int | None, cap: int, *, before: bool) -> N
     """A layer of a prompt that is read in blocks."""
     columns = dict(step.columns)
     arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, columns, rows=[400] * LAYERS)
-    plan = Plan(30 * before, 60, None, cap, 1, [HEADS * (cap + 1)] * LAYERS, [160] * LAYERS)
+    plan = Plan(
+        position=30 * before,
+        tokens=60,
+        rows=cap,
+        before=RowsBefore(uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS), []),
+        floor=cap,
+        spare=1,
+        needed=[HEADS * (cap + 1)] * LAYERS,
+        visible=[160] * LAYERS,
+    )
     shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (window,) * LAYERS, 4096)
-    held = uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS)
-    target = arena.fresh(plan.needed, columns)
-    one = BlockPrefill(shape, arena, held, target, step, plan, cap, 16, torch.float32, Silent())
+    rules = Rules(None, step, ROWS, 16)
+    setup = Setup(shape, rules, torch.float32, torch.float32, Silent())
+    one = BlockPrefill(setup, plan, arena, arena.fresh(plan.needed, columns))
     with without_waiting():
         for size in (32, 28):
             one.stage(0, *(far(size, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS)))

@@ -21,10 +21,9 @@ from minikv import policies
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
-from minikv.cache.earlier import EarlierRows
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.plan import Plan
-from minikv.cache.prefill import Prefill
+from minikv.cache.plan import Plan, RowsBefore, Setup
+from minikv.cache.prefill import EarlierRows, Prefill
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
@@ -120,11 +119,22 @@ def test_no_layer_asks_the_device(
     total = None if chosen is None else [120, 120]
     visible = [160, 160] if before is not empty else [150 if window else 180, 180]
     shares = name == "full" and before is even and window is None
-    plan = Plan(30, 60, total, 0, 1, [400, 400], visible, shares)
+    held = before(2, 3)
+    plan = Plan(
+        position=30,
+        tokens=60,
+        before=RowsBefore(held, [0, 0]),
+        totals=total,
+        spare=1,
+        needed=[400, 400],
+        visible=visible,
+        shares=shares,
+    )
     target = arena.sharing(columns) if shares else arena.fresh(plan.needed, columns)
     shape = Shape(2, 3, 6, 8, (window, None), 4096)
-    held = before(2, 3)
-    read = Prefill(shape, arena, held, target, chosen, stepper, plan, torch.float32, ops)
+    rules = Rules(chosen, stepper, Budget.parse(40))
+    setup = Setup(shape, rules, torch.float32, torch.float32, ops)
+    read = Prefill(setup, plan, arena, target)
     for layer in range(2):
         for rows in (40, 20):
             q, k, v = (torch.empty((rows, n, 8), device="meta") for n in (6, 3, 3))
@@ -359,46 +369,6 @@ def test_the_first_queries_are_counted_where_there_are_no_others(tokens: int, co
     assert scorer.counts == [counted] * 3 + [30 - max(0, 50 - tokens)] * 3
 
 
-@pytest.mark.parametrize(
-    ("prompt", "step", "queries", "sums", "kv"),
-    [
-        ("full", "none", 0, False, None),
-        ("streaming", "none", 0, False, None),
-        ("snapkv", "none", 8, True, None),
-        ("full", "roco", 32, True, None),
-        ("full", "scissorhands", 32, False, None),
-        ("h2o", "none", 0, True, None),
-        ("h2o", "h2o", 0, True, None),
-        ("streaming", "none", 0, False, torch.int8),
-    ],
-)
-def test_the_peak_is_all_that_a_prompt_holds_at_once(
-    prompt: str, step: str, queries: int, sums: bool, kv: torch.dtype | None
-) -> None:
-    """Both caches; a layer's keys, values and positions, once more as codes if there are any, with
-    keys of some heads in float32 that these are made of; the last queries that are looked at, with
-    their log-sum-exps; and what they gave every row, with the policy's columns of before."""
-    net = small.network(layers=2)
-    options = {"window": 8} if prompt == "snapkv" else None
-    rules = Rules(
-        policies.prompt_policy(prompt, options),
-        policies.step_policy(step),
-        None if prompt == "full" and step == "none" else Budget.parse(40),
-    )
-    run = Engine(net, small.over(net, rules, kv=kv))
-    tokens = 100
-    run.prompt(small.ids(tokens), room=3)
-    arena = run.kv.arena
-    staging = 2 * 3 * tokens * 8 * 4 + 8 * tokens
-    codes = 0 if kv is None else 2 * 3 * tokens * (8 + 4) + 3 * tokens * 8 * 4
-    tail = queries * 6 * (8 + 1) * 4
-    given = 3 * tokens * (2 + 1) * 4 if sums else 0
-    columns = sum(arena.columns[name].element_size() for name in arena.extra)
-    carried = 3 * tokens * columns if sums and queries else 0
-    want = arena.nbytes + staging + codes + tail + given + carried
-    assert run.kv.stats().peak_bytes == want
-
-
 @pytest.mark.parametrize("name", ["snapkv", "snapkv+global", "snapkv+ada"])
 def test_what_each_layer_lost_is_told(name: str) -> None:
     """Of the attention of the last queries, the mean over a layer's heads; what slid out of a
@@ -424,169 +394,6 @@ def test_what_each_layer_lost_is_told(name: str) -> None:
             stayed = [sum(map(given[layer][h].get, held[h])) for h in range(3)]
             assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
             assert lost > 0.01
-
-
-@pytest.mark.parametrize("kv", [None, torch.int8])
-def test_the_peak_of_layers_that_share_a_budget(kv: torch.dtype | None) -> None:
-    """Beside both caches and the layer that is read: the pool's tables, and the largest of what is
-    copied of a layer that enters it, a column that is put in order, all keys of the layer behind
-    each other, and what codes are made of."""
-    net = small.network()
-    rules = Rules(policies.prompt_policy("l2+global"), None, Budget.parse(20))
-    run = Engine(net, small.over(net, rules, kv=kv))
-    size, row = 9 * 20, 8 * (4 if kv is None else 1)
-    for turn in range(2):
-        before, most = run.kv.arena.nbytes, int(run.kv.arena.length.max())
-        run.prompt(small.ids(200, seed=turn), room=1)
-        arena = run.kv.arena
-        reading = 2 * 3 * 200 * 8 * 4 + 200 * 8
-        pool = size * 8 + arena.rows * 12
-        entering = size * row * (3 if turn else 1)
-        if kv is None:
-            earlier = most * row  # keys of one head, as the heads are uneven
-        else:
-            earlier = 3 * most * (2 * 8 * 4 + 4)  # decoded, with positions
-            entering += 2 * 3 * 200 * (8 + 4)  # and the layer's codes
-        codes = 0 if kv is None else 2 * 3 * 200 * (8 + 4) + 3 * 200 * 8 * 4
-        keys = 3 * (most + 200) * 8 * 4 if turn else 0
-        copied = max(entering, arena.rows * row, keys, codes)
-        want = before + arena.nbytes + reading + pool + earlier + copied
-        assert run.kv.stats().peak_bytes == want
-
-
-# -- each summand of the peak ------------------------------------------------------------------
-
-ROW = 2 * 8 * 4 + 4  # a key, a value and a position
-READ = 10 * (2 * 3 * 8 * 4 + 8)  # the layer that is read: keys and values of 3 heads, positions
-
-
-def by_hand(
-    plan: dict[str, Any],
-    tier: Any = None,
-    *,
-    shares: bool = False,
-    extra: dict[str, torch.dtype] | None = None,
-    lengths: list[list[int]] | None = None,
-    kv: torch.dtype | None = None,
-) -> Prefill:
-    """Reads 10 tokens; 2 layers, 3 heads of 2 query heads each, 8 numbers. 60 rows before, 70
-    after. lengths: of the rows that there are before."""
-    arena = Arena(2, 3, 8, torch.float32, torch.device("cpu"), {}, kv=kv, rows=[30, 30])
-    arena.lay(torch.full((2, 3), 10))
-    for name, column in arena.columns.items():
-        column.fill_(0 if name == "pos" else 1)
-    if lengths is not None:
-        arena.length.copy_(torch.tensor(lengths))
-    target = arena.sharing(extra or {}) if shares else arena.fresh([35, 35], extra or {})
-    made = Plan(0, 10, None, 0, 0, [35, 35], [30, 30], shares)
-    made = replace(made, position=10 if lengths else 0, **plan)
-    shape, ops = Shape(2, 3, 6, 8, (None, None), 4096), Kernels()
-    tables = arena.layout()
-    return Prefill(shape, arena, tables, target, None, None, made, torch.float32, ops, tier)
-
-
-def fed(read: Prefill, layer: int) -> None:
-    """All tokens of a layer."""
-    made = random(layer)
-    read.stage(layer, *(torch.randn(10, heads, 8, generator=made) for heads in (6, 3, 3)))
-
-
-def test_both_caches_count_from_the_start_and_shared_memory_once() -> None:
-    """Of a target that shares its memory only the policy's column is new."""
-    assert by_hand({}).peak == 60 * ROW + 70 * ROW + READ
-    assert by_hand({}, extra={"x": torch.float64}).peak == 60 * ROW + 70 * (ROW + 8) + READ
-    assert by_hand({}, shares=True).peak == 60 * ROW + READ
-    assert by_hand({}, shares=True, extra={"x": torch.int16}).peak == 60 * (ROW + 2) + READ
-
-
-def test_the_tables_of_a_pool_count_from_the_start() -> None:
-    """A key of 8 bytes for each of its rows; an owner and a share, 12, for each of the target."""
-    assert by_hand({"pool": 50}).peak == 130 * ROW + READ + 50 * 8 + 70 * 12
-
-
-def test_probabilities_of_the_tokens_count_as_soon_as_they_are_there() -> None:
-    read = by_hand({})
-    read.predict(torch.zeros(11))
-    assert read.peak == 130 * ROW + READ + 11 * 4
-    fed(read, 0)
-    assert read.peak == 130 * ROW + READ + 11 * 4
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kv", "copied"),
-    [
-        ([5, 5, 5], None, 0),  # a view of the arena
-        ([5, 3, 4], None, 5 * 8 * 4),  # keys of one head, as many as the longest has
-        ([5, 3, 4], torch.int8, 3 * 5 * (2 * 8 * 4 + 4)),  # decoded, and positions
-        ([5, 5, 5], torch.int8, 3 * 5 * (2 * 8 * 4 + 4)),
-    ],
-)
-def test_copies_of_earlier_rows_count_while_their_layer_is_read(
-    lengths: list[int], kv: torch.dtype | None, copied: int
-) -> None:
-    """Not before, and not those of two layers at once."""
-    read = by_hand({}, lengths=[lengths, [2, 2, 2]], kv=kv)
-    before = 130 * (ROW if kv is None else 2 * (8 + 4) + 4) + READ
-    assert read.peak == before
-    fed(read, 0)
-    assert read.peak == before + copied
-    fed(read, 1)
-    assert read.peak == before + copied
-
-
-class Held:
-    """A tier whose buffers are said to have a million bytes."""
-
-    length = 0
-    staging_nbytes = 1_000_000
-
-    def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(3, rows, 8), torch.zeros(3, rows, 8)
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        pass
-
-
-def test_a_tier_says_what_its_buffers_take_and_each_layer_leaves_a_query_and_an_output() -> None:
-    read = by_hand({}, Held())
-    before, pair = 130 * ROW + 1_000_000 + 10 * 8, 2 * 6 * 8 * 4
-    assert read.peak == before
-    fed(read, 0)
-    assert read.peak == before
-    read.finish(0)
-    assert read.peak == before + pair
-    fed(read, 1)
-    read.finish(1)
-    assert read.peak == before + 2 * pair
-    assert [t.shape for pair in read.exact for t in pair] == [(6, 8)] * 4
-
-
-@pytest.mark.parametrize(("name", "queries"), [("snapkv", 8), ("h2o", 0)])
-def test_the_peak_of_a_later_prompt_counts_sums_for_the_earlier_rows_too(
-    name: str, queries: int
-) -> None:
-    """Of 40 rows of before, even, and of 30 new ones: what each got from both queries of its
-    group, and the squares."""
-    net = small.network(layers=2)
-    policy = policies.prompt_policy(name, {"window": 8} if name == "snapkv" else None)
-    run = Engine(net, small.over(net, Rules(policy, None, Budget.parse(40))))
-    run.prompt(small.ids(100), room=3)
-    before = run.kv.arena.nbytes
-    run.prompt(small.ids(30, seed=1), room=3)
-    staging, sums = 30 * (2 * 3 * 8 * 4 + 8), 3 * (40 + 30) * (2 + 1) * 4
-    tail = queries * 6 * (8 + 1) * 4
-    assert run.kv.stats().peak_bytes == before + run.kv.arena.nbytes + staging + sums + tail
-
-
-def test_the_peak_counts_what_each_query_gave() -> None:
-    """To each row, of all heads at once, beside the sums and the probabilities of the tokens."""
-    run, _, _ = asking()
-    run.prompt(small.ids(50), room=1)
-    arena = run.kv.arena
-    staging, sums = 50 * (2 * 3 * 8 * 4 + 8), 3 * 50 * (2 + 1) * 4
-    tail, each = 5 * 6 * (8 + 1) * 4, 3 * 2 * 5 * 50 * 4
-    want = arena.nbytes + staging + sums + tail + each + 50 * 4
-    assert run.kv.stats().peak_bytes == want
 
 
 @pytest.mark.parametrize("kv", [None, torch.int8])

@@ -19,9 +19,9 @@ from torch import Tensor
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.plan import PassCost, Prompt, Setup
 from minikv.cache.rules import Rules
-from minikv.cache.second_pass import PassCost
-from minikv.cache.stats import Shape
+from minikv.cache.stats import Shape, full_cache_bytes
 from minikv.cache.tier import Tier
 from minikv.cache.tier_file import FileRows
 from minikv.cache.tier_rows import RamRows, TierError, columns_of
@@ -344,7 +344,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(
         run.prompt(ids(50, seed=1))
     net.forward = forward  # type: ignore[method-assign]
     assert calls == [50, 28, 37][:call]
-    assert (kept(run.kv), run.kv.position, run.kv.reading) == (before, 61, False)
+    assert (kept(run.kv), run.kv.position, run.kv.reading) == (before, 61, None)
     assert rows is None or rows.working == 0
     assert torch.equal(run.prompt(ids(50, seed=1)), twin.prompt(ids(50, seed=1)))
     same(run, twin)
@@ -376,6 +376,24 @@ def test_a_shorter_chunk_where_few_positions_are_left() -> None:
     assert run.kv.position == 0
 
 
+def test_what_is_held_at_once() -> None:
+    """No more than a full cache, one layer with its repeat, the scores and the cache itself."""
+    windows = (20, None, 60)
+    net = network(windows=windows)
+    run, _ = made(net, "kvzip", 15, chunk=25)
+    run.prompt(ids(200), room=1)
+    shape, row = run.kv.shape, 2 * 8 * 4
+    fed = texts(ids(200), 4, 25)
+    longest = max(map(len, fed))
+    cost = run.kv.scoring_cost(200, 0, asks=False)
+    assert (cost.tokens, cost.reads) == (sum(map(len, fed)), len(fed) + 1)
+    text = 3 * (longest + longest + 59) * row  # and a copy of it beside the rows of a window
+    full = 3 * (19 + 200 + 59) * row
+    assert full <= full_cache_bytes(shape, 200, 4)
+    layer = 3 * 200 * row
+    assert cost.ram == full + layer + text
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_layer_with_a_window_keeps_what_the_next_token_sees(device: str) -> None:
     """What comes back is what was kept; the other rows are zeros. And what that costs."""
@@ -399,10 +417,12 @@ def test_a_layer_with_a_window_keeps_what_the_next_token_sees(device: str) -> No
                 assert torch.equal(torch.stack(tier.stage(layer, 12)), want)
     texts, each = [Repeat((1, 2), 0, 9), Repeat((1, 2, 3), 9, 12)], 2 * 3 * 4 * 4
     text = (3 + 3 + 4) * each  # its rows, and once more with those that they see
-    cost = PassCost.of(shape, 12, texts, torch.float32, gpu=False)
-    assert cost == PassCost(5, 3, (16 + 12) * each + text, 24 * each, 24 * each + text)
-    cost = PassCost.of(shape, 12, texts, torch.float32, gpu=True)
-    assert cost == PassCost(5, 3, 16 * each, 24 * each, 24 * each, 12 * each + text)
+    prompt = Prompt(position=0, tokens=12)
+    setup = Setup(shape, Rules(), torch.float32, torch.float32)
+    cost = PassCost.of(prompt, setup, texts)
+    assert cost == PassCost(5, 3, (16 + 12) * each + text, 24 * each, 24 * each + text, 0, text)
+    cost = PassCost.of(prompt, replace(setup, gpu=True), texts)
+    assert cost == PassCost(5, 3, 16 * each, 24 * each, 24 * each, 12 * each + text, text)
 
 
 # -- in a file -------------------------------------------------------------------------------------
@@ -478,58 +498,17 @@ def test_a_file_that_fails_is_said_and_changes_nothing(
         run.prompt(ids(60))
     monkeypatch.undo()
     net.forward = forward  # type: ignore[method-assign]
-    assert (run.kv.position, run.kv.reading, kept(run.kv)) == (0, False, [[]] * 9)
+    assert (run.kv.position, run.kv.reading, kept(run.kv)) == (0, None, [[]] * 9)
     rows.close()
     run.kv.scoring_tier = None
     assert torch.equal(run.prompt(ids(60)), twin.prompt(ids(60)))
     same(run, twin)
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "kv", "room", "windows", "in_file"),
-    pairwise(
-        ["kvzip", "kvzip+uniform"],
-        ["none", "roco", "tova"],
-        [None, torch.int8],
-        [1, 256],
-        [None, (20, None, 60, 40, 40, 40)],
-        [False, True],
-    ),
-)
-def test_the_peak_is_planned_before_anything_is_read(
-    name: str,
-    step: str,
-    kv: torch.dtype | None,
-    room: int,
-    windows: tuple[int | None, ...] | None,
-    in_file: bool,
-    tmp_path: Path,
-) -> None:
-    """By a prompt that begins in memory: what to do is decided before there is a file."""
-    run, _ = made(network(layers=6, windows=windows), name, 24, step, kv=kv, chunk=25)
-    run.kv.begin(120, room)
-    reading = run.kv.scored_twice
-    assert reading is not None
-    cost = reading.cost(gpu=False)
-    assert cost == run.kv.scoring_cost(120, 0, asks=False)
-    planned = reading.planned(cost.file_ram if in_file else cost.ram)
-    run.kv.rollback()
-    if in_file:
-        filed(run, tmp_path / "rows")
-    run.prompt(ids(120), room=room)
-    peak = run.kv.last_prompt.peak_bytes
-    assert peak <= planned <= 1.4 * peak
-    # The rows of all layers, or of two; the scores; and what stays.
-    stored = sum(min(120, (window or 999) - 1) for window in windows or (None,) * 6)
-    row = 3 * 2 * 8 * 4
-    assert peak > row * (2 * 120 if in_file else stored) + 6 * 3 * 120 * 4 + run.kv.arena.nbytes
-    assert cost.ram >= row * stored
-
-
 def more(run: Engine, tokens: int, position: int, *, asks: bool) -> int:
     """Tokens that are read to score so many."""
     cost = run.kv.scoring_cost(tokens, position, asks=asks)
-    return 0 if cost is None else cost.tokens
+    return cost.tokens
 
 
 def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:

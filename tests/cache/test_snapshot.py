@@ -175,11 +175,11 @@ def test_a_restart_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as short:
         short.setattr(kv, "settle", fails)
         with pytest.raises(MemoryError):
-            kv.restart(Rules())
+            kv.reset(Rules())
         with pytest.raises(MemoryError):
             kv.reset()
     assert (kv.rules, kv.position) == before
-    kv.restart(Rules())
+    kv.reset(Rules())
     assert (kv.rules.prompt, kv.position) == (None, 0)
 
 

@@ -1,16 +1,19 @@
-"""What is held and what a full cache would hold count the same rows in the same way."""
+"""What is held and what a full cache would hold count the same rows in the same way;
+seconds of eviction are the device's."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from pairwise import beside
 from small import PAIRS, by_day, engine, ids, network, over, shape
 
 from minikv import policies
+from minikv.cache import stats
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
-from minikv.cache.stats import full_cache_bytes, share_saved
+from minikv.cache.stats import Stopwatch, full_cache_bytes, share_saved
 from minikv.engine.engine import Engine
 
 WINDOWS = (None, (20, None, 70))
@@ -85,3 +88,54 @@ def test_a_share_is_never_below_zero() -> None:
     assert share_saved(25, 100) == 0.75
     assert share_saved(103, 100) == 0
     assert share_saved(0, 0) == 0
+
+
+class Event:
+    """Recorded at the time that the device says it is."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at: float | None = None
+        self.awaited = False
+
+    def record(self, stream: object) -> None:
+        self.at = Event.now
+
+    def synchronize(self) -> None:
+        self.awaited = True
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.awaited
+        assert self.at is not None
+        assert other.at is not None
+        return 1e3 * (other.at - self.at)
+
+
+def test_events_are_summed_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "now", 0.0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    watch = Stopwatch(torch.device("cuda"))
+    for seconds in (2.0, 3.0):
+        Event.now += 10.0  # the network's part
+        with watch.running():
+            Event.now += seconds
+    assert watch.total() == pytest.approx(5.0)
+    assert watch.total() == pytest.approx(5.0)
+    with watch.running():
+        Event.now += 1.0
+    assert watch.total() == pytest.approx(6.0)
+
+
+def test_a_cpu_is_looked_at_by_the_wall_and_every_prompt_begins_at_nought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(stats.time, "perf_counter", lambda: float(next(clock)))
+    net = network()
+    run = engine(net, "snapkv", "none", 40)
+    for turn in range(2):
+        run.prompt(ids(60, turn))
+        assert run.kv.stats().evict_s == net.config.layers + 1  # and the end of the prompt

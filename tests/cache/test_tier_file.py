@@ -235,7 +235,7 @@ class Chat:
             found = self.run.recall(ids)
         except TierError as error:
             self.told.append(error)
-            self.run.kv.rollback()
+            self.run.kv.abandon()
             tier.truncate(error.rows or 0)
             if error.rows is None:
                 self.run.kv.tier = None

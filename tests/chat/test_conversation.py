@@ -46,7 +46,7 @@ FILES = tuple(
 )
 
 
-CLOSING = {"closing", "ended", "turn_report", "measured", "closed", "_settle", "put_right", "_end"}
+CLOSING = {"closing", "ended", "turn_report", "measured", "closed", "_settle", "settle", "_end"}
 
 
 class At:

@@ -26,12 +26,13 @@ from safetensors.torch import load_file
 
 import minikv
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.plan import Plan, Setup, held_after, peak
 from minikv.cache.stats import Shape
-from minikv.chat import fitting
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.fitting import Machine
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
-from minikv.cli.forecast import Forecast, forecast, held_bytes
+from minikv.cli.forecast import Forecast, forecast
 from minikv.cli.plan import plan, read_bytes
 from minikv.cli.selftest import one_thread
 from minikv.cli.terminal import Terminal
@@ -274,14 +275,21 @@ def sliding() -> ChatSession:
     return chat_of(config_of(4, (None, 120, None, 40)))
 
 
-def begun(
+def planned_by(
     eviction: EvictionConfig,
     config: ModelConfig,
     tokens: int,
     answer: int,
     kept: torch.dtype = torch.float32,
-) -> KVCache:
-    return fitting.begun(eviction.rules(), shape_of(config), torch.float32, kept, tokens, answer)
+) -> tuple[Plan, Setup]:
+    return Machine(shape_of(config), torch.float32, kept, lambda _: 0).plan(
+        eviction, tokens, answer
+    )
+
+
+def allocated(made: Plan, setup: Setup) -> int:
+    """Bytes of the rows that the plan makes room for."""
+    return sum(made.needed) * setup.rules.row_nbytes(setup.shape, setup.kv)
 
 
 def measured_and_planned(
@@ -297,12 +305,12 @@ def measured_and_planned(
     report = session.report
     assert report is not None
     tokens, kv_bytes = report.tokens, report.kv_bytes
-    kv = begun(eviction, config, tokens.prompt_new, answer)
+    made, setup = planned_by(eviction, config, tokens.prompt_new, answer)
     steps = len(session.fed) - tokens.prompt_new
     return [
-        (kv_bytes.peak_prefill, fitting.peak(kv, tokens.prompt_new)),
-        (kv_bytes.allocated, kv.target.nbytes),
-        (kv_bytes.held, held_bytes(kv, tokens.prompt_new, steps)),
+        (kv_bytes.peak_prefill, peak(made, setup).reading),
+        (kv_bytes.allocated, allocated(made, setup)),
+        (kv_bytes.held, held_after(made, setup, steps)),
         (
             kv_bytes.full,
             sum(min(session.engine.kv.position, (w or 1 << 40) - 1) for w in config.windows)
@@ -362,16 +370,16 @@ def test_what_is_read_twice_stays_below_its_plan(
         pass
     session.recall.kind = "none"
     assert session.report is not None
-    tokens, peak = session.report.tokens.prompt_new, session.report.kv_bytes.peak_prefill
-    kv = begun(choice, config, tokens, 5)
-    assert kv.scored_twice is not None
-    planned = fitting.peak(kv, tokens)
+    kv_bytes = session.report.kv_bytes
+    made, setup = planned_by(choice, config, session.report.tokens.prompt_new, 5)
+    assert made.repeats
+    planned = peak(made, setup).reading
     if tier == "file":
-        in_file = kv.scored_twice.planned(kv.scored_twice.cost(gpu=False).file_ram)
+        in_file = peak(made, setup, in_file=True).reading
         assert in_file < planned
         planned = in_file
-    assert peak <= planned <= 1.35 * peak
-    assert session.report.kv_bytes.allocated <= kv.target.nbytes
+    assert kv_bytes.peak_prefill <= planned <= 1.35 * kv_bytes.peak_prefill
+    assert kv_bytes.allocated <= peak(made, setup).writing
 
 
 def test_the_plan_tells_what_is_read_twice() -> None:
@@ -923,11 +931,11 @@ def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
         report = session.report
         assert report is not None
         prompt = report.tokens.prompt_new
-        kv = begun(choice, config, prompt, 5, torch.int8)
-        wide = begun(choice, config, prompt, 5)
-        rows[budget] = kv.budget_rows, wide.budget_rows
+        coded = planned_by(choice, config, prompt, 5, torch.int8)
+        wide = planned_by(choice, config, prompt, 5)
+        rows[budget] = coded[0].rows, wide[0].rows
         held = report.kv_bytes.allocated
-        assert held == kv.target.nbytes < wide.target.nbytes * 1.1
-        assert report.kv_bytes.peak_prefill <= fitting.peak(kv, prompt)
+        assert held == allocated(*coded) < allocated(*wide) * 1.1
+        assert report.kv_bytes.peak_prefill <= peak(*coded).reading
     assert rows["72"] == (72, 72)
     assert rows["600KiB"][0] > 2 * rows["600KiB"][1]

@@ -51,9 +51,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import facts
 
+from minikv.cache.plan import peak
 from minikv.cache.tier import Tier
-from minikv.chat import fitting
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.fitting import Machine
 from minikv.cli.bench import kernels, machine, networks
 from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.systems import Cached, Transformers
@@ -248,11 +249,10 @@ class Bench:
 
     def _planned(self, eviction: EvictionConfig, net: Llama, tokens: int) -> int:
         """Bytes beside the weights, as `minikv plan` has them."""
-        shape = shape_of(net.config)
-        kv = fitting.begun(eviction.rules(), shape, net.dtype, net.dtype, tokens, ROOM)
-        assert kv.target is not None
-        most = max(fitting.peak(kv, tokens), kv.target.nbytes)
-        return most + workspace(net.config, tokens, net.dtype.itemsize, cuda=True)
+        machine = Machine(shape_of(net.config), net.dtype, net.dtype, lambda _: 0, gpu=True)
+        found = peak(*machine.plan(eviction, tokens, ROOM))
+        work = workspace(net.config, tokens, net.dtype.itemsize, cuda=True)
+        return max(found.reading, found.writing) + work
 
     def compare(self, series: Sequence[Series]) -> None:
         """Write tokens in turns, and note a row for each."""

@@ -161,22 +161,14 @@ class FakeKv:
         names = ("evict_s", "peak_bytes", "shaped", "lost_mean", "lost_max", "lost_layer")
         return SimpleNamespace(**{name: getattr(figures, name) for name in names})
 
-    def mark(self) -> SimpleNamespace:
+    def share(self) -> SimpleNamespace:
         return SimpleNamespace(
             arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
         )
 
-    def forget_mark(self) -> None: ...
+    def abandon(self) -> None: ...
 
-    def go_back_to_mark(self) -> bool:
-        return False
-
-    def put_right(self) -> int:
-        return self.position
-
-    def go_back(self, mark: SimpleNamespace) -> None:
-        self.position = mark.position
-        self.fed[:] = mark.fed
+    def settle(self) -> None: ...
 
     def kept(self, layer: int, head: int) -> Tensor:
         return torch.arange(self.position)
@@ -207,13 +199,17 @@ class FakeKv:
             {"ids": ids},
         )
 
-    def restart(self, rules: Rules) -> None:
+    def reset(self, rules: Rules) -> None:
         self.check(rules)
         self.configured.append(rules)
         self.position = 0
         self.fed.clear()
 
-    def restore(self, held: CacheSnapshot, rules: Rules, under: Rules | None = None) -> None:
+    def restore(self, held: Any, rules: Rules | None = None, under: Rules | None = None) -> None:
+        if rules is None:
+            self.position = held.position
+            self.fed[:] = held.fed
+            return
         self.check(rules)
         self.fed, self.position = held.columns["ids"].tolist(), held.position
 

@@ -249,7 +249,7 @@ class Walk:
         attend = self.kv.attend
 
         def listen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if not (self.kv.scoring or getattr(self.kv._reading, "glancing", False)):
+            if not (self.kv.scoring or getattr(self.kv.reading, "glancing", False)):
                 self.fed[layer].append(torch.stack((k, v), 1))
             return attend(layer, q, k, v)
 
