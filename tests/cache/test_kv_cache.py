@@ -518,13 +518,14 @@ def test_reading_more_with_nothing_evicted_copies_no_old_row_twice() -> None:
     before = run.kv.stats().allocated_bytes
     run.prompt(ids(30), room=4)
     stats = run.kv.stats()
-    assert stats.peak_bytes < before + 1.1 * stats.allocated_bytes
+    # With heads so narrow, the indices of a layer's rows are a third of all rows.
+    assert stats.peak_bytes < before + 1.5 * stats.allocated_bytes
     run.prompt(ids(10), room=40)
     held = run.kv.stats().allocated_bytes
     run.prompt(ids(10), room=30)
     stats = run.kv.stats()
     assert stats.allocated_bytes == held
-    assert stats.peak_bytes < 1.1 * held
+    assert stats.peak_bytes < 1.5 * held
     for token in ids(20):  # out of room: the cache grows while it answers
         assert run.step(token).isfinite().all()
     assert run.kv.stats().kept_min == 2070
@@ -784,7 +785,7 @@ def test_a_step_that_begins_again_is_the_one_that_a_graph_holds() -> None:
         decode = run.kv.begin_step(captured=True)
         run.kv._stepping = False  # nothing is computed
         keys.append(decode.key)
-        held.append((decode.leaves_last, decode._shown, decode.quota, decode.logits))
+        held.append((decode.leaves_last, decode.shown, decode.quota, decode.logits))
         run.kv.settle()
     assert keys[0] == keys[1] == keys[2]
 
