@@ -30,6 +30,7 @@
     row_product            -                        product/cpu         product/plain
     rest                   layer/rest_gpu           layer/rest_cpu      models
     normed_product         layer/rest_gpu           -                   models
+    packed_row             layer/rest_gpu           -                   models
     layers                 -                        layer/layers_cpu    models
     step_arena             -                        layer/arena_cpu     models
     int8_product           -                        product/integer_cpu models
@@ -38,8 +39,6 @@
     pack_int4              -                        product/packing     models
     unpack_int4            -                        product/packing     models
     rows_product           -                        product/tiles_cpu   models
-    w8a16_product          product/gpu              -                   models
-    w4a16_product          product/gpu              -                   models
     unpack_int4_rows       product/gpu              -                   models
 
 A "-" means that the torch form is used there. "policies" means that the torch form is in the
@@ -134,6 +133,7 @@ class Kernels:
     row_product = staticmethod(product.row_product)
     rest: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
     normed_product: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
+    packed_row: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
     layers: Callable[..., Callable[..., Tensor] | None] | None = None
     step_arena: Callable[..., object | None] | None = None
     int8_product: Callable[..., Tensor] | None = None
@@ -142,8 +142,6 @@ class Kernels:
     pack_int4: Callable[..., None] | None = None
     unpack_int4: Callable[..., None] | None = None
     rows_product: Callable[..., Callable[..., Tensor] | None] | None = None
-    w8a16_product: Callable[..., torch.Tensor] | None = None
-    w4a16_product: Callable[..., torch.Tensor] | None = None
     unpack_int4_rows: Callable[..., None] | None = None
 
 

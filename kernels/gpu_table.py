@@ -16,7 +16,7 @@ from minikv.kernels.evict import gpu as step
 from minikv.kernels.layer import gpu as layer
 from minikv.kernels.layer import rest_gpu as rest_of_layer
 from minikv.kernels.mass import gpu as attention_mass
-from minikv.kernels.product import gpu as packed_product
+from minikv.kernels.product import gpu as product
 
 
 class Triton(Kernels):
@@ -49,6 +49,5 @@ class Triton(Kernels):
     silu_mul = staticmethod(layer.silu_mul)
     rest = staticmethod(rest_of_layer.rest)
     normed_product = staticmethod(rest_of_layer.normed_product)
-    w8a16_product = staticmethod(packed_product.w8a16_product)
-    w4a16_product = staticmethod(packed_product.w4a16_product)
-    unpack_int4_rows = staticmethod(packed_product.unpack_int4_rows)
+    packed_row = staticmethod(rest_of_layer.packed_row)
+    unpack_int4_rows = staticmethod(product.unpack_int4_rows)

@@ -109,21 +109,7 @@ class _Kernels(Triton):
     """Triton's operations, of which each launches, and then is computed by its torch form."""
 
 
-def _w4a16_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    weight = x.new_empty((len(packed), x.shape[1]))
-    unpack_int4_rows(packed, scales, weight)
-    return x @ weight.T
-
-
-def _w8a16_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    return x @ (codes * scale[:, None]).T
-
-
-_PACKED = SimpleNamespace(
-    w8a16_product=_w8a16_product,
-    w4a16_product=_w4a16_product,
-    unpack_int4_rows=unpack_int4_rows,
-)
+_PACKED = SimpleNamespace(unpack_int4_rows=unpack_int4_rows)
 
 
 def _torch_form(name: str) -> Callable[..., Any]:
@@ -177,7 +163,7 @@ def _parts(given: Any, name: str) -> Any:
     return getattr(given, name) if isinstance(given, _Made) else given
 
 
-_MAKERS = ("rest", "normed_product")
+_MAKERS = ("rest", "normed_product", "packed_row")
 for _name in vars(Triton):
     if isinstance(vars(Triton)[_name], staticmethod):
         _launch = getattr(Triton, _name)

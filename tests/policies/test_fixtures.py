@@ -26,7 +26,8 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.kernels.evict.choose import best, order_key
-from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
+from minikv.kernels.layer.plain import rotate
+from minikv.models.rope import RopeConfig, Rotary, frequencies
 from minikv.policies import kvcrush
 from minikv.policies.base import Candidates, Evidence, PromptView, Scorer, StepView
 from minikv.policies.snapkv import SnapKV
