@@ -56,4 +56,4 @@ def silu_mul(both: Tensor) -> Tensor:
     returns it: a view [t, n]."""
     size = both.shape[1] // 2
     gate = both[:, :size]
-    return gate.copy_(F.silu(gate)).mul_(both[:, size:])
+    return F.silu(gate, inplace=True).mul_(both[:, size:])
