@@ -232,7 +232,7 @@ def _pieces(spans: Spans, tokens: int) -> tuple[str | None, ...]:
     """What each of so many tokens adds to the text, as in `text` of the JSON."""
     pieces: list[str | None] = [None] * tokens
     for token, start, end in zip(
-        spans.token, spans.start, (*spans.start[1:], len(spans.text)), strict=True
+        spans.token, spans.start, (*spans.start, len(spans.text))[1:], strict=True
     ):
         pieces[token] = spans.text[start:end]
     return tuple(pieces)
