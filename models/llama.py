@@ -166,7 +166,7 @@ class Llama:
             matrix.product = product if ops.products else None
             matrix.many = ops.products and ops.integer_prompts
             matrix.rows_product = _rows_product(ops, matrix)
-        elif ops.packed_row is not None:
+        elif isinstance(matrix, Int8OnGpu | Int4OnGpu) and ops.packed_row is not None:
             read = as_read(matrix)
             matrix.row = ops.packed_row(read, self.dtype) if read is not None else None
         if isinstance(matrix, Int4):
