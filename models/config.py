@@ -25,6 +25,7 @@ from minikv.models.rope import RopeConfig
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
 MAX_HEADS, MAX_HEAD_DIM, MAX_MLP, MAX_POSITIONS = 1024, 1024, 2**20, 2**26
 MAX_TOP_K = 2**31
+_LENGTH = "original_max_position_embeddings"  # a key in three places
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +342,7 @@ def _plain_attention(read: _Reader) -> int | None:
         return None
     inner = _Reader(table, f"config.json: {key}")
     most = inner.integer("chunk_size", 1, MAX_POSITIONS)
-    return min(most, inner.integer("original_max_position_embeddings", 1, MAX_POSITIONS, most))
+    return min(most, inner.integer(_LENGTH, 1, MAX_POSITIONS, most))
 
 
 def quantised(method: str) -> UnsupportedModel:
@@ -389,25 +390,25 @@ def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[in
     return tuple(window if s else None for s in sliding)
 
 
-_ROPE_KEYS = {
-    "default": frozenset[str](),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", _LENGTH, "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "attention_factor", "truncate"),
     ),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
+}
+_ROPE_NUMBERS: Mapping[str, tuple[float, float, float | None]] = {
+    # the least and the largest value, and the default; None: the file must say it
+    "factor": (1.0, 1e6, None),
+    "low_freq_factor": (1e-3, 1e6, None),
+    "high_freq_factor": (1e-3, 1e6, None),
+    "beta_fast": (1e-3, 1e6, 32.0),
+    "beta_slow": (1e-3, 1e6, 1.0),
+    "mscale": (0.0, 1e3, 0.0),
+    "mscale_all_dim": (0.0, 1e3, 0.0),
 }
 
 
@@ -466,10 +467,7 @@ def _scaling(inner: _Reader, read: _Reader, max_context: int) -> RopeConfig:
     where = inner.where
     table = {key: value for key, value in inner.raw.items() if value is not None}
     names = [table.pop(key) for key in ("rope_type", "type") if key in table]
-    for key in (
-        "rope_theta",
-        "finetuned",
-    ):  # the base is read elsewhere; the other computes nothing
+    for key in ("rope_theta", "finetuned"):  # the base is read elsewhere, the other says nothing
         table.pop(key, None)
     if any(isinstance(value, dict) for value in table.values()):
         raise UnsupportedModel(f"{where}: rotary settings per layer are not supported")
@@ -484,51 +482,34 @@ def _scaling(inner: _Reader, read: _Reader, max_context: int) -> RopeConfig:
     if table.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModel(f"{where}: partial_rotary_factor other than 1 is not supported")
     table.pop("partial_rotary_factor", None)
-    unknown = sorted(set(table) - _ROPE_KEYS[kind])
+    keys = _ROPE_KEYS[kind]
+    unknown = sorted(set(table) - {*keys})
     if unknown:
         raise UnsupportedModel(f"{where}: key {quote(unknown[0])} of type {kind} is not known")
-    if kind == "default":
-        return RopeConfig()
-    factor = inner.number("factor", 1.0, 1e6)
-    if kind in ("linear", "dynamic"):
-        return RopeConfig(kind=kind, factor=factor)
-    original = _original_length(inner, read, kind, max_context)
-    if kind == "llama3":
-        low = inner.number("low_freq_factor", 1e-3, 1e6)
-        high = inner.number("high_freq_factor", 1e-3, 1e6)
-        if high <= low:
-            raise CorruptModel(f"{where}: high_freq_factor must be above low_freq_factor")
-        return RopeConfig(
-            kind=kind, factor=factor, low_freq_factor=low, high_freq_factor=high, original=original
-        )
-    fast, slow = inner.number("beta_fast", 1e-3, 1e6, 32), inner.number("beta_slow", 1e-3, 1e6, 1)
-    if fast < slow:
-        raise CorruptModel(f"{where}: beta_fast must not be below beta_slow")
-    attention = None
-    if inner.given("attention_factor"):
-        attention = inner.number("attention_factor", 1e-6, 1e6)
-    return RopeConfig(
-        kind=kind,
-        factor=factor,
-        original=original,
-        attention_factor=attention,
-        beta_fast=fast,
-        beta_slow=slow,
-        mscale=inner.number("mscale", 0.0, 1e3, 0.0),
-        mscale_all_dim=inner.number("mscale_all_dim", 0.0, 1e3, 0.0),
-        truncate=inner.flag("truncate", True),
-    )
+    given: dict[str, Any] = {
+        key: inner.number(key, *bounds) for key, bounds in _ROPE_NUMBERS.items() if key in keys
+    }
+    if _LENGTH in keys:
+        given["original"] = _original_length(inner, read, kind, max_context)
+    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        raise CorruptModel(f"{where}: high_freq_factor must be above low_freq_factor")
+    if kind == "yarn":
+        if given["beta_fast"] < given["beta_slow"]:
+            raise CorruptModel(f"{where}: beta_fast must not be below beta_slow")
+        if inner.given("attention_factor"):
+            given["attention_factor"] = inner.number("attention_factor", 1e-6, 1e6)
+        given["truncate"] = inner.flag("truncate", True)
+    return RopeConfig(kind=kind, **given)
 
 
 def _original_length(inner: _Reader, read: _Reader, kind: str, max_context: int) -> int:
-    key = "original_max_position_embeddings"
-    lengths = [r.integer(key, 1, MAX_POSITIONS) for r in (inner, read) if r.given(key)]
+    lengths = [r.integer(_LENGTH, 1, MAX_POSITIONS) for r in (inner, read) if r.given(_LENGTH)]
     if len(set(lengths)) > 1:
-        raise CorruptModel(f"config.json: {key} is given twice and disagrees: {lengths}")
+        raise CorruptModel(f"config.json: {_LENGTH} is given twice and disagrees: {lengths}")
     if lengths:
         return lengths[0]
     if kind == "llama3":
-        raise inner.bad(key, "a whole number")
+        raise inner.bad(_LENGTH, "a whole number")
     return max_context  # yarn, as in transformers
 
 
