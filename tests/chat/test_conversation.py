@@ -136,10 +136,15 @@ def test_an_interrupt_at_any_line(name: str, setting: str, part: float) -> None:
 def test_an_interrupt_at_every_line_of_closing_a_turn(fails: bool) -> None:
     """Also after a step that failed: then one record says that nothing is cached."""
     for at in itertools.count(1):
-        chat, interrupt = made("no tier"), At(at, CLOSING)
+        chat, interrupt, failed = made("no tier"), At(at, CLOSING), []
+
+        def fail(failed: list[int] = failed) -> None:
+            failed.append(1)
+            raise ZeroDivisionError
+
         with pytest.MonkeyPatch.context() as patch:
             if fails:
-                patch.setattr(chat.engine.kv.decode, "end", lambda: 1 // 0)
+                patch.setattr(chat.engine.kv.decode, "end", fail)
             interrupted(chat, OPERATIONS["ask"], interrupt)
         if not interrupt.where:
             break
@@ -149,7 +154,8 @@ def test_an_interrupt_at_every_line_of_closing_a_turn(fails: bool) -> None:
             if fails and last == "and now?":
                 "".join(chat.ask("more?", 2))
                 said = [line for report in chat.reports for line in report.warnings]
-                assert sum("a step failed" in line for line in said) == 1
+                # An interrupt may come after the reading and before the first step.
+                assert sum("a step failed" in line for line in said) == len(failed)
                 assert chat.turns[-1].question == "more?"
                 chat.undo()
             assert [turn.question for turn in chat.undo()] == [last]
