@@ -90,10 +90,11 @@ def test_attention_over_segments(form: Form, case: tuple[int, str, torch.dtype])
     k, v = (randoms(i, rows, size, dtype=dtype) for i in (2, 3))
     k[~used] = v[~used] = math.nan
     pos = torch.randperm(rows, generator=torch.Generator().manual_seed(4)).to(torch.int32)
+    oldest = torch.tensor(rows // 3)
     for a, n in zip(start.tolist(), lengths, strict=True):
         if n:
+            pos[a] = oldest  # the last row that is seen
             pos[a + n // 2] = rows  # a head that has rows sees one
-    oldest = torch.tensor(rows // 3)
     wide = max(lengths) + 5
     logits = lse = None
     if sees == "logits":
