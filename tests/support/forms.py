@@ -6,7 +6,7 @@ Torch and C run in the usual process; Triton in that of test_interpreter.py, or 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +19,7 @@ from triton_device import DEVICE, INTERPRETED, kernel
 
 from minikv.kernels import dispatch
 from minikv.kernels.attention import cpu as prefill
-from minikv.kernels.native import build
+from minikv.kernels.native import build, choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,10 @@ def _in_c(operation: str, name: str) -> list[Any]:
     for way, where in ways.items():
         if not hasattr(where, operation):
             where = module
-        needed = prefill.FORMS.get(way)
-        lacks = missing or (len(ways) > 1 and needed is not None and not needed.available())
+        needed = where if isinstance(where, prefill.Prefill) else None
+        if way == choice.TILES:
+            needed = prefill.TILES
+        lacks = missing or (needed is not None and not needed.available())
         mark = pytest.mark.skipif(lacks, reason="no C compiler, or no such instructions, here")
         form = Form("c", lambda where=where: getattr(where, operation))
         found.append(pytest.param(form, marks=mark, id=way))
@@ -82,7 +84,7 @@ def _in_c(operation: str, name: str) -> list[Any]:
     return found
 
 
-def each(forms: list[Any], cases: Iterable[Any], takes: Callable[[Form, Any], bool]) -> list[Any]:
+def each(forms: list[Any], cases: Sequence[Any], takes: Callable[[Form, Any], bool]) -> list[Any]:
     """Every form with every case that it takes, for the parameters form and case."""
     return [
         pytest.param(form.values[0], case, marks=form.marks, id=f"{form.id}-{case}")

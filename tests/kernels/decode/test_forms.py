@@ -58,7 +58,7 @@ def takes(form: Form, case: tuple[int, str, torch.dtype]) -> bool:
     return dtype != torch.float16
 
 
-CASES = product(range(len(SEGMENTS)), USES, (torch.float32, torch.bfloat16, torch.float16))
+CASES = [*product(range(len(SEGMENTS)), USES, (torch.float32, torch.bfloat16, torch.float16))]
 
 
 def tiled(form: Form, size: int, dtype: torch.dtype, heads: int, group: int, tiles: Any) -> Any:
