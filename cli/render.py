@@ -36,7 +36,12 @@ _READ = {
 
 
 def stats(report: TurnReport) -> str:
-    """Everything that was measured about a turn, one topic per line."""
+    """The figures of a turn as text, one topic per line."""
+    return _columns(figures(report))
+
+
+def figures(report: TurnReport) -> list[tuple[str, str]]:
+    """Everything that was measured about a turn: (topic, figures)."""
     tokens, kv, time, rate = report.tokens, report.kv_bytes, report.time_s, report.rate
     loss, memory = report.loss, report.device_mem
     shaped = ""
@@ -94,7 +99,7 @@ def stats(report: TurnReport) -> str:
     if memory.peak_bytes is not None:
         where = "GPU" if memory.reserved_bytes is not None else "process"
         rows.append((where, f"{size(memory.peak_bytes)} at the most"))
-    return _columns(rows)
+    return rows
 
 
 def tier_rows(report: TurnReport) -> list[tuple[str, str]]:

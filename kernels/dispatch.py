@@ -92,6 +92,7 @@ class Kernels:
     row_product = staticmethod(product.row_product)
     rest: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
     normed_product: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
+    packed_row: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
     layers: Callable[..., Callable[..., Tensor] | None] | None = None
     step_arena: Callable[..., object | None] | None = None
     int8_product: Callable[..., Tensor] | None = None
@@ -100,8 +101,6 @@ class Kernels:
     pack_int4: Callable[..., None] | None = None
     unpack_int4: Callable[..., None] | None = None
     rows_product: Callable[..., Callable[..., Tensor] | None] | None = None
-    w8a16_product: Callable[..., torch.Tensor] | None = None
-    w4a16_product: Callable[..., torch.Tensor] | None = None
     unpack_int4_rows: Callable[..., None] | None = None
 
 
@@ -133,6 +132,7 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "row_product": ("", "product.cpu"),
     "rest": ("layer.rest_gpu", "layer.rest_cpu"),
     "normed_product": ("layer.rest_gpu", ""),
+    "packed_row": ("layer.rest_gpu", ""),
     "layers": ("", "layer.layers_cpu"),
     "step_arena": ("", "layer.arena_cpu"),
     "int8_product": ("", "product.integer_cpu"),
@@ -141,8 +141,6 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "pack_int4": ("", "product.packing"),
     "unpack_int4": ("", "product.packing"),
     "rows_product": ("", "product.tiles_cpu"),
-    "w8a16_product": ("product.gpu", ""),
-    "w4a16_product": ("product.gpu", ""),
     "unpack_int4_rows": ("product.gpu", ""),
 }
 """Operation -> the modules of minikv.kernels that have it in Triton and in C; "" where torch

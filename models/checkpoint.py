@@ -1,7 +1,7 @@
 """A model folder's safetensors files: which tensors exist, and where their bytes are.
 
 The header of each file is checked here before any data is read. Two layouts are supported: Hugging
-Face's, and the original `consolidated` one, in which query and key rows are stored in rotary pairs.
+Face's, and Mistral's `consolidated` one, in which query and key rows are stored in rotary pairs.
 """
 
 from __future__ import annotations
@@ -40,28 +40,11 @@ STAGING = 32 * 2**20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _BITS = {
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "F64": 64,
-    "I64": 64,
-    "U64": 64,
-    "C64": 64,
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8},
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 _SMALL = frozenset(name for name, bits in _BITS.items() if bits <= 8 and name != "BOOL")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
@@ -210,14 +193,13 @@ class Checkpoint:
 
     entries: dict[str, Entry]
     original: bool
-    """Whether query and key rows are in rotary pairs (the layout of Meta's and Mistral's
-    releases)."""
+    """Whether query and key rows are in rotary pairs (Mistral's own layout)."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
         """Find and check the weight files of `folder`.
 
-        It takes shards before a single file, and that before the original layout. Raises
+        It takes shards before a single file, and that before Mistral's layout. Raises
         CorruptModel, UnsupportedModel or ModelUnavailable.
         """
         folder = Path(folder)

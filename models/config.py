@@ -25,6 +25,7 @@ from minikv.models.rope import RopeConfig
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
 MAX_HEADS, MAX_HEAD_DIM, MAX_MLP, MAX_POSITIONS = 1024, 1024, 2**20, 2**26
 MAX_TOP_K = 2**31
+_LENGTH = "original_max_position_embeddings"  # a key in three places
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read config.json (or, without one, params.json of the original layout).
+        """Read config.json (or, without one, params.json of Mistral's own layout).
 
         Raises CorruptModel, UnsupportedModel or ModelUnavailable, naming the file and the key.
         """
@@ -82,7 +83,7 @@ class ModelConfig:
         if (folder / "config.json").exists():
             config = _from_hf(read_json(folder / "config.json"))
         elif (folder / "params.json").exists():
-            config = _from_original(read_json(folder / "params.json"))
+            config = _from_params(read_json(folder / "params.json"))
         else:
             raise ModelUnavailable(
                 f"{folder} holds no model: config.json is missing",
@@ -116,6 +117,7 @@ class _Family:
     window: int | None = None  # when sliding_window is absent; null in the file always means off
     qkv_bias: bool = False
     biases: bool = False  # reads attention_bias and mlp_bias
+    norm_eps: float | None = 1e-6  # None: the file must say it
 
 
 FAMILIES: Mapping[str, _Family] = {
@@ -146,14 +148,23 @@ _REASONS = {
 
 
 class _Reader:
-    """Typed access to one JSON object. Every error names the file and the key."""
+    """Typed access to one JSON object by the keys of config.json. Every error names the file and
+    the key. names: what the file calls a key, if it has another name for it."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
+    def __init__(
+        self, raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
+    ) -> None:
+        self.where, self._names = where, names or {}
+        keys = {own: key for key, own in self._names.items()}
+        self.raw = {keys.get(own, own): value for own, value in raw.items()}
+
+    def name(self, key: str) -> str:
+        """What the file calls this key."""
+        return self._names.get(key, key)
 
     def bad(self, key: str, wants: str) -> CorruptModel:
         got = quote(self.raw[key]) if key in self.raw else "nothing"
-        return CorruptModel(f"{self.where}: {key} must be {wants}, got {got}")
+        return CorruptModel(f"{self.where}: {self.name(key)} must be {wants}, got {got}")
 
     def given(self, key: str) -> bool:
         return self.raw.get(key) is not None
@@ -195,34 +206,56 @@ class _Reader:
         return value
 
 
+def _sizes(read: _Reader, family: _Family) -> ModelConfig:
+    """What both config.json and params.json say. Windows and biases are left out."""
+    notes: tuple[str, ...] = ()
+    heads = read.integer("num_attention_heads", 1, MAX_HEADS)
+    kv_heads = read.integer("num_key_value_heads", 1, MAX_HEADS, family.kv_heads or heads)
+    if read.raw.get("num_key_value_heads", 0) is None:
+        kv_heads = heads  # null is not absent: in transformers it means as many as heads
+    hidden = read.integer("hidden_size", 1, MAX_HIDDEN)
+    layers = read.integer("num_hidden_layers", 1, MAX_LAYERS)
+    if not read.given("head_dim") and hidden % heads:
+        raise CorruptModel(
+            f"{read.where}: {read.name('hidden_size')} {hidden} is not a multiple of "
+            f"{read.name('num_attention_heads')} {heads}"
+        )
+    head_dim = read.integer("head_dim", 2, MAX_HEAD_DIM, hidden // heads)
+    if heads % kv_heads:
+        raise CorruptModel(f"{read.where}: {heads} heads cannot be shared by {kv_heads} KV heads")
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        raise CorruptModel(
+            f"{read.where}: head_dim {head_dim} must be even and at most {MAX_HEAD_DIM}"
+        )
+    key = "max_position_embeddings"
+    max_context = read.integer(key, 1, MAX_POSITIONS, family.max_context)
+    if not read.given(key):
+        notes = (f"{read.where} has no {read.name(key)}: assuming {max_context}",)
+    return ModelConfig(
+        family="llama",
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        mlp=read.integer("intermediate_size", 1, MAX_MLP),
+        vocab=read.integer("vocab_size", 1, MAX_VOCAB),
+        norm_eps=read.number("rms_norm_eps", 0.0, 0.1, family.norm_eps),
+        rope=_rope(read, max_context),
+        max_context=max_context,
+        windows=(None,) * layers,
+        tied=read.flag("tie_word_embeddings"),
+        notes=notes,
+    )
+
+
 def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     read = _Reader(raw, "config.json")
     name = _family_name(read)
     family = FAMILIES[name]
     _refuse_foreign(read)
-    notes: list[str] = []
-
-    heads = read.integer("num_attention_heads", 1, MAX_HEADS)
-    kv_heads = read.integer("num_key_value_heads", 1, MAX_HEADS, family.kv_heads or heads)
-    if raw.get("num_key_value_heads", 0) is None:
-        kv_heads = heads  # null is not absent: in transformers it means as many as heads
-    hidden = read.integer("hidden_size", 1, MAX_HIDDEN)
-    layers = read.integer("num_hidden_layers", 1, MAX_LAYERS)
-    if read.given("head_dim"):
-        head_dim = read.integer("head_dim", 2, MAX_HEAD_DIM)
-    elif hidden % heads:
-        raise CorruptModel(
-            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
-        )
-    else:
-        head_dim = hidden // heads
-    _check_heads("config.json", heads, kv_heads, head_dim)
-    if read.given("max_position_embeddings"):
-        max_context = read.integer("max_position_embeddings", 1, MAX_POSITIONS)
-    else:
-        max_context = family.max_context
-        notes.append(f"config.json has no max_position_embeddings: assuming {max_context}")
-    rope = _rope(read, max_context)
+    config = _sizes(read, family)
+    notes, max_context = [*config.notes], config.max_context
     plain = _plain_attention(read)
     if plain is not None and plain < max_context:
         notes.append(
@@ -230,7 +263,7 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             "beyond them, the model needs an attention that minikv does not have"
         )
         max_context = plain
-    if rope.kind == "dynamic":
+    if config.rope.kind == "dynamic":
         notes.append(f"dynamic rotary scaling: limited to its original {max_context} positions")
     if read.integer("pretraining_tp", 0, 1024, 1) > 1:
         notes.append("pretraining_tp is ignored: it changes only the order of additions")
@@ -240,20 +273,11 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     mlp_bias = read.flag("mlp_bias")
     if not family.biases and (mlp_bias or (attention_bias and not family.qkv_bias)):
         raise UnsupportedModel(f"config.json: {name} has no attention_bias or mlp_bias")
-    return ModelConfig(
+    return replace(
+        config,
         family=name,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=hidden,
-        mlp=read.integer("intermediate_size", 1, MAX_MLP),
-        vocab=read.integer("vocab_size", 1, MAX_VOCAB),
-        norm_eps=read.number("rms_norm_eps", 0.0, 0.1, 1e-6),
-        rope=rope,
         max_context=max_context,
-        windows=_windows(read, name, family, layers),
-        tied=read.flag("tie_word_embeddings"),
+        windows=_windows(read, name, family, config.layers),
         qkv_bias=family.qkv_bias or attention_bias,
         o_bias=attention_bias and family.biases,
         mlp_bias=mlp_bias,
@@ -318,7 +342,7 @@ def _plain_attention(read: _Reader) -> int | None:
         return None
     inner = _Reader(table, f"config.json: {key}")
     most = inner.integer("chunk_size", 1, MAX_POSITIONS)
-    return min(most, inner.integer("original_max_position_embeddings", 1, MAX_POSITIONS, most))
+    return min(most, inner.integer(_LENGTH, 1, MAX_POSITIONS, most))
 
 
 def quantised(method: str) -> UnsupportedModel:
@@ -327,13 +351,6 @@ def quantised(method: str) -> UnsupportedModel:
         f"quantised with {quote(method)[1:-1]}: not supported",
         "use the original repository in bfloat16 or float16",
     )
-
-
-def _check_heads(where: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    if heads % kv_heads:
-        raise CorruptModel(f"{where}: {heads} heads cannot be shared by {kv_heads} KV heads")
-    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
-        raise CorruptModel(f"{where}: head_dim {head_dim} must be even and at most {MAX_HEAD_DIM}")
 
 
 def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[int | None, ...]:
@@ -373,25 +390,25 @@ def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[in
     return tuple(window if s else None for s in sliding)
 
 
-_ROPE_KEYS = {
-    "default": frozenset[str](),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+_ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", _LENGTH, "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "attention_factor", "truncate"),
     ),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        }
-    ),
+}
+_ROPE_NUMBERS: Mapping[str, tuple[float, float, float | None]] = {
+    # the least and the largest value, and the default; None: the file must say it
+    "factor": (1.0, 1e6, None),
+    "low_freq_factor": (1e-3, 1e6, None),
+    "high_freq_factor": (1e-3, 1e6, None),
+    "beta_fast": (1e-3, 1e6, 32.0),
+    "beta_slow": (1e-3, 1e6, 1.0),
+    "mscale": (0.0, 1e3, 0.0),
+    "mscale_all_dim": (0.0, 1e3, 0.0),
 }
 
 
@@ -450,10 +467,7 @@ def _scaling(inner: _Reader, read: _Reader, max_context: int) -> RopeConfig:
     where = inner.where
     table = {key: value for key, value in inner.raw.items() if value is not None}
     names = [table.pop(key) for key in ("rope_type", "type") if key in table]
-    for key in (
-        "rope_theta",
-        "finetuned",
-    ):  # the base is read elsewhere; the other computes nothing
+    for key in ("rope_theta", "finetuned"):  # the base is read elsewhere, the other says nothing
         table.pop(key, None)
     if any(isinstance(value, dict) for value in table.values()):
         raise UnsupportedModel(f"{where}: rotary settings per layer are not supported")
@@ -468,51 +482,34 @@ def _scaling(inner: _Reader, read: _Reader, max_context: int) -> RopeConfig:
     if table.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModel(f"{where}: partial_rotary_factor other than 1 is not supported")
     table.pop("partial_rotary_factor", None)
-    unknown = sorted(set(table) - _ROPE_KEYS[kind])
+    keys = _ROPE_KEYS[kind]
+    unknown = sorted(set(table) - {*keys})
     if unknown:
         raise UnsupportedModel(f"{where}: key {quote(unknown[0])} of type {kind} is not known")
-    if kind == "default":
-        return RopeConfig()
-    factor = inner.number("factor", 1.0, 1e6)
-    if kind in ("linear", "dynamic"):
-        return RopeConfig(kind=kind, factor=factor)
-    original = _original_length(inner, read, kind, max_context)
-    if kind == "llama3":
-        low = inner.number("low_freq_factor", 1e-3, 1e6)
-        high = inner.number("high_freq_factor", 1e-3, 1e6)
-        if high <= low:
-            raise CorruptModel(f"{where}: high_freq_factor must be above low_freq_factor")
-        return RopeConfig(
-            kind=kind, factor=factor, low_freq_factor=low, high_freq_factor=high, original=original
-        )
-    fast, slow = inner.number("beta_fast", 1e-3, 1e6, 32), inner.number("beta_slow", 1e-3, 1e6, 1)
-    if fast < slow:
-        raise CorruptModel(f"{where}: beta_fast must not be below beta_slow")
-    attention = None
-    if inner.given("attention_factor"):
-        attention = inner.number("attention_factor", 1e-6, 1e6)
-    return RopeConfig(
-        kind=kind,
-        factor=factor,
-        original=original,
-        attention_factor=attention,
-        beta_fast=fast,
-        beta_slow=slow,
-        mscale=inner.number("mscale", 0.0, 1e3, 0.0),
-        mscale_all_dim=inner.number("mscale_all_dim", 0.0, 1e3, 0.0),
-        truncate=inner.flag("truncate", True),
-    )
+    given: dict[str, Any] = {
+        key: inner.number(key, *bounds) for key, bounds in _ROPE_NUMBERS.items() if key in keys
+    }
+    if _LENGTH in keys:
+        given["original"] = _original_length(inner, read, kind, max_context)
+    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        raise CorruptModel(f"{where}: high_freq_factor must be above low_freq_factor")
+    if kind == "yarn":
+        if given["beta_fast"] < given["beta_slow"]:
+            raise CorruptModel(f"{where}: beta_fast must not be below beta_slow")
+        if inner.given("attention_factor"):
+            given["attention_factor"] = inner.number("attention_factor", 1e-6, 1e6)
+        given["truncate"] = inner.flag("truncate", True)
+    return RopeConfig(kind=kind, **given)
 
 
 def _original_length(inner: _Reader, read: _Reader, kind: str, max_context: int) -> int:
-    key = "original_max_position_embeddings"
-    lengths = [r.integer(key, 1, MAX_POSITIONS) for r in (inner, read) if r.given(key)]
+    lengths = [r.integer(_LENGTH, 1, MAX_POSITIONS) for r in (inner, read) if r.given(_LENGTH)]
     if len(set(lengths)) > 1:
-        raise CorruptModel(f"config.json: {key} is given twice and disagrees: {lengths}")
+        raise CorruptModel(f"config.json: {_LENGTH} is given twice and disagrees: {lengths}")
     if lengths:
         return lengths[0]
     if kind == "llama3":
-        raise inner.bad(key, "a whole number")
+        raise inner.bad(_LENGTH, "a whole number")
     return max_context  # yarn, as in transformers
 
 
@@ -555,101 +552,53 @@ def _own_sampling(read: _Reader) -> OwnSampling:
         return OwnSampling(why=str(error))
 
 
-_PARAMS_KEYS = frozenset(
-    {
-        "dim",
-        "n_layers",
-        "head_dim",
-        "hidden_dim",
-        "n_heads",
-        "n_kv_heads",
-        "norm_eps",
-        "vocab_size",
-        "rope_theta",
-        "sliding_window",
-        "max_seq_len",
-        "max_batch_size",
-        "max_position_embeddings",
-        "model_type",
-        "multiple_of",
-        "ffn_dim_multiplier",
-        "use_scaled_rope",
-        "use_biases",
-        "causal",
-        "tied_embeddings",
-    }
-)
+_PARAMS = _Family("", 32_768, norm_eps=None)
+"""The defaults of params.json. None of Mistral's releases has a shorter context."""
+_PARAMS_NAMES = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "hidden_dim",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_PARAMS_KEYS = {
+    *_PARAMS_NAMES.values(),
+    *("head_dim", "vocab_size", "rope_theta", "sliding_window", "model_type"),
+    *("max_seq_len", "max_position_embeddings", "max_batch_size", "use_biases", "causal"),
+}
 
 
-def _from_original(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read params.json of Meta's and Mistral's own releases. It has few keys, so unknown ones are
-    refused."""
-    read = _Reader(raw, "params.json")
+def _from_params(raw: Mapping[str, Any]) -> ModelConfig:
+    """Read params.json of Mistral's own releases. It has few keys, so unknown ones are refused."""
+    names = _PARAMS_NAMES
+    if raw.get("max_position_embeddings") is None:
+        names = {**names, "max_position_embeddings": "max_seq_len"}
+    read = _Reader(raw, "params.json", names)
     if read.given("quantization"):
         raise quantised(str(read.table("quantization").get("qformat_weight", "?")))
     unknown = sorted(key for key in set(raw) - _PARAMS_KEYS if raw[key] is not None)
     if unknown:
-        raise UnsupportedModel(f"params.json: {quote(unknown[0])} is not supported")
-    if raw.get("model_type", "transformer") != "transformer":
-        raise UnsupportedModel(f"unsupported architecture {quote(raw['model_type'])}")
-    if read.flag("use_scaled_rope"):
         raise UnsupportedModel(
-            "params.json: use_scaled_rope does not say by how much",
+            f"params.json: {quote(unknown[0])} is not supported",
             "use the repository's config.json form",
         )
+    if raw.get("model_type", "transformer") != "transformer":
+        raise UnsupportedModel(f"unsupported architecture {quote(raw['model_type'])}")
     if read.flag("use_biases") or not read.flag("causal", True):
         raise UnsupportedModel("params.json: use_biases and causal=false are not supported")
-    notes: list[str] = []
-    hidden = read.integer("dim", 1, MAX_HIDDEN)
-    heads = read.integer("n_heads", 1, MAX_HEADS)
-    kv_heads = read.integer("n_kv_heads", 1, MAX_HEADS, heads)
-    layers = read.integer("n_layers", 1, MAX_LAYERS)
-    if not read.given("head_dim") and hidden % heads:
-        raise CorruptModel(f"params.json: dim {hidden} is not a multiple of n_heads {heads}")
-    head_dim = read.integer("head_dim", 2, MAX_HEAD_DIM, hidden // heads)
-    _check_heads("params.json", heads, kv_heads, head_dim)
-    if read.given("hidden_dim"):
-        mlp = read.integer("hidden_dim", 1, MAX_MLP)
-    else:  # Meta's rule: two thirds of 4 * dim, times a factor, rounded up
-        step = read.integer("multiple_of", 1, MAX_MLP)
-        wide = int(int(8 * hidden / 3) * read.number("ffn_dim_multiplier", 0.01, 100, 1.0))
-        mlp = step * ((wide + step - 1) // step)
-    windows = _original_windows(read, layers)
-    if read.given("rope_theta"):
-        theta = read.number("rope_theta", 1.0, 1e15)
-    elif any(windows):
-        theta = 10_000.0  # Mistral v0.1, the only release with a window and no rope_theta
-    else:
-        # For Meta this means 1e4, for Mistral 1e6, and the file does not say which it is.
+    config = _sizes(read, _PARAMS)
+    windows = _params_windows(read, config.layers)
+    # Mistral v0.1 is the only release with a window and no rope_theta: it has the usual 1e4.
+    if not read.given("rope_theta") and not any(windows):
         raise CorruptModel(
             "params.json: rope_theta is missing", "add it, or use the config.json form"
         )
-    if read.given("max_position_embeddings") or read.given("max_seq_len"):
-        key = "max_position_embeddings" if read.given("max_position_embeddings") else "max_seq_len"
-        max_context = read.integer(key, 1, MAX_POSITIONS)
-    else:
-        long = any(windows) or theta >= 1e6
-        max_context = 32_768 if long else 8192 if theta >= 5e5 else 4096
-        notes.append(f"params.json names no context length: assuming {max_context} positions")
-    return ModelConfig(
-        family="mistral" if any(windows) else "llama",
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=hidden,
-        mlp=mlp,
-        vocab=read.integer("vocab_size", 1, MAX_VOCAB),
-        norm_eps=read.number("norm_eps", 0.0, 0.1),
-        rope=RopeConfig(theta=theta),
-        max_context=max_context,
-        windows=windows,
-        tied=read.flag("tied_embeddings"),
-        notes=tuple(notes),
-    )
+    return replace(config, family="mistral" if any(windows) else "llama", windows=windows)
 
 
-def _original_windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
+def _params_windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
     """`sliding_window` of params.json: absent, a number, or a pattern repeated over the layers."""
     value = read.raw.get("sliding_window")
     pattern = value if isinstance(value, list) else [value]

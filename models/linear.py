@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.kernels.product.matrix import Matrix
 from minikv.pages import Empty, empty
 
 FORMS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
@@ -179,7 +180,7 @@ TORCH = Packing()
 
 
 class Plain:
-    """A matrix with the weights as the checkpoint has them. Training needs this form.
+    """A matrix with the weights as the checkpoint has them.
 
     `Llama.use` sets these: product: computes one row of bfloat16 on a CPU; torch's by default.
     float_rows: from this many rows on, float32 is faster than bfloat16 although the processor
@@ -197,7 +198,7 @@ class Plain:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         weight, rows = self.weight, x.shape[0]
-        if weight.dtype is torch.bfloat16 and weight.is_cpu and not torch.is_grad_enabled():
+        if weight.dtype is torch.bfloat16 and weight.is_cpu:
             if rows == 1:
                 return _biased(self.product(x, weight), self.bias)
             native = bf16_products()
@@ -537,19 +538,6 @@ def half_tile() -> int | None:
         if torch.equal(rows.to(torch.int32), steps):
             return half
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """The tensors of a matrix [outs, n], as kernels take them: `Matrix` of kernels/matrix.py. half:
-    of `half_tile`, for int4."""
-
-    outs: int
-    n: int
-    weights: Tensor
-    scales: Tensor | None = None
-    bias: Tensor | None = None
-    half: int = 0
 
 
 def as_read(made: Linear) -> Matrix | None:

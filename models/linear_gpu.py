@@ -1,25 +1,23 @@
 """Packed matrices on a GPU: `Int8OnGpu` and `Int4OnGpu` keep the numbers of `linear.Int8` and
 `linear.Int4`, in one layout for every GPU.
 
-A few rows are multiplied by kernels that unpack weights in registers. For many rows the whole
-matrix is unpacked for each product, so a chunk of a prompt should be long. Without these kernels
-torch unpacks the matrix for every product, which saves memory but no time.
+For one row, kernels unpack weights in registers. For more, the whole matrix is unpacked for each
+product, so a chunk of a prompt should be long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.kernels.product.matrix import Matrix
 from minikv.models import linear
 from minikv.models.linear import (
     TORCH,
     Linear,
-    Matrix,
     Packing,
     Plain,
     blocks,
@@ -32,45 +30,19 @@ from minikv.models.linear import (
 )
 from minikv.pages import Empty
 
-FEW = 16
-"""Up to this many rows, one tile of a matrix instruction, are multiplied without unpacking the
-matrix."""
-
-
-class Products(Protocol):
-    """Kernels for packed weights on a GPU. In their names, w8 and w4 are the bits of a weight, and
-    a16 those of an activation."""
-
-    @property
-    def w8a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """x [t, in], codes int8 [out, in], scale bfloat16 [out] -> [t, out] in x's dtype. None:
-        torch unpacks first."""
-        ...
-
-    @property
-    def w4a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """x [t, in], packed uint8 [out, in / 2], scales bfloat16 [in / group, out, 2] -> [t, out]
-        in x's dtype. None: torch unpacks first."""
-        ...
-
-    @property
-    def unpack_int4_rows(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-        """A kernel like the function `unpack_int4_rows` below; None: that function is used."""
-        ...
-
 
 class Int8OnGpu:
     """A matrix with eight bits per weight and one bfloat16 scale per row. If it is made from
-    weights without memory, it is empty, and `pack` fills in the rows. ops: kernels, which
-    `Llama.use` sets."""
+    weights without memory, it is empty, and `pack` fills in the rows. row: multiplies one row, bias
+    included; `Llama.use` sets it, None: `dense` does."""
 
-    __slots__ = ("bias", "ops", "quantised", "scale")
-    ops: Products | None
+    __slots__ = ("bias", "quantised", "row", "scale")
 
     def __init__(self, plain: Plain, room: Empty) -> None:
         rows, columns = plain.shape
         assert fits_int8(columns)
-        self.bias, self.ops = plain.bias, None
+        self.bias = plain.bias
+        self.row: Callable[[Tensor], Tensor] | None = None
         self.quantised = room((rows, columns), torch.int8)
         self.scale = room((rows,), torch.bfloat16)
         if not plain.weight.is_meta:
@@ -85,10 +57,8 @@ class Int8OnGpu:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `linear.Linear`."""
-        ops = self.ops
-        if ops is not None and ops.w8a16_product is not None and len(x) <= FEW:
-            made = ops.w8a16_product(x, self.quantised, self.scale)
-            return made if self.bias is None else made.add_(self.bias)
+        if self.row is not None and len(x) == 1:
+            return self.row(x)
         return _product(x, self.dense(), self.bias, out)
 
     @property
@@ -112,18 +82,20 @@ class Int8OnGpu:
 
 class Int4OnGpu:
     """A matrix with four bits per weight, and a bfloat16 scale and offset for each group of a row.
-    If it is made from weights without memory, it is empty, and `pack` fills in the rows. ops:
-    kernels, which `Llama.use` sets."""
+    If it is made from weights without memory, it is empty, and `pack` fills in the rows. unpack:
+    unpacks all rows, as `unpack_int4_rows`, which takes them by blocks if this is None. row: as of
+    `Int8OnGpu`. `Llama.use` sets both."""
 
-    __slots__ = ("bias", "ops", "packed", "scales", "shape")
-    ops: Products | None
+    __slots__ = ("bias", "packed", "row", "scales", "shape", "unpack")
 
     def __init__(self, plain: Plain, room: Empty) -> None:
         self.shape = plain.shape
         rows, columns = plain.shape
         group = group_of(columns)
         assert group is not None
-        self.bias, self.ops = plain.bias, None
+        self.bias = plain.bias
+        self.row: Callable[[Tensor], Tensor] | None = None
+        self.unpack: Callable[[Tensor, Tensor, Tensor], None] | None = None
         self.packed = room((rows, columns // 2), torch.uint8)
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
         if not plain.weight.is_meta:
@@ -138,18 +110,15 @@ class Int4OnGpu:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See `linear.Linear`."""
-        ops = self.ops
-        if ops is not None and ops.w4a16_product is not None and len(x) <= FEW:
-            made = ops.w4a16_product(x, self.packed, self.scales)
-            return made if self.bias is None else made.add_(self.bias)
+        if self.row is not None and len(x) == 1:
+            return self.row(x)
         return _product(x, self.dense(), self.bias, out)
 
     def dense(self) -> Tensor:
         """See `linear.Linear`. Unpacks the weights into a new tensor."""
         made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
-        unpack = None if self.ops is None else self.ops.unpack_int4_rows
-        if unpack is not None:
-            unpack(self.packed, self.scales, made)
+        if self.unpack is not None:
+            self.unpack(self.packed, self.scales, made)
             return made
         for start, end in blocks(self.shape):  # in blocks, because torch makes float32 copies
             unpack_int4_rows(self.packed[start:end], self.scales[:, start:end], made[start:end])

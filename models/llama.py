@@ -8,32 +8,20 @@ values go to `kv.attend`. Matrices with the same input are stored as one (q, k, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.cache.attend import Attend
+from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
-from minikv.models.linear import (
-    Int4,
-    Int4Product,
-    Int8,
-    Int8Product,
-    Linear,
-    Plain,
-    RowsProduct,
-    Scratch,
-    UnpackInt4,
-    row_product,
-)
+from minikv.models.linear import Int4, Int8, Linear, Plain, RowsProduct, Scratch, row_product
 from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read
-from minikv.models.rope import Rotary, rotate
+from minikv.models.rope import Rotary
 from minikv.pages import Empty, Pages
 
 # On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
@@ -43,7 +31,7 @@ CPU_BYTES, CUDA_ROWS = 2048, 2048
 
 def chunk_rows(cuda: bool, itemsize: int, asked: int | None) -> int:
     """How many tokens of a prompt go through a layer together. itemsize: bytes per number. asked:
-    `Ops.prompt_rows`, which applies to numbers of two bytes."""
+    `Kernels.prompt_rows`, which applies to numbers of two bytes."""
     if asked is not None and itemsize == 2:
         return asked
     return CUDA_ROWS if cuda else CPU_BYTES // itemsize
@@ -88,124 +76,11 @@ class Place:
         return self.whole()[self.rows]
 
 
-Rest = Callable[[Tensor, Tensor], Tensor]
-"""The rest of a layer for one token. Takes x [1, hidden] and the output of attention [1, heads *
-D], and adds to x in place what follows in the layer. Returns the next layer's queries, keys and
-values [1, (heads + 2 * kv_heads) * D], not rotated; for the last layer, x after the final norm [1,
-hidden]."""
-
-AllLayers = Callable[[Tensor, Tensor | None, Tensor, Tensor, object], Tensor]
-"""All layers for one token. Takes x [1, hidden], the first layer's queries, keys and values [1,
-(heads + 2 * kv_heads) * D], not rotated, or None if it was made with a `First`, cos and sin, and
-the arena in the kernel's form (`Attend.step_arena`). Returns x after the final norm [1, hidden],
-and overwrites x."""
-
-First = Callable[[Tensor], Tensor]
-"""Takes x [1, hidden] of one token, and returns the first layer's queries, keys and values [1,
-(heads + 2 * kv_heads) * D], not rotated."""
-
-
-class Ops(Protocol):
-    """Kernels for a network: operations between matrix products, in one launch each, and products
-    of few rows."""
-
-    @property
-    def products(self) -> bool:
-        """Whether its products are faster than torch's."""
-        ...
-
-    @property
-    def integer_prompts(self) -> bool:
-        """Whether `int8_product` and `int4_product` are also faster for many rows."""
-        ...
-
-    @property
-    def float_rows(self) -> int | None:
-        """From how many bfloat16 rows on a product is faster in float32; None: never, as far as is
-        known."""
-        ...
-
-    @property
-    def prompt_rows(self) -> int | None:
-        """The best chunk of a prompt in bfloat16, in rows; None: not known."""
-        ...
-
-    @property
-    def unpack_int4(self) -> UnpackInt4 | None:
-        """See `linear.UnpackInt4`. None: torch unpacks."""
-        ...
-
-    def add_norm(self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of x [t, hidden], after y [t, hidden] was added to it in place."""
-        ...
-
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As `rope.rotate`."""
-        ...
-
-    def rotary_table(
-        self, position: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """As `Rotary.table`, for one position int64 [] on the device."""
-        ...
-
-    def silu_mul(self, both: Tensor) -> Tensor:
-        """silu(gate) * up, [t, mlp], of both [t, 2 * mlp], gate first. The result may be a view of
-        both."""
-        ...
-
-    @property
-    def rest(self) -> Callable[..., Rest | None] | None:
-        """A function that makes a `Rest` from a layer's matrices (kernels/layer/rest_cpu.py and
-        rest_gpu.py); it returns None for matrices that it does not support. None: there is none."""
-        ...
-
-    @property
-    def layers(self) -> Callable[..., AllLayers | None] | None:
-        """A function that makes an `AllLayers` from the `Rest` of each layer and a `First` or None
-        (kernels/layer/layers_cpu.py), or returns None. None: there is none."""
-        ...
-
-    @property
-    def normed_product(self) -> Callable[..., First | None] | None:
-        """A function that makes a `First` from a matrix, a norm's weights and epsilon, or returns
-        None. None: there is none."""
-        ...
-
-    @property
-    def rows_product(self) -> Callable[..., RowsProduct | None] | None:
-        """A function that makes a `RowsProduct` from a packed matrix
-        (kernels/product/tiles_cpu.py), or returns None. None: there is none."""
-        ...
-
-    @property
-    def int8_product(self) -> Int8Product | None:
-        """See `linear.Int8Product`. None: torch multiplies."""
-        ...
-
-    @property
-    def int4_product(self) -> Int4Product | None:
-        """See `linear.Int4Product`. None: torch multiplies."""
-        ...
-
-    @property
-    def w8a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """See `linear_gpu.Products`."""
-        ...
-
-    @property
-    def w4a16_product(self) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """See `linear_gpu.Products`."""
-        ...
-
-    @property
-    def unpack_int4_rows(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-        """See `linear_gpu.Products`."""
-        ...
-
-    def row_product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """As `linear.RowProduct`."""
-        ...
+LayerTail = Callable[[Tensor, Tensor], Tensor]
+"""What follows attention in a layer, for one token. Takes x [1, hidden] and the output of attention
+[1, heads * D], and adds to x in place what follows in the layer. Returns the next layer's queries,
+keys and values [1, (heads + 2 * kv_heads) * D], not rotated; for the last layer, x after the final
+norm [1, hidden]."""
 
 
 class Llama:
@@ -213,9 +88,9 @@ class Llama:
     conversation.
 
     A new network has uninitialised weights, in memory from `room`; fill them through `tensors()` or
-    `randomise()`. rows: how many rows go through a layer together. With gradients enabled, nothing
-    is written in place and a forward is one chunk, so the same code can be trained. ops: kernels of
-    the device that replace torch's operators, except with gradients; None by default, see `use`.
+    `randomise()`. rows: how many rows go through a layer together. ops: the kernels that compute,
+    those of torch until `use` is called. A forward writes in place, so it cannot be trained; the
+    bundled model has a forward of its own for that (models/bundled/train.py).
     """
 
     def __init__(
@@ -258,53 +133,57 @@ class Llama:
         self.norm = new(c.hidden)
         self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
         self.rotary = Rotary(c.rope, c.head_dim, self.device)
-        self.ops: Ops | None = None
-        self._rests: list[Rest] = []  # one for each layer, or empty
-        self._layers: AllLayers | None = None  # in place of attention and `Rest` of each layer
-        self._first: First | None = None  # used before the first of them; None: `_qkv`
+        self.ops = Kernels()
+        self._tails: list[LayerTail] = []  # one for each layer, or empty
+        self._first: Callable[[Tensor], Tensor] | None = None  # x -> the first layer's `_qkv`
+        self._layers: Callable[..., Tensor] | None = None  # attention and tail of all layers
         self._scratch = Scratch()
 
-    def use(self, ops: Ops | None) -> None:
+    def use(self, ops: Kernels | None) -> None:
         """Use the kernels `ops` from now on; None: torch. Call this again when a matrix or a norm
         is replaced, because kernels may keep references to the present ones."""
-        self.ops = ops
-        self.rows = self._chunk(None if ops is None else ops.prompt_rows)
-        own = ops if ops is not None and ops.products else None
+        self.ops = ops = ops or Kernels()
+        self.rows = self._chunk(ops.prompt_rows)
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
-            if isinstance(matrix, Int8):
-                matrix.product = own.int8_product if own else None
-                matrix.many = own is not None and own.integer_prompts
-                matrix.rows_product = _rows_product(own, matrix)
-            elif isinstance(matrix, Plain):
-                matrix.product = own.row_product if own else row_product
-                matrix.float_rows = None if ops is None else ops.float_rows
-            elif isinstance(matrix, Int4):
-                matrix.product = own.int4_product if own else None
-                matrix.many = own is not None and own.integer_prompts
-                matrix.rows_product = _rows_product(own, matrix)
-                matrix.unpack = None if ops is None else ops.unpack_int4
-            elif isinstance(matrix, Int8OnGpu | Int4OnGpu):
-                matrix.ops = ops
-            if isinstance(matrix, Plain | Int8 | Int4):
-                matrix.scratch = self._scratch
-        self._rests = [] if own is None else self._all_rests(own)
+            self._use(ops, matrix)
+        self._tails = self._all_tails(ops) if ops.products else []
         self._layers = self._first = None
-        if own is not None and own.normed_product is not None and self._rests:
+        if self._tails and ops.normed_product is not None:
             layer = self.layers[0]
             qkv, eps = as_read(layer.qkv), self.config.norm_eps
-            self._first = own.normed_product(qkv, layer.attention_norm, eps)
-        if self._rests and own is not None and own.layers is not None:
-            self._layers = own.layers(self._rests, self._first)
+            self._first = ops.normed_product(qkv, layer.attention_norm, eps)
+        if self._tails and ops.layers is not None:
+            self._layers = ops.layers(self._tails)
+
+    def _use(self, ops: Kernels, matrix: Linear) -> None:
+        """Tell a matrix which kernels multiply by it."""
+        if isinstance(matrix, Plain):
+            matrix.product = ops.row_product if ops.products else row_product
+            matrix.float_rows = ops.float_rows
+        elif isinstance(matrix, Int8 | Int4):
+            product = ops.int8_product if isinstance(matrix, Int8) else ops.int4_product
+            matrix.product = product if ops.products else None
+            matrix.many = ops.products and ops.integer_prompts
+            matrix.rows_product = _rows_product(ops, matrix)
+        elif isinstance(matrix, Int8OnGpu | Int4OnGpu) and ops.packed_row is not None:
+            read = as_read(matrix)
+            matrix.row = ops.packed_row(read, self.dtype) if read is not None else None
+        if isinstance(matrix, Int4):
+            matrix.unpack = ops.unpack_int4
+        elif isinstance(matrix, Int4OnGpu):
+            matrix.unpack = ops.unpack_int4_rows
+        if isinstance(matrix, Plain | Int8 | Int4):
+            matrix.scratch = self._scratch
 
     def _chunk(self, asked: int | None) -> int:
         """The `rows` that were given to the constructor, else `chunk_rows`."""
         cuda = self.device.type == "cuda"
         return self._given or chunk_rows(cuda, self.dtype.itemsize, asked)
 
-    def _all_rests(self, ops: Ops) -> list[Rest]:
-        """A `Rest` for each layer; empty if `ops` has none for some layer."""
-        found: list[Rest] = []
+    def _all_tails(self, ops: Kernels) -> list[LayerTail]:
+        """A `LayerTail` for each layer; empty if `ops` has none for some layer."""
+        found: list[LayerTail] = []
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
             parts = [as_read(m) for m in (layer.out, layer.gate_up, layer.down)]
             following = None if after is None else as_read(after.qkv)
@@ -406,75 +285,81 @@ class Llama:
         [1, hidden]."""
         count = ids.shape[0]
         assert count > 0, "a forward needs at least one token"
-        grad = torch.is_grad_enabled()
-        rows = count if grad else self.rows
-        starts = range(0, count, rows)
+        x = self._embed(ids.to(self.device))
+        step = self.fast_step(x, kv) if last and count == 1 else None
+        if step is not None:
+            kv.advance(count)
+            return step
+        starts = range(0, count, self.rows)
         tables = [  # the same for all layers
-            self._table(kv.position + lo if lo else kv.position, min(rows, count - lo))
+            self._table(kv.position + lo if lo else kv.position, min(self.rows, count - lo))
             for lo in starts
         ]
-        x = self._embed(ids.to(self.device))
         # One buffer for the widest intermediate. Allocated anew for each chunk, it would leave
         # holes in the heap, which count as resident memory.
-        wide = None if grad else x.new_empty(min(rows, count), 2 * self.config.mlp)
-        addend: Tensor | None = None  # in a step: what the next norm has to add to x
-        watched = getattr(kv, "watch", None) is not None  # `watch` needs every layer's input
-        rests = self._rests if last and count == 1 and not grad and not watched else []
-        step_arena = getattr(kv, "step_arena", None) if rests and self._layers else None
-        arena = None if step_arena is None else step_arena()
-        if self._layers is not None and arena is not None:
-            given = self._qkv(self.layers[0], x, None, kv) if self._first is None else None
-            x = self._layers(x, given, *tables[0], arena)
-            kv.advance(count)
-            return x
-        # In a step: the next layer's queries, keys and values, from `First` or `Rest`.
-        ready = self._first(x) if rests and self._first is not None else None
-        for index, layer in enumerate(self.layers):
+        wide = x.new_empty(min(self.rows, count), 2 * self.config.mlp)
+        for index in range(len(self.layers)):
             closing = last and index == len(self.layers) - 1
-            for start, (cos, sin) in zip(starts, tables, strict=True):
-                part = x[start : start + rows]
-                qkv = self._qkv(layer, part, addend, kv) if ready is None else ready
-                mixed = self._attend(index, qkv, cos, sin, kv)
-                addend = None
-                if rests:
-                    ready = rests[index](part, mixed)
-                    continue
-                if closing:  # keys of all rows are needed, but output of only one
-                    if start + rows < count:
-                        continue
-                    mixed, part = mixed[-1:], part[-1:]
-                if self.ops is not None and wide is not None:
-                    addend = self._fused(self.ops, layer, part, mixed, wide)
-                    if count > 1:
-                        part, addend = part.add_(addend), None
-                else:
-                    part = _add(part, mixed, layer.out, grad)
-                    part = self._mlp(layer, part, wide)
-                if grad or closing:
-                    x = part
+            x = self._layer(index, x, kv, tables, wide, closing)
         kv.advance(count)
-        if ready is not None:
-            return ready
-        if grad or last:
-            return self._norm(x, addend, self.norm)
+        if last:
+            return self._norm(x, self.norm)
         for start in starts:
-            part = x[start : start + rows]
-            part.copy_(self._norm(part, addend, self.norm))
+            part = x[start : start + self.rows]
+            part.copy_(self._norm(part, self.norm))
         return x
+
+    def _layer(
+        self,
+        index: int,
+        x: Tensor,
+        kv: Attend,
+        tables: list[tuple[Tensor, Tensor]],
+        wide: Tensor,
+        closing: bool,
+    ) -> Tensor:
+        """Rows x [T, hidden] -> the input of the next layer, in place, chunk by chunk. closing:
+        only the last row is wanted, [1, hidden]; keys and values of all rows are made.
+
+        tables: cosine and sine of each chunk. wide [>= t, 2 * mlp]: memory to write to."""
+        layer, eps, ops = self.layers[index], self.config.norm_eps, self.ops
+        for number, (cos, sin) in enumerate(tables):
+            part = x[number * self.rows : (number + 1) * self.rows]
+            mixed = self._attend(index, self._qkv(layer, part, kv), cos, sin, kv)
+            if closing:
+                if number < len(tables) - 1:
+                    continue
+                mixed, part = mixed[-1:], part[-1:]
+            normed = ops.add_norm(part, layer.out(mixed), layer.mlp_norm, eps)
+            part.add_(layer.down(ops.silu_mul(layer.gate_up(normed, wide))))
+        return part if closing else x
+
+    def fast_step(self, x: Tensor, kv: Attend) -> Tensor | None:
+        """All layers for the row x [1, hidden] of one token, by kernels that compute what follows
+        attention in one call, or all layers in one. Returns x after the final norm [1, hidden], and
+        overwrites x. None: there are no such kernels, or `kv` watches; then nothing was done."""
+        if not self._tails or getattr(kv, "watch", None) is not None:
+            return None
+        cos, sin = self._table(kv.position, 1)
+        step_arena = getattr(kv, "step_arena", None) if self._layers is not None else None
+        arena = None if step_arena is None else step_arena()
+        qkv = self._qkv(self.layers[0], x, kv) if self._first is None else self._first(x)
+        if self._layers is not None and arena is not None:
+            return self._layers(x, qkv, cos, sin, arena)
+        for index, tail in enumerate(self._tails):
+            qkv = tail(x, self._attend(index, qkv, cos, sin, kv))
+        return qkv
 
     def _table(self, start: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
         """See `Rotary.table`."""
-        rotary, ops = self.rotary, None if torch.is_grad_enabled() else self.ops
-        if ops is not None and isinstance(start, Tensor):
-            return ops.rotary_table(start, rotary.inverse, rotary.scale, self.dtype)
+        rotary = self.rotary
+        if isinstance(start, Tensor):
+            return self.ops.rotary_table(start, rotary.inverse, rotary.scale, self.dtype)
         return rotary.table(start, count, self.dtype)
 
-    def _norm(self, x: Tensor, y: Tensor | None, weight: Tensor) -> Tensor:
-        """RMSNorm of x [t, hidden], after y (None: nothing) was added to x in place."""
-        if torch.is_grad_enabled() or self.ops is None:
-            assert y is None
-            return _norm(x, weight, self.config.norm_eps)
-        return self.ops.add_norm(x, y, weight, self.config.norm_eps)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm of x [t, hidden]."""
+        return self.ops.add_norm(x, None, weight, self.config.norm_eps)
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Token ids [T] -> rows [T, hidden]."""
@@ -482,10 +367,10 @@ class Llama:
             return self.embedding.rows(ids)
         return F.embedding(ids, self.embedding)
 
-    def _qkv(self, layer: Layer, x: Tensor, addend: Tensor | None, kv: Attend) -> Tensor:
-        """Rows x [t, hidden], to which `addend` is added in place -> queries, keys and values
-        [t, (heads + 2 * kv_heads) * D], not rotated."""
-        normed = self._norm(x, addend, layer.attention_norm)
+    def _qkv(self, layer: Layer, x: Tensor, kv: Attend) -> Tensor:
+        """Rows x [t, hidden] -> queries, keys and values [t, (heads + 2 * kv_heads) * D], not
+        rotated."""
+        normed = self._norm(x, layer.attention_norm)
         watch = getattr(kv, "watch", None)
         if watch is not None:
             watch(normed)
@@ -494,68 +379,28 @@ class Llama:
     def _attend(self, index: int, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Attend) -> Tensor:
         """Queries, keys and values of t rows -> mixed values [t, heads * D]."""
         c, rows = self.config, len(qkv)
-        ops = None if torch.is_grad_enabled() else self.ops
         qkv = qkv.view(rows, c.heads + 2 * c.kv_heads, c.head_dim)
         unrotated = getattr(kv, "attend_unrotated", None)
-        if ops is not None and unrotated is not None:
+        if unrotated is not None:
             mixed: Tensor = unrotated(index, qkv[0], cos, sin)
         else:
             turning = c.heads + c.kv_heads
-            qk = (rotate if ops is None else ops.rotate)(qkv[:, :turning], cos, sin)
+            qk = self.ops.rotate(qkv[:, :turning], cos, sin)
             mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
         return mixed.reshape(rows, c.heads * c.head_dim)
 
-    def _fused(self, ops: Ops, layer: Layer, x: Tensor, mixed: Tensor, wide: Tensor) -> Tensor:
-        """With the kernels `ops`: add the projected output of attention to x in place; return what
-        the MLP adds to x, [t, hidden]."""
-        normed = ops.add_norm(x, layer.out(mixed), layer.mlp_norm, self.config.norm_eps)
-        return layer.down(ops.silu_mul(layer.gate_up(normed, wide)))
 
-    def _mlp(self, layer: Layer, x: Tensor, wide: Tensor | None) -> Tensor:
-        """x + down(silu(gate) * up) of the normed rows x [t, hidden].
-
-        Writes to x and to the buffer `wide` [>= t, 2 * mlp]. If `wide` is None (for gradients), it
-        writes nothing in place.
-        """
-        width = self.config.mlp
-        normed = _norm(x, layer.mlp_norm, self.config.norm_eps)
-        both = layer.gate_up(normed, wide)
-        if wide is None:
-            mixed = F.silu(both[:, :width]) * both[:, width:]
-        else:
-            mixed = F.silu(both[:, :width], inplace=True).mul_(both[:, width:])
-        return _add(x, mixed, layer.down, wide is None)
-
-
-def _rows_product(ops: Ops | None, matrix: Int8 | Int4) -> RowsProduct | None:
+def _rows_product(ops: Kernels, matrix: Int8 | Int4) -> RowsProduct | None:
     """The kernel that multiplies many rows by this packed matrix; None if there is none."""
     read = as_read(matrix)
-    if ops is None or ops.rows_product is None or read is None:
+    if not ops.products or ops.rows_product is None or read is None:
         return None
     return ops.rows_product(read)
 
 
 def _kinds(matrix: Linear) -> Iterator[str]:
     """ "weight", and "bias" if the matrix has one."""
-    assert isinstance(matrix, Plain), "packed weights cannot be had one by one"
+    assert isinstance(matrix, Plain), "packed weights cannot be indexed by row"
     yield "weight"
     if matrix.bias is not None:
         yield "bias"
-
-
-def _add(x: Tensor, y: Tensor, matrix: Linear, grad: bool) -> Tensor:
-    """x + matrix(y), written to x in place unless `grad`."""
-    return x + matrix(y) if grad else x.add_(matrix(y))
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in float32, converted back before it is multiplied by the weight (in bfloat16 the
-    order matters)."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    if x.shape[0] == 1 and x.is_cpu and not torch.is_grad_enabled():
-        # In a decode step: five small operators instead of ten.
-        row = x[0].float()
-        mean = torch.dot(row, row).item() / row.numel()
-        return torch.mul(x, 1 / math.sqrt(mean + eps)).mul_(weight)
-    return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight

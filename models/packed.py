@@ -2,7 +2,7 @@
 
 A file has the packed matrices of one model in one form, as safetensors; plain weights are read from
 the model's own files. The file's name is a hash of the model's files and of everything else that
-the packed numbers depend on, so a changed model has another name. The last tensor holds a checksum
+the packed numbers depend on, so a changed model has another name. The last tensor holds the CRC-32
 of each other tensor. So a damaged file is detected when it is read, and is written anew.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from minikv.models import packed_files
-from minikv.models.checkpoint import Checkpoint, Entry, header_of
+from minikv.models.checkpoint import Checkpoint, Entry, header_of, read_into
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.hub import Progress, open_regular
@@ -144,13 +144,14 @@ class Packed:
                 for part, tensor in matrix.parts().items():
                     self._read(f"{name}.{part}", tensor)
                 return True
-            except (OSError, KeyError, ValueError) as error:
+            except (ModelError, KeyError, ValueError) as error:
                 self._damaged(error)
         self._packs = True
         return False
 
     def _read(self, name: str, place: Tensor) -> None:
-        """Read one tensor into `place` and check it. Raises OSError, KeyError or ValueError."""
+        """Read one tensor into `place` and check it. Raises ModelError, KeyError or
+        ValueError."""
         assert self._file is not None
         entry = self._entries[name]
         if entry.shape != tuple(place.shape) or entry.dtype != _DTYPES[place.dtype]:
@@ -158,13 +159,8 @@ class Packed:
         self._file.seek(entry.start)
         check = 0
         for piece in _pieces(place):
-            done = 0
-            while done < len(piece):
-                got = self._file.readinto(piece[done:])  # type: ignore[attr-defined]
-                if not got:
-                    raise ValueError("it is cut off")
-                done += got
-            check = _checksum(piece, check)
+            read_into(self._file, piece, entry.path)
+            check = zlib.crc32(piece, check)
         if check != self._checks[name]:
             raise ValueError(f"{name} has another checksum")
 
@@ -220,9 +216,10 @@ class Packed:
         }
         part = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.part")
         try:
-            with packed_files.new_part(part) as file:
+            new = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(new, "wb") as file:
                 write(file, parts, about, self._tell)
-                os.replace(part, path)  # while the part is locked, so that `clear` leaves it alone
+            os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
         return ""
@@ -252,22 +249,16 @@ def write(
     text += b" " * (-len(text) % 8)
     checks, done = [], 0
     tell(0, end)
-    _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
+    file.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
         check = 0
         for piece in _pieces(tensor):
-            check = _checksum(piece, check)
-            _write_all(file, piece)
+            check = zlib.crc32(piece, check)
+            file.write(piece)
             done += len(piece)
             tell(done, end)
         checks.append(check)
-    _write_all(file, memoryview(b"".join(check.to_bytes(4, "little") for check in checks)))
-
-
-def _write_all(file: BinaryIO, data: memoryview) -> None:
-    done = 0
-    while done < len(data):
-        done += file.write(data[done:]) or 0
+    file.write(b"".join(check.to_bytes(4, "little") for check in checks))
 
 
 def _parts(network: Llama) -> Iterator[tuple[str, Tensor]]:
@@ -288,12 +279,6 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     data = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     for start in range(0, len(data), PIECE):
         yield data[start : start + PIECE]
-
-
-def _checksum(data: memoryview, before: int) -> int:
-    """The CRC-32 of the bytes, continued from `before`. It detects any change within four
-    consecutive bytes, and random changes except for about one in 2**32."""
-    return zlib.crc32(data, before)
 
 
 def _layout(form: str) -> str:

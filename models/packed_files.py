@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -24,9 +24,8 @@ FORMAT = "minikv packed weights 2"
 NAME = re.compile(r"[0-9a-f]{32}-[a-z0-9+]+\.safetensors")
 PART = re.compile(r"\.[0-9a-f]{32}-[a-z0-9+]+\.[a-z0-9_]+\.part")
 _HEADER = 16 << 20  # bytes
-_ABANDONED = 86400.0
-"""On a disk without locks: seconds after which an unfinished file is taken to be left by a killed
-process."""
+_ABANDONED = 3600.0
+"""Seconds without a write after which an unfinished file is one that a killed process left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,36 +97,15 @@ def make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
-def new_part(path: Path) -> BinaryIO:
-    """Create a file that only the user can read. It is locked until it is closed, so that `clear`
-    knows that it is being written. Raises OSError."""
-    while True:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with contextlib.suppress(OSError):  # a disk without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return open(handle, "wb", buffering=0)
-        os.close(handle)  # `clear` removed the file before it was locked
-
-
 def clear(folder: Path | None = None) -> None:
     """Remove unfinished files that killed processes left."""
     with contextlib.suppress(OSError):
         for path in (store() if folder is None else folder).iterdir():
-            if PART.fullmatch(path.name):
-                with contextlib.suppress(OSError, ModelError), open_regular(path) as file:
-                    if _abandoned(file):
-                        path.unlink()
-
-
-def _abandoned(part: BinaryIO) -> bool:
-    try:
-        fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a disk without locks
-        return os.fstat(part.fileno()).st_mtime < time.time() - _ABANDONED
-    return True
+            with contextlib.suppress(OSError):
+                about = path.lstat()
+                left = about.st_mtime < time.time() - _ABANDONED
+                if PART.fullmatch(path.name) and stat.S_ISREG(about.st_mode) and left:
+                    path.unlink()
 
 
 def _whose(file: BinaryIO) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of the four scalings, the table and the rotation.
+"""Rotary position embedding: the frequencies of the four scalings, and the table.
 
 The layout is half-split, as in Hugging Face: dimension i is paired with i + D/2. Angles, cosines
 and sines are computed in float32 and converted afterwards, because bfloat16 cannot represent all
@@ -128,13 +128,3 @@ class Rotary:
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         # The first half of a rotated vector subtracts the second half: the sign is in the table.
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [t, heads, D] with cosine and sine [t, 1, D] from `Rotary.table`. Returns a new
-    contiguous tensor."""
-    half = x.shape[-1] // 2
-    turned = x * cos
-    turned[..., :half].addcmul_(x[..., half:], sin[..., :half])
-    turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return turned

@@ -57,9 +57,18 @@ def test_the_files_exist(text: str) -> None:
 
 @pytest.mark.parametrize("text", [PAGE, PICTURE], ids=["page", "picture"])
 def test_the_methods_exist(text: str) -> None:
-    names = set(re.findall(r"\b([A-Z]\w+\.[a-z_]\w*)", text))
+    names = set(re.findall(r"\b([A-Z]\w+\.(?!md\b)[a-z_]\w*)", text))
     assert len(names) >= 5
     assert sorted(names - known()) == []
+
+
+def test_the_map_has_about_the_lines_of_each_folder() -> None:
+    rows = re.findall(r"^\| `([a-z/]+)/` \|.*\| ([\d,]+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 7
+    for folder, told in rows:
+        files = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".c", ".h")]
+        lines = sum(len(path.read_text().splitlines()) for path in files)
+        assert int(told.replace(",", "")) == pytest.approx(lines, rel=0.2), folder
 
 
 # -- the README and the guide ---------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     assert kv.rules.prompt.evidence.window == 5  # type: ignore[union-attr]
     assert (kv.budget_rows, kv.rules.stride) == (64, 0)
     assert (kv.kv, kv.dtype, kv.ops.name) == (torch.int8, torch.bfloat16, "torch")
-    assert net.ops is None
+    assert net.ops.name == "torch"
     assert kv.output is not None
     assert torch.equal(kv.rotary, net.rotary.inverse)  # type: ignore[arg-type]
     assert (chat.seed, chat.system, chat.pin_system) == (7, "be brief", True)
@@ -158,7 +158,7 @@ def test_auto_is_the_sampling_of_the_models_files(folder: Path, tmp_path: Path) 
 def test_defaults_are_those_of_the_device(folder: Path) -> None:
     chat = build(Settings(model=str(folder)))
     assert chat.engine.kv.ops.name in ("native", "torch")
-    assert (chat.engine.network.ops is None) == (chat.engine.kv.ops.name == "torch")
+    assert chat.engine.network.ops.name == chat.engine.kv.ops.name
     assert chat.facts.kv == "float32"
     assert chat.fidelity
 
@@ -254,7 +254,7 @@ def test_the_kernels_of_a_gpu_are_warmed_up_and_left_where_that_fails(
         chat = build(Settings(model=str(folder), budget=budget))
         # The network has them when it is warmed up.
         assert warmed == [ours] * (1 if fails else times)
-        assert chat.engine.network.ops is (None if fails else ours)
+        assert fails or chat.engine.network.ops is ours
         assert chat.facts.kernels == ("torch" if fails else "triton")
         assert chat.engine.kv.rules.evicts == (budget == "64")
 

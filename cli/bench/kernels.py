@@ -25,7 +25,7 @@ from minikv.cli.bench.report import Report, Timing
 from minikv.engine.decode_loop import captured
 from minikv.errors import UsageError
 from minikv.kernels import NewRow, Rows, dispatch
-from minikv.models.linear import Matrix
+from minikv.kernels.product.matrix import Matrix
 from minikv.policies.hashevict import HashEvict
 
 Call = Callable[[Any], object]

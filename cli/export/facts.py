@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 
 import minikv
 from minikv.chat.report import TurnReport
+from minikv.cli.kept import Spans, spell
 from minikv.cli.render import budget_words, pair_words
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class ChatFacts:
 def gather(session: ChatSession) -> ChatFacts:
     """The facts of a chat between two turns. Reads the cache, changes nothing."""
     facts, eviction, shape = session.facts, session.eviction, session.engine.kv.shape
-    pieces = _pieces(session)
+    spans = spell(session.tokenizer, session.fed)
     documents = [document for turn in session.turns for document in turn.documents]
     return ChatFacts(
         minikv=minikv.__version__,
@@ -193,10 +194,13 @@ def gather(session: ChatSession) -> ChatFacts:
         system=session.system,
         documents=tuple(Attached(d.name, len(d.text)) for d in documents),
         turns=_turns(session.turns),
-        pieces=pieces,
-        sections=_sections(pieces, session.turns),
+        pieces=_pieces(spans, len(session.fed)),
+        sections=_sections(spans, session.turns),
         kept=tuple(
-            tuple(bitmap(session.kept(layer, head), len(pieces)) for head in range(shape.kv_heads))
+            tuple(
+                bitmap(session.kept(layer, head), len(session.fed))
+                for head in range(shape.kv_heads)
+            )
             for layer in range(shape.layers)
         ),
         curve=tuple(Point(*point) for point in session.curve),
@@ -224,16 +228,13 @@ def bitmap(positions: Tensor, tokens: int) -> str:
     return base64.b64encode(np.packbits(held, bitorder="little").tobytes()).decode()
 
 
-def _pieces(session: ChatSession) -> tuple[str | None, ...]:
-    stream = session.tokenizer.stream()
-    pieces: list[str | None] = []
-    for token in session.fed:
-        piece = stream.push(token)
-        # A token without text of its own: a control token, or the first bytes of a character.
-        pieces.append(piece if piece or session.tokenizer.decode([token]) else None)
-    rest = stream.flush()
-    if rest and pieces:
-        pieces[-1] = (pieces[-1] or "") + rest
+def _pieces(spans: Spans, tokens: int) -> tuple[str | None, ...]:
+    """What each of so many tokens adds to the text, as in `text` of the JSON."""
+    pieces: list[str | None] = [None] * tokens
+    for token, start, end in zip(
+        spans.token, spans.start, (*spans.start, len(spans.text))[1:], strict=True
+    ):
+        pieces[token] = spans.text[start:end]
     return tuple(pieces)
 
 
@@ -250,34 +251,33 @@ def _turns(turns: Sequence[Asked]) -> tuple[Turn, ...]:
     return tuple(shown)
 
 
-def _sections(pieces: Sequence[str | None], turns: Sequence[Asked]) -> tuple[Section, ...]:
+def _sections(spans: Spans, turns: Sequence[Asked]) -> tuple[Section, ...]:
     """The token ranges of the texts of the conversation, found by searching the text of each turn.
 
     A text that the template changed is not found and gets no section.
     """
-    text = "".join(piece or "" for piece in pieces)
-    token = [i for i, piece in enumerate(pieces) for _ in piece or ""]  # by character
-    sections: list[Section] = []
+    text, sections = spans.text, []
 
     def mark(kind: str, label: str, part: str, begin: int) -> None:
-        """A section for `part` without the space around it, if it lies at `begin`."""
+        """A section for `part` without the space around it, if it begins at `begin`."""
         bare = part.strip()
         begin += len(part) - len(part.lstrip())
-        if not bare or text[begin : begin + len(bare)] != bare:
-            return
-        start = token[begin]
-        while start and pieces[start - 1] == "":  # the first bytes of its first character
-            start -= 1
-        sections.append(Section(kind, label, start, token[begin + len(bare) - 1] + 1))
+        if bare and text[begin : begin + len(bare)] == bare:
+            found = spans.overlap(begin, begin + len(bare))
+            first, last = spans.token[found[0]], spans.token[found[-1]]
+            sections.append(Section(kind, label, first, last + 1))
+
+    def place(token: int) -> int:
+        """Where the text of the tokens from position `token` on begins."""
+        return (*spans.start, len(text))[bisect_left(spans.token, token)]
 
     count = 0
     for number, turn in enumerate(turns, 1):
         # Search where the record says the turn was read: a short text may also occur elsewhere.
         spent = turn.report.tokens
-        begins = bisect_left(token, spent.prompt_reused)
-        ends = bisect_left(token, spent.prompt_reused + spent.prompt_new)
+        end = place(spent.prompt_reused + spent.prompt_new)
         message = turn.messages()[0].content
-        at = text.rfind(message.strip(), begins, ends)
+        at = text.rfind(message.strip(), place(spent.prompt_reused), end)
         if at < 0:
             at = len(text)  # the message was not found, so nothing is marked
         at -= len(message) - len(message.lstrip())
@@ -289,5 +289,5 @@ def _sections(pieces: Sequence[str | None], turns: Sequence[Asked]) -> tuple[Sec
             at += len(shown)
         mark("question", f"question {number}", turn.question, at)
         answer = turn.answer.strip()
-        mark("answer", f"answer {number}", answer, text.find(answer, ends))
+        mark("answer", f"answer {number}", answer, text.find(answer, end))
     return tuple(sections)

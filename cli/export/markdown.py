@@ -6,8 +6,8 @@ import re
 
 from minikv.chat.report import size
 from minikv.cli.export.facts import ChatFacts, Turn
-from minikv.cli.export.figures import rows
 from minikv.cli.export.safe import visible
+from minikv.cli.render import figures
 
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 
@@ -32,7 +32,7 @@ def render(facts: ChatFacts) -> str:
         parts.append(f"System prompt:\n\n{_quote(facts.system)}")
     for number, turn in enumerate(facts.turns, 1):
         parts.append(_turn(facts, number, turn))
-    return "\n\n".join(parts) + "\n"
+    return visible("\n\n".join(parts) + "\n")
 
 
 def _turn(facts: ChatFacts, number: int, turn: Turn) -> str:
@@ -49,12 +49,12 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> str:
         return "\n\n".join(parts)
     parts += [f"Warning: {_cell(line)}" for line in turn.report.warnings]
     table = ["| figure | value |", "|---|---|"]
-    table += [f"| {name} | {_cell(value)} |" for name, value in rows(turn.report)]
+    table += [f"| {name} | {_cell(value)} |" for name, value in figures(turn.report)]
     return "\n\n".join([*parts, "\n".join(table)])
 
 
 def _quote(text: str) -> str:
-    lines = _inert(visible(text)).split("\n") if text.strip() else ["(empty)"]
+    lines = _inert(text).split("\n") if text.strip() else ["(empty)"]
     return "\n".join(f"> {line}".rstrip() for line in lines)
 
 
@@ -64,5 +64,5 @@ def _inert(text: str) -> str:
 
 def _cell(text: str) -> str:
     """The text in one line, with Markdown escaped."""
-    line = " ".join(visible(text).split())
+    line = " ".join(text.split())
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", line)

@@ -28,7 +28,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minikv.cli.export.files import write
+from minikv.cli.export.command import write
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 

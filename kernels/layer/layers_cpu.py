@@ -53,9 +53,9 @@ queries, keys and values, cos and sin [1, 1, D], and the arena. Returns x after 
 hidden]; x itself is overwritten. Raises MemoryError, perhaps after some layers."""
 
 
-def layers(rests: Sequence[object], first: object = None) -> Layers | None:
+def layers(rests: Sequence[object]) -> Layers | None:
     """All layers of a decode step, from the `Rest` of each; None: they are not of C, or their sizes
-    differ. first: None, because C has no `normed_product`."""
+    differ."""
     each = [rest for rest in rests if isinstance(rest, Rest)]
     sizes = {(rest.hidden, rest.mixed, rest.mlp, rest.eps) for rest in each}
     if len(each) < len(rests) or len(sizes) != 1 or any(not rest.outs for rest in each[:-1]):

@@ -16,7 +16,7 @@ and where x is put in the order in which they are (`_spread`).
 
 Numbers are rounded where the separate calls round them: the norm before and after its weight, the
 product, silu and the sum with x. Packed weights are multiplied in float32 without rounding;
-packed_product.py and models/linear_gpu.py round weights of four bits to bfloat16 first. A bias is
+models/linear_gpu.py rounds weights of four bits to bfloat16 first. A bias is
 added in float32, before the product is rounded.
 """
 
@@ -24,6 +24,7 @@ added in float32, before the product is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -493,6 +494,15 @@ def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> NormedProduct | 
     if made is None or not _norms(norm, matrix.n):
         return None
     return NormedProduct(made, norm, eps)
+
+
+def packed_row(matrix: Matrix, kind: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """A function of x [1, n] of dtype `kind`: x times this matrix, and its bias, [1, outs]; None:
+    this kernel does not take the matrix."""
+    made = product_of(matrix, kind)
+    if made is None:
+        return None
+    return lambda x: made(x.contiguous(), x.new_empty((1, matrix.outs)), KEEP)
 
 
 def product_of(matrix: Matrix, kind: torch.dtype, config: Config | None = None) -> Product | None:

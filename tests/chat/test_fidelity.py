@@ -12,7 +12,6 @@ from tiers import MILL, RIVER, recalling
 
 from minikv.chat.session import ChatSession
 from minikv.cli import render
-from minikv.cli.export.figures import rows
 from minikv.errors import UsageError
 
 
@@ -35,7 +34,7 @@ def test_every_record_of_a_chat_with_a_tier_has_it() -> None:
         assert lost.output_error_layer in (0, 1)
         assert report.time_s.fidelity > 0
         assert f"the first would be {lost.kl_first_token:.2g} nats off" in render.stats(report)
-        assert "Fidelity" in dict(rows(report))
+        assert "fidelity" in dict(render.figures(report))
         record = json.loads(json.dumps(report.to_dict()))
         assert record["fidelity"]["kl_first_token"] == lost.kl_first_token
     plain = chat(reuse="refresh")

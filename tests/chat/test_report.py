@@ -26,7 +26,6 @@ from minikv.chat.report import (
     size,
 )
 from minikv.cli import render
-from minikv.cli.export.figures import rows
 from minikv.cli.records import report_of
 
 MIB = 1 << 20
@@ -210,7 +209,7 @@ def test_what_is_saved_is_counted_where_it_is(
     assert made.memory == words
     assert made.lines()[1].startswith(f"{words} · kept")
     assert f"memory     {words}" in render.stats(made)
-    assert words in dict(rows(made))["Memory"]
+    assert words in dict(render.figures(made))["memory"]
     assert words in repr(made)
 
 

@@ -457,11 +457,11 @@ def test_the_program_does_not_wait_for_what_was_left(monkeypatch: pytest.MonkeyP
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: ended.append(-1))
-    main._leave_what_goes_on(130)
+    main._exit_if_threads_remain(130)
     assert ended == []
     never = threading.Event()
     with pytest.raises(Interrupted):
         stoppable(never.wait, lambda: True)
-    main._leave_what_goes_on(130)
+    main._exit_if_threads_remain(130)
     assert ended == [-1, 130]
     never.set()

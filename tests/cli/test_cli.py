@@ -1283,7 +1283,12 @@ def test_sigterm_ends_a_question_with_143(document: str, number: int) -> None:
     ),
 )
 def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
-    document: str, tmp_path: Path, moment: str, term: str, number: int
+    document: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    term: str,
+    number: int,
 ) -> None:
     """143, no toolbar, the terminal's mode as before, and what was written of the answer kept."""
     import pyte
@@ -1322,4 +1327,5 @@ def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
     pyte.Stream(screen).feed(talk.seen)
     assert not any("of 4,096 tokens" in line for line in screen.display)
     assert talk.seen.rfind("\x1b[?2004h") <= talk.seen.rfind("\x1b[?2004l")
+    monkeypatch.setenv("MINIKV_HOME", str(home))
     assert [entry.turns for entry in listing()] == [1] * (moment == "answer")

@@ -6,6 +6,7 @@ import io
 
 import pytest
 from fakes import ByteTokenizer, ChatML, FakeEngine
+from small_chat import chat_over
 from test_settings import do, talk_of
 
 import minikv
@@ -18,7 +19,7 @@ from minikv.cli.context_command import usage
 @pytest.fixture
 def context() -> Context:
     tokenizer = ByteTokenizer()
-    return talk_of(ChatSession(FakeEngine(), tokenizer, ChatML(tokenizer), max_context=4096))  # type: ignore[arg-type]
+    return talk_of(chat_over(FakeEngine(), tokenizer, ChatML(tokenizer)))
 
 
 @pytest.fixture(scope="module")

@@ -261,5 +261,6 @@ def test_rm_leaves_no_parts_of_killed_writers(cache: Path, tmp_path: Path) -> No
     path = put_packed("gone", tmp_path / "gone")
     part = path.with_name(f".{path.stem}.0a1b2c3d.part")
     part.write_text("")
+    os.utime(part, (0, 0))
     assert run("rm", "gone", "--yes").exit_code == 0
     assert os.listdir(path.parent) == []

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 from fakes import ByteTokenizer, ChatML, FakeEngine
+from small_chat import chat_over
 from typer.testing import CliRunner, Result
 
 import minikv
@@ -493,7 +494,7 @@ def talk_of(session: ChatSession) -> Context:
 @pytest.fixture
 def context() -> Context:
     tokenizer = ByteTokenizer()
-    return talk_of(ChatSession(FakeEngine(), tokenizer, ChatML(tokenizer), max_context=4096))  # type: ignore[arg-type]
+    return talk_of(chat_over(FakeEngine(), tokenizer, ChatML(tokenizer)))
 
 
 @pytest.fixture(scope="module")

@@ -227,8 +227,6 @@ def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None
         "silu-mul",
         "rotate",
         "merge",
-        "w8a16-product",
-        "w4a16-product",
         "row-product",
         "visible",
         "joined",

@@ -113,21 +113,7 @@ class _Kernels(Kernels):
     name, products, block = _LAUNCH.name, _LAUNCH.products, _LAUNCH.block
 
 
-def _w4a16_product(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    weight = x.new_empty((len(packed), x.shape[1]))
-    unpack_int4_rows(packed, scales, weight)
-    return x @ weight.T
-
-
-def _w8a16_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    return x @ (codes * scale[:, None]).T
-
-
-_PACKED = SimpleNamespace(
-    w8a16_product=_w8a16_product,
-    w4a16_product=_w4a16_product,
-    unpack_int4_rows=unpack_int4_rows,
-)
+_PACKED = SimpleNamespace(unpack_int4_rows=unpack_int4_rows)
 
 
 def _torch_form(name: str) -> Callable[..., Any]:
@@ -181,7 +167,7 @@ def _parts(given: Any, name: str) -> Any:
     return getattr(given, name) if isinstance(given, _Made) else given
 
 
-_MAKERS = ("rest", "normed_product")
+_MAKERS = ("rest", "normed_product", "packed_row")
 for _name, (_module, _) in FORMS.items():
     if _module and _name not in ("evict", "append_evict"):
         _launch = getattr(_LAUNCH, _name)

@@ -41,8 +41,11 @@ def _text(name: str, content: str | bytes) -> Make:
 
 
 def _config(raw: object) -> Make:
-    text = raw if isinstance(raw, str) else json.dumps(raw)
-    return _text("config.json", text)
+    def make(folder: Path) -> None:
+        with contextlib.suppress(ModelError):
+            test_config.read(folder, raw)
+
+    return make
 
 
 def _header(header: object, data: bytes, length: int | None) -> Make:
@@ -84,25 +87,11 @@ def _too_much(changes: dict[str, Any]) -> Make:
     return lambda folder: v.write_folder(folder, {**v.byte_level_json(v.LLAMA_3, 1000), **changes})
 
 
-def _params(changes: dict[str, Any], absent: tuple[str, ...]) -> Make:
-    raw = test_config.without(test_config.PARAMS, *absent) | changes
-
-    def make(folder: Path) -> None:
-        (folder / "config.json").unlink()
-        (folder / "params.json").write_text(json.dumps(raw))
-
-    return make
-
-
 CASES: list[tuple[str, int, Make]] = [
     *((f"header: {name}", 6, _header(*given)) for name, *given, _ in test_weights.HEADERS),
     *((f"index: {text:.40}", code, _sharded(text)) for text, code in test_weights.INDEXES),
     *((f"shard: {name!r}", 6, _sharded({"a": name})) for name in test_weights.SHARDS),
     *((f"config: {name}", code, _config(raw)) for name, raw, code, _ in test_config.BAD),
-    *(
-        (f"params {i}: {word}", code, _params(changes, absent))
-        for i, (changes, absent, code, word) in enumerate(test_config.BAD_PARAMS)
-    ),
     *(
         (f"tensors {i}: {word}", code, _weights(change))
         for i, (change, code, word) in enumerate(test_weights.ACCOUNTS)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from minikv.models.linear import Int4, Int8, Plain
 from minikv.models.linear_gpu import (
-    FEW,
     Int4OnGpu,
     Int8OnGpu,
     pack_int4_rows,
@@ -40,24 +39,17 @@ def test_the_numbers_are_those_of_a_cpu(form: str, rows: int, columns: int) -> N
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("count", [1, FEW, FEW + 1, 40])
-@pytest.mark.parametrize("kernels", [False, True])
-def test_products(form: str, bias: bool, count: int, kernels: bool) -> None:
+@pytest.mark.parametrize("count", [1, 40])
+def test_products(form: str, bias: bool, count: int) -> None:
     matrix = FORMS[form][0](plain(70, 96, bias=bias), empty)
     x = torch.randn(count, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     want = x.double() @ matrix.dense().double().T
     if matrix.bias is not None:
         want += matrix.bias.double()
-    matrix.ops = made = Kernels() if kernels else None
     for out in (None, torch.empty((64, 70), dtype=torch.bfloat16)):
         got = matrix(x, out)
         assert got.shape == (count, 70)
         torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=6e-2)
-    if made is not None:
-        many = ["unpack"] * 2 if form == "int4" else []
-        assert made.calls == (
-            [{"int8": "w8a16", "int4": "w4a16"}[form]] * 2 if count <= FEW else many
-        )
 
 
 def test_rows_are_packed_a_part_at_a_time() -> None:
@@ -99,24 +91,3 @@ def four_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scales = torch.empty((columns // group, rows, 2), dtype=torch.bfloat16)
     pack_int4_rows(weight, packed, scales)
     return packed, scales
-
-
-class Kernels:
-    """Kernels for packed weights, and which of them were called."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def w8a16_product(self, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        self.calls.append("w8a16")
-        return x @ (codes * scale[:, None]).T
-
-    def w4a16_product(self, x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-        self.calls.append("w4a16")
-        weight = x.new_empty((len(packed), x.shape[1]))
-        unpack_int4_rows(packed, scales, weight)
-        return x @ weight.T
-
-    def unpack_int4_rows(self, packed: Tensor, scales: Tensor, out: Tensor) -> None:
-        self.calls.append("unpack")
-        unpack_int4_rows(packed, scales, out)

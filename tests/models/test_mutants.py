@@ -17,9 +17,9 @@ from test_parity import LIMIT, TOKENS, difference, oracle_logits, our_logits, to
 from torch import Tensor
 
 import minikv.models.checkpoint as checkpoint
-import minikv.models.llama as llama
 import minikv.models.weights as weights
 from minikv.cli.selftest import one_thread
+from minikv.kernels.dispatch import Kernels
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
@@ -173,7 +173,7 @@ def _stale_copy(folder: Path, patch: pytest.MonkeyPatch) -> Tensor:
     return run(folder)
 
 
-_TABLE, _ROTATE = Rotary.table, llama.rotate
+_TABLE, _ROTATE = Rotary.table, Kernels.rotate
 Table = tuple[Tensor, Tensor]
 
 
@@ -197,7 +197,8 @@ def _paired(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((turned[..., :half], turned[..., half:]), -1).flatten(-2)
 
 
-def _norm_after_weight(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm_after_weight(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    assert y is None or x.add_(y) is x
     return x * weight / (x * weight).pow(2).mean(-1, keepdim=True).add(eps).sqrt()
 
 
@@ -265,7 +266,11 @@ MUTANTS = [
     Mutant("mlp norm weight ignored", GQA, network(_ones("mlp_norm"))),
     Mutant("final norm weight ignored", GQA, network(_no_final_norm)),
     Mutant("norms swapped", GQA, network(_swap_norms)),
-    Mutant("norm weight inside the mean", GQA, code(llama, "_norm", _norm_after_weight)),
+    Mutant(
+        "norm weight inside the mean",
+        GQA,
+        code(Kernels, "add_norm", staticmethod(_norm_after_weight)),
+    ),
     Mutant("gate and up swapped", GQA, network(_swap_gate_up)),
     Mutant("keys and values swapped", GQA, network(_swap_kv)),
     Mutant("KV heads repeated in the wrong order", GQA, network(_repeat_order)),
@@ -277,8 +282,8 @@ MUTANTS = [
     Mutant("layers reversed", GQA, network(lambda net: net.layers.reverse())),
     Mutant("every chunk starts at position 0", GQA, code(Rotary, "table", _from_zero)),
     Mutant("later chunks off by one", GQA, code(Rotary, "table", _later_off_by_one)),
-    Mutant("rotation backwards", YARN, code(llama, "rotate", _negative_sine)),
-    Mutant("rotation of neighbours", GQA, code(llama, "rotate", _paired)),
+    Mutant("rotation backwards", YARN, code(Kernels, "rotate", staticmethod(_negative_sine))),
+    Mutant("rotation of neighbours", GQA, code(Kernels, "rotate", staticmethod(_paired))),
 ]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import subprocess
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from minikv.models import packed_files
-from minikv.models.packed_files import clear, listed, new_part, of_model, remove, store
+from minikv.models.packed_files import clear, listed, of_model, remove, store
 
 
 def put(number: int, model: str, folder: str = "/nowhere", size: int = 1000) -> Path:
@@ -80,6 +78,7 @@ def test_the_listing_names_models_and_passes_over_what_is_odd(tmp_path: Path) ->
     odd.write_bytes(b"\xff" * 8)
     (store() / "note.txt").write_text("mine")
     (store() / f"{9:032x}-int8.safetensors").symlink_to("/nowhere/at/all")
+    os.mkfifo(store() / f"{8:032x}-int8.safetensors")
     assert [(one.model, one.bytes) for one in listed()] == [
         ("owner/one", 1000),
         ("owner/two", 1000),
@@ -93,52 +92,16 @@ def test_the_listing_names_models_and_passes_over_what_is_odd(tmp_path: Path) ->
     assert os.listdir(store()).count("note.txt") == 1
 
 
-def test_what_a_killed_process_left_goes_and_what_is_written_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_killed_process_left_goes_and_what_is_written_stays() -> None:
     put(1, "m")
-    left, live, pipe, old = (store() / f".{n:032x}-int4+head.0a1b2c3d.part" for n in range(4))
-    code = (
-        "import os, signal, sys; from pathlib import Path; from minikv.models import packed_files\n"
-        "part = packed_files.new_part(Path(sys.argv[1])); part.write(b'x')\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert subprocess.run([sys.executable, "-c", code, left], check=False).returncode < 0
-    assert left.stat().st_size == 1
-    assert left.stat().st_mode & 0o777 == 0o600
+    old, pipe, live = (store() / f".{n:032x}-int4+head.0a1b2c3d.part" for n in range(3))
     os.mkfifo(pipe)
-    with new_part(live):
-        clear()
-        assert (left.exists(), live.exists()) == (False, True)
+    for path in (old, live):
+        path.write_text("")
+    for path in (old, pipe):
+        os.utime(path, (time.time() - 4000,) * 2)
     clear()
-    assert not live.exists()
-
-    def refused(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refused)  # a disk without locks: the time tells
-    with new_part(live):
-        old.write_text("")
-        os.utime(old, (time.time() - 2 * 86400,) * 2)
-        clear()
-        assert (old.exists(), live.exists()) == (False, True)
-
-
-def test_a_part_that_was_removed_before_it_was_locked_is_made_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    put(1, "m")
-    path = store() / f".{1:032x}-int8.0a1b2c3d.part"
-    taken = iter([True, False])
-
-    def removed(handle: int, how: int) -> None:
-        if next(taken):
-            path.unlink()
-
-    monkeypatch.setattr(fcntl, "flock", removed)
-    with new_part(path) as file:
-        file.write(b"x")
-    assert path.read_bytes() == b"x"
+    assert [path.exists() for path in (old, pipe, live)] == [False, True, True]
 
 
 def test_a_directory_is_found_by_its_path_alone(
@@ -160,20 +123,6 @@ def test_a_directory_is_found_by_its_path_alone(
     assert [one.path for one in of_model("./owner/name")] == [other]
 
 
-def test_a_pipe_in_the_folder_is_not_listed() -> None:
-    put(1, "m")
-    os.mkfifo(store() / f"{2:032x}-int8.safetensors")
-    assert [one.model for one in listed()] == ["m"]
-
-
 def test_listing_needs_no_torch() -> None:
     code = "import sys, minikv.models.packed_files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_what_is_written_to_a_part_is_in_the_file_at_once(tmp_path: Path) -> None:
-    """Nothing waits in memory, so that a full disk is met by the write and not by the closing."""
-    path = tmp_path / "part"
-    with packed_files.new_part(path) as file:
-        file.write(b"some")
-        assert path.read_bytes() == b"some"

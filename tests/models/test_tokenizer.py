@@ -476,6 +476,10 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 LOSSY = "the tokenizer drops or changes these characters of a text: "
 
 
+def in_bytes(**changes: Any) -> dict[str, Any]:
+    return {**v.byte_level_json(v.LLAMA_3, 1000), **changes}
+
+
 def other_space() -> dict[str, Any]:
     """A vocabulary that spells a space as "_"."""
     data = json.loads(json.dumps(v.legacy_json("v1")).replace("\\u2581", "_"))
@@ -486,17 +490,14 @@ def other_space() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "lost"),
     [
-        (v.byte_level_json(v.LLAMA_3, 1000), ""),
-        ({**v.byte_level_json(v.LLAMA_3, 1000), "decoder": PIECES}, ""),
-        ({**v.byte_level_json(v.LLAMA_3, 1000), "decoder": WORDS}, ""),
-        ({**v.byte_level_json(v.LLAMA_3, 1000), "decoder": {"type": "Fuse"}}, ""),
+        *((in_bytes(decoder=one), "") for one in (BYTES, PIECES, WORDS, {"type": "Fuse"})),
         ({**v.legacy_json("v1"), "decoder": BYTES}, ""),
         ({**v.legacy_json("v1"), "decoder": {"type": "Fuse"}}, ""),
         (v.first_json("v3"), ""),
-        ({**v.byte_level_json(v.LLAMA_3, 1000), "normalizer": {"type": "NFC"}}, ""),
+        (in_bytes(normalizer={"type": "NFC"}), ""),
         (other_space(), "punctuation"),
         (
-            {**v.byte_level_json(v.LLAMA_3, 1000), "pre_tokenizer": WORDS, "decoder": WORDS},
+            in_bytes(pre_tokenizer=WORDS, decoder=WORDS),
             "quotes and dashes, spaces, spaces in a row, line ends, tabs, Chinese, emoji, "
             "rare characters",
         ),
@@ -506,22 +507,21 @@ def other_space() -> dict[str, Any]:
             "tabs, accents, Chinese, emoji, rare characters",
         ),
         *(
-            ({**v.byte_level_json(v.LLAMA_3, 1000), "normalizer": normalizer}, lost)
-            for normalizer, lost in (
-                ({"type": "Lowercase"}, "capitals, accents"),
-                ({"type": "NFKC"}, "quotes and dashes"),
-                ({"type": "Replace", "pattern": {"Regex": "[0-9]"}, "content": "0"}, "digits"),
-                ({"type": "Replace", "pattern": {"Regex": "[0-9]"}, "content": ""}, "digits"),
-                ({"type": "Replace", "pattern": {"Regex": "[A-Z]"}, "content": ""}, "capitals"),
-                (
-                    {"type": "Replace", "pattern": {"Regex": "\\bq\\b"}, "content": "k"},
-                    "small letters",
-                ),
-                ({"type": "Replace", "pattern": {"String": '"'}, "content": "'"}, "punctuation"),
-                (
-                    {"type": "Replace", "pattern": {"Regex": "[\u201c\u201d]"}, "content": '"'},
-                    "quotes and dashes",
-                ),
+            (in_bytes(normalizer={"type": kind}), lost)
+            for kind, lost in (("Lowercase", "capitals, accents"), ("NFKC", "quotes and dashes"))
+        ),
+        *(
+            (
+                in_bytes(normalizer={"type": "Replace", "pattern": {"Regex": of}, "content": by}),
+                lost,
+            )
+            for of, by, lost in (
+                ("[0-9]", "0", "digits"),
+                ("[0-9]", "", "digits"),
+                ("[A-Z]", "", "capitals"),
+                ("\\bq\\b", "k", "small letters"),
+                ('"', "'", "punctuation"),
+                ("[\u201c\u201d]", '"', "quotes and dashes"),
             )
         ),
     ],
@@ -725,8 +725,8 @@ def _replaces(pattern: str, content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
 
 
-def _grows(times: int) -> dict[str, Any]:
-    return {"type": "Sequence", "normalizers": [_replaces("a", "a" * 10)] * times}
+def _prepends(text: str) -> dict[str, Any]:
+    return {"type": "Prepend", "prepend": text}
 
 
 def _tokens(*texts: str) -> list[dict[str, Any]]:
@@ -739,46 +739,23 @@ def _charsmap(*texts: str) -> str:
     return base64.b64encode(len(table).to_bytes(4, "little") + table + targets).decode()
 
 
-def _sequence(step: dict[str, Any], times: int) -> dict[str, Any]:
-    return {"type": "Sequence", "normalizers": [step] * times}
+def _steps(step: dict[str, Any], times: int, part: str = "normalizer") -> dict[str, Any]:
+    return {part: {"type": "Sequence", f"{part}s": [step] * times}}
 
 
-TOO_MUCH = {
-    "steps that spell bytes": (
-        {"normalizer": _sequence({"type": "ByteLevel"}, 4)},
-        "256 times as long",
-    ),
-    "matches of no length": (
-        {
-            "normalizer": _sequence(
-                {"type": "Replace", "pattern": {"Regex": "(?=.)"}, "content": "x"}, 8
-            )
-        },
-        "256 times as long",
-    ),
-    "a prefix of each piece": (
-        {"normalizer": {"type": "Prepend", "prepend": "a" * 200}},
-        "201 times as long",
-    ),
-    "a map to long texts": (
-        {
-            "normalizer": _sequence(
-                {"type": "Precompiled", "precompiled_charsmap": _charsmap("a", "b" * 170)}, 1
-            )
-        },
-        "170 times as long",
-    ),
-    "compatible forms, twice": ({"normalizer": _sequence({"type": "NFKD"}, 2)}, "324 times"),
-    "nine steps that grow": ({"normalizer": _grows(9)}, "times as long"),
-    "a decoder that grows": (
-        {"decoder": {"type": "Sequence", "decoders": [_replaces("a", "a" * 10)] * 3}},
-        "times as long",
-    ),
-    "many steps": (
-        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Lowercase"}] * 65}},
-        "too many parts",
-    ),
-    "a long step": ({"normalizer": {"type": "Prepend", "prepend": "a" * 2000}}, "too many parts"),
+EMPTY = {"type": "Replace", "pattern": {"Regex": "(?=.)"}, "content": "x"}
+LONGER = {"type": "Precompiled", "precompiled_charsmap": _charsmap("a", "b" * 170)}
+FEW_STARTS = _tokens(*(f"{i:03}" + "\U0001f600" * 500 for i in range(600)))
+TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {
+    "steps that spell bytes": (_steps({"type": "ByteLevel"}, 4), "256 times as long"),
+    "matches of no length": (_steps(EMPTY, 8), "256 times as long"),
+    "a prefix of each piece": (_steps(_prepends("a" * 200), 1), "201 times as long"),
+    "a map to long texts": (_steps(LONGER, 1), "170 times as long"),
+    "compatible forms, twice": (_steps({"type": "NFKD"}, 2), "324 times"),
+    "nine steps that grow": (_steps(_replaces("a", "a" * 10), 9), "times as long"),
+    "a decoder that grows": (_steps(_replaces("a", "a" * 10), 3, "decoder"), "times as long"),
+    "many steps": (_steps({"type": "Lowercase"}, 65), "too many parts"),
+    "a long step": ({"normalizer": _prepends("a" * 2000)}, "too many parts"),
     "an empty pattern": ({"normalizer": _replaces("", "a")}, "replaces the empty text"),
     "a long token": ({"added_tokens": _tokens("<|" + "a" * 60_000 + "|>")}, "60,004 characters"),
     "many tokens": (
@@ -790,7 +767,7 @@ TOO_MUCH = {
         "more than 2,097,152 characters",
     ),
     "tokens that share no beginning": (
-        {"added_tokens": _tokens(*(f"{i:03}" + "\U0001f600" * 500 for i in range(600)))},
+        {"added_tokens": FEW_STARTS},
         "more than 1,048,576 different beginnings",
     ),
     "an id of many digits": (
@@ -877,8 +854,8 @@ def test_states_are_counted_as_the_different_beginnings() -> None:
     "changes",
     [
         # What Llama-2, T5 and Gemma do, and steps that take something away.
-        {"normalizer": _sequence(_replaces("\u200b", ""), 5)},
-        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}]}},
+        _steps(_replaces("\u200b", ""), 5),
+        _steps(_prepends("▁"), 1),
         {"added_tokens": _tokens(*(f"<custom_token_{i}>" for i in range(28_672)))},
     ],
     ids=["deletions", "a space in front", "28,672 tokens"],
@@ -977,10 +954,8 @@ def test_the_ids_of_declared_tokens_are_small_numbers(tmp_path: Path, id: str) -
         Tokenizer.from_folder(folder)
 
 
-def _broken(**changes: Any) -> dict[str, Any]:
-    return {**v.legacy_json("v1"), **changes}
-
-
+BPE = b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
+OPEN = b'{"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}'
 DAMAGED = [
     ("tokenizer.json", b""),
     ("tokenizer.json", b"{"),
@@ -994,26 +969,10 @@ DAMAGED = [
     ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x"]]}}'),
     ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
     ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'),
-    (
-        "tokenizer.json",
-        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
-        b'"added_tokens": [{"id": 99999999999, "content": "b"}]}',
-    ),
-    (
-        "tokenizer.json",
-        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [7]}',
-    ),
-    (
-        "tokenizer.json",
-        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
-        b'"decoder": {"type": "Nonsense"}}',
-    ),
-    (
-        "tokenizer.json",
-        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
-        b'"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, '
-        b'"behavior": "Isolated", "invert": false}}',
-    ),
+    ("tokenizer.json", BPE + b'"added_tokens": [{"id": 99999999999, "content": "b"}]}'),
+    ("tokenizer.json", BPE + b'"added_tokens": [7]}'),
+    ("tokenizer.json", BPE + b'"decoder": {"type": "Nonsense"}}'),
+    ("tokenizer.json", BPE + b'"pre_tokenizer": ' + OPEN + b"}"),
     ("tokenizer.model", b""),
     ("tokenizer.model", b"not a model"),
     ("tokenizer.model", b"\x00" * 4096),

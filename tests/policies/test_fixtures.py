@@ -27,7 +27,8 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.kernels.evict.plain import best, order_key
-from minikv.models.rope import RopeConfig, Rotary, frequencies, rotate
+from minikv.kernels.layer.plain import rotate
+from minikv.models.rope import RopeConfig, Rotary, frequencies
 from minikv.policies import kvcrush
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.parts import Candidates

@@ -79,6 +79,7 @@ def converse(case: Case) -> dict[str, Any]:
             kernels=kernels,
         )
         kv.pin(pinned)
+        net.use(kv.ops)
         engine = Engine(net, kv)
         logits, held = [engine.prompt(ids(FIRST, 1))], [_held(kv)]
         logits += [engine.step(token) for token in ids(STEPS, 2)]

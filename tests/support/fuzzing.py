@@ -514,7 +514,7 @@ def _texts(folder: Path) -> list[Target]:
 
     from minikv.cli import config
     from minikv.cli.eval.files import read_items
-    from minikv.cli.export import html, markdown
+    from minikv.cli.export import markdown, page
     from minikv.cli.export.facts import gather
     from minikv.cli.export.read import read_file
     from minikv.cli.history import HistoryFile
@@ -547,7 +547,7 @@ def _texts(folder: Path) -> list[Target]:
 
     def report() -> object:
         facts = read_file(str(folder / "chat.json"))
-        return html.render(facts), markdown.render(facts), json.dumps(facts.to_dict())
+        return page.render(facts), markdown.render(facts), json.dumps(facts.to_dict())
 
     def typed(data: bytes) -> object:
         path = folder / "history"

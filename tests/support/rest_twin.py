@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.kernels.layer import plain as layer
-from minikv.models.linear import Matrix
+from minikv.kernels.product.matrix import Matrix
 from minikv.models.linear_gpu import unpack_int4_rows
 
 
@@ -48,6 +48,11 @@ def rest(
 def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
     """As the function of that name in kernels/layer/rest_gpu.py."""
     return lambda x: _times(matrix, layer.add_norm(x, None, norm, eps))
+
+
+def packed_row(matrix: Matrix, kind: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """As the function of that name in kernels/layer/rest_gpu.py."""
+    return lambda x: _times(matrix, x)
 
 
 def _times(matrix: Matrix, x: Tensor) -> Tensor:

@@ -117,12 +117,23 @@ def scheduler(
     )
 
 
+class Rotated(KVCache):
+    """A cache that gets rotated queries and keys in steps too, so that a test can read them."""
+
+    attend_unrotated = None  # type: ignore[assignment]
+
+
 def over(
-    net: Llama, rules: Rules | None = None, *, kv: torch.dtype | None = None, poison: bool = True
+    net: Llama,
+    rules: Rules | None = None,
+    *,
+    kv: torch.dtype | None = None,
+    poison: bool = True,
+    kind: type[KVCache] = KVCache,
 ) -> KVCache:
     """A cache for `net` under policies that have been made."""
     c = net.config
-    return KVCache(
+    return kind(
         shape(net),
         rules,
         dtype=net.dtype,
@@ -242,7 +253,7 @@ class Walk:
         self.net = network(layers=len(windows), windows=windows, rows=256)
         self.windows, self.pinned, self.eviction = windows, pinned, eviction
         self.causal = True  # so far no query was counted for rows after it
-        self.kv = over(self.net, self._made(eviction))
+        self.kv = over(self.net, self._made(eviction), kind=Rotated)
         self.kv.pin(pinned)
         self.engine = Engine(self.net, self.kv)
         self.fed: list[list[Tensor]] = [[] for _ in windows]  # k and v [t, 2, H, D] by layer

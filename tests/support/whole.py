@@ -10,15 +10,15 @@ from torch import Tensor
 
 from minikv.cache.stats import full_cache_bytes
 from minikv.chat.session import ChatSession
-from minikv.models.llama import Llama, _norm
-from minikv.models.rope import rotate
+from minikv.kernels.layer.plain import rotate
+from minikv.models.llama import Llama
 
 
 def first_keys(net: Llama, ids: list[int]) -> Tensor:
     """The keys [T, H, D] of the first layer for these tokens from position 0 on. A key of the first
     layer depends on its token and position alone."""
     c, layer = net.config, net.layers[0]
-    normed = _norm(net._embed(torch.tensor(ids)), layer.attention_norm, c.norm_eps)
+    normed = net._norm(net._embed(torch.tensor(ids)), layer.attention_norm)
     keys = layer.qkv(normed).view(len(ids), c.heads + 2 * c.kv_heads, c.head_dim)
     cos, sin = net.rotary.table(0, len(ids), net.dtype)
     return rotate(keys[:, c.heads : c.heads + c.kv_heads], cos, sin)

@@ -193,7 +193,7 @@ def test_large_weights_are_read_in_several_calls(
     net = network(count=5)
     want = told(cached(net, together=False))
     net.use(cached(net).kv.ops)
-    layer = net._rests[0]
+    layer = net._tails[0]
     assert isinstance(layer, rest.Rest)
     monkeypatch.setattr(layers, "_AT_ONCE", 2 * layer.nbytes)
     for mine, other in zip(want, told(cached(net)), strict=True):
@@ -335,14 +335,14 @@ def test_what_it_does_not_take() -> None:
     """Layers of different sizes, another kernel's layers, no layers; and an arena of float32."""
     net = network()
     kv = cached(net).kv
-    rests = net._rests
+    rests = net._tails
     assert layers.layers(rests) is not None
     assert layers.layers([]) is None
     assert layers.layers([*rests[:-1], lambda x, mixed: x]) is None
     assert layers.layers([rests[-1], rests[-1]]) is None  # only the last one ends the network
     wide = network("one")
     wide.use(kv.ops)
-    assert layers.layers([rests[0], wide._rests[-1]]) is None
+    assert layers.layers([rests[0], wide._tails[-1]]) is None
     exact = Llama(net.config).randomise(1)
     made = over(exact)
     exact.use(made.ops)

@@ -20,7 +20,8 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.kernels.layer import rest_cpu as rest
 from minikv.kernels.native import build
-from minikv.models.linear import Matrix, half_tile
+from minikv.kernels.product.matrix import Matrix
+from minikv.models.linear import half_tile
 from minikv.models.llama import Llama
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -146,7 +147,7 @@ def test_a_network_in_float32_calls_one_operation_after_the_other() -> None:
     plain = Llama(net.config).randomise(1)
     kv = cache_of(plain)
     plain.use(kv.ops)
-    assert plain._rests == []
+    assert plain._tails == []
     assert bool(plain.forward(torch.tensor([3]), kv).isfinite().all())
 
 

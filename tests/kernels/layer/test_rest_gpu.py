@@ -22,7 +22,8 @@ from triton_device import DEVICE, draw, guarded, kernel, on_device, untouched
 
 from minikv.cache.attend import DenseAttend
 from minikv.kernels.dispatch import Kernels
-from minikv.models.linear import Matrix, Plain
+from minikv.kernels.product.matrix import Matrix
+from minikv.models.linear import Plain
 from minikv.models.linear_gpu import as_read, kept_on
 from minikv.models.llama import Llama
 
