@@ -93,7 +93,7 @@ class Scene:
 def same(got: Tensor, want: Tensor) -> None:
     assert got.dtype == torch.float32
     assert got.shape == want.shape
-    close(got, want, 2e-5)
+    torch.testing.assert_close(got.cpu().double(), want.cpu().double(), rtol=2e-5, atol=1e-6)
 
 
 @pytest.fixture(autouse=True)
