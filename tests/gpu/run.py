@@ -109,7 +109,7 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
     tests = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail", "40"]
     tests += ["-m", "gpu and not soak"]
     if small:  # one of the files that have tests for a GPU
-        tests += ["-n", "0", str(ROOT / "tests/kernels/append/test_gpu.py")]
+        tests += ["-n", "0", str(ROOT / "tests/kernels/append/test_forms.py")]
     else:
         tests += map(str, with_gpu_tests())
     ncu = ("ncu", "--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv"))
@@ -150,7 +150,11 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
 def with_gpu_tests() -> list[Path]:
     """The test files that have tests for a GPU."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [file for file in files if re.search(r"mark\.gpu|triton_device", file.read_text())]
+    return [
+        file
+        for file in files
+        if re.search(r"mark\.gpu|triton_device|import Form\b", file.read_text())
+    ]
 
 
 def failures(folder: Path) -> tuple[list[str], list[str]]:

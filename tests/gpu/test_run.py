@@ -198,7 +198,7 @@ def test_what_would_run_is_listed() -> None:
 
 def test_the_tests_for_a_gpu_are_found() -> None:
     names = {path.name for path in run.with_gpu_tests()}
-    assert {"test_gpu.py", "test_decode_loop.py", "test_no_host_sync.py"} <= names
+    assert {"test_forms.py", "test_decode_loop.py", "test_no_host_sync.py"} <= names
     assert "test_results.py" not in names
 
 
@@ -238,11 +238,11 @@ OPTIONAL = ("hypothesis", "transformers", "mistral_common", "pypdf", "pyte", "ma
 def test_optional_packages_are_not_needed_on_a_gpu(tmp_path: Path, gpu: bool) -> None:
     """With -m gpu files are skipped whose packages are missing; without it they are an error."""
     without(tmp_path, OPTIONAL)
-    files = ("tests/cache/test_int8.py", "tests/kernels/append/test_gpu.py")
+    files = ("tests/cache/test_int8.py", "tests/kernels/append/test_forms.py")
     options = ("-p", "no:hypothesispytest", "-n", "0", "--collect-only")
     mark = ("-m", "gpu") if gpu else ()
     env = {"PYTHONPATH": str(tmp_path), "GPU_TEST_SEED": "12"}
     ran = called("-m", "pytest", *options, *mark, *files, **env)
     assert (ran.returncode == 0) == gpu, ran.stdout[-3000:] + ran.stderr[-3000:]
-    assert "test_gpu.py" in ran.stdout
+    assert "test_forms.py" in ran.stdout
     assert "GPU_TEST_SEED=12 repeats them" in ran.stdout

@@ -20,6 +20,7 @@ def test_in_the_interpreter(soak: bool) -> None:
     files = sorted(
         [
             *Path(__file__).parent.glob("*/test_*gpu.py"),
+            *Path(__file__).parent.glob("*/test_forms.py"),
             *Path(__file__).parent.glob("test_prompt.py"),
         ]
     )

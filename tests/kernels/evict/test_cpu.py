@@ -81,13 +81,6 @@ def test_other_strides_and_dtypes_are_refused(policy: str) -> None:
             )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_lowest_score_leaves(shape: tuple[int, int]) -> None:
-    for seed in range(40):
-        case = draw(shape, seed)
-        assert torch.equal(outcome(native.lowest, case, guarded), expected(case)), seed
-
-
 def test_scores_may_have_other_strides() -> None:
     case = draw(SHAPES[2], 0)
     wide = torch.cat((case.scores, case.scores), -1)[:, : case.scores.shape[1]]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lowest import SHAPES, draw, expected, outcome
 from ragged import segments
 from step_cases import POLICIES, check, drawn, smooth
 from triton_device import close, guarded, kernel, on_device
@@ -57,12 +56,3 @@ def test_the_newest_rows_of_h2o_by_hand(missing: int, lowest: int, left: int) ->
     )
     assert held[int(free_slot) - begin] == left
     close(sums[begin : begin + len(held)], given)
-
-
-@on_device
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_lowest_score_leaves(shape: tuple[int, int]) -> None:
-    for seed in range(4):
-        case = draw(shape, seed)
-        got = outcome(kernel("evict.gpu").lowest, case, guarded, block=16)
-        assert torch.equal(got, expected(case)), seed

@@ -1,0 +1,218 @@
+"""The row of a new token in every form, as torch writes it, in guarded memory; and HashEvict's rows
+as its rule in torch chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from drawing import randoms
+from forms import Form, forms
+from guards import guarded, untouched
+from hash_cases import LAYER, check, drawn, run
+from pairwise import pairwise, some_by_day
+from torch import Tensor
+from triton_device import close, kernel, on_device
+from triton_device import guarded as place
+
+from minikv.kernels import NewRow
+from minikv.kernels.append import cpu as native
+from minikv.kernels.append import plain
+from minikv.kernels.native import build
+from minikv.policies.hashevict import HashEvict
+
+needs_c = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+KINDS = (torch.float32, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+def arena(form: Form, rows: int, size: int, dtype: torch.dtype, coded: bool) -> list[Any]:
+    """k, v, pos, the further columns in `KINDS`, and two scales or None, all with a number."""
+    stored = torch.int8 if coded else dtype
+    k, v = (form.place(torch.full((rows, size), 3).to(stored)) for _ in range(2))
+    pos = form.place(torch.full((rows,), 5, dtype=torch.int32))
+    blank = [form.place(torch.ones(rows, dtype=kind)) for kind in KINDS]
+    scales = [form.place(torch.full((rows,), 9.0)) if coded else None for _ in range(2)]
+    return [k, v, pos, blank, *scales]
+
+
+def flat(columns: list[Any]) -> list[Tensor]:
+    k, v, pos, blank, *scales = columns
+    return [t.cpu() for t in (k, v, pos, *blank, *scales) if t is not None]
+
+
+@pytest.mark.parametrize("form", forms("rotate_append", torch_too=False))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "group", "size", "coded"),
+    [(1, 1, 64, False), (5, 3, 80, True), (3, 4, 256, False), (3, 2, 20, True)],
+)
+def test_rotate_append(
+    form: Form, heads: int, group: int, size: int, coded: bool, dtype: torch.dtype
+) -> None:
+    """Queries and keys as `rotate` makes them; what is written is what `append` writes of them."""
+    rows = 3 * heads + 2
+    qkv = randoms(1, heads * (group + 2), size, dtype=dtype, by=3.0)
+    qkv[-1] = 0.0
+    angle = randoms(2, 1, 1, size // 2, by=3.0)
+    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    slot = torch.randperm(rows, generator=torch.Generator().manual_seed(3))[:heads]
+    given = [qkv, cos, sin, slot, torch.tensor(41)]
+    ours, theirs = (arena(form, rows, size, dtype, coded) for _ in range(2))
+    query, key = form(*map(form.place, given), *ours)
+    assert (query.shape, key.shape) == ((heads, group, size), (heads, size))
+    assert all(untouched(t) for t in (*ours[:3], *ours[3], *ours[4:]) if t is not None)
+    torchs = Form("torch", lambda: plain.append)
+    theirs = arena(torchs, rows, size, dtype, coded)
+    want = plain.rotate_append(*given, *arena(torchs, rows, size, dtype, coded))
+    for got, wanted in zip((query, key), want, strict=True):
+        close(got, wanted, 1e-5 if dtype == torch.float32 else 2e-2)
+    plain.append(key.cpu(), qkv[-heads:], slot, torch.tensor(41), *theirs)
+    for one, two in zip(flat(ours), flat(theirs), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("form", forms("append"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("coded", [False, True])
+def test_append(form: Form, dtype: torch.dtype, coded: bool) -> None:
+    """By index, one head after the other; of codes each is within half a step."""
+    heads, size, rows = 3, 20, 40
+    both = randoms(1, heads, 2, size, dtype=dtype)
+    key, value, slot = both[:, 0], both[:, 1], torch.tensor([7, 39, 0])
+    key[1] = 0.0
+    before, columns = (arena(form, rows, size, dtype, coded) for _ in range(2))
+    form(key, value, form.place(slot), form.place(torch.tensor(77)), *columns)
+    written = torch.zeros(rows, dtype=torch.bool).index_fill_(0, slot, True)
+    for old, new in zip(flat(before), flat(columns), strict=True):
+        assert torch.equal(old[~written], new[~written])
+    k, v, pos, blank, *scales = columns
+    assert pos[slot].tolist() == [77] * heads
+    assert not any(bool(column[slot].any()) for column in blank)
+    for stored, scale, new in zip((k, v), scales, (key, value), strict=True):
+        if scale is None:
+            assert torch.equal(stored[slot], new)
+        else:
+            most = new.float().abs().amax(1)
+            torch.testing.assert_close(scale[slot], torch.where(most > 0, most / 127, 1.0))
+            off = stored[slot].float() * scale[slot, None] - new.float()
+            assert bool((off.abs() <= 0.5001 * scale[slot, None]).all())
+
+
+@pytest.mark.parametrize("form", forms("advance"))
+@pytest.mark.parametrize("before", [False, True])
+def test_advance(form: Form, before: bool) -> None:
+    """As the docstring of kernels/append/plain.py says, head by head."""
+    generator = torch.Generator().manual_seed(int(before))
+    for _ in range(2 if form.by == "triton" else 20):
+        heads = torch.randint(0, 9, (5, 3, 5), generator=generator)
+        start, length, cap, count, slot = heads.unbind(0)
+        free_slot = torch.randint(-4, 5, (3, 5), generator=generator).clamp(min=-1)
+        position = torch.tensor(40)
+        mine = [*map(form.place, (start, length, cap, free_slot, position, count, slot))]
+        form(*mine, before=before)
+        assert all(untouched(t) for t in mine)
+        grown, at = count.clone(), start + count
+        for i in range(count.numel()):
+            free = int(free_slot.view(-1)[i])
+            if free >= 0:
+                at.view(-1)[i] = free
+            elif not (before and count.view(-1)[i] >= cap.view(-1)[i]):
+                grown.view(-1)[i] += 1
+        want = start, count, cap, free_slot, torch.tensor(41), grown, at
+        assert all(torch.equal(one.cpu(), two) for one, two in zip(mine, want, strict=True))
+
+
+CASES = (
+    (torch.float32, torch.bfloat16, torch.float16),
+    (1, 8, 15, 16, 31, 32, 63, 64),
+    (True, False),
+)
+
+
+@needs_c
+@pytest.mark.parametrize(
+    ("dtype", "bits", "exact"),
+    some_by_day(product(*CASES), {*pairwise(*CASES)}.__contains__),
+)
+def test_victims_and_new_rows_in_c(dtype: torch.dtype, bits: int, exact: bool) -> None:
+    for seed in range(10):
+        check(native.hash_append, drawn(seed + 100 * bits, dtype, bits, exact=exact), guarded)
+
+
+@needs_c
+@pytest.mark.parametrize(("more", "turned"), [("columns", False), ("int8", False), ("", True)])
+def test_what_c_does_not_take_is_left_alone(more: str, turned: bool) -> None:
+    case = drawn(1, torch.float32, 8, exact=True, sizes=(16,), more=more, turned=turned)
+    took, found = run(native.hash_append, case, guarded)
+    assert not took
+    for name, column in case.new.columns.items():
+        torch.testing.assert_close(found[name], column, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found["free_slot"], case.new.free_slot)
+
+
+@needs_c
+def test_other_strides_and_dtypes_are_refused() -> None:
+    case = drawn(1, torch.float32, 8, exact=True)
+    matrix = case.rule.matrix(LAYER, case.new.key)
+    for rule, new, why in (
+        (matrix.T.contiguous().T, case.new, "CPU tensors: a float32 matrix"),
+        (torch.zeros(len(matrix), 65), case.new, "at most 64 bits"),
+        (matrix, replace(case.new, free_slot=case.new.free_slot.int()), "tensors: int64 layouts"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            native.hash_append(replace(case.rule, matrices={LAYER: rule}), new)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("dtype", "bits", "size"),
+    [
+        (torch.float32, 8, 64),
+        (torch.bfloat16, 15, 80),
+        (torch.float32, 31, 96),
+        (torch.bfloat16, 64, 128),
+        (torch.float16, 3, 256),
+        (torch.bfloat16, 16, 16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("more", ["", "columns", "int8"])
+def test_victims_and_new_rows_in_triton(
+    dtype: torch.dtype, bits: int, size: int, more: str
+) -> None:
+    """A head's rows are divided among programs, some of which have two tiles."""
+    for seed in range(2):
+        case = drawn(seed + bits, dtype, bits, exact=seed == 0, sizes=(size,), more=more)
+        check(kernel("append.hash_gpu").hash_append, case, place, block=16 >> 2 * seed)
+
+
+@on_device
+@pytest.mark.parametrize("more", ["", "int8"])
+def test_queries_and_keys_that_must_be_rotated_first(more: str) -> None:
+    for seed in range(4):
+        case = drawn(seed, torch.float32, 15, exact=False, sizes=(16, 80), more=more, turned=True)
+        check(kernel("append.hash_gpu").hash_append, case, place, 1e-5, block=16)
+
+
+@on_device
+@pytest.mark.parametrize(("unlike", "left"), [(2, 3), (3, 3), (7, 7), (8, 3)])
+def test_the_ends_that_hashevict_keeps_by_hand(unlike: int, left: int) -> None:
+    """Of rows 0 to 9 the first three and the last two stay; the other rows are like the query."""
+    pos = torch.tensor([4, 9, 1, 7, 3, 0, 8, 2, 6, 5], dtype=torch.int32)
+    held = {"k": torch.zeros(10, 64), "v": torch.zeros(10, 64), "pos": pos}
+    held["code"] = torch.where(pos == unlike, 0, 255)
+    columns = {name: place(column) for name, column in held.items()}
+    one, ten = torch.ones(1, 1, 64), torch.tensor([10])
+    free_slot = place(torch.tensor([-1]))
+    given = (place(t) for t in (one, one[0], one[0], ten - 10, ten, ten))
+    matrix = place(torch.ones(64, 8))
+    rule = HashEvict(sinks=3, recent=2, bits=8, hash_with="query", seed=0, matrices={LAYER: matrix})
+    new = NewRow(LAYER, *given, free_slot, place(ten[0]), columns, 10, 0, columns["pos"])
+    assert kernel("append.hash_gpu").hash_append(rule, new, block=16)
+    assert pos[int(free_slot)] == left
+    assert int(columns["pos"][int(free_slot)]) == 10
+    assert int(columns["code"][int(free_slot)]) == 255

@@ -1,0 +1,284 @@
+"""What queries give each row, in every form, against float64 arithmetic, on odd sizes, in memory
+full of NaN."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from forms import Form, each, forms
+from guards import untouched
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prompts import observed, weights
+from torch import Tensor
+from triton_device import INTERPRETED, close
+
+from minikv.kernels import Part
+from minikv.kernels.mass import cpu as native
+from minikv.kernels.mass import plain as twin
+from minikv.kernels.native.build import library
+
+needs_c = pytest.mark.skipif(library()[0] is None, reason="no kernels in C here")
+NAMES = ("add_attention_mass", "each_attention", "peak_attention")
+
+
+class Scene:
+    """Queries [H, G, T, D] behind rows of an earlier part, some of them gone, NaN where they were,
+    in any order, and those of their own."""
+
+    def __init__(
+        self,
+        heads: int,
+        group: int,
+        size: int,
+        rows: int,
+        old: int,
+        own: int,
+        window: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        listed: bool = False,
+        seed: int = 0,
+    ) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        q = torch.randn(rows, heads, group, size, generator=draw) * 2
+        self.q = q.to(dtype).permute(1, 2, 0, 3)
+        self.k = torch.randn(heads, old + own, size, generator=draw).to(dtype)
+        gone = torch.rand(heads, old, generator=draw) < 0.2
+        pos = torch.stack([torch.randperm(old + 3, generator=draw)[:old] for _ in range(heads)])
+        new = torch.arange(old + 3, old + 3 + own)
+        self.pos = torch.cat((pos.masked_fill(gone, -1), new.expand(heads, own)), 1)
+        self.k[self.pos < 0] = math.nan
+        self.at = torch.arange(old + 3 + own - rows, old + 3 + own)
+        self.window, self.old = window, old
+        first: Part = (self.k[:, :old], self.pos[:, :old])
+        if listed:
+            index = torch.randperm(heads * old + 5, generator=draw)[: heads * old].view(heads, old)
+            memory = torch.full((heads * old + 5, size), math.nan, dtype=dtype)
+            memory[index] = self.k[:, :old]
+            first = memory, self.pos[:, :old], index
+        self.parts: list[Part] = [first, (self.k[:, old:], new[None])]
+        self.p, lse = weights(self.q, self.k, self.at, self.pos, window)
+        self.lse = lse.float()
+
+    def placed(self, form: Form) -> tuple[Tensor, Tensor, list[Any]]:
+        """Queries, which are [T, H, G, D] in memory, their positions, and the parts."""
+        q = form.place(self.q.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
+        return q, form.place(self.at), [tuple(map(form.place, part)) for part in self.parts]
+
+    def check(self, form: Form, name: str, scaled: bool = False) -> None:
+        """Of the operation `name`, all that it makes."""
+        (q, at, parts), lse = self.placed(form), form.place(self.lse)
+        if name == "add_attention_mass":
+            found = observed(form, q, at, parts, self.window, lse, form.place)
+            same(found[0], self.p.sum(2))
+            same(found[1], self.p.mean(1).square().sum(1))
+        elif name == "each_attention":
+            for heads in {(0, len(q)), (len(q) - 1, len(q))}:
+                got = form(q, at, parts, self.window, lse, slice(*heads))
+                same(got, self.p[slice(*heads)])
+        else:
+            scale = torch.linspace(0.1, 1.1, len(at)) if scaled else None
+            want = self.p if scale is None else self.p * scale.double()[:, None]
+            for scored, columns in enumerate((slice(0, self.old), slice(self.old, None))):
+                for known in (lse, None):
+                    by = None if scale is None else form.place(scale)
+                    got = form(q, at, parts, scored, self.window, by, known)
+                    same(got, want[..., columns].amax(2))
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == torch.float32
+    assert got.shape == want.shape
+    torch.testing.assert_close(got.cpu().double(), want.cpu().double(), rtol=2e-5, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def no_twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms in C do not ask torch."""
+    form = request.node.callspec.params.get("form") if hasattr(request.node, "callspec") else None
+    for name in NAMES if form is None or form.by == "c" else ():
+        monkeypatch.setattr(twin, name, None)
+
+
+SIZES = [
+    # H, G, D, queries, rows of the first and second part
+    (1, 1, 16, 1, 1, 1),
+    (3, 4, 80, 7, 63, 111),
+    (2, 3, 64, 33, 1, 63),
+    (5, 1, 256, 17, 111, 40),
+    (5, 3, 96, 33, 1, 63),
+    (1, 3, 128, 17, 111, 40),
+    (2, 5, 16, 3, 30, 11),
+    (3, 2, 8, 150, 700, 1600),
+]
+KINDS = [
+    # window, dtype, first part by a list
+    (None, torch.float32, False),
+    (None, torch.bfloat16, True),
+    (20, torch.float16, False),
+    (9, torch.bfloat16, True),
+    (1, torch.float32, True),
+    (40, torch.bfloat16, False),
+]
+
+
+def takes(form: Form, case: tuple[int, int]) -> bool:
+    """Triton takes each size in one kind, C and torch in every kind."""
+    size, kind = case
+    if form.by == "triton":
+        return kind == size % len(KINDS) and SIZES[size][2] >= 16
+    return KINDS[kind][1] != torch.float16 and (form.by == "c" or KINDS[kind][1] == torch.float32)
+
+
+CASES = [(size, kind) for size in range(len(SIZES)) for kind in range(len(KINDS))]
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "case"),
+    [
+        pytest.param(name, *one.values, marks=one.marks, id=f"{name}-{one.id}")
+        for name in NAMES
+        for one in each(forms(name), CASES, takes)
+    ],
+)
+def test_odd_sizes(name: str, form: Form, case: tuple[int, int]) -> None:
+    window, dtype, listed = KINDS[case[1]]
+    scene = Scene(*SIZES[case[0]], window, dtype, listed=listed)
+    scene.check(form, name, scaled=bool(case[0] % 2))
+
+
+@needs_c
+@pytest.mark.skipif(INTERPRETED, reason="no test of Triton's")
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.integers(1, 4),
+    group=st.integers(1, 5),
+    size=st.integers(1, 64),
+    rows=st.integers(1, 40),
+    old=st.integers(1, 130),
+    more=st.integers(0, 130),
+    window=st.none() | st.integers(1, 200),
+    listed=st.booleans(),
+    scaled=st.booleans(),
+)
+def test_any_size_in_c(
+    heads: int,
+    group: int,
+    size: int,
+    rows: int,
+    old: int,
+    more: int,
+    window: int | None,
+    listed: bool,
+    scaled: bool,
+) -> None:
+    scene = Scene(heads, group, size, rows, old, rows + more, window, listed=listed, seed=1)
+    for name in NAMES:
+        scene.check(Form("c", lambda name=name: getattr(native, name)), name, scaled)
+
+
+@pytest.mark.parametrize("form", forms("add_attention_mass"))
+@pytest.mark.parametrize(("rows", "window"), [(150, None), (150, 37), (1100, None)])
+def test_a_prompt_in_chunks(form: Form, rows: int, window: int | None) -> None:
+    """Every query of a prompt, in chunks of uneven length, each added to what is there: of 1,100
+    rows more than a thread in C loads at once."""
+    if form.by == "triton" and rows > 150:
+        pytest.skip("is no more to Triton")
+    heads, group, size = 2, 3, 128 if rows > 150 else 96
+    draw = torch.Generator().manual_seed(2)
+    dtype = torch.bfloat16 if form.by == "c" else torch.float32
+    q = torch.randn(rows, heads, group, size, generator=draw).to(dtype).permute(1, 2, 0, 3)
+    k = torch.randn(heads, rows, size, generator=draw).to(dtype)
+    at = torch.arange(1000, 1000 + rows)
+    p, lse = weights(q, k, at, at.expand(heads, -1), window)
+    mass, squares = (form.place(torch.ones(heads, *n, rows)) for n in ((group,), ()))
+    keys, places = form.place(k), form.place(at[None])
+    for lo, hi in ((0, 1), (1, 112), (112, rows)):
+        chunk = form.place(q[:, :, lo:hi].permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
+        given = chunk, form.place(lse[:, :, lo:hi].float()), form.place(at[lo:hi])
+        form(mass[..., :hi], squares[:, :hi], *given, keys[:, :hi], places[:, :hi], window)
+    close(mass, 1 + p.sum(2), 2e-5)
+    close(squares, 1 + p.mean(1).square().sum(1), 2e-5)
+    assert untouched(mass)
+    assert untouched(squares)
+
+
+@pytest.mark.parametrize("form", forms("add_attention_mass"))
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("blind", [False, True])
+def test_queries_at_one_position_and_one_that_sees_nothing(
+    form: Form, listed: bool, blind: bool
+) -> None:
+    """The position of the last one, repeated without a copy: what is behind it is not read. A query
+    that sees nothing gives nothing."""
+    scene = Scene(3, 2, 64, 5, 33, 17, dtype=torch.float32, listed=listed)
+    at = scene.at.clone()
+    at[0] = -1
+    at = form.place(at) if blind else form.place(scene.at[-1:]).expand(5)
+    p, lse = weights(scene.q, scene.k, at.cpu(), scene.pos, None)
+    assert bool((lse[:, :, 0] == -math.inf).all()) == blind
+    q, _, parts = scene.placed(form)
+    mass, squares = observed(form, q, at, parts, None, form.place(lse.float()), form.place)
+    same(mass, p.sum(2))
+    same(squares, p.mean(1).square().sum(1))
+
+
+@needs_c
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_what_is_not_a_number_stays_so_where_it_is_seen(at: int) -> None:
+    """A key, and a query."""
+    scene = Scene(1, 1, 16, 4, 8, 8, dtype=torch.float32)
+    lse = torch.zeros_like(scene.lse)
+    scene.k[:, 12] = math.nan  # seen by the last queries
+    mass, _ = observed(native.add_attention_mass, scene.q, scene.at, scene.parts, None, lse)
+    peak = native.peak_attention(scene.q, scene.at, scene.parts, 1, None, None, lse)
+    for found in (mass[0, 0, 8:], peak[0, 0]):
+        assert found.isnan().tolist() == [i == 4 for i in range(8)]
+    scene = Scene(1, 1, 16, 4, 8, 8, dtype=torch.float32)
+    scene.q[:, :, at] = math.nan
+    peak = native.peak_attention(scene.q, scene.at, scene.parts, 1, None, None, lse)
+    assert peak[0, 0].isnan().tolist() == (scene.parts[1][1][0] <= scene.at[at]).tolist()
+
+
+@pytest.mark.parametrize(
+    "what", ["float16", "mixed", "wide", "turned", "positions", "queries' positions"]
+)
+def test_torch_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, pos = torch.randn(2, 2, 3, 264)[..., :32], torch.randn(2, 9, 32), torch.arange(9)[None]
+    lse, at = torch.zeros(2, 2, 3), torch.arange(6, 9)
+    if what == "float16":
+        q, k = q.half(), k.half()
+    elif what == "mixed":
+        q = q.bfloat16()
+    elif what == "wide":
+        q, k = torch.randn(2, 2, 3, 264), torch.randn(2, 9, 264)
+    elif what == "turned":
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    elif what == "positions":
+        pos = pos.int()
+    else:
+        at = at.int()
+    asked = []
+    for name in NAMES:
+        monkeypatch.setattr(twin, name, lambda *_, name=name, **__: asked.append(name))
+    mass, squares = torch.zeros(2, 2, 9), torch.zeros(2, 9)
+    native.add_attention_mass(mass, squares, q, lse, at, k, pos, None)
+    native.each_attention(q, at, [(k, pos)], None, lse, slice(0, 2))
+    native.peak_attention(q, at, [(k, pos)], 0, None, None, lse)
+    assert asked == [*NAMES]
+
+
+def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without:
+        @staticmethod
+        def minikv_attention_mass(*given: object) -> int:
+            return 2
+
+    monkeypatch.setattr(native, "_library", Without)
+    for name in NAMES:
+        with pytest.raises(MemoryError, match="found no memory"):
+            Scene(1, 1, 16, 4, 8, 8).check(Form("c", lambda n=name: getattr(native, n)), name)

@@ -1,0 +1,229 @@
+"""A draw in every form: by hand, against exact sums, and C against torch in whole vocabularies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from drawing import randoms
+from draws import CLOSE, Draw, oracle, random_draws
+from forms import Form, forms
+from torch import Tensor
+
+from minikv.kernels.native import build
+from minikv.kernels.sample import cpu as native
+from minikv.kernels.sample import plain as sampling
+
+needs_c = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+
+MANY = 10_000
+LAST = 1.0 - 2**-53
+"""The largest point there is."""
+SHARES = torch.tensor([0.15, 0.6, 0.05, 0.2]).log()
+"""In order: tokens 1, 3, 0, 2."""
+
+
+@pytest.mark.parametrize("form", forms("drawn"))
+@pytest.mark.parametrize(
+    ("point", "token"),
+    [(0.0, 1), (0.59, 1), (0.61, 3), (0.79, 3), (0.81, 0), (0.94, 0), (0.96, 2), (LAST, 2)],
+)
+def test_the_token_at_a_point(form: Form, point: float, token: int) -> None:
+    assert Draw(SHARES, point=point).by(form) == token
+
+
+@pytest.mark.parametrize("form", forms("drawn"))
+@pytest.mark.parametrize(
+    ("how", "last", "kept"),
+    [
+        ({"top_k": 1}, 1, 0.6),
+        ({"top_k": 3}, 0, 0.95),
+        ({"top_k": 4}, 2, 1.0),
+        ({"top_k": 1 << 31}, 2, 1.0),
+        ({"top_p": 0.0}, 1, 0.6),
+        ({"top_p": 0.59}, 1, 0.6),
+        ({"top_p": 0.61}, 3, 0.8),
+        ({"top_p": 0.79}, 3, 0.8),
+        ({"top_p": 0.81}, 0, 0.95),
+        ({"top_k": 2, "top_p": 0.74}, 1, 0.6),  # of 0.8, 0.6 is 0.75
+        ({"top_k": 2, "top_p": 0.76}, 3, 0.8),
+        ({"min_p": 0.34}, 1, 0.6),
+        ({"min_p": 0.33}, 3, 0.8),
+        ({"min_p": 0.24}, 0, 0.95),
+        ({"min_p": 1.0}, 1, 0.6),
+        ({"top_p": 0.61, "min_p": 0.24}, 3, 0.8),
+        ({"top_p": 0.81, "min_p": 0.33}, 3, 0.8),
+        ({"top_k": 2, "min_p": 0.24}, 3, 0.8),
+        ({"temperature": 1e-6}, 1, 1.0),
+        ({"temperature": 5e-324}, 1, 1.0),
+    ],
+)
+def test_what_the_filters_leave(form: Form, how: dict[str, float], last: int, kept: float) -> None:
+    """The last token that can be drawn, and where the first one ends."""
+    how = {"temperature": 1.0, **how}
+    found = Draw(SHARES, **how, point=LAST).by(form)  # type: ignore[arg-type]
+    assert found == last
+    if last != 1:
+        for point, token in ((0.6 / kept - 0.001, 1), (0.6 / kept + 0.001, 3)):
+            assert Draw(SHARES, **how, point=point).by(form) == token  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", forms("drawn"))
+def test_of_equal_logits_the_smaller_id_comes_first(form: Form) -> None:
+    equal = torch.tensor([0.0, -0.0, 5.0, 0.0, 5.0, -0.0])
+    for tokens, how in (
+        ([2, 4, 0, 1, 3, 5], {"temperature": 1e9}),
+        ([2, 4], {"top_p": 0.9}),
+        ([2, 4, 0], {"temperature": 1e9, "top_k": 3}),
+        ([2, 4], {"min_p": 1.0}),
+    ):
+        for i, token in enumerate(tokens):
+            for point in (i / len(tokens) + 1e-6, (i + 1) / len(tokens) - 1e-6):
+                assert Draw(equal, point=point, **how).by(form) == token  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", forms("drawn"))
+@pytest.mark.parametrize("size", [1, 4, 64, 1 << 14, 300_000])
+def test_equal_logits_have_exact_edges(form: Form, size: int) -> None:
+    logits = torch.full((size,), -3.25)
+    for i in {0, 1, size // 4, size // 2, size - 1}:
+        if i < size:
+            assert Draw(logits, point=i / size).by(form) == i
+            assert Draw(logits, top_k=i + 1, point=LAST).by(form) == i
+    assert Draw(logits, point=LAST).by(form) == size - 1
+    assert Draw(logits, top_p=0.5, point=LAST).by(form) == max(size // 2 - 1, 0)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 32_000, (1 << 18) - 1, 1 << 18, 300_000, 1 << 30])
+def test_no_sum_of_masses_is_too_large(vocab: int) -> None:
+    assert sampling.scale(vocab) == 2**44 or vocab >= 1 << 18
+    assert vocab * int(sampling.scale(vocab)) <= 1 << 62
+
+
+@pytest.mark.parametrize("form", forms("drawn"))
+def test_logits_that_are_far_from_each_other(form: Form) -> None:
+    """Also by more than float32 can say."""
+    most = torch.finfo(torch.float32).max
+    for temperature in (5e-324, 1e-300, 1e-6, 1.0, 100.0):
+        for point in (0.0, 0.5, LAST):
+            draw = Draw(torch.tensor([-most, most, 0.0]), temperature, point=point)
+            assert draw.by(form) == 1
+            near = Draw(torch.tensor([-1e-45, 0.0]), temperature, point=point)
+            assert near.by(form) == near.by(sampling.drawn)
+
+
+@pytest.mark.parametrize("form", forms("drawn"))
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("others", [0.0, math.nan, -math.inf])
+def test_of_logits_that_are_not_finite_any_token(form: Form, bad: float, others: float) -> None:
+    logits = torch.full((40,), others)
+    logits[20] = bad
+    for top_k, top_p, min_p in ((0, 1.0, 0.0), (3, 0.5, 0.0), (50, 0.9, 0.1)):
+        assert 0 <= Draw(logits, 0.7, top_k, top_p, min_p).by(form) < 40
+
+
+@pytest.mark.parametrize("form", forms("drawn"))
+def test_random_draws_are_those_of_exact_sums(form: Form, part: float) -> None:
+    count, near = int(part * MANY), 0
+    for draw in random_draws(count, 1, (1, 2, 17, 100)):
+        token, edge = oracle(draw)
+        near += edge < CLOSE
+        assert draw.by(form) == token or edge < CLOSE, draw
+    assert near < count / 4
+
+
+def chosen(how: tuple[float, int, float, float] | None, logits: Tensor, at: int = 0) -> list[int]:
+    """Token, token again, and whether all logits are finite; with points 0, 0.7 and the last one
+    for the positions from 10 on."""
+    token, found = torch.tensor([7]), torch.tensor([7, 7])
+    if how is None:
+        sampling.greedy(logits, token, found)
+    else:
+        draws = torch.tensor([0.0, 0.7, LAST], dtype=torch.float64)
+        first, position = torch.tensor(10), torch.tensor(at)
+        sampling.sample(logits, *how, draws, first, position, token, found)
+    return [*token.tolist(), *found.tolist()]
+
+
+def test_the_token_of_the_largest_logit_is_the_first_of_them() -> None:
+    assert chosen(None, torch.tensor([1.0, 3.0, 2.0, 3.0])) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("at", "token"), [(3, 1), (9, 1), (10, 3), (11, 2), (99, 2)])
+def test_each_position_has_its_point(at: int, token: int) -> None:
+    assert chosen((1.0, 0, 1.0, 0.0), SHARES, at) == [token, token, 1]
+
+
+@pytest.mark.parametrize("how", [None, (0.7, 3, 0.9, 0.1)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_told(
+    how: tuple[float, int, float, float] | None, bad: float
+) -> None:
+    logits = torch.zeros(40)
+    logits[20] = bad
+    token, again, finite = chosen(how, logits)
+    assert 0 <= token < 40
+    assert (again, finite) == (token, 0)
+
+
+def agree(draw: Draw) -> bool:
+    """Whether both draw the same token. If not, the point must lie within rounding of an edge."""
+    if draw.by(native.drawn) == draw.by(sampling.drawn):
+        return True
+    assert oracle(draw)[1] < CLOSE, draw
+    return False
+
+
+@needs_c
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 15, 64, 65, 130), (1023, 1025, 4099)])
+def test_random_draws(sizes: tuple[int, ...], part: float) -> None:
+    """Exponentials differ in the last places only, so hardly a token does."""
+    count = int(2 * part * MANY)
+    differ = sum(not agree(draw) for draw in random_draws(count, len(sizes), sizes))
+    assert differ <= 1 + count / 2000
+
+
+@needs_c
+@pytest.mark.parametrize("vocab", [32_000, 128_256])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"top_k": 40}, {"top_k": 20_000}, {"top_p": 0.9}, {"min_p": 0.05}, {"temperature": 2.0}],
+    ids=str,
+)
+def test_whole_vocabularies(vocab: int, how: dict[str, float]) -> None:
+    points = torch.rand(12, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64)
+    how = {"temperature": 0.7, **how}
+    for logits in (randoms(1, vocab, by=3.0), randoms(2, vocab, by=0.1).bfloat16().float()):
+        for point in (*points.tolist(), LAST):
+            agree(Draw(logits, point=point, **how))  # type: ignore[arg-type]
+
+
+@needs_c
+@pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
+def test_one_bin_that_holds_nearly_all(temperature: float) -> None:
+    """One logit is far from all others, which differ in all of their bits or in the last ones."""
+    for outlier in (-1e30, -1e4):
+        for logits in (randoms(1, 5000, by=1e-3), 1.0 + randoms(2, 5000, by=1e-6)):
+            logits[1234] = outlier
+            for top_k, top_p, point in ((0, 1.0, 0.4), (2500, 1.0, LAST), (0, 0.3, LAST)):
+                draw = Draw(logits, temperature, top_k, top_p, point=point)
+                assert draw.by(native.drawn) == draw.by(sampling.drawn)
+
+
+@needs_c
+def test_tokens_without_mass_are_counted() -> None:
+    """top_k ends among tokens that are too unlikely to be drawn."""
+    logits = torch.cat((torch.zeros(2), torch.full((5000,), -80.0)))
+    for top_k in (1, 2, 3, 4000, 5002):
+        for point, token in ((0.0, 0), (LAST, min(top_k, 2) - 1)):
+            assert Draw(logits, top_k=top_k, point=point).by(native.drawn) == token
+
+
+@needs_c
+def test_other_tensors_are_torchs() -> None:
+    """Every other logit, and float64."""
+    logits = randoms(3, 200)
+    for other in (logits[::2], logits.double()):
+        draw = Draw(other, 0.7)
+        assert draw.by(native.drawn) == draw.by(sampling.drawn)

@@ -1,0 +1,94 @@
+"""Every form of an operation, from the table `dispatch.FORMS`: torch, each way in C, and Triton.
+
+Torch and C run in the usual process; Triton in that of test_interpreter.py, or on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import guards
+import pytest
+import torch
+from torch import Tensor
+from triton_device import DEVICE, INTERPRETED, kernel
+
+from minikv.kernels import dispatch
+from minikv.kernels.attention import cpu as prefill
+from minikv.kernels.native import build, choice
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one of them is called, and where its tensors are."""
+
+    by: str
+    """torch, c or triton."""
+    find: Callable[[], Callable[..., Any]]
+    device: str = "cpu"
+
+    def __call__(self, *given: object, **named: object) -> Any:
+        return self.find()(*given, **named)
+
+    def place(self, t: Tensor) -> Tensor:
+        """A copy on the form's device between absurd numbers."""
+        return guards.guarded(t, self.device)
+
+    def loose(self, dtype: torch.dtype) -> float:
+        """What rounding may change, relative and absolute. Torch also rounds between its steps."""
+        if self.by == "torch":
+            return {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-3}[dtype]
+        bfloat16 = 1e-2 if self.by == "c" else 2e-2
+        return {torch.float32: 1e-5, torch.bfloat16: bfloat16, torch.float16: 2e-3}[dtype]
+
+
+def forms(operation: str, torch_too: bool = True) -> list[Any]:
+    """The parameters of a test: each form of the operation. One that this machine lacks is
+    skipped."""
+    gpu, c = dispatch.FORMS[operation]
+    found: list[Any] = []
+    if not INTERPRETED:
+        plain = {getattr(k, operation) for k in (dispatch.Kernels, dispatch.TorchOnCPU)}
+        for form in plain if torch_too else ():
+            found.append(pytest.param(Form("torch", lambda f=form: f), id=form.__module__[15:]))
+        found += _in_c(operation, c) if c else []
+    if gpu:
+        missing = find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available())
+        marks = [pytest.mark.skipif(missing, reason="needs Triton and a CUDA device")]
+        marks += [] if INTERPRETED else [pytest.mark.gpu]
+        made = Form("triton", lambda: getattr(kernel(gpu), operation), DEVICE)
+        found.append(pytest.param(made, marks=marks, id="triton"))
+    return found
+
+
+def _in_c(operation: str, name: str) -> list[Any]:
+    module = importlib.import_module(f"minikv.kernels.{name}")
+    ways = dict(vars(module).get("FORMS", {})) or {"C": module}
+    found, missing = [], build.library()[0] is None
+    for way, where in ways.items():
+        if not hasattr(where, operation):
+            where = module
+        needed = where if isinstance(where, prefill.Prefill) else None
+        if way == choice.TILES:
+            needed = prefill.TILES
+        lacks = missing or (needed is not None and not needed.available())
+        mark = pytest.mark.skipif(lacks, reason="no C compiler, or no such instructions, here")
+        form = Form("c", lambda where=where: getattr(where, operation))
+        found.append(pytest.param(form, marks=mark, id=way))
+        if where is module:
+            break
+    return found
+
+
+def each(forms: list[Any], cases: Sequence[Any], takes: Callable[[Form, Any], bool]) -> list[Any]:
+    """Every form with every case that it takes, for the parameters form and case."""
+    return [
+        pytest.param(form.values[0], case, marks=form.marks, id=f"{form.id}-{case}")
+        for form in forms
+        for case in cases
+        if takes(form.values[0], case)
+    ]
