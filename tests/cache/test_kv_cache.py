@@ -231,9 +231,10 @@ def test_a_stopped_prompt_leaves_no_trace(prompt: str, step: str) -> None:
 
 
 @pytest.mark.parametrize("step", policies.step_names())
-def test_a_failed_step_drops_the_cache(step: str) -> None:
+def test_a_failed_step_drops_the_cache(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in any layer of a step: the cache is empty, its memory is free, and it is as good as
     a new one."""
+    monkeypatch.setattr(KVCache, "attend_unrotated", None)
     net = network()
     run, other = engine(net, "adakv", step, 48), engine(net, "adakv", step, 48)
     other.prompt(ids(100))
@@ -620,8 +621,9 @@ def test_what_is_told_of_a_prompt_under_way_and_after_it() -> None:
     assert kv.last_prompt.lost_layer == lost.index(kv.last_prompt.lost_max)
 
 
-def test_what_the_query_of_a_step_sees() -> None:
+def test_what_the_query_of_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the head holds, and the step's own token."""
+    monkeypatch.setattr(KVCache, "attend_unrotated", None)
     run = engine(network(), "tova", "roco", 20)
     run.prompt(ids(60))
     attend, seen = run.kv.attend, []

@@ -90,7 +90,7 @@ def test_what_a_policy_launches(
     ("prompt", "step", "expected"),
     [
         ("adakv", "roco", {"add_attention_mass", "gather_columns", "ragged_prefill", "roco"}),
-        ("h2o", "none", {"add_attention_mass", "append"}),
+        ("h2o", "none", {"add_attention_mass", "rotate_append"}),
         ("snapkv+pyramid", "h2o", {"add_attention_mass", "ragged_prefill", "h2o"}),
     ],
 )
