@@ -466,8 +466,8 @@ def behind_attention(s: Sizes, form: str) -> str:
         (following, hidden),
     ):
         plain = Plain(s.normal(rows, columns) / columns**0.5)
-        on_gpu = torch.device("cuda")  # also in the interpreter: a CPU has other layouts
-        matrices.append(as_read(kept_on(on_gpu, plain, form, Pages(s.device).empty)))
+        there = torch.device("cuda")  # also in the interpreter: a CPU has other layouts
+        matrices.append(as_read(kept_on(there, plain, form, Pages(s.device).empty)))
     norms = [s.normal(hidden) for _ in range(2)]
     x, mixed = s.normal(1, hidden), s.normal(1, attended)
     said, again = "", [] if s.interprets else [on_gpu().rest]
