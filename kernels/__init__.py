@@ -1,7 +1,7 @@
 """Attention and eviction as functions of plain tensors. They know nothing of caches or policies.
 
-`torch/` has every operation in plain torch: the specification, and what runs where nothing faster
-does. `triton/` computes on NVIDIA's GPUs, `cpu/` in C. `dispatch` chooses.
+A folder for each operation: `plain.py` is its definition in torch, `gpu.py` has it in Triton,
+`cpu.py` and the C files have it for a CPU. `dispatch` chooses.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def choose(
 
     name: "auto" takes the device's fast kernels if they can run, "triton" asks for Triton's,
     "torch" for plain torch. The first call on a machine compiles the C kernels, which takes
-    seconds. processor: a class of `cpu.choice` to choose for; "" is that of this machine.
+    seconds. processor: a class of `native.choice` to choose for; "" is that of this machine.
     """
     if name == "torch":
         return (TorchOnCPU(processor) if device.type == "cpu" else Kernels()), None

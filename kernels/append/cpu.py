@@ -55,7 +55,7 @@ def append(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """See `torch.append.append`."""
+    """See `plain.append`."""
     kind, coded = KINDS.get(key.dtype, -1), k_scale is not None
     dense = key.stride(1) == 1 == value.stride(1)
     if kind < 0 or not dense or not (coded or k.dtype == key.dtype):
@@ -100,7 +100,7 @@ def rotate_append(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `torch.append.rotate_append`."""
+    """See `plain.rotate_append`."""
     heads, size = len(slot), qkv.shape[1]
     kind, coded = KINDS.get(qkv.dtype, -1), k_scale is not None
     if kind < 0 or not plain(qkv.dtype, qkv, cos, sin) or not (coded or k.dtype == qkv.dtype):
@@ -140,7 +140,7 @@ def advance(
     *,
     before: bool,
 ) -> None:
-    """See `torch.append.advance`."""
+    """See `plain.advance`."""
     tensors = start, length, cap, free_slot, position, count, slot
     _library().minikv_advance(length.numel(), before, *(t.data_ptr() for t in tensors))
 

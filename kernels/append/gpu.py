@@ -1,6 +1,6 @@
 """The row of a new token, in Triton. `rotate_append` rotates and writes it, in one launch for a
 layer. `advance` chooses where the next one goes, in one launch for all layers. Specification:
-`torch/append.py`."""
+`plain.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -117,7 +117,7 @@ def rotate_append(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `torch.append.rotate_append`."""
+    """See `plain.rotate_append`."""
     assert all(t.is_contiguous() for t in (qkv, cos, sin, slot, k, v))
     heads, size = len(slot), qkv.shape[1]
     group = len(qkv) // heads - 2
@@ -158,7 +158,7 @@ def advance(
     *,
     before: bool,
 ) -> None:
-    """See `torch.append.advance`."""
+    """See `plain.advance`."""
     given = (start, length, cap, free_slot, position, count, slot)
     assert all(t.is_contiguous() for t in given)
     heads = length.numel()

@@ -214,7 +214,7 @@ def hash_append(rule: HashRule, new: NewRow, *, block: int = _BLOCK) -> bool:
     """Write each head's new row; in a full head, over the row whose code is least like the probes.
     Returns True. `block`: rows that a program reads at once.
 
-    Keys and values may be int8 (`torch.int8.to_codes`). Further columns become 0 in the new row.
+    Keys and values may be int8 (`int8.to_codes`). Further columns become 0 in the new row.
     """
     columns, query, key, value = new.columns, new.query, new.key, new.value
     scales = [columns[name] for name in ("k_scale", "v_scale") if name in columns]

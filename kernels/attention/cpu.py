@@ -53,12 +53,12 @@ class Prefill:
     def rows_attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """See `torch.attention.rows_attention`. In memory the output is [T, H, G, D]."""
+        """See `plain.rows_attention`. In memory the output is [T, H, G, D]."""
         found = self._attend(q, k, v, 1 if causal else k.shape[1])
         return plain_torch.rows_attention(q, k, v, causal=causal) if found is None else found
 
     def last_rows_attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See `torch.attention.last_rows_attention`. Computed at once, without `merge`."""
+        """See `plain.last_rows_attention`. Computed at once, without `merge`."""
         found = self._attend(q, k, v, k.shape[1] - q.shape[2] + 1)
         return plain_torch.last_rows_attention(q, k, v) if found is None else found
 
@@ -76,7 +76,7 @@ class Prefill:
         q_pos: Tensor | None = None,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `torch.ragged_prefill.ragged_prefill`. Without a window, head by head in C."""
+        """See `plain.ragged_prefill`. Without a window, head by head in C."""
         tables = torch.stack((start, length, free_slot), 1)
         attend = self.rows_attention
         return plain_torch.head_by_head(q, k, v, tables, pos, q_pos, window, attend)
@@ -156,7 +156,7 @@ def _library() -> ctypes.CDLL:
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """See `torch.attention.merge`."""
+    """See `plain.merge`."""
     if len(parts) == 1:
         return parts[0]
     outs, lses = [out for out, _ in parts], [lse for _, lse in parts]

@@ -75,13 +75,13 @@ def _merge(
 
 
 def last_rows_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """See `torch.attention.last_rows_attention`. Long prompts by cuDNN where that is faster."""
+    """See `plain.last_rows_attention`. Long prompts by cuDNN where that is faster."""
     found = cudnn.last_rows_attention(q, k, v, _two)
     return plain.last_rows_attention(q, k, v) if found is None else found
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """See `torch.attention.merge`. In memory the output is [T, H, G, D]. More than two parts are
+    """See `plain.merge`. In memory the output is [T, H, G, D]. More than two parts are
     joined one after the other, in float32 until the last."""
     kind = parts[0][0].dtype
     joined, whole = parts[0]

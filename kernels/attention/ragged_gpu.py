@@ -3,7 +3,7 @@
 Every head has its own number of rows. All rows come before the queries, so no causal mask is
 needed; `merge` joins the causal part by its log-sum-exp. If there are too few queries to occupy the
 device, segments are divided into spans, whose results are joined in the same way.
-Specification: `torch/ragged_prefill.py`.
+Specification: `plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -132,7 +132,7 @@ def ragged_prefill(
     q_pos: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `torch.ragged_prefill.ragged_prefill`."""
+    """See `plain.ragged_prefill`."""
     q, q_pos = in_rows(q), None if q_pos is None else q_pos.contiguous()
     heads, group, rows, size = q.shape
     lines = rows * group

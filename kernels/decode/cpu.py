@@ -1,5 +1,5 @@
 """Attention of a decode step, in C (`decode.c`), with vectors or, for the logits, with bfloat16
-tiles (AMX). `torch/decode.py` takes other dtypes and strides, and heads of more than 256."""
+tiles (AMX). `plain.py` takes other dtypes and strides, and heads of more than 256."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Decode:
         v_scale: Tensor | None = None,
         arrived: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `torch.decode.ragged_attention`."""
+        """See `plain.ragged_attention`."""
         heads, group, size = q.shape
         stored = INT8 if k_scale is not None else KINDS.get(k.dtype, -1)
         kind = KINDS.get(q.dtype, -1)

@@ -8,7 +8,7 @@ of its partial result. Few rows are divided among fewer programs: parts cost tim
 joined. Programs count the parts of a head that are written. The program that writes the last one
 joins all of them by their log-sum-exp, in the order of the rows, so the result does not depend on
 which program was last. The G query heads of a KV head share a tile of 16 rows, the fewest that
-matrix instructions take. Specification: `torch/decode.py`.
+matrix instructions take. Specification: `plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -351,7 +351,7 @@ def ragged_attention(
     config: Config | None = None,
     space: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `torch.decode.ragged_attention`. All tensors are contiguous; `width` is not needed.
+    """See `plain.ragged_attention`. All tensors are contiguous; `width` is not needed.
 
     `space`: memory between programs, from `workspace` for this `config`; allocated if None.
     """

@@ -2,7 +2,7 @@
 
 Three launches find it: two count the keys by ten bits each, and the third lists the keys that share
 the twenty bits of the k-th, usually a few. Its program that ends last searches the list. For a few
-rows one program searches them all. Specification: `torch/choose.py`.
+rows one program searches them all. Specification: `plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -20,7 +20,7 @@ _ROWS = 1024  # of a head, in one program or one round of it
 _FEW, _FEW_IN_ALL = 4096, 8192  # rows of a head and of a layer that one program searches alone
 _SEARCHED, _SEARCHERS = 2048, 8  # rows of a round of that program, and its warps
 _BINS = 1024  # values of the digits by which keys are counted
-_LEAST = tl.constexpr(-(1 << 63))  # `torch.choose.NOT_FREE`
+_LEAST = tl.constexpr(-(1 << 63))  # `plain.NOT_FREE`
 _MOST = tl.constexpr((1 << 63) - 1)
 
 
@@ -305,7 +305,7 @@ def _wanted(key, total, out, heads, rows, HP: tl.constexpr, BN: tl.constexpr):
 
 
 def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
-    """See `torch.choose.order_key`."""
+    """See `plain.order_key`."""
     scores, pos, free = lines(scores.to(torch.float32)), lines(pos), lines(free)
     heads, rows = scores.shape
     out = torch.empty((heads, rows), dtype=torch.int64, device=scores.device)
@@ -322,7 +322,7 @@ def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
 
 
 def best(key: Tensor, counts: Tensor, most: int, also: Tensor | None = None) -> Tensor:
-    """See `torch.choose.best`."""
+    """See `plain.best`."""
     more = key if also is None else lines(also)
     heads, rows = key.shape
     alone = rows <= _FEW
@@ -345,7 +345,7 @@ def best(key: Tensor, counts: Tensor, most: int, also: Tensor | None = None) -> 
 
 
 def wanted(key: Tensor, total: Tensor, most: int) -> Tensor:
-    """See `torch.choose.wanted`."""
+    """See `plain.wanted`."""
     heads, rows = key.shape
     if key.numel() > _FEW_IN_ALL:
         return _settled(key, total, each=False)
@@ -357,7 +357,7 @@ def wanted(key: Tensor, total: Tensor, most: int) -> Tensor:
 
 def _settled(key: Tensor, counts: Tensor, *, each: bool) -> Tensor:
     """int64 [H]. each: of each head's order keys, the one of rank counts[h], or another with which
-    as many are chosen. Else `torch.choose.wanted`, with counts int64 [] as its total."""
+    as many are chosen. Else `plain.wanted`, with counts int64 [] as its total."""
     heads, rows = key.shape
     lists = heads if each else 1
     tallied, noted = 2 * lists * _BINS, 2 * lists + 2 * heads

@@ -37,7 +37,7 @@ def _library() -> ctypes.CDLL:
 
 
 def lowest(scores: Tensor, pos: Tensor, start: Tensor, over: Tensor, free_slot: Tensor) -> None:
-    """See `torch.decode.lowest`."""
+    """See `decode.plain.lowest`."""
     scores = scores.contiguous()
     assert plain(torch.float32, scores), _TAKES + "float32 scores"
     assert plain(torch.bool, over), _TAKES + "bool over"

@@ -2,7 +2,7 @@
 
 Only the device knows how many rows a head keeps. The grid covers the most that a head may keep, and
 a program beyond a head's count ends at once. Rows of earlier turns are read from a copy, because
-other rows may be written to their place. Specification: `torch/gather.py`.
+other rows may be written to their place. Specification: `plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -111,7 +111,7 @@ def gather_rows(
     pos: tuple[Tensor, Tensor],
     max_count: int,
 ) -> None:
-    """See `torch.gather.gather_rows`."""
+    """See `plain.gather_rows`."""
     k, v = (in_rows(t) for t in new)
     if v.stride() != k.stride():
         k, v = k.contiguous(), v.contiguous()
@@ -154,7 +154,7 @@ def gather_columns(
     out: Sequence[Tensor],
     max_count: int,
 ) -> None:
-    """See `torch.gather.gather_columns`."""
+    """See `plain.gather_columns`."""
     if max_count == 0 or not values:
         return
     assert len({column.shape for column in values}) == 1

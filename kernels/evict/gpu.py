@@ -6,7 +6,7 @@ makes one integer key of each row: the score in the upper bits, the position in 
 row with the lowest key is the victim: the lowest score, and of equal scores the oldest row. H2O
 narrows the choice to rows older than the n newest. Their limit is guessed and checked by counting,
 which nearly always works; otherwise it is found by bisection on its bits. RoCo narrows it to the n
-smallest variances, whose limit `nth` finds. Nothing is sorted. Specification: `torch/decode.py` for
+smallest variances, whose limit `nth` finds. Nothing is sorted. Specification: `decode/plain.py` for
 `lowest`, for the rest the file of each policy in minikv/policies.
 """
 
@@ -272,7 +272,7 @@ def lowest(
     *,
     block: int = _BLOCK,
 ) -> None:
-    """See `torch.decode.lowest`. `block`: rows that a program reads at once."""
+    """See `decode.plain.lowest`. `block`: rows that a program reads at once."""
     scores, pos = scores.contiguous(), pos.contiguous()
     assert all(t.is_contiguous() for t in (start, over, free_slot))
     assert scores.shape == pos.shape, "there is a score for every row"

@@ -1,4 +1,4 @@
-"""The small operators of a layer, in C (`layer.c`). `torch/layer.py` takes other dtypes and
+"""The small operators of a layer, in C (`layer.c`). `plain.py` takes other dtypes and
 strides."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _library() -> ctypes.CDLL:
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """See `torch.layer.add_norm`."""
+    """See `plain.add_norm`."""
     kind = KINDS.get(x.dtype, -1)
     dense = x.stride(1) == 1 and (y is None or (y.is_contiguous() and y.dtype == x.dtype))
     if kind < 0 or not dense or weight.dtype != x.dtype:
@@ -49,7 +49,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `torch.layer.rotate`."""
+    """See `plain.rotate`."""
     rows, heads, size = x.shape
     kind = KINDS.get(x.dtype, -1)
     dense = x.stride(2) == 1 and x.stride(1) == size and cos.is_contiguous() and sin.is_contiguous()
@@ -71,7 +71,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(both: Tensor) -> Tensor:
-    """See `torch.layer.silu_mul`."""
+    """See `plain.silu_mul`."""
     kind, size = KINDS.get(both.dtype, -1), both.shape[1] // 2
     if kind < 0 or both.stride(1) != 1:
         return plain_torch.silu_mul(both)

@@ -1,6 +1,6 @@
 """The small operators of a layer, in Triton, one launch each.
 
-Results are rounded where torch's operators round them. Specification: `torch/layer.py`.
+Results are rounded where torch's operators round them. Specification: `plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -106,7 +106,7 @@ def _silu_mul(both, N: tl.constexpr, BN: tl.constexpr):
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """See `torch.layer.add_norm`. Rows too long for a program are left to torch."""
+    """See `plain.add_norm`. Rows too long for a program are left to torch."""
     rows, size = x.shape
     if size > _MAX_ROW:
         return plain_torch.add_norm(x, y, weight, eps)
@@ -129,7 +129,7 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `torch.layer.rotate`."""
+    """See `plain.rotate`."""
     rows, heads, size = x.shape
     if x.stride(1) != size:
         x = x.contiguous()
@@ -155,7 +155,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_table(
     position: Tensor, inverse: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See `torch.layer.rotary_table`."""
+    """See `plain.rotary_table`."""
     half = len(inverse)
     cos, sin = (torch.empty((1, 1, 2 * half), dtype=dtype, device=inverse.device) for _ in range(2))
     _rotary_table[(1,)](position, inverse, cos, sin, scale, HALF=half, HP=power(half), num_warps=2)
@@ -163,7 +163,7 @@ def rotary_table(
 
 
 def silu_mul(both: Tensor) -> Tensor:
-    """See `torch.layer.silu_mul`."""
+    """See `plain.silu_mul`."""
     assert both.is_contiguous()
     size = both.shape[1] // 2
     _silu_mul[(len(both), -(-size // _PART))](both, N=size, BN=_PART, num_warps=4)

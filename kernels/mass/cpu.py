@@ -1,4 +1,4 @@
-"""The attention that queries give each row, in C (`attention_mass.c`). `torch/attention_mass.py`
+"""The attention that queries give each row, in C (`attention_mass.c`). `plain.py`
 takes other dtypes and computes the log-sum-exps that C needs."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def add_attention_mass(
     *,
     fresh: bool = False,
 ) -> None:
-    """See `torch.attention_mass.add_attention_mass`."""
+    """See `plain.add_attention_mass`."""
     part = with_index((k, k_pos) if index is None else (k, k_pos, index))
     exact = mass.dtype == squares.dtype == torch.float32
     if _fits(q, q_pos, part) and exact and mass.stride(2) == squares.stride(1) == 1:
@@ -69,7 +69,7 @@ def each_attention(
     lse: Tensor,
     heads: slice,
 ) -> Tensor:
-    """See `torch.attention_mass.each_attention`."""
+    """See `plain.each_attention`."""
     each = [with_index(part) for part in parts]
     if not all(_fits(q, q_pos, part) for part in each):
         return plain_torch.each_attention(q, q_pos, parts, window, lse, heads)
@@ -97,7 +97,7 @@ def peak_attention(
     scale: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """See `torch.attention_mass.peak_attention`."""
+    """See `plain.peak_attention`."""
     part = with_index(parts[scored])
     if not _fits(q, q_pos, part):
         return plain_torch.peak_attention(q, q_pos, parts, scored, window, scale, lse)

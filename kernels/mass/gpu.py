@@ -4,7 +4,7 @@
 A program has a block of keys of one KV head and reads all queries that see them, so no two programs
 add to the same number. Keys are the rows of its products, so sums over queries stay inside a warp.
 It needs the log-sum-exp of each query, which attention leaves. Specification:
-`torch/attention_mass.py`.
+`plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -298,7 +298,7 @@ def add_attention_mass(
     *,
     fresh: bool = False,
 ) -> None:
-    """See `torch.attention_mass.add_attention_mass`."""
+    """See `plain.add_attention_mass`."""
     _launch(mass, squares, q, lse, q_pos, (k, k_pos, index), window, fresh=fresh)
 
 
@@ -310,7 +310,7 @@ def each_attention(
     lse: Tensor,
     heads: slice,
 ) -> Tensor:
-    """See `torch.attention_mass.each_attention`."""
+    """See `plain.each_attention`."""
     q, q_pos, lse = in_rows(q), q_pos.contiguous(), _in_lines(lse)
     _, group, rows, size = q.shape
     count, columns = heads.stop - heads.start, sum(part[1].shape[1] for part in parts)
@@ -365,7 +365,7 @@ def peak_attention(
     scale: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    """See `torch.attention_mass.peak_attention`."""
+    """See `plain.peak_attention`."""
     lse = rows_lse(q, q_pos, parts, window) if lse is None else lse
     if scale is not None:
         lse = lse - scale.float().log()

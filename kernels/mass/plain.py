@@ -38,7 +38,7 @@ def each_attention(
 
     q [H, G, W, D]; q_pos [W], not decreasing; lse float32 [H, G, W]: the log-sum-exp over all rows
     that a query sees; `parts` have N rows together. Rows that a query does not see get 0; which
-    these are: see `torch.attention.visible_attention`.
+    these are: see `attention.plain.visible_attention`.
     """
     count = sum(part[1].shape[1] for part in parts)
     some = range(q.shape[0])[heads]
@@ -96,7 +96,7 @@ def add_attention_mass(
     squares of their means over G, summed over queries. q [H, G, T, D]; lse [H, G, T]: the
     log-sum-exp over all rows that a query sees, those of other parts too; q_pos [T], not
     decreasing; k, k_pos and index are one `Part`. Which rows a query sees: as in
-    `torch.attention.visible_attention`. fresh: mass and squares are 0, whatever they hold.
+    `attention.plain.visible_attention`. fresh: mass and squares are 0, whatever they hold.
     """
     part: Part = (k, k_pos) if index is None else (k, k_pos, index)
     if fresh:

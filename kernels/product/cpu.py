@@ -1,4 +1,4 @@
-"""Products of one row and a matrix, in C (`product.c`). `torch/product.py` takes other dtypes and
+"""Products of one row and a matrix, in C (`product.c`). `plain.py` takes other dtypes and
 strides."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _taken(x: Tensor, matrix: Tensor) -> bool:
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
-    """See `torch.product.row_product`. Summed in float32, in another order than torch's."""
+    """See `plain.row_product`. Summed in float32, in another order than torch's."""
     if not _taken(x, weight):
         return plain_torch.row_product(x, weight)
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)

@@ -1,5 +1,5 @@
 """Products of packed weights and activations quantized to int8, in C: `integer.c`. Specification:
-`torch/integer.py`."""
+`integer.py`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _room(x: Tensor, columns: int, outs: int, out: Tensor | None) -> Tensor:
 
 
 def int8_product(x: Tensor, codes: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
-    """See `torch.integer.int8_product`. The result is written to the first rows of `out` [>= t, m],
+    """See `integer.int8_product`. The result is written to the first rows of `out` [>= t, m],
     if that is given. Raises MemoryError."""
     outs, columns = codes.shape
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -66,7 +66,7 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor, out: Tensor | None = N
 def int4_product(
     x: Tensor, packed: Tensor, scales: Tensor, half: int, outs: int, out: Tensor | None = None
 ) -> Tensor:
-    """See `torch.integer.int4_product`; N is a multiple of 64, a group has 32, 64 or 128 columns.
+    """See `integer.int4_product`; N is a multiple of 64, a group has 32, 64 or 128 columns.
     The result is written to the first rows of `out` [>= t, outs], if given. Raises MemoryError."""
     groups, padded, _ = scales.shape
     columns = 2 * packed.shape[1]

@@ -1,4 +1,4 @@
-"""Draw a token from logits, in C (`sampling.c`). `torch/sampling.py` takes other dtypes."""
+"""Draw a token from logits, in C (`sampling.c`). `plain.py` takes other dtypes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _library() -> ctypes.CDLL:
 def drawn(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, point: Tensor
 ) -> Tensor:
-    """See `torch.sampling.drawn`. The exponential may differ from torch's in the last places. So if
+    """See `plain.drawn`. The exponential may differ from torch's in the last places. So if
     the point is within 2^-40 of the boundary of two tokens, it may pick the other one. Raises
     MemoryError."""
     if not plain(torch.float32, logits):
