@@ -127,7 +127,7 @@ def _told(message: str) -> str:
 
     name = unknown[1]
     words = GONE.get(name.removeprefix("--").replace("-", "_")) if name[:2] == "--" else None
-    words = words or _GONE.get(name)
+    words = words or (_GONE.get(name) if name == sys.argv[1] else None)
     return f"{name} is gone: {worded(words)}" if words else message
 
 

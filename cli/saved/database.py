@@ -126,7 +126,9 @@ class ChatFile:
         found = self._db.execute(f"SELECT * FROM {table} ORDER BY number")
         for at, (number, *values, seal) in enumerate(found):
             if (number, seal) != (at, _seal(values)) or [*map(type, values)] != kinds:
-                raise ValueError(f"a checksum in table {table} does not fit: it was edited")
+                raise ValueError(
+                    f"a checksum in table {table} does not fit: it was edited or damaged"
+                )
             yield values
 
     @contextlib.contextmanager
@@ -200,7 +202,8 @@ class ChatFile:
         """Refuse what no chat has: of a file by a stranger, no view, trigger or expression is
         touched. whole: read every page, so that nothing is written into a damaged file."""
         found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(len(_SCHEMA) + 1)
-        if not found and not self.path.stat().st_size:  # its first save was cut off
+        first = not any(self.path.parent.glob("tier*"))
+        if not found and not self.path.stat().st_size and first:  # its first save was cut off
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         version = self._value("PRAGMA user_version")
         if version != _VERSION:

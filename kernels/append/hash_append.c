@@ -107,7 +107,7 @@ void minikv_hash_row(
 }
 
 /* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full head
-   and write the new rows. Arguments and results as in hash_append in kernels/append/hash_cpu.py;
+   and write the new rows. Arguments and results as in hash_append in kernels/append/cpu.py;
    kind: dtype of probes, keys and values; code_size: bytes of a code. Returns 0, or 1 if there is
    no memory. */
 int minikv_hash_append(

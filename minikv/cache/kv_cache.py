@@ -596,6 +596,7 @@ class KVCache:
                 self.tier.truncate(held.tier)  # prompts after it may have been committed
             self.decode.close()
             self._return(held, held.arena)
+            self._shared.discard(held)
             return
         assert self.reading is None
         rules = rules or self.rules
@@ -616,6 +617,7 @@ class KVCache:
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)
         self.pinned, self.budget_rows, self._open = held.pinned, held.rows, held.open
         self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
+        self._exact = []  # of the prompt that is undone
 
     def accepts(self, held: CacheSnapshot, rules: Rules) -> bool:
         """Whether `held` has the columns of this network and these policies, and no more rows than

@@ -471,12 +471,21 @@ def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
 def _steps(plan: Plan, setup: Setup) -> int:
     """Bytes that the steps of an answer work with."""
     shape, step = setup.shape, setup.rules.step
-    if step is None or step.evict_first:
-        return 0
+    prompt = setup.rules.prompt
+    prefers = prompt is not None and prompt.preference is not None
+    work = (
+        5 * sum(plan.needed) if prefers else 0
+    )  # which rows leave last, and as the policy sees it
+    if step is None:
+        return work
     width = max(plan.needed) // shape.kv_heads
     if plan.pool is not None:
         width = sum(plan.needed) // (shape.layers * shape.kv_heads)
-    return 4 * shape.layers * shape.heads * (width + 16)
+    if not setup.gpu and step.name not in setup.ops.evict and not step.needs_query:
+        work += 9 * shape.layers * shape.kv_heads * (width + 16)  # which rows a head uses
+    if step.evict_first:
+        return work
+    return work + 4 * shape.layers * shape.heads * (width + 16)
 
 
 def held_after(plan: Plan, setup: Setup, steps: int) -> int:

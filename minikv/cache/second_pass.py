@@ -102,6 +102,9 @@ class SecondPass:
     def _reread(self) -> None:
         """The prompt was read: from now on the tier gives all of its rows."""
         if not self.scoring:
+            # The last layer read lies there too; beside the tier's two it would be a third.
+            reading = self._reading
+            reading._key = reading._value = reading._key[:0].clone()
             self.tier.reread(self.plan.tokens)
             self.scoring = True
 

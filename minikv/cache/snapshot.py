@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import TABLES, Arena, Layout
 
-_TABLES = ("start", "length", "capacity", "cap", "free_slot")
 _MOST = 1 << 40  # rows
 _KEYS = {"free_slot": "hole"}  # names in JSON that differ: the first files were written with them
 
@@ -89,7 +88,7 @@ class CacheSnapshot(_State):
             "lost": list(self.outcome.lost),
             "shaped": self.outcome.shaped,
             "region": list(self.region),
-            **{_KEYS.get(name, name): getattr(self.layout, name).tolist() for name in _TABLES},
+            **{_KEYS.get(name, name): getattr(self.layout, name).tolist() for name in TABLES},
         }
 
     @staticmethod
@@ -97,7 +96,7 @@ class CacheSnapshot(_State):
         """The reverse of `record`. Raises ValueError, TypeError or KeyError if no cache can have
         written the record or the columns."""
         try:
-            tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in _TABLES]
+            tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in TABLES]
         except RuntimeError as error:  # pragma: no cover - of more than 64 bits, in older torch
             raise ValueError(f"the layout is none: {error}") from None
         region = tuple(_count(n) for n in _list(record["region"]))
@@ -127,11 +126,11 @@ class CacheSnapshot(_State):
         start, length, capacity = layout.start, layout.length, layout.capacity
         if start.dim() != 2 or len(region) != len(start) + 1 or region[0] != 0:
             raise ValueError("the layout is not one of layers and heads")
-        if any(getattr(layout, name).shape != start.shape for name in _TABLES):
+        if any(getattr(layout, name).shape != start.shape for name in TABLES):
             raise ValueError("the layout's tables differ in size")
         if sorted(region) != list(region):
             raise ValueError("the layers' regions overlap")
-        tables = [getattr(layout, name) for name in _TABLES]
+        tables = [getattr(layout, name) for name in TABLES]
         if region[-1] > _MOST or any(((t < -1) | (t > _MOST)).any() for t in tables):
             raise ValueError("the layout has numbers that no cache has")  # sums of them could wrap
         first, end = torch.tensor(region[:-1]), torch.tensor(region[1:])

@@ -201,7 +201,9 @@ class FileRows:
         self._slots: Slots | None = None
         self._worker = ThreadPoolExecutor(1, "tier")
         self._last: Future[None] | None = None  # the last job
-        self._writes: list[Future[None]] = []  # those that may have failed
+        # What may have failed: writes of what is committed, and those of the prompt under way.
+        self._writes: list[Future[None]] = []
+        self._saves: list[Future[None]] = []
         self._closing = weakref.finalize(self, opened.close)
 
     # -- a tier's life --------------------------------------------------------------------------
@@ -268,8 +270,9 @@ class FileRows:
         self._worker.shutdown()
         if self._folder is not None and not self.kept:
             remove(self.path)
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._handle, self.nbytes)
+        if self._stated <= self.rows:  # else the manifest still names what is behind
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._handle, self.nbytes)
         self._closing()
 
     def move(self, path: Path) -> bool:
@@ -306,6 +309,7 @@ class FileRows:
         """See `RamRows`. Raises TierError if the disk has no room."""
         assert have <= self.rows
         self.drop()
+        self._saves.clear()  # of a prompt that was abandoned, whose rows never count
         self.sync()
         with _as_tier_error(self.path):
             self._cut(have)
@@ -336,7 +340,7 @@ class FileRows:
         if self._new.rows:
             slot = self._slot(layer, 0)
             put(slot, begin, columns, wait=True)  # the thread reads it
-            self._writes.append(self._submit(self._save, layer, slot))
+            self._saves.append(self._submit(self._save, layer, slot))
 
     def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
         """See `RamRows`. Returns when the rows are written to the file; they and the manifest reach
@@ -374,7 +378,7 @@ class FileRows:
 
     def sync(self) -> None:
         """Wait until everything committed is on disk. Raises TierError if a write has failed."""
-        writes, self._writes = self._writes, []
+        writes, self._writes, self._saves = self._writes + self._saves, [], []
         with _as_tier_error(self.path):
             for write in writes:
                 write.result()

@@ -209,8 +209,8 @@ class DecodeLoop:
             done = True
         finally:
             if not done:
-                kv.drop()
                 self._early, self._unended, self._drawn = None, False, range(0)
+                kv.drop()
         return following
 
     @property

@@ -29,7 +29,6 @@ products need not be those of a step."""
 _LINES = (16, 32, 64, 128)  # queries times G: one for each size of query tiles
 _OBSERVED = (1, 32, 64)  # last queries of a prompt: one for each tile of 16, 32 and 64
 _FAR = 1 << 16  # rows of a head that are divided among several programs
-_DIVIDED = 512  # the fewest of them that are, with every tile size
 _MANY = 1 << 14  # rows of a head that several programs search
 _IDS = 16  # token ids below it are in every vocabulary
 

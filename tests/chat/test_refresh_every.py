@@ -172,6 +172,13 @@ def verified(kind: str, **given: Any) -> ChatSession:
     return session
 
 
+def test_a_tier_in_a_file_is_the_same() -> None:
+    one, two = (verified(kind, every=4) for kind in ("ram", "file"))
+    assert two.recall.place == "file"
+    assert (one.fed, held_of(one)) == (two.fed, held_of(two))
+    assert [report.fidelity for report in one.reports] == [r.fidelity for r in two.reports]
+
+
 def test_a_file_that_cannot_be_written_any_more_ends_the_passes_and_not_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

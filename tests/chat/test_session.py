@@ -86,16 +86,17 @@ def test_what_is_to_go_on_is_looked_at_when_it_begins() -> None:
         list(more)
 
 
-def test_nan_in_the_prompt_leaves_the_chat_as_it_was() -> None:
+@pytest.mark.parametrize("reuse", ["once", "refresh"])
+def test_nan_in_the_prompt_leaves_the_chat_as_it_was(reuse: str) -> None:
     engine = FakeEngine()
-    chat = make(engine=engine)
+    chat = make(engine=engine, reuse=reuse)
+    chat.attach("doc")
     list(chat.ask("fine"))
-    before, fed = list(chat.messages), list(chat.fed)
+    before, fed, pending = list(chat.messages), list(chat.fed), chat.pending_token
     engine.nan_at = 0
     with pytest.raises(NumericsError):
         list(chat.ask("broken"))
-    assert chat.messages == before
-    assert chat.fed == fed
+    assert (chat.messages, chat.fed, chat.pending_token) == (before, fed, pending)
     check(chat)
 
 

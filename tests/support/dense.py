@@ -42,10 +42,3 @@ class DenseCache:
     def advance(self, tokens: int) -> None:
         self.position += tokens
         assert all(sum(k.shape[0] for k in keys) == self.position for keys in self.keys)
-
-
-def decode_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One query per head: q [H, G, D] over k, v [H, N, D]; output and probabilities."""
-    logits = q.double() @ k.double().transpose(1, 2) * q.shape[-1] ** -0.5
-    p = logits.softmax(-1)
-    return (p @ v.double()).to(q.dtype), p.to(torch.float32)

@@ -181,6 +181,12 @@ def test_any_size_in_c(
         scene.check(Form("c", lambda name=name: getattr(native, name)), name, scaled)
 
 
+@needs_c
+def test_the_peak_of_more_queries_than_a_thread_loads_at_once() -> None:
+    scene = Scene(2, 2, 128, 1100, 1, 1100)
+    scene.check(Form("c", lambda: native.peak_attention), "peak_attention")
+
+
 @pytest.mark.parametrize("form", forms("add_attention_mass"))
 @pytest.mark.parametrize(("rows", "window"), [(150, None), (150, 37), (1100, None)])
 def test_a_prompt_in_chunks(form: Form, rows: int, window: int | None) -> None:
