@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +56,18 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def convert(folder: Path) -> None:
-    """Write a chat of an earlier version anew. Its files go when the new one is on disk. Raises
+def convert(folder: Path, check: Callable[[ChatFile], object]) -> None:
+    """Write a chat of an earlier version anew. Its files go when the new one is on disk and `check`
+    has read it back: what cannot be read does not replace what can. Raises
     OpenElsewhere, UsageError, OSError, and `DAMAGE`; then it is as it was."""
     if not is_old(folder):
         return
-    from minikv.cli.saved.transcript import read_from
-
     with locked(folder):
         if not os.path.lexists(folder / FILE):
             saved = os.stat(folder / TRANSCRIPT)
             _write(folder)
             with ChatFile(folder.name, file=_NEW) as made:
-                read_from(made)  # what cannot be read back does not replace what can
+                check(made)
             os.utime(folder / _NEW, ns=(saved.st_atime_ns, saved.st_mtime_ns))
             os.replace(folder / _NEW, folder / FILE)
         # The transcript goes last: as long as it is there, the next process removes the rest.

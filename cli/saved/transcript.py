@@ -91,7 +91,7 @@ def opened(name: str, *, lock: bool = False) -> ChatFile:
     check_name(name)
     with damage(name):
         try:
-            old.convert(chats_folder() / name)
+            old.convert(chats_folder() / name, read_from)
             return ChatFile(name, lock=lock)
         except FileNotFoundError:
             raise unknown(name) from None

@@ -324,10 +324,12 @@ class PassCost:
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The most bytes of KV cache that exist at once. reading: while the prompt is read, with the
-    rows of before. writing: while the answer is written."""
+    rows of before. writing: while the answer is written. rows: of that, what is left when the steps
+    end."""
 
     reading: int
     writing: int
+    rows: int
 
 
 def peak(plan: Plan, setup: Setup, *, staged: int | None = None, in_file: bool = False) -> Peak:
@@ -349,7 +351,7 @@ def peak(plan: Plan, setup: Setup, *, staged: int | None = None, in_file: bool =
         reading = _twice(plan, setup, state, in_file=in_file)
     else:
         reading = _fixed(plan, setup, staged) + _most_of_a_layer(plan, setup, state)
-    return Peak(held + reading, rows * row + _steps(plan, setup))
+    return Peak(held + reading, rows * row + _steps(plan, setup), rows * row)
 
 
 def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:

@@ -104,7 +104,7 @@ class SecondPass:
         if not self.scoring:
             # The last layer read lies there too; beside the tier's two it would be a third.
             reading = self._reading
-            reading._key = reading._value = reading._key[:0].clone()
+            reading._key = reading._value = reading._key.new_empty((0, *reading._key.shape[1:]))
             self.tier.reread(self.plan.tokens)
             self.scoring = True
 

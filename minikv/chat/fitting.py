@@ -69,7 +69,7 @@ class Machine:
         found = peak(plan, setup, in_file=True)
         first = max(found.reading, found.writing) + self.tier(setup.rules, tokens)
         first += self.work(tokens)
-        return first, first + found.writing
+        return first, first + found.rows
 
     def tier(self, rules: Rules, tokens: int) -> int:
         """Bytes of a tier of `tokens` tokens beside the cache's rows, in its own memory."""
