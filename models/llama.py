@@ -322,7 +322,7 @@ class Llama:
         only the last row is wanted, [1, hidden]; keys and values of all rows are made.
 
         tables: cosine and sine of each chunk. wide [>= t, 2 * mlp]: memory to write to."""
-        layer, eps, ops = self.layers[index], self.config.norm_eps, self.ops
+        layer = self.layers[index]
         for number, (cos, sin) in enumerate(tables):
             part = x[number * self.rows : (number + 1) * self.rows]
             mixed = self._attend(index, self._qkv(layer, part, kv), cos, sin, kv)
@@ -330,9 +330,14 @@ class Llama:
                 if number < len(tables) - 1:
                     continue
                 mixed, part = mixed[-1:], part[-1:]
-            normed = ops.add_norm(part, layer.out(mixed), layer.mlp_norm, eps)
-            part.add_(layer.down(ops.silu_mul(layer.gate_up(normed, wide))))
+            self._mlp(layer, part, layer.out(mixed), wide)
+            del mixed  # before the next chunk's rows are made
         return part if closing else x
+
+    def _mlp(self, layer: Layer, x: Tensor, mixed: Tensor, wide: Tensor) -> None:
+        """Add to the rows x [t, hidden], in place, `mixed` and then the MLP of the normed rows."""
+        normed = self.ops.add_norm(x, mixed, layer.mlp_norm, self.config.norm_eps)
+        x.add_(layer.down(self.ops.silu_mul(layer.gate_up(normed, wide))))
 
     def fast_step(self, x: Tensor, kv: Attend) -> Tensor | None:
         """All layers for the row x [1, hidden] of one token, by kernels that compute what follows

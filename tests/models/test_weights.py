@@ -820,7 +820,8 @@ def test_loading_peaks_at_one_copy_and_keeps_no_file(
 
 
 READING = """
-import sys, threading, time, torch
+import ctypes, sys, threading, time, torch
+ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed leaves no holes in the heap
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
@@ -866,8 +867,8 @@ print(peak - before, stream, wide)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("dtype", some_by_day(["bfloat16", "float32"], "float32".__eq__))
 def test_a_long_prompt_holds_the_residual_stream_and_one_chunk(dtype: str) -> None:
-    """8192 tokens through a network without a cache; 10 MiB for a chunk on the way and the
-    holes that it leaves in the heap: a second tensor of full length, 8 or 16 MiB, would show. A
+    """8192 tokens through a network without a cache; 10 MiB for a chunk on the way and the tables
+    of rotations: a second tensor of full length, 8 or 16 MiB, would show. A
     processor that does not multiply bfloat16 also has a chunk, a block and its product in float32.
     """
     grown, stream, wide = map(int, forked.run(dtype, code=READING).out.split())
