@@ -537,7 +537,10 @@ def evicting(bench: Bench) -> None:
         ("adakv", "h2o", 1024, in_torch),
         ("adakv", "hashevict", 1024, bench.ops),
         ("adakv", "hashevict", 1024, in_torch),
-        *(("adakv", name, 1024, bench.ops) for name in ("streaming", "tova", "scissorhands")),
+        *(
+            ("adakv", name, 1024, bench.ops)
+            for name in ("streaming", "tova", "scissorhands", "l2", "random", "rkv")
+        ),
         ("adakv", "tova", 4096, bench.ops),
     ):
         if ops is None:
@@ -625,9 +628,11 @@ def memory(bench: Bench) -> None:
     """What stays reserved when a step is captured again and again."""
     one = bench.start("adakv", "roco", 512, bench.tokens(8))
     ids, reserved = networks.prompt(32, bench.sizes.vocab), [bench.memory()["reserved"]]
+    recording = []
     for _ in range(2 if bench.small else 10):
         one.cached.read_on(ids, ROOM)
-        one.cached.write(bench.warm)
+        first, second = (one.cached.write(bench.warm) * bench.warm for _ in range(2))
+        recording.append(first - second)
         reserved.append(bench.memory()["reserved"])
     captured_last = one.cached.captured
     bench.close(one)
@@ -643,6 +648,7 @@ def memory(bench: Bench) -> None:
         reserved=reserved,
         full_reserved=grown,
         captured=captured_last,
+        recording_s=median(recording),
         grown_mib=[(r[-1] - r[1]) / 2**20 for r in (reserved, grown)],
     )
 
@@ -829,12 +835,50 @@ def others(bench: Bench) -> None:
         bench.row(name, tok_s=len(ids) / read_s, read_s=read_s, step_ms=step * 1e3)
 
 
+def presses(bench: Bench) -> None:
+    """kvpress, on transformers as above: prompts that leave 512 rows a head, and steps behind them.
+
+    Needs kvpress and a transformers that it accepts.
+    """
+    import kvpress
+
+    system = Transformers(networks.Spec(bench.sizes, None, "bfloat16", str(bench.device)))
+    for thousands in (8, 32):
+        ids = networks.prompt(bench.tokens(thousands), bench.sizes.vocab)
+        ratio = 1 - int(bench.budget(512)) / len(ids)
+        for name, press in (
+            ("snapkv", kvpress.SnapKVPress(ratio, window_size=32)),
+            ("adakv", kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=32))),
+        ):
+            times = []
+            for _ in range(3):
+                system.close()
+                machine.settle(bench.device)
+                before = bench.memory()["allocated"]
+                machine.forget_peak(bench.device)
+                with press(system.model):
+                    times.append(system.read(ids))
+                memory = bench.memory()
+            read_s = min(times)
+            machine.settle(bench.device)
+            held = bench.memory()["allocated"] - before
+            system.write(3)
+            bench.row(
+                f"kvpress {name} 512 at {len(ids):,}",
+                tok_s=len(ids) / read_s,
+                read_s=read_s,
+                step_ms=median(system.write(bench.steps) for _ in range(bench.rounds)) * 1e3,
+                cache_allocated=held,
+                peak_over_before=memory["peak"] - before,
+            )
+
+
 FIRST = (
     Item("ceilings", 12, ceilings),
     Item("steps at 8k", 18, partial(steps, thousands=8)),
     Item("steps at 32k", 20, partial(steps, thousands=32)),
     Item("products", 12, products),
-    Item("step policies", 30, evicting),
+    Item("step policies", 40, evicting),
     Item("prompt ends", 22, ends),
     Item("steps at 128k", 48, long),
     Item("question", 20, question),
@@ -846,7 +890,7 @@ SECOND = (
     Item("prompts", 40, partial(prompts, lengths=(2, 8, 9.5, 32))),
     Item("prompts at 128k", 50, partial(prompts, lengths=(128,))),
 )
-PEER = (Item("peer", 50, others),)
+PEER = (Item("peer", 50, others), Item("kvpress", 40, presses))
 
 
 # -- a process, and the one that starts it ---------------------------------------------------------
