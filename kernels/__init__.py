@@ -17,7 +17,13 @@ from minikv.kernels.attention.plain import (
     window_attention,
 )
 from minikv.kernels.decode.plain import HashRule, NewRow, Rows, lowest, ragged_attention
-from minikv.kernels.evict.plain import NOT_FREE, gather_columns, gather_rows, order_key, survivors
+from minikv.kernels.evict.plain import (
+    NOT_FREE,
+    fill,
+    gather_columns,
+    gather_rows,
+    order_key,
+)
 from minikv.kernels.int8 import from_codes, to_codes
 from minikv.kernels.mass.plain import (
     Part,
@@ -37,6 +43,7 @@ __all__ = [
     "advance",
     "append",
     "each_attention",
+    "fill",
     "from_codes",
     "gather_columns",
     "gather_rows",
@@ -49,7 +56,6 @@ __all__ = [
     "ragged_prefill",
     "rows_attention",
     "rows_lse",
-    "survivors",
     "to_codes",
     "total",
     "visible_attention",

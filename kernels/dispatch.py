@@ -84,6 +84,11 @@ class Kernels:
     order_key = staticmethod(evict_rows.order_key)
     best = staticmethod(evict_rows.best)
     wanted = staticmethod(evict_rows.wanted)
+    divide = staticmethod(evict_rows.divide)
+    share = staticmethod(evict_rows.share)
+    ensure_least = staticmethod(evict_rows.ensure_least)
+    survivors = staticmethod(evict_rows.survivors)
+    lay_out = staticmethod(evict_rows.lay_out)
     gather_rows = staticmethod(evict_rows.gather_rows)
     gather_columns = staticmethod(evict_rows.gather_columns)
     add_norm = staticmethod(layer.add_norm)
@@ -117,6 +122,11 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "order_key": ("evict.choose_gpu", ""),
     "best": ("evict.choose_gpu", ""),
     "wanted": ("evict.choose_gpu", ""),
+    "divide": ("evict.heads_gpu", ""),
+    "share": ("evict.heads_gpu", ""),
+    "ensure_least": ("evict.heads_gpu", ""),
+    "survivors": ("evict.heads_gpu", ""),
+    "lay_out": ("evict.heads_gpu", ""),
     "gather_rows": ("evict.gather_gpu", ""),
     "gather_columns": ("evict.gather_gpu", ""),
     "rows_attention": ("", "attention.cpu"),

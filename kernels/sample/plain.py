@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,10 @@ def greedy(logits: Tensor, token: Tensor, found: Tensor) -> None:
     logits float32 [V]. In place: token int64 [1]; found int64 [2]: the token, and whether all
     logits are finite (if not, the token is any of the V).
     """
-    _note(logits.argmax(), logits, token, found)
+    lines = _lines(logits)
+    most, at = lines.max(1)
+    line = most.argmax()
+    _note(line * lines.shape[1] + at.gather(0, line[None])[0], logits, token, found)
 
 
 def sample(
@@ -79,4 +84,11 @@ def scale(vocab: int) -> float:
 
 def _note(best: Tensor, logits: Tensor, token: Tensor, found: Tensor) -> None:
     token.copy_(best)
-    found.copy_(torch.stack((best, torch.isfinite(logits).all())))
+    ends = torch.stack(torch.aminmax(_lines(logits), dim=1))  # of a line with a NaN, both are NaN
+    found.copy_(torch.stack((best, torch.isfinite(ends).all())))
+
+
+def _lines(logits: Tensor) -> Tensor:
+    """[V] as [lines, numbers], to be reduced in two steps: a GPU takes 28 us for one reduction of
+    128,256 numbers to one."""
+    return logits.view(-1, math.gcd(len(logits), 256))

@@ -19,7 +19,7 @@ from minikv.cache.eviction import leaving
 from minikv.cache.plan import Plan, Setup
 from minikv.cache.prefill import check_places
 from minikv.cache.snapshot import Outcome
-from minikv.kernels import survivors, visible_attention
+from minikv.kernels import visible_attention
 from minikv.kernels.attention.plain import visible
 from minikv.kernels.mass.plain import block_logits
 from minikv.policies.base import StepView
@@ -113,7 +113,7 @@ class BlockPrefill:
         self._note_keys(layer, slice(0, most))
         pos = self._columns["pos"]
         pos[:, :most] = held
-        self._move(survivors(pos >= 0, order_of(held)))
+        self._move(self._ops.survivors(pos >= 0, order_of(held)))
 
     def _note_keys(self, layer: int, rows: slice) -> None:
         """Write the columns that depend on a row's key, for these rows of each head."""
@@ -199,7 +199,7 @@ class BlockPrefill:
                 live, added = stays.sum(1), 0
             stays &= ~self._leaving(layer, live - (limit - added), position, attention, query, key)
             self._most = limit
-        found = survivors(stays, pos[:, :0])
+        found = self._ops.survivors(stays, pos[:, :0])
         # A GPU would make the host wait.
         if pos.device.type == "cpu":  # pragma: no branch - the other one is that of a GPU
             assert bool((found[1] <= limit).all()), "too few rows may leave"

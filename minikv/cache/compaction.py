@@ -13,12 +13,8 @@ import torch
 from torch import Tensor
 
 from minikv.cache.arena import Arena
-from minikv.kernels import survivors
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.selection import fill, order_of
-
-Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of one layer: start, length, capacity, cap and free slot of each head, int64 [H] each."""
+from minikv.policies.selection import order_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +57,11 @@ def gather_survivors(
     if order is None:
         early = keep.shape[1] - staged["k"].shape[1] if unordered is None else unordered
         order = order_of(pos[:, :early])
-    index, count = survivors(keep, order)
+    index, count = ops.survivors(keep, order)
     names = ("start", "length", "capacity", "cap", "free_slot")
     start, length, capacity, cap, free_slot = (getattr(target, name)[layer] for name in names)
-    lay_out(count, begin, (start, length, capacity, cap, free_slot), room)
+    tables = start, length, capacity, cap, free_slot
+    ops.lay_out(count, begin, tables, room.floor, room.total, room.spare, room.all)
     old = None
     if earlier is not None:
         arena, rows = earlier
@@ -78,18 +75,6 @@ def gather_survivors(
             scales[name] = torch.cat((arena.columns[name][rows], new_scales), 1)
     _move(ops, (index, count, start), scales, target, most)
     _move(ops, (index, count, start), extra, target, most)
-
-
-def lay_out(count: Tensor, begin: int, tables: Tables, room: Room) -> None:
-    """Write a layer's tables for heads that hold count int64 [H] rows, side by side from `begin`.
-    No head has a free slot."""
-    start, length, capacity, cap, free_slot = tables
-    length.copy_(count)
-    cap.copy_(fill(count, room.total) if room.total >= 0 else count.clamp(min=room.floor))
-    sizes = cap + room.spare
-    capacity.copy_(fill(sizes, room.all) if room.all >= 0 else sizes)
-    start.copy_(capacity.cumsum(0) - capacity + begin)
-    free_slot.fill_(-1)
 
 
 def append_rows(

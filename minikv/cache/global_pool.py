@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.arena import Arena
-from minikv.kernels import NOT_FREE
-from minikv.policies.selection import fill
+from minikv.kernels import NOT_FREE, fill
 
 
 class GlobalPool:

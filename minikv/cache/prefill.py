@@ -22,11 +22,12 @@ from minikv.cache.global_pool import GlobalPool
 from minikv.cache.plan import Plan, Setup
 from minikv.cache.snapshot import Outcome
 from minikv.cache.tier import Tier
+from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL, Moments, PromptView
 from minikv.policies.parts import policy_columns
 from minikv.policies.scissorhands import below_uniform
-from minikv.policies.selection import fill, stayed
+from minikv.policies.selection import stayed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -71,7 +71,7 @@ class AdaKV(HeadAllocator):
             return torch.minimum(blend.round().to(torch.int64), have)
         a = selection.exact(self.alpha)
         times, parts = (a.denominator - a.numerator) * heads, a.denominator * heads
-        return selection.share(need, times, a.numerator, parts, have, total)
+        return rows.view.ops.share(need, times, a.numerator, parts, have, total)
 
     def _floor(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
         """kvpress' rule. The window's rows, which are kept in any case, count as part of a head's

@@ -137,13 +137,14 @@ class PromptView:
 
     def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Which rows stay because they are among the first `sinks`, the last `recent` or the first
-        `pinned` positions; which are free; how many: see `selection.divide`. Computed once."""
+        `pinned` positions; which are free; how many: see `divide` in kernels/evict/plain.py.
+        Computed once."""
         key = "divide", sinks, recent, pinned
         # In a first prompt, all heads of all layers without a window hold the same rows.
         known = self.shared if self.pos.stride(0) == 0 else self._found
         if key not in known:
             young = max(0, self.position - recent)
-            known[key] = selection.divide(self.pos, sinks, young, pinned)
+            known[key] = self.ops.divide(self.pos, sinks, young, pinned)
         found: tuple[Tensor, Tensor, Tensor] = known[key]
         return found
 

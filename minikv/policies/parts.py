@@ -99,7 +99,7 @@ class HeadAllocator:
         No head gets more rows than it has free ones.
         """
         heads = len(rows.free)
-        return selection.share(rows.have, 0, 1, heads, rows.have, total)
+        return rows.view.ops.share(rows.have, 0, 1, heads, rows.have, total)
 
 
 class Selector:
@@ -206,7 +206,7 @@ class PromptPolicy:
             left = left - count * fits
             own, have = (stays & (view.pos >= pinned)).sum(1), free.sum(1)
         rows = Candidates(view, self.scorer, scores, free, have)
-        counts = selection.ensure_least(self.heads.share(rows, left, total), own, have, least)
+        counts = view.ops.ensure_least(self.heads.share(rows, left, total), own, have, least)
         most = total + len(free)
         if self.reweighter is None and type(self.selector) is Selector:
             return rows.best(counts, most, also=stays)

@@ -1,8 +1,8 @@
 """The arithmetic of choosing rows, as tensors: no value is read back from the device.
 
 A row is free if its score decides whether it stays. Counts are int64 [H]. Of equal scores, the
-younger row stays, then that of the first head. The best rows are found by `kernels.best` and
-`kernels.wanted`. `tests/policies/oracle.py` makes the same choices in plain Python.
+younger row stays, then that of the first head. kernels/evict/plain.py finds the best rows and
+divides counts among heads. `tests/policies/oracle.py` makes the same choices in plain Python.
 """
 
 from __future__ import annotations
@@ -15,20 +15,6 @@ from torch import Tensor
 
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
 _SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
-
-
-def divide(pos: Tensor, sinks: int, young: int, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows stay whatever their score, and which are free: bool [H, N] each.
-
-    pos int64 [H, N], -1 for no row. The rows below position `sinks` stay, those from `young` on,
-    and those below `pinned`. Also int64 [3, H]: how many stay, how many of these are not pinned,
-    and how many are free.
-    """
-    live = pos >= 0
-    stays = ((pos < max(sinks, pinned)) | (pos >= young)) & live
-    free = live & ~stays
-    own = stays & (pos >= pinned)
-    return stays, free, torch.stack((stays.sum(1), own.sum(1), free.sum(1)))
 
 
 def order_of(pos: Tensor) -> Tensor:
@@ -116,68 +102,3 @@ def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
     """
     mean = mass.mean(1) * (pos >= 0)
     return (mean * keep).sum(1) / mean.sum(1)
-
-
-def share(need: Tensor, times: int, even: int, parts: int, most: Tensor, total: Tensor) -> Tensor:
-    """Whole numbers near wish / parts, each <= most, which sum to min(total, sum of most).
-
-    wish = need x times + total x even. Rounded by the method of largest remainders; of equal ones,
-    the first head gets more. If a wish exceeds its `most`, the excess is divided evenly among the
-    others. need int64 [H]: so that the wishes sum to parts x total; most int64 [H]; total int64 [].
-    """
-    wish = need * times + total * even
-    total = torch.minimum(total, most.sum())
-    full = most * parts
-    # A head is full if all heads together, each raised by as much as it has room or to its `most`,
-    # would not have more than there is. The others are raised by the same amount.
-    raised = torch.minimum(full, wish + (full - wish)[:, None])
-    whole = total * parts
-    is_full = raised.sum(1) <= whole
-    others = (~is_full).sum()
-    lift = whole - torch.where(is_full, full, wish).sum()
-    unit = others.clamp(min=1) * parts
-    exact = torch.where(is_full, most * unit, wish * others + lift)
-    counts, heads = exact // unit, len(need)
-    key = exact % unit * heads + torch.arange(heads - 1, -1, -1, device=need.device)
-    rank = (key > key[:, None]).sum(1)
-    return counts + (rank < total - counts.sum())
-
-
-def fill(used: Tensor, total: int) -> Tensor:
-    """Raise the lowest of `used` int64 [H] evenly until they sum to `total`; none is lowered.
-
-    fill([3, 9, 3], 18) == [5, 9, 4].
-    """
-    # A head is raised if all that are no fuller can be raised to what it has.
-    raised = torch.maximum(used, used[:, None]).sum(1) <= total
-    count = raised.sum()
-    spare = total - (used * ~raised).sum()
-    level = spare // count.clamp(min=1)
-    low = used <= level
-    extra = low & (low.cumsum(0) <= spare - level * count)
-    return torch.where(count > 0, torch.maximum(used, level) + extra, used)
-
-
-def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
-    """`counts` of free rows, changed so that each head keeps at least `least` rows, where it can.
-
-    Heads that would keep fewer get rows from those that keep most, one row after the other. No head
-    gives so many that it keeps fewer than `least`. sure: rows that a head keeps whatever their
-    score, pinned ones not counted. free: its free rows. All int64 [H].
-    """
-    if least == 0:
-        return counts
-    heads, rich = len(counts), counts + sure
-    lack = torch.minimum(least - rich, free - counts).clamp(min=0)
-    # The rows that heads can give, in order: the next comes from the head that then keeps most.
-    each = torch.arange(heads * least, device=counts.device)
-    left = rich[:, None] - each
-    offers = (each < counts[:, None]) & (left > least)
-    first = torch.arange(heads - 1, -1, -1, device=counts.device)[:, None]
-    key = torch.where(offers, left * heads + first, -1)
-    wanted = lack.cumsum(0)
-    ordered = key.flatten().sort(descending=True).values
-    edge = ordered.gather(0, (wanted[-1:] - 1).clamp(min=0))
-    given = ((key >= edge) & offers).sum(1) * (wanted[-1] > 0)
-    got = torch.minimum((given.sum() - wanted + lack).clamp(min=0), lack)
-    return counts - given + got

@@ -9,7 +9,7 @@ import torch
 from layouts import HEADS, SIZE, filled, random
 from torch import Tensor
 
-from minikv.cache.compaction import Room, append_rows, gather_survivors, lay_out
+from minikv.cache.compaction import Room, append_rows, gather_survivors
 from minikv.kernels.dispatch import Kernels
 
 
@@ -67,7 +67,10 @@ def test_survivors_are_copied_in_the_order_of_positions(
 def test_how_segments_are_laid_out(room: Room, caps: list[int], sizes: list[int]) -> None:
     tables = [torch.full((HEADS,), 99) for _ in range(5)]
     start, length, capacity, cap, free_slot = tables
-    lay_out(torch.tensor([7, 0, 2]), 40, (start, length, capacity, cap, free_slot), room)
+    numbers = room.floor, room.total, room.spare, room.all
+    Kernels().lay_out(
+        torch.tensor([7, 0, 2]), 40, (start, length, capacity, cap, free_slot), *numbers
+    )
     assert start.tolist() == [40, 40 + sizes[0], 40 + sizes[0] + sizes[1]]
     assert length.tolist() == [7, 0, 2]
     assert (cap.tolist(), capacity.tolist()) == (caps, sizes)

@@ -551,6 +551,7 @@ def evicting(bench: Bench) -> None:
         base.engine.kv.use(ops)
         bases = []
         for _ in range(bench.rounds):
+            one.cached.write(bench.warm)  # the copy has moved the cache: steps are recorded again
             one.write(bench.steps)
             base.copy(one.cached)
             bench.net.use(ops)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minikv import policies
-from minikv.kernels.evict.plain import best, order_key, wanted
+from minikv.kernels.evict.plain import best, ensure_least, fill, order_key, share, wanted
 from minikv.policies import adakv, kvcrush, selection
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.counter_rng import gumbel, uniform
@@ -86,19 +86,19 @@ def test_shares(case: list[list[int]], parts: int) -> None:
     wish, most, _ = case
     total = sum(wish)  # wishes are parts x wish / parts
     need = torch.tensor(wish)
-    got = selection.share(need, parts, 0, parts, torch.tensor(most), torch.tensor(total))
+    got = share(need, parts, 0, parts, torch.tensor(most), torch.tensor(total))
     assert got.tolist() == oracle.share([Fraction(w) for w in wish], most, total)
     uneven = [Fraction(w, parts) for w in wish]
     if sum(uneven).denominator == 1:
         total = int(sum(uneven))
-        got = selection.share(need, 1, 0, parts, torch.tensor(most), torch.tensor(total))
+        got = share(need, 1, 0, parts, torch.tensor(most), torch.tensor(total))
         assert got.tolist() == oracle.share(uneven, most, total)
 
 
 @settings(deadline=None, max_examples=80)
 @given(lists(1), st.integers(0, 60))
 def test_fill(case: list[list[int]], total: int) -> None:
-    assert selection.fill(torch.tensor(case[0]), total).tolist() == oracle.fill(case[0], total)
+    assert fill(torch.tensor(case[0]), total).tolist() == oracle.fill(case[0], total)
 
 
 @settings(deadline=None, max_examples=120)
@@ -107,7 +107,7 @@ def test_every_head_gets_the_least(case: list[list[int]], least: int) -> None:
     counts, sure, more = case
     free = [n + m for n, m in zip(counts, more, strict=True)]
     want = oracle.ensure_least(counts, sure, free, least)
-    got = selection.ensure_least(*(torch.tensor(x) for x in (counts, sure, free)), least)
+    got = ensure_least(*(torch.tensor(x) for x in (counts, sure, free)), least)
     assert got.tolist() == want
     assert sum(want) == sum(counts)
     assert all(0 <= n <= m for n, m in zip(want, free, strict=True))
@@ -382,7 +382,7 @@ def test_large_numbers_stay_exact(heads: int) -> None:
     most = need + torch.randint(0, 5_000, (heads,), generator=generator)
     a = Fraction("0.1234567")
     times, parts = (a.denominator - a.numerator) * heads, a.denominator * heads
-    got = selection.share(need, times, a.numerator, parts, most, torch.tensor(total))
+    got = share(need, times, a.numerator, parts, most, torch.tensor(total))
     even = Fraction(total, heads)
     want = oracle.share([(1 - a) * int(n) + a * even for n in need], most.tolist(), total)
     assert got.tolist() == want
