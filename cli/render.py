@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
@@ -13,10 +13,11 @@ from minikv.cli.config_command import text
 from minikv.cli.tables import grid
 from minikv.cli.turn import TOY, is_toy
 from minikv.policies import Option, find, part_names, prompt_names, registry, step_names
+from minikv.policies.options import options_of
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.policies.options import Method, Part
+    from minikv.policies.options import Method
 
 _QUESTIONS = {
     "scorer": "how much a token is worth, and which are always kept",
@@ -248,7 +249,7 @@ def _policy_card(info: Method) -> str:
     return text + _options(info.options) + _differs(info.differences)
 
 
-def _part_card(part: Part) -> str:
+def _part_card(part: type[Any]) -> str:
     """One part of a policy: which question it answers, and its options."""
     used = [info.name for info in registry.methods() if part in info.parts]
     rows = [
@@ -257,22 +258,22 @@ def _part_card(part: Part) -> str:
         ("spelled", f"{part.name}(h2o)" if part.axis == "select" else _spelling(part)),
     ]
     return (
-        f"{part.name}: {part.summary}\n\n{_columns(rows)}\n\n{_options(part.options)}"
+        f"{part.name}: {part.summary}\n\n{_columns(rows)}\n\n{_options(options_of(part))}"
         + _differs(part.differs)
     )
 
 
-def _spelling(part: Part) -> str:
+def _spelling(part: type[Any]) -> str:
     return f"{part.name}+ada" if part.axis == "scorer" else f"h2o+{part.name}"
 
 
-def _part_record(part: Part) -> dict[str, object]:
+def _part_record(part: type[Any]) -> dict[str, object]:
     """A part as JSON has it."""
     return {
         "name": part.name,
         "axis": part.axis,
         "summary": part.summary,
-        "options": [_option_record(option) for option in part.options],
+        "options": [_option_record(option) for option in options_of(part)],
         "differences": list(part.differs),
     }
 

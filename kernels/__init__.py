@@ -6,54 +6,31 @@ A folder for each operation: `plain.py` is its definition in torch, `gpu.py` has
 
 from __future__ import annotations
 
-from minikv.kernels.append.plain import advance, append
+from minikv.kernels.append.plain import append
 from minikv.kernels.attention.plain import (
-    last_rows_attention,
     merge,
-    ragged_prefill,
     rows_attention,
     total,
     visible_attention,
     window_attention,
 )
-from minikv.kernels.decode.plain import HashRule, NewRow, Rows, lowest, ragged_attention
-from minikv.kernels.evict.plain import (
-    NOT_FREE,
-    fill,
-    gather_columns,
-    gather_rows,
-    order_key,
-)
+from minikv.kernels.decode.plain import NewRow, Rows, lowest, ragged_attention
+from minikv.kernels.evict.plain import NOT_FREE, fill, order_key
 from minikv.kernels.int8 import from_codes, to_codes
-from minikv.kernels.mass.plain import (
-    Part,
-    add_attention_mass,
-    each_attention,
-    peak_attention,
-    rows_lse,
-)
+from minikv.kernels.mass.plain import Part, rows_lse
 
 __all__ = [
     "NOT_FREE",
-    "HashRule",
     "NewRow",
     "Part",
     "Rows",
-    "add_attention_mass",
-    "advance",
     "append",
-    "each_attention",
     "fill",
     "from_codes",
-    "gather_columns",
-    "gather_rows",
-    "last_rows_attention",
     "lowest",
     "merge",
     "order_key",
-    "peak_attention",
     "ragged_attention",
-    "ragged_prefill",
     "rows_attention",
     "rows_lse",
     "to_codes",

@@ -13,6 +13,7 @@ from minikv.checks import quoted
 from minikv.engine import threads
 from minikv.errors import UsageError
 from minikv.policies import registry
+from minikv.policies.options import options_of
 from minikv.settings import Generation, Settings, no_cuda, refuse_gone, settings_of
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def settings_from(budget: int | str = "auto", **given: Any) -> Settings:
     own = [*settings_of(Settings)]
     options = {name: given.pop(name) for name in [*given] if name not in own}
     known = {option.name for method in registry.methods() for option in method.options}
-    known |= {option.name for part in registry.parts() for option in part.options}
+    known |= {option.name for part in registry.parts() for option in options_of(part)}
     for name in options:
         refuse_gone(name, f"`{name}`")
         if name in settings_of(Generation):

@@ -145,10 +145,13 @@ def test_no_text_of_the_runtime_names_a_flag_or_a_slash_command() -> None:
 
 
 def _help(node: ast.AST) -> bool:
-    """A docstring or another bare text, or a call that declares a setting or a policy."""
+    """A docstring or another bare text, what declares a setting, or what a policy says of
+    itself."""
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
-    declares = ("setting", "option", "Part", "Method")
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]) in ("summary", "differs")
+    declares = ("setting", "option", "Method")
     return isinstance(node, ast.Call) and getattr(node.func, "id", "") in declares
 
 

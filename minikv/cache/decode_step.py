@@ -13,7 +13,7 @@ The row of a token belongs to no head before `end`. So under a policy that evict
 step that is not ended leaves nothing behind, and may be begun before its token is known to belong
 to the answer. A step that fails may have changed rows: its cache must be dropped.
 
-No shape depends on a value on the device, and nothing is read from it while steps are captured.
+No shape depends on a value on the device, and a captured step reads nothing from it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DecodeStep:
         self.shown: Tensor | None = None  # with leaves_last: positions as the policy sees them
         self._layers: list[tuple[Tensor, ...]] = []  # views by layer, made once to save time
         self._step_arena: object | None = None
-        self._phases: frozenset[int] | None = None  # see `is_due`
+        self._due_from = 0  # see `is_due`
         self.due = True
         self.key: tuple[object, ...] = ()
 
@@ -99,10 +99,7 @@ class DecodeStep:
             self.quota = _in_place(self.quota, None if policy is None else policy.quota(arena.cap))
         self.position.fill_(position)
         self.arrived.zero_()  # a launch that failed may have left counts
-        self.due, self._step_arena, self._phases = True, None, None
-        if policy is not None and policy.block > 1 and not self._slides:
-            steps = (arena.cap + policy.block - arena.held).flatten().tolist()
-            self._phases = frozenset((position + left) % policy.block for left in steps)
+        self.due, self._step_arena, self._due_from = True, None, position
         self._place(arena)
         whole = (arena.start, self.count, self.slot, self.oldest_seen)
         scratch = (self.logits, self.lse) if self.logits.numel() else ()
@@ -155,12 +152,18 @@ class DecodeStep:
         return not self.captured and self.device.type == "cpu"
 
     def is_due(self, position: int) -> bool:
-        """Whether a head may have to evict at the end of the step after which `position` tokens are
-        counted. Known without asking the device: a head that evicts `block` rows at once does so
-        every `block` steps, unless rows also slide out of a window."""
-        if self._phases is None or self.policy is None:
-            return True
-        return position % self.policy.block in self._phases
+        """Whether a head has to evict at the end of the step under way, after which `position`
+        tokens are counted. Always, if heads evict one row at a time.
+
+        A head grows by a row a step at most, so the device is asked, and waited for, only when the
+        head that had the most rows can be full again.
+        """
+        block = 1 if self.policy is None else self.policy.block
+        if block == 1 or position < self._due_from:
+            return block == 1
+        left = (self.arena.cap + block - self.count).flatten().tolist()
+        self._due_from = position + min(steps if steps > 0 else block for steps in left)
+        return min(left) <= 0
 
     def close(self) -> None:
         """End the steps: release the arena and, unless a graph needs it, the memory of steps."""

@@ -532,7 +532,7 @@ class KVCache:
 
     def _leaves_last(self, arena: Arena) -> Tensor | None:
         """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""
-        prefers = self.rules.prompt.preference if self.rules.prompt is not None else None
+        prefers = self.rules.prompt.prefer if self.rules.prompt is not None else None
         if prefers is None:
             return None
         return prefers.prefers(arena.columns["pos"].to(torch.int64), self._turns)

@@ -474,7 +474,7 @@ def _steps(plan: Plan, setup: Setup) -> int:
     """Bytes that the steps of an answer work with."""
     shape, step = setup.shape, setup.rules.step
     prompt = setup.rules.prompt
-    prefers = prompt is not None and prompt.preference is not None
+    prefers = prompt is not None and prompt.prefer is not None
     work = (
         5 * sum(plan.needed) if prefers else 0
     )  # which rows leave last, and as the policy sees it

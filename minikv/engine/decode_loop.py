@@ -259,7 +259,7 @@ class DecodeLoop:
         vocab, sampling, seed = self._how
         self._draw(sampling, seed)
         decode, ends = self._kv.decode, self._unended
-        decode.due = due = decode.is_due(self._at)  # of the last step
+        decode.due = due = ends and decode.is_due(self._at)  # of the last step
         me = ref(self)  # the captured body must not keep this object and its cache alive
 
         def body() -> None:

@@ -17,13 +17,16 @@ from torch import Tensor
 from minikv.errors import UsageError
 from minikv.policies import options, pyramidkv, selection, snapkv
 from minikv.policies.base import Scorer
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.parts import Candidates, HeadAllocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaKV(HeadAllocator):
     """(1 - alpha) x need + alpha x even share."""
+
+    name = "ada"
+    summary = "head budgets by need"
 
     alpha: float = option(0.2, "share of the budget that every head is sure of", (0.0, 1.0))
     rounding: str = options.rounding()
@@ -84,6 +87,19 @@ class AdaKV(HeadAllocator):
         rest = replace(rows, free=rows.free & ~sure, counted=None)
         return have + rest.wanted(total - have.sum(), most)
 
+    differs = (
+        "heads sum to the layer's budget to the token; the authors' rounding drifts "
+        "(rounding=official)",
+        "alpha=0.2, as in the authors' scripts; the example in their README has 0.5",
+        "scores are compared as they are, as in the authors' code; KVCache-Factory weighs each "
+        "head's first (`normalize`)",
+        "a head's budget is a blend; kvpress gives each head a floor instead (alloc=floor)",
+        "first tokens that a scorer protects do not count in a head's own share; in kvpress they "
+        "do",
+        "with a decode policy each head keeps its own budget while an answer is written; the "
+        "release then evicts nothing",
+    )
+
 
 def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:
     """Multiply each head's scores [H, N] by the share of their sum that its best `each` rows have.
@@ -99,40 +115,21 @@ def normalized(scores: Tensor, free: Tensor, each: Tensor, most: int) -> Tensor:
     return scores * weight.to(scores.dtype)[:, None]
 
 
-HEADS = Part(
-    "ada",
-    AdaKV,
-    "head budgets by need",
-    differs=(
-        "heads sum to the layer's budget to the token; the authors' rounding drifts "
-        "(rounding=official)",
-        "alpha=0.2, as in the authors' scripts; the example in their README has 0.5",
-        "scores are compared as they are, as in the authors' code; KVCache-Factory weighs each "
-        "head's first (`normalize`)",
-        "a head's budget is a blend; kvpress gives each head a floor instead (alloc=floor)",
-        "first tokens that a scorer protects do not count in a head's own share; in kvpress they "
-        "do",
-        "with a decode policy each head keeps its own budget while an answer is written; the "
-        "release then evicts nothing",
-    ),
-)
-
 ADAKV = Method(
     "adakv",
     "SnapKV's scores, with the layer's budget spread over heads by need",
-    parts=(snapkv.SCORER, HEADS),
+    parts=(snapkv.SnapKV, AdaKV),
     paper="2407.11550",
-    scores="last-window attention",
-    shape="per head",
+    told="last-window attention",
     second="needs recall",
 )
 
 ADA_PYRAMID = Method(
     "ada-pyramid",
     "Ada-KV's head budgets within PyramidKV's layer budgets",
-    parts=(snapkv.SCORER, pyramidkv.LAYERS, HEADS),
+    parts=(snapkv.SnapKV, pyramidkv.PyramidKV, AdaKV),
     paper="2407.11550",
-    scores="last-window attention",
-    shape="layer and head",
+    told="last-window attention",
+    spread="layer and head",
     second="needs recall",
 )

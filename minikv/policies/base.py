@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -240,6 +240,7 @@ class Scorer(ABC):
     """What a row is worth and which rows must stay: the first two of the four questions."""
 
     axis = "scorer"
+    differs: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -302,9 +303,11 @@ class StepPolicy(ABC):
     observe: how many of a prompt's last queries the columns start from (0: none).
     prompt_history: how many of a prompt's last queries `PromptView.below` reports, at most 32.
     scratch: bytes of a row and head that `init` computes with, beside the columns.
+    differs: from paper and release.
     """
 
     name: str
+    differs: ClassVar[tuple[str, ...]] = ()
     evict_first: bool = False
     needs_query: bool = False
     scratch: int = 0

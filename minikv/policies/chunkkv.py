@@ -14,13 +14,16 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.snapkv import pooled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkKV(Scorer):
     """A row's score is the worth of its chunk; the window's own rows all stay."""
+
+    name = "chunkkv"
+    summary = "last-window attention of chunks"
 
     chunk: int = option(10, "tokens of a chunk (kvpress: 20)", (1, 4096))
     window: int = options.window()
@@ -40,6 +43,15 @@ class ChunkKV(Scorer):
         worth = chunk_means(scores, view.pos, free, self.chunk, view.position)
         return worth.masked_fill(~free, -torch.inf)
 
+    differs = (
+        "the releases keep whole chunks only; here the youngest tokens of one more fill the budget",
+        "a chunk is worth the mean of its tokens that are still there and not protected; kvpress "
+        "has the mean of the whole chunk",
+        "kvpress pools scores before (`kernel`, `pooling`), counts the window's tokens in their "
+        "chunk, and has chunks of 20 (`chunk`)",
+        "layers do not reuse the choice of the layer before, which is an option of the paper",
+    )
+
 
 def chunk_means(scores: Tensor, pos: Tensor, free: Tensor, size: int, position: int) -> Tensor:
     """float32 [H, N]: for each row the mean score of the free rows in its chunk of `size`
@@ -56,26 +68,12 @@ def chunk_means(scores: Tensor, pos: Tensor, free: Tensor, size: int, position: 
     return (sums / counts.clamp(min=1.0)).sum(0)[at]
 
 
-SCORER = Part(
-    "chunkkv",
-    ChunkKV,
-    "last-window attention of chunks",
-    differs=(
-        "the releases keep whole chunks only; here the youngest tokens of one more fill the budget",
-        "a chunk is worth the mean of its tokens that are still there and not protected; kvpress "
-        "has the mean of the whole chunk",
-        "kvpress pools scores before (`kernel`, `pooling`), counts the window's tokens in their "
-        "chunk, and has chunks of 20 (`chunk`)",
-        "layers do not reuse the choice of the layer before, which is an option of the paper",
-    ),
-)
-
 METHOD = Method(
     "chunkkv",
     "chunks of neighbouring tokens that the last window attends to, the same for all heads of a "
     "layer",
-    parts=(SCORER,),
+    parts=(ChunkKV,),
     paper="2502.00299",
-    scores="chunks' attention",
+    told="chunks' attention",
     second="needs recall",
 )

@@ -9,27 +9,20 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies import registry
-from minikv.policies.options import Method, Part, read_options
+from minikv.policies.options import Method, options_of, read_options
 
 if TYPE_CHECKING:
     from minikv.policies.base import StepPolicy
     from minikv.policies.parts import PromptPolicy
 
-_FIELDS = {
-    "scorer": "scorer",
-    "layers": "layers",
-    "heads": "heads",
-    "select": "selector",
-    "weigh": "reweighter",
-    "prefer": "preference",
-}
-"""The field of `PromptPolicy` for each axis, in the order in which a policy's parts are listed."""
-_AMONG_HEADS = ("heads", "select", "weigh")
+_AXES = ("scorer", "layers", "heads", "select", "weigh", "prefer")
+"""The order in which a policy's parts are listed."""
+_AMONG_HEADS = {"heads", "select", "weigh"}
 
 
 def default_step(prompt: str) -> str:
@@ -97,74 +90,62 @@ def parse(name: str) -> list[str]:
 def combine(name: str, words: Sequence[str]) -> Method:
     """The method that `words` describe: a method, then parts that replace its default parts.
     Raises UsageError."""
-    base = _base(name, words[0])
-    chosen = {part.axis: part for part in base.parts}
-    # One budget for all layers is a default of the base: another part that shares one replaces it.
-    shared = "layers" in chosen and chosen["layers"].shares_all
-    fixed = set(chosen) - ({"layers"} if shared else set())
-    for part in (part for word in words[1:] for part in _added(name, word)):
-        if part.axis in fixed and chosen[part.axis].name != part.name:
-            raise UsageError(
-                f"cannot compose {name!r}: {chosen[part.axis].name} and {part.name} answer the "
-                "same question",
-                "take one of the two",
-            )
-        chosen[part.axis] = part
-        fixed.add(part.axis)
-    if shared and "layers" not in fixed and not fixed.isdisjoint(_AMONG_HEADS):
-        del chosen["layers"]
-    parts = tuple(chosen[axis] for axis in _FIELDS if axis in chosen)
-    preset = {**base.preset}
-    for word in words[1:]:
-        preset |= registry.method(word).preset if word in registry.method_names() else {}
-    return replace(
-        base,
-        name=name,
-        summary="; ".join(part.summary for part in parts),
-        parts=parts,
-        rule=None,
+    methods = [registry.method(word) if word in registry.method_names() else None for word in words]
+    base = methods[0]
+    if base is None and words[0] in registry.SCORERS:  # NaCl's proxies
+        base = replace(registry.method("snapkv"), parts=(registry.part(words[0]),))
+    if base is None or not base.parts:
+        scorers = [method.name for method in registry.methods() if method.parts]
+        raise UsageError(
+            f"cannot compose {name!r}: {words[0]!r} does not say what a token is worth",
+            f"begin with one of {', '.join(scorers)}",
+        )
+    given = {part.axis: part for part in base.parts}
+    # One budget for all layers is a default of the base: another way to share it replaces it.
+    shared = {axis for axis, part in given.items() if part.name == "global"}
+    added: dict[str, type[Any]] = {}
+    for word, method in zip(words[1:], methods[1:], strict=True):
+        for part in _added(name, word, method):
+            old = (given | added).get(part.axis, part)
+            if old.name != part.name and part.axis not in shared - {*added}:
+                raise UsageError(
+                    f"cannot compose {name!r}: {old.name} and {part.name} answer the same question",
+                    "take one of the two",
+                )
+            added[part.axis] = part
+    if {*given, *added} & _AMONG_HEADS:
+        given = {axis: part for axis, part in given.items() if axis not in shared}
+    chosen, preset = given | added, dict(base.preset)
+    for method in methods[1:]:
+        preset |= method.preset if method is not None else {}
+    return Method(
+        name,
+        "; ".join(chosen[axis].summary for axis in _AXES if axis in chosen),
+        parts=tuple(chosen[axis] for axis in _AXES if axis in chosen),
         paper="composed",
-        scores=parts[0].summary,
-        shape=_shape(parts),
-        state="-",
+        second=base.second,
         preset=preset,
-        differs=(),
+        decode=base.decode,
     )
 
 
 def check(method: Method) -> None:
     """Raise UsageError if the parts of a composed method cannot go together."""
-    whole = [part.name for part in method.parts if part.shares_all]
     among = [part.name for part in method.parts if part.axis in _AMONG_HEADS]
-    if whole and among:
+    if among and any(part.name == "global" for part in method.parts):
         raise UsageError(
-            f"cannot compose {method.name!r}: {whole[0]} is one budget for all layers, which "
+            f"cannot compose {method.name!r}: global is one budget for all layers, which "
             f"leaves {among[0]} nothing to share among heads",
             "leave out one of the two",
         )
 
 
-def _base(name: str, word: str) -> Method:
-    """The method that a composition begins with. Raises UsageError."""
-    base = registry.method(word) if word in registry.method_names() else None
-    if base is None and word in registry.SCORERS:  # NaCl's proxies
-        base = replace(registry.method("snapkv"), parts=(registry.part(word),))
-    if base is None or not base.parts:
-        scorers = [method.name for method in registry.methods() if method.parts]
-        raise UsageError(
-            f"cannot compose {name!r}: {word!r} does not say what a token is worth",
-            f"begin with one of {', '.join(scorers)}",
-        )
-    return base
-
-
-def _added(name: str, word: str) -> list[Part]:
+def _added(name: str, word: str, method: Method | None) -> list[type[Any]]:
     """The parts that a later word of a composition adds: one, or those of a method beside its
     scorer. Raises UsageError."""
     others = registry.part_names()
     if word in others:
         return [registry.part(word)]
-    method = registry.method(word) if word in registry.method_names() else None
     given = [part for part in method.parts if part.axis != "scorer"] if method else []
     if not given:
         what = "also says what a token is worth" if method and method.parts else "is no part"
@@ -181,15 +162,6 @@ def _guess(word: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
-def _shape(parts: Sequence[Part]) -> str:
-    """How these parts spread the budget."""
-    if any(part.shares_all for part in parts):
-        return "one for all layers and heads"
-    axes = {part.axis for part in parts}
-    spread = {"layers": "per layer", "heads": "per head"}
-    return " and ".join(text for axis, text in spread.items() if axis in axes) or "uniform"
-
-
 def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy | None:
     """Build the prompt policy of this name; None if it evicts nothing. Raises UsageError for a
     wrong name or option."""
@@ -199,7 +171,10 @@ def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> Pro
         return None
     from minikv.policies.parts import PromptPolicy
 
-    made = {_FIELDS[part.axis]: part.make(values) for part in method.parts}
+    made = {
+        part.axis: part(**{option.name: values[option.name] for option in options_of(part)})
+        for part in method.parts
+    }
     return PromptPolicy(name=method.name, **made)
 
 

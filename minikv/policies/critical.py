@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minikv.policies import selection
-from minikv.policies.options import Part, option
+from minikv.policies.options import option
 from minikv.policies.outputs import output_norms
 from minikv.policies.parts import Candidates, Reweighter, Selector
 
@@ -24,6 +24,9 @@ class CriticalKV(Reweighter):
     """by_score: the share of a head's rows that is chosen by score alone. The window's rows, which
     are kept in any case, count in that share. epsilon: added to scores before they are
     multiplied."""
+
+    name = "critical"
+    summary = "values weighed by |v W_O|"
 
     by_score: float = option(0.5, "share of a head's tokens that the score alone picks", (0.0, 1.0))
     epsilon: float = option(1e-4, "added to the score, so that large values count", (0.0, 1.0))
@@ -40,16 +43,10 @@ class CriticalKV(Reweighter):
         rest = replace(rows, scores=weighed, free=free & ~first, counted=None)
         return first | selector.select(rest, counts - sure, most)
 
-
-REWEIGHTER = Part(
-    "critical",
-    CriticalKV,
-    "values weighed by |v W_O|",
-    differs=(
+    differs = (
         "head budgets are those of the policy it is added to; kvpress has a variant of its own "
         "with Ada-KV's, where the score alone picks a head's own share, also where that is more "
         "than `by_score` of its tokens",
         "scores that are no attention, such as a key's norm, count by their rank; the paper has "
         "none of these",
-    ),
-)
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_norms
 
 _QUERIES = 8  # at least this many queries are pooled at once
@@ -29,6 +29,9 @@ class Defensive(Scorer):
     sure: the rows of each head that hold this share of its attention mass come before all others,
     as in the release; at most as many as an even share of the budget has room for.
     """
+
+    name = "defensive"
+    summary = "worst-case attention x value"
 
     window: int = options.window()
     kernel: int = options.kernel(5)
@@ -86,6 +89,15 @@ class Defensive(Scorer):
             )
         return worth.masked_fill(gone, -torch.inf)
 
+    differs = (
+        "the release takes the tokens that hold 90 % of a head's attention first, less the "
+        "attention on tokens before the window, which it takes for the window's own; here that is "
+        "`sure` without the mistake, and off",
+        "the release divides |v W_O| by its sum over heads (`values`)",
+        "the release gives out a layer's budget by the scores alone (`+ada` with alpha=0), or that "
+        "of all layers (`+global`); alone it is even here",
+    )
+
 
 def worst_case(p: Tensor, order: Tensor, free: Tensor, kernel: int, numbers: int) -> Tensor:
     """float32 [h, N]: the largest pooled attention that a query gives to each row, in the order of
@@ -131,26 +143,12 @@ def most_of(mass: Tensor, share: float, most: int) -> Tensor:
     return torch.zeros_like(sure).scatter_(1, order, sure)
 
 
-SCORER = Part(
-    "defensive",
-    Defensive,
-    "worst-case attention x value",
-    differs=(
-        "the release takes the tokens that hold 90 % of a head's attention first, less the "
-        "attention on tokens before the window, which it takes for the window's own; here that is "
-        "`sure` without the mistake, and off",
-        "the release divides |v W_O| by its sum over heads (`values`)",
-        "the release gives out a layer's budget by the scores alone (`+ada` with alpha=0), or that "
-        "of all layers (`+global`); alone it is even here",
-    ),
-)
-
 METHOD = Method(
     "defensive",
     "tokens that may cost most in the worst case: the most attention of any query, times the "
     "length of the value; made for defensive+global",
-    parts=(SCORER,),
+    parts=(Defensive,),
     paper="2510.13334",
-    scores="worst-case attention",
+    told="worst-case attention",
     second="needs recall",
 )

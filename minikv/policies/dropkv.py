@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.selection import pool_mass
 
 
@@ -22,6 +22,9 @@ from minikv.policies.selection import pool_mass
 class DropKV(Scorer):
     """The squared change, joined over the group (`group`) and pooled; the window's own rows all
     stay."""
+
+    name = "dropkv"
+    summary = "change of the output, squared"
 
     window: int = options.window()
     kernel: int = options.kernel()
@@ -52,6 +55,11 @@ class DropKV(Scorer):
         free = self.free(view)
         given = torch.cat(changes), 1, self.group
         return pool_mass(*given, view.order, free, self.kernel, self.pooling)
+
+    differs = (
+        "kvpress pools over the window's own tokens, too; here they count as 0",
+        "kvpress rounds probabilities to the model's number format; here they are float32",
+    )
 
 
 def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Tensor:
@@ -90,23 +98,12 @@ def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Te
     return found
 
 
-SCORER = Part(
-    "dropkv",
-    DropKV,
-    "change of the output, squared",
-    differs=(
-        "kvpress pools over the window's own tokens, too; here they count as 0",
-        "kvpress rounds probabilities to the model's number format; here they are float32",
-    ),
-)
-
-
 METHOD = Method(
     "dropkv",
     "tokens without which the output of the last window's queries would change most (openreview "
     "MqfNzH3TVH, kvpress' pull request 285); made for dropkv+global",
-    parts=(SCORER,),
+    parts=(DropKV,),
     paper="MqfNzH3TVH",
-    scores="change of the output",
+    told="change of the output",
     second="needs recall",
 )

@@ -14,13 +14,16 @@ from torch import Tensor
 
 from minikv.policies import adakv, options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAttention(Scorer):
     """The expected attention, mean over the group. epsilon: added to it before `value_norm`
     multiplies it by the value's norm."""
+
+    name = "expected"
+    summary = "expected attention"
 
     sinks: int = options.sinks()
     recent: int = options.recent()
@@ -55,6 +58,12 @@ class ExpectedAttention(Scorer):
             self.epsilon,
             view.ops.block,
         )
+
+    differs = (
+        "the newest 10 tokens stay, too; kvpress protects only the first 4 (`recent`)",
+        "epsilon=0, as the formula has it; published comparisons with kvpress use 0.01 and "
+        "Ada-KV's budgets, which is ada-expected",
+    )
 
 
 def expected_attention(
@@ -100,24 +109,11 @@ def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:
     return torch.cat((top, torch.cat((sin.diag(), cos.diag()), 1))).to(torch.float32)
 
 
-SCORER = Part(
-    "expected",
-    ExpectedAttention,
-    "expected attention",
-    differs=(
-        "the newest 10 tokens stay, too; kvpress protects only the first 4 (`recent`)",
-        "epsilon=0, as the formula has it; published comparisons with kvpress use 0.01 and "
-        "Ada-KV's budgets, which is ada-expected",
-    ),
-)
-
-
 EXPECTED = Method(
     "expected",
     "tokens that the queries to come are expected to look at, whatever is asked",
-    parts=(SCORER,),
+    parts=(ExpectedAttention,),
     paper="2510.00636",
-    scores="expected attention",
     second="safe",
 )
 
@@ -126,10 +122,8 @@ ADA_EXPECTED = Method(
     "ada-expected",
     "expected attention with the settings of the published scores: epsilon 0.01, and kvpress' head "
     "budgets",
-    parts=(SCORER, adakv.HEADS),
+    parts=(ExpectedAttention, adakv.AdaKV),
     paper="2510.00636",
-    scores="expected attention",
-    shape="per head",
     second="safe",
     preset={"epsilon": 0.01, "alloc": "floor", "recent": 0},
 )

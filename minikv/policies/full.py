@@ -8,8 +8,8 @@ FULL = Method(
     "full",
     "keeps every token; the baseline",
     paper="baseline",
-    scores="-",
-    shape="-",
+    told="-",
+    spread="-",
     second="safe",
 )
 
@@ -17,7 +17,7 @@ NONE = Method(
     "none",
     "the answer's tokens are all kept until the next prompt (one-shot papers' setting)",
     paper="-",
-    scores="-",
-    shape="-",
+    told="-",
+    spread="-",
     second="-",
 )

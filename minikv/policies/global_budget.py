@@ -8,28 +8,25 @@ decode step may evict.
 The releases hold every layer until all are scored. Here only the best rows so far are kept while
 layers are read (`minikv.cache.global_pool`), so peak memory is that of one layer. The same rows
 stay.
-
-`uniform` gives every layer the same budget. It replaces the one budget of a method, as in
-`kvzip+uniform` (the uniform threshold of KVzip's release, `layerwise` in kvpress).
 """
 
 from __future__ import annotations
 
-from minikv.policies.options import Part
-from minikv.policies.parts import GlobalBudget, LayerAllocator
+from dataclasses import dataclass
 
-LAYERS = Part(
-    "global",
-    GlobalBudget,
-    "one budget for all layers and heads",
-    differs=(
+
+@dataclass(frozen=True, slots=True)
+class GlobalBudget:
+    """In place of layer and head budgets; `PromptPolicy.global_key` orders the rows."""
+
+    axis = "layers"
+    name = "global"
+    summary = "one budget for all layers and heads"
+    differs = (
         "scores are compared as they are, which suits attention; of key norms or a draw, layers "
         "may not be comparable",
         "every head keeps what its scorer protects and a token that an answer may overwrite; the "
         "releases may leave a head without any",
         "the releases hold every layer until all are scored; here the best tokens so far are held. "
         "The choice is the same",
-    ),
-)
-
-UNIFORM = Part("uniform", LayerAllocator, "every layer keeps the same")
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import ALL, Evidence, PromptView, Scorer, StepPolicy, StepView
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 
 
 def _recent_share() -> Any:
@@ -33,6 +33,9 @@ class H2OScorer(Scorer):
     The newest rows always stay: the share `recent_share` of each head's budget, or `window` rows if
     that is not 0. average: divide by the number of queries that could see the row.
     """
+
+    name = "h2o"
+    summary = "attention of all queries, summed"
 
     recent_share: float = _recent_share()
     sinks: int = options.sinks(0)
@@ -60,6 +63,15 @@ class H2OScorer(Scorer):
     def protected(self, view: PromptView) -> tuple[int, int]:
         room = max(0, view.budget - self.sinks - 1)  # leaves at least one row to choose
         return self.sinks, self.window or min(int(view.budget * self.recent_share), room)
+
+    differs = (
+        "a KV head is judged by the mean of its query heads; the release fails where there are "
+        "fewer KV heads",
+        "follows the release's cache that evicts; the paper's figures come from one that only "
+        "masks, with budgets that are shares of the prompt",
+        "KVCache-Factory protects a fixed window (`window`); kvpress divides by age (`average`) "
+        "and protects nothing (`recent_share`)",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,34 +110,20 @@ class H2O(StepPolicy):
         """int64, of the shape of `cap`: how many of a head's rows are protected as the newest."""
         return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
 
-
-SCORER = Part(
-    "h2o",
-    H2OScorer,
-    "attention of all queries, summed",
-    differs=(
-        "a KV head is judged by the mean of its query heads; the release fails where there are "
-        "fewer KV heads",
-        "follows the release's cache that evicts; the paper's figures come from one that only "
-        "masks, with budgets that are shares of the prompt",
-        "KVCache-Factory protects a fixed window (`window`); kvpress divides by age (`average`) "
-        "and protects nothing (`recent_share`)",
-    ),
-)
+    differs = (
+        "beside another prompt policy its sums begin with the queries which that one reads, 32 at "
+        "least; the paper sums over all of the prompt",
+    )
 
 
 METHOD = Method(
     "h2o",
     "tokens with the most accumulated attention, and the newest; what tokens got before a later "
     "prompt counts there only with --decode h2o",
-    parts=(SCORER,),
+    parts=(H2OScorer,),
     rule=H2O,
     paper="2306.14048",
-    scores="accumulated attention",
+    told="accumulated attention",
     state="1 sum per token",
     second="fades",
-    differs=(
-        "beside another prompt policy its sums begin with the queries which that one reads, 32 at "
-        "least; the paper sums over all of the prompt",
-    ),
 )

@@ -68,6 +68,16 @@ class HashEvict(StepPolicy):
         probes = codes(probe, self.matrix(view.layer, probe))  # [F, G]
         return -distances(view.column("code"), probes, self.bits)
 
+    differs = (
+        "the new query's code is compared, as in the paper; the release compares the new key's "
+        "(hash_with=key)",
+        "the codes of a KV head's query heads count together; the paper does not say what a group "
+        "does",
+        "of equal distances the oldest token leaves; the release takes the first slot",
+        "a prompt is read whole unless --stride is given; the paper feeds it token by token "
+        "(--stride 1), the release's runs cut it to the first and last tokens",
+    )
+
 
 def codes(x: Tensor, matrix: Tensor) -> Tensor:
     """int64 [...]: the signs of x [..., D] @ matrix [D, bits] as one number; zero is positive. The
@@ -101,17 +111,7 @@ METHOD = Method(
     "evicts the token whose hash differs most from the current query's, before attention",
     rule=HashEvict,
     paper="2412.16187",
-    scores="hashed similarity",
-    shape="each head's own cap",
+    told="hashed similarity",
     state="1 code per token",
     second="safe",
-    differs=(
-        "the new query's code is compared, as in the paper; the release compares the new key's "
-        "(hash_with=key)",
-        "the codes of a KV head's query heads count together; the paper does not say what a group "
-        "does",
-        "of equal distances the oldest token leaves; the release takes the first slot",
-        "a prompt is read whole unless --stride is given; the paper feeds it token by token "
-        "(--stride 1), the release's runs cut it to the first and last tokens",
-    ),
 )

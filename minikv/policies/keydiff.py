@@ -17,7 +17,7 @@ from torch import Tensor
 from minikv.kernels import order_key
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 
 _LEFT = 4.0  # subtracted from the worth (-1 to 1) of rows that a block has dropped
 
@@ -25,6 +25,9 @@ _LEFT = 4.0  # subtracted from the worth (-1 to 1) of rows that a block has drop
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDiff(Scorer):
     """Distance from the mean direction; block: rows of a block, 0: all rows at once."""
+
+    name = "keydiff"
+    summary = "key unlike the others"
 
     sinks: int = options.sinks()
     recent: int = options.recent()
@@ -70,6 +73,13 @@ class KeyDiff(Scorer):
             worth.scatter_(1, left, found.gather(1, best))
         return worth
 
+    differs = (
+        "the first 4 and the newest 10 tokens stay; paper and kvpress protect none (`sinks`, "
+        "`recent`)",
+        "in the paper a prompt is read in blocks, and later blocks do not see what left; here all "
+        "are compared once, or (`block`) block by block, as in kvpress, and attention stays exact",
+    )
+
 
 def distances(unit: Tensor) -> Tensor:
     """float32 [h, N]: minus the cosine between rows of length 1 (or 0) [h, N, D] and the mean of
@@ -81,24 +91,10 @@ def distances(unit: Tensor) -> Tensor:
 _SINK = 1 << 62  # above every order key
 
 
-SCORER = Part(
-    "keydiff",
-    KeyDiff,
-    "key unlike the others",
-    differs=(
-        "the first 4 and the newest 10 tokens stay; paper and kvpress protect none (`sinks`, "
-        "`recent`)",
-        "in the paper a prompt is read in blocks, and later blocks do not see what left; here all "
-        "are compared once, or (`block`) block by block, as in kvpress, and attention stays exact",
-    ),
-)
-
-
 METHOD = Method(
     "keydiff",
     "tokens whose key is unlike the others stay; reads no attention",
-    parts=(SCORER,),
+    parts=(KeyDiff,),
     paper="2504.15364",
-    scores="key unlike the others",
     second="safe",
 )

@@ -19,7 +19,7 @@ from minikv.errors import UsageError
 from minikv.policies import options, snapkv
 from minikv.policies.base import Scorer
 from minikv.policies.counter_rng import uniform
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.parts import Candidates, Selector
 
 _LAST = torch.iinfo(torch.int64).max
@@ -28,6 +28,9 @@ _LAST = torch.iinfo(torch.int64).max
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCrush(Selector):
     """Gives the share `ratio` of each head's free budget to representatives."""
+
+    name = "kvcrush"
+    summary = "representatives beside the best tokens"
 
     ratio: float = option(0.25, "share of the free budget for representatives", (0.0, 1.0))
     bits: str = option(
@@ -84,6 +87,18 @@ class KVCrush(Selector):
         assert mass is not None
         views = (replace(rows.view, mass=mass[:, g : g + 1]) for g in range(mass.shape[1]))
         return [replace(rows, scores=rows.scorer.score(view)) for view in views]
+
+    differs = (
+        "bits=kv: a token has one bit per KV head; in the paper one per query head (bits=query)",
+        "each KV head chooses among the tokens that it loses itself; OpenVINO and vLLM's branch "
+        "choose once for all heads, the latter by what the first one loses, so that others keep a "
+        "token twice",
+        "tokens, not pages or blocks; representatives are part of the budget, in OpenVINO they "
+        "come on top",
+        "the paper leaves its buckets open: here even ranks by distance to one anchor, then by "
+        "position (`ranks`)",
+        "anchor=mean; OpenVINO's default is random (`anchor`)",
+    )
 
 
 def anchor(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
@@ -153,31 +168,13 @@ def ranks(rows: Tensor, count: Tensor, how: str, most: int) -> Tensor:
     return (far / (count - 1).clamp(min=1)[:, None]).round().to(torch.int64)
 
 
-SELECTOR = Part(
-    "kvcrush",
-    KVCrush,
-    "representatives beside the best tokens",
-    differs=(
-        "bits=kv: a token has one bit per KV head; in the paper one per query head (bits=query)",
-        "each KV head chooses among the tokens that it loses itself; OpenVINO and vLLM's branch "
-        "choose once for all heads, the latter by what the first one loses, so that others keep a "
-        "token twice",
-        "tokens, not pages or blocks; representatives are part of the budget, in OpenVINO they "
-        "come on top",
-        "the paper leaves its buckets open: here even ranks by distance to one anchor, then by "
-        "position (`ranks`)",
-        "anchor=mean; OpenVINO's default is random (`anchor`)",
-    ),
-)
-
-
 METHOD = Method(
     "kvcrush",
     "representatives of the tokens that go, beside SnapKV's choice; kvcrush(h2o) and the like take "
     "another base",
-    parts=(snapkv.SCORER, SELECTOR),
+    parts=(snapkv.SnapKV, KVCrush),
     paper="2503.00022",
-    scores="window attention + bits",
+    told="window attention + bits",
     second="needs recall",
     preset={"sinks": 4},
 )

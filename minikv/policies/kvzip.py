@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minikv.policies import global_budget, options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 
@@ -39,6 +39,9 @@ class KVzip(Scorer):
     """chunk: tokens that are repeated at once. overlap: how many last tokens of the chunk before
     the request for a later chunk quotes. said: the share of the budget for the newest rows of
     questions and answers. plus: KVzip+."""
+
+    name = "kvzip"
+    summary = "needed to repeat the text"
 
     sinks: int = options.sinks()
     chunk: int = option(2000, "tokens that are repeated at once", (16, 1 << 20))
@@ -105,12 +108,7 @@ class KVzip(Scorer):
             newest = min(newest, view.turns[-1][0])
         return worth.masked_fill((worth == 0.0) & (view.pos >= newest), _SAID)
 
-
-SCORER = Part(
-    "kvzip",
-    KVzip,
-    "needed to repeat the text",
-    differs=(
+    differs = (
         "the release's softmax is in the model's number format; here it is float32",
         "the release never evicts the system prompt, and has its tokens for the first ones "
         "(--pin-system); kvpress has 4. The template's and the system's other tokens are scored as "
@@ -127,17 +125,15 @@ SCORER = Part(
         "in a layer with a sliding window a repeat scores only what it still sees",
         "the request is the release's for every model. The bundled one never learned to obey it, "
         "but attends to what it is fed again all the same",
-    ),
-)
+    )
+
 
 KVZIP = Method(
     "kvzip",
     "tokens that the model needs to repeat what it has read, whatever is asked; reads twice, and "
     "holds the whole cache in RAM until then",
-    parts=(SCORER, global_budget.LAYERS),
+    parts=(KVzip, global_budget.GlobalBudget),
     paper="2505.23416",
-    scores="needed to repeat the text",
-    shape="one for all layers and heads",
     state="1 score per token",
     second="safe",
     decode="none",
@@ -146,10 +142,8 @@ KVZIP = Method(
 KVZIP_PLUS = Method(
     "kvzip+",
     "KVzip's scores, times |v W_O| / |h|: what a token can write to the layer's output",
-    parts=(SCORER, global_budget.LAYERS),
+    parts=(KVzip, global_budget.GlobalBudget),
     paper="2601.07891",
-    scores="needed to repeat the text",
-    shape="one for all layers and heads",
     state="1 score per token",
     second="safe",
     preset={"plus": True},

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 
 
 def norms(key: Tensor) -> Tensor:
@@ -22,6 +22,9 @@ def norms(key: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class L2Scorer(Scorer):
     """The score is minus the norm. The first `skip` layers keep all rows, above the budget."""
+
+    name = "l2"
+    summary = "small key norm"
 
     sinks: int = options.sinks()
     recent: int = options.recent()
@@ -37,6 +40,13 @@ class L2Scorer(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         return -norms(view.key())
+
+    differs = (
+        "the first 4 and the newest 10 tokens stay; kvpress and KVCache-Factory protect none "
+        "(`sinks`, `recent`)",
+        "norms are float32; in the model's precision many are equal",
+        "evicts in every layer; the release leaves the first two as they are (`skip`)",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +70,13 @@ class L2(StepPolicy):
         return -view.column("norm")
 
 
-SCORER = Part(
-    "l2",
-    L2Scorer,
-    "small key norm",
-    differs=(
-        "the first 4 and the newest 10 tokens stay; kvpress and KVCache-Factory protect none "
-        "(`sinks`, `recent`)",
-        "norms are float32; in the model's precision many are equal",
-        "evicts in every layer; the release leaves the first two as they are (`skip`)",
-    ),
-)
-
-
 METHOD = Method(
     "l2",
     "tokens whose key has a large norm leave; reads no attention",
-    parts=(SCORER,),
+    parts=(L2Scorer,),
     rule=L2,
     paper="2406.11430",
-    scores="key norm",
+    told="key norm",
     state="1 norm per token",
     second="safe",
 )

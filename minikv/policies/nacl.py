@@ -15,13 +15,16 @@ from torch import Tensor
 from minikv.policies import options, selection
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.counter_rng import gumbel, row_uniform
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.parts import Candidates, Selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxies(Scorer):
     """Attention summed over the proxies, mean over the group, not pooled."""
+
+    name = "proxies"
+    summary = "attention of proxy queries, summed"
 
     proxies: int = option(32, "last queries of the prompt that score, always kept", (1, 4096))
     sinks: int = options.sinks()
@@ -41,11 +44,25 @@ class Proxies(Scorer):
         assert view.mass is not None
         return view.mass.mean(1)
 
+    differs = (
+        "a proxy does not see the tokens after it; in the release it does (`non_causal`)",
+        "all proxies stay; in the release only the last 1 % of the prompt less 256 tokens, which "
+        "is none of a prompt below 25,600",
+        "`proxies` and `sinks` are numbers of tokens; in the release 1 % of the prompt and 256, in "
+        "the paper about 10 %",
+        "a KV head is judged by the mean of its query heads; the release may take a query head of "
+        "another one",
+        "evicts after a prompt; the paper may also evict every few tokens of an answer",
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw(Selector):
     """The best rows, and a seeded draw from the others. random: the share of rows that is drawn.
     Draws are in proportion to the scores, or to their ranks where scores do not add up."""
+
+    name = "draw"
+    summary = "a share of each head's tokens is drawn"
 
     random: float = option(0.35, "share of the free budget that is drawn", (0.0, 1.0))
     draw: str = option(
@@ -68,43 +85,20 @@ class Draw(Selector):
         rest = replace(rows, scores=luck, free=free & ~sure, counted=None)
         return rest.best(drawn, most, also=sure)
 
-
-SCORER = Part(
-    "proxies",
-    Proxies,
-    "attention of proxy queries, summed",
-    differs=(
-        "a proxy does not see the tokens after it; in the release it does (`non_causal`)",
-        "all proxies stay; in the release only the last 1 % of the prompt less 256 tokens, which "
-        "is none of a prompt below 25,600",
-        "`proxies` and `sinks` are numbers of tokens; in the release 1 % of the prompt and 256, in "
-        "the paper about 10 %",
-        "a KV head is judged by the mean of its query heads; the release may take a query head of "
-        "another one",
-        "evicts after a prompt; the paper may also evict every few tokens of an answer",
-    ),
-)
-
-
-SELECTOR = Part(
-    "draw",
-    Draw,
-    "a share of each head's tokens is drawn",
-    differs=(
+    differs = (
         "draw=score: a token is drawn in proportion to its score; the release draws by a softmax "
         "of summed scores, which is nearly even (draw=softmax)",
         "random=0.35 of the free budget; the release has 7 of 19 parts, and the paper's best is "
         "about 0.7",
         "draws are seeded by layer and head; the release has no seed",
-    ),
-)
+    )
 
 
 METHOD = Method(
     "nacl",
     "tokens that proxy queries attend to, and a share drawn at random in every head",
-    parts=(SCORER, SELECTOR),
+    parts=(Proxies, Draw),
     paper="2408.03675",
-    scores="proxy attention + draw",
+    told="proxy attention + draw",
     second="needs recall",
 )

@@ -1,5 +1,5 @@
-"""What the file of a policy declares: the fields of its classes that are options, its `Part`s and
-its `Method`s. Also the only place where values of options are checked."""
+"""What the file of a policy declares: the fields of its classes that are options, and its `Method`.
+Also the only place where values of options are checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPTION = "option"  # the key of a field's metadata
 @dataclass(frozen=True, slots=True)
 class Option:
     """One option of a policy. Its type is that of `default`: int, float, bool or str. low and high:
-    limits of a number, both included. choices: only for str. odd: an int must be odd."""
+    limits of a number, both included; None: any. choices: only for str. odd: an int must be odd."""
 
     name: str
     default: Value
@@ -92,63 +92,51 @@ def rounding() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a prompt policy: a class whose fields are its options. differs: from paper and
-    release, with the option that does as they do."""
-
-    name: str
-    cls: type[Any]
-    summary: str
-    differs: tuple[str, ...] = ()
-
-    @property
-    def axis(self) -> str:
-        """The question that it answers, which its base class says."""
-        found: str = self.cls.axis
-        return found
-
-    @property
-    def options(self) -> tuple[Option, ...]:
-        return options_of(self.cls)
-
-    @property
-    def shares_all(self) -> bool:
-        """It cannot be combined with parts that share a budget among heads."""
-        return hasattr(self.cls, "shares_all")
-
-    def make(self, values: Mapping[str, Value]) -> Any:
-        """The part with these values, which may also have options of other parts."""
-        return self.cls(**{option.name: values[option.name] for option in self.options})
-
-
-@dataclass(frozen=True, slots=True)
 class Method:
     """What --policy or --decode takes: a prompt policy made of `parts`, a step policy `rule`, or
     both; neither for one that evicts nothing.
 
-    preset: other defaults of the parts' options. decode: what --decode auto means; empty: its own
-    rule, or the default. differs: how the rule differs from paper and release.
+    parts: classes of `minikv.policies.parts` and scorers. Each says which question it answers
+    (`axis`), its `name`, a `summary`, and how it `differs` from paper and release; its fields are
+    its options. told: what a row is worth; empty: the scorer's summary. spread: how the budget is
+    spread; empty: as the parts do it. preset: other defaults of the parts' options. decode: what
+    --decode auto means; empty: its own rule, or the default.
     """
 
     name: str
     summary: str
     _: KW_ONLY
-    parts: tuple[Part, ...] = ()
+    parts: tuple[type[Any], ...] = ()
     rule: type[StepPolicy] | None = None
     paper: str  # arXiv number or "baseline"
-    scores: str  # what a row is worth
-    shape: str = "uniform"  # how the budget is spread
+    told: str = ""
+    spread: str = ""
     state: str = "-"  # what is stored per row beyond k, v, position
     second: str  # what a second question finds
     preset: Mapping[str, Value] = field(default_factory=dict)
     decode: str = ""
-    differs: tuple[str, ...] = ()
 
     @property
     def when(self) -> str:
         """When it evicts."""
         times = (("prompt", self.parts), ("step", self.rule))
         return " + ".join(time for time, evicts in times if evicts) or "never"
+
+    @property
+    def scores(self) -> str:
+        """What a row is worth."""
+        return self.told or self.parts[0].summary
+
+    @property
+    def shape(self) -> str:
+        """How the budget is spread."""
+        names = {part.axis: part.name for part in self.parts}
+        if self.spread or names.get("layers") == "global":
+            return self.spread or "one for all layers and heads"
+        if self.rule and not self.parts:
+            return "each head's own cap"
+        spread = {"layers": "per layer", "heads": "per head"}
+        return " and ".join(text for axis, text in spread.items() if axis in names) or "uniform"
 
     @property
     def stride(self) -> str:
@@ -163,7 +151,7 @@ class Method:
     def prompt_options(self) -> tuple[Option, ...]:
         """The options that it takes as --policy: those of its parts, each name once."""
         named: dict[str, Option] = {}
-        for option in (option for part in self.parts for option in part.options):
+        for option in (option for part in self.parts for option in options_of(part)):
             value = self.preset.get(option.name, option.default)
             named.setdefault(option.name, replace(option, default=value))
         return tuple(named.values())
@@ -183,12 +171,12 @@ class Method:
     def differences(self) -> tuple[str, ...]:
         """How it differs from paper and release, as prompt policy and as step policy. What a part
         says of an option does not hold where this method has another default of it."""
-        lines = (line for part in self.parts for line in self._still_true(part))
-        return (*lines, *self.differs)
+        lines = [line for part in self.parts for line in self._still_true(part)]
+        return (*lines, *(self.rule.differs if self.rule else ()))
 
-    def _still_true(self, part: Part) -> list[str]:
+    def _still_true(self, part: type[Any]) -> list[str]:
         """The part's lines that name no option whose default is another one here."""
-        own = {option.name: option.default for option in part.options}
+        own = {option.name: option.default for option in options_of(part)}
         other = [name for name, value in self.preset.items() if own.get(name, value) != value]
         named = re.compile(rf"`({'|'.join(other)})`|\b({'|'.join(other)})=")
         return [line for line in part.differs if not other or not named.search(line)]
@@ -209,54 +197,44 @@ def read_options(
     known = {option.name: option for option in options}
     values: dict[str, Value] = {option.name: option.default for option in options}
     for key, raw in given.items():
-        option = known.get(key)
-        if option is None:
+        if key not in known:
             takes = ", ".join(known) or "no options"
             raise UsageError(f"{name} has no option {key!r}", f"{name} takes: {takes}")
-        values[key] = _read(name, option, raw)
+        value, wrong = _read(known[key], raw)
+        if wrong:
+            raise UsageError(f"{name}: {key} must be {wrong}", _hint(known[key]))
+        values[key] = value
     return values
 
 
-def _read(policy: str, option: Option, raw: object) -> Value:
-    kind = type(option.default)
+def _read(option: Option, raw: object) -> tuple[Value, str]:
+    """The value that `raw` means; and what it must be instead, or empty."""
+    kind, value = type(option.default), option.default
     try:
-        if kind is bool:
-            if isinstance(raw, bool):
-                return raw
-            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
-                str(raw).lower()
-            ]
         if kind is int and isinstance(raw, (bool, float)):
             raise ValueError
-        value: Value = kind(str(raw))
+        value = _YES_OR_NO[str(raw).lower()] if kind is bool else kind(str(raw))
     except (ValueError, KeyError):
-        raise UsageError(
-            f"{policy}: {option.name} must be {kind.__name__}, got {raw!r}", _hint(option)
-        ) from None
+        return value, f"{kind.__name__}, got {raw!r}"
     if option.choices and value not in option.choices:
-        raise UsageError(
-            f"{policy}: {option.name} must be one of {', '.join(option.choices)}, got {value!r}",
-            _hint(option),
-        )
-    if isinstance(value, (int, float)):  # a bool was returned above
-        low, high = option.low, option.high
-        if not ((low is None or value >= low) and (high is None or value <= high)):
-            raise UsageError(
-                f"{policy}: {option.name} must be between {low} and {high}, got {value}",
-                _hint(option),
-            )
-        if option.odd and isinstance(value, int) and value % 2 == 0:
-            raise UsageError(f"{policy}: {option.name} must be odd, got {value}", _hint(option))
-    return value
+        return value, f"one of {', '.join(option.choices)}, got {value!r}"
+    if option.low is not None and option.high is not None:
+        assert isinstance(value, (int, float))
+        if not option.low <= value <= option.high:  # nor is NaN
+            return value, f"between {option.low} and {option.high}, got {value}"
+        if option.odd and value % 2 == 0:
+            return value, f"odd, got {value}"
+    return value, ""
+
+
+_YES_OR_NO = dict.fromkeys(("true", "yes", "1"), True) | dict.fromkeys(("false", "no", "0"), False)
 
 
 def _hint(option: Option) -> str:
     """The hint for a wrong value: what may be given instead."""
-    allowed = ""
     if isinstance(option.default, bool):
-        allowed = "give true or false; "
-    elif option.low is not None and option.high is not None:
-        odd = "an odd number " if option.odd else ""
-        allowed = f"give {odd}from {option.low} to {option.high}; "
-    default = str(option.default).lower() if allowed else option.default
-    return f"{allowed}the default is {default}"
+        return f"give true or false; the default is {str(option.default).lower()}"
+    if option.low is None:
+        return f"the default is {option.default}"
+    odd = "an odd number " if option.odd else ""
+    return f"give {odd}from {option.low} to {option.high}; the default is {option.default}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from minikv.errors import UsageError
 from minikv.policies import selection
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy
+from minikv.policies.global_budget import GlobalBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,19 @@ class Candidates:
         return self.free.sum(1) if self.counted is None else self.counted
 
 
+# Each part answers a question (`axis`), and says how it `differs` from its paper and release.
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAllocator:
-    """How many rows each layer keeps. This base class gives every layer the same."""
+    """How many rows each layer keeps. This base class gives every layer the same. So it replaces
+    the one budget of a method, as in `kvzip+uniform` (the uniform threshold of KVzip's release,
+    `layerwise` in kvpress)."""
 
     axis = "layers"
+    name = "uniform"
+    summary = "every layer keeps the same"
+    differs: ClassVar[tuple[str, ...]] = ()
 
     def rows(self, layers: int, budget: int, most: int, least: int, protected: int) -> list[int]:
         """Mean rows per head of each layer. They sum to layers x budget, unless an option selects
@@ -67,15 +77,6 @@ class LayerAllocator:
         return [budget] * layers
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalBudget:
-    """One budget for all layers and heads: the best rows of the whole cache stay, by their scores,
-    which are compared between layers."""
-
-    axis = "layers"
-    shares_all = True
-
-
 class HeadAllocator:
     """How many of a layer's free rows each head keeps. This base class gives every head the same;
     what a head has no rows for goes to the others.
@@ -84,6 +85,7 @@ class HeadAllocator:
     """
 
     axis = "heads"
+    differs: ClassVar[tuple[str, ...]] = ()
 
     @property
     def drift(self) -> int:
@@ -94,10 +96,7 @@ class HeadAllocator:
 
     def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
         """int64 [H]: rows for each head. They sum to `total` int64 [] (at most `most`), or to the
-        number of free rows if that is less.
-
-        No head gets more rows than it has free ones.
-        """
+        number of free rows if that is less. No head gets more rows than it has free ones."""
         heads = len(rows.free)
         return rows.view.ops.share(rows.have, 0, 1, heads, rows.have, total)
 
@@ -106,6 +105,7 @@ class Selector:
     """Which rows stay. This base class keeps the best rows of each head."""
 
     axis = "select"
+    differs: ClassVar[tuple[str, ...]] = ()
 
     def check(self, scorer: Scorer) -> None:
         """Raise UsageError if it cannot be combined with the scorer."""
@@ -120,6 +120,7 @@ class Reweighter(ABC):
     """Replaces the scores of some of the rows before the selector chooses."""
 
     axis = "weigh"
+    differs: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
@@ -130,6 +131,7 @@ class Preference(ABC):
     """Which rows leave after all others, after a prompt and while an answer is written."""
 
     axis = "prefer"
+    differs: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
@@ -138,29 +140,21 @@ class Preference(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPolicy:
-    """A method that evicts at the end of every prompt, made of parts. Raises UsageError for parts
-    that cannot be combined."""
+    """A method that evicts at the end of every prompt, made of one part for each question, in a
+    field of its `axis`. Raises UsageError for parts that cannot be combined."""
 
     name: str
     scorer: Scorer
     layers: LayerAllocator | GlobalBudget = field(default_factory=LayerAllocator)
     heads: HeadAllocator = field(default_factory=HeadAllocator)
-    selector: Selector = field(default_factory=Selector)
-    reweighter: Reweighter | None = None
-    preference: Preference | None = None
+    select: Selector = field(default_factory=Selector)
+    weigh: Reweighter | None = None
+    prefer: Preference | None = None
 
     def __post_init__(self) -> None:
         self.heads.check(self.scorer)
-        self.selector.check(self.scorer)
-        if not isinstance(self.layers, GlobalBudget):
-            return
-        plain = type(self.heads) is HeadAllocator and type(self.selector) is Selector
-        if self.reweighter or not plain:
-            raise UsageError(
-                f"{self.name}: one budget for all layers leaves nothing to share among heads",
-                "leave out the parts that do (ada, draw, kvcrush, critical)",
-            )
-        if self.evidence.whole_layers:
+        self.select.check(self.scorer)
+        if isinstance(self.layers, GlobalBudget) and self.evidence.whole_layers:
             raise UsageError(
                 f"{self.name}: one budget for all layers leaves no layer whole", "leave out `skip`"
             )
@@ -169,7 +163,7 @@ class PromptPolicy:
     def evidence(self) -> Evidence:
         """What the scorer reads and protects, and whether any part reads keys or values."""
         found = self.scorer.evidence
-        if self.reweighter is None:
+        if self.weigh is None:
             return found
         return replace(found, copies=found.copies or "v", projects=True)
 
@@ -181,12 +175,6 @@ class PromptPolicy:
         whole = min(self.evidence.whole_layers, layers)
         return [max(most, n) for n in rows[:whole]] + rows[whole:]
 
-    def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
-        """See `Selector.select`."""
-        if self.reweighter is None:
-            return self.selector.select(rows, counts, most)
-        return self.reweighter.select(rows, counts, most, self.selector)
-
     def keep(self, view: PromptView, total: int, pinned: int = 0, least: int = 0) -> Tensor:
         """bool [H, N]: the rows that stay, `total` over all heads of the layer.
 
@@ -197,8 +185,8 @@ class PromptPolicy:
         staying, own, have = counts
         scores = self.scorer.score(view)
         left = (total - staying.sum()).clamp(min=0)
-        if self.preference is not None:
-            preferred = self.preference.prefers(view.pos, view.turns) & free
+        if self.prefer is not None:
+            preferred = self.prefer.prefers(view.pos, view.turns) & free
             count = preferred.sum()
             fits = count <= left  # if not, only preferred rows compete for the room
             stays = stays | (preferred & fits)
@@ -208,9 +196,11 @@ class PromptPolicy:
         rows = Candidates(view, self.scorer, scores, free, have)
         counts = view.ops.ensure_least(self.heads.share(rows, left, total), own, have, least)
         most = total + len(free)
-        if self.reweighter is None and type(self.selector) is Selector:
+        if self.weigh is not None:
+            return stays | self.weigh.select(rows, counts, most, self.select)
+        if type(self.select) is Selector:  # in one launch
             return rows.best(counts, most, also=stays)
-        return stays | self.select(rows, counts, most)
+        return stays | self.select.select(rows, counts, most)
 
     def global_key(self, view: PromptView, pinned: int = 0, least: int = 0) -> Tensor:
         """int64 [H, N]: a key that orders the rows of all layers, for a `GlobalBudget`. Larger
@@ -220,8 +210,8 @@ class PromptPolicy:
         rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
         sure = rows.best((least - own).clamp(min=0), least, also=sure)
         preferred = None
-        if self.preference is not None:
-            preferred = self.preference.prefers(view.pos, view.turns) & free
+        if self.prefer is not None:
+            preferred = self.prefer.prefers(view.pos, view.turns) & free
         return selection.tiered_key(rows.key, view.pos, sure, preferred)
 
 

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from minikv.policies import options, snapkv
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.parts import LayerAllocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PyramidKV(LayerAllocator):
     """Rows per head that fall linearly from the first layer to the last."""
+
+    name = "pyramid"
+    summary = "more tokens in the first layers"
 
     beta: int = option(20, "the last layer keeps about the mean divided by this", (1, 1000))
     line: str = option(
@@ -51,6 +54,16 @@ class PyramidKV(LayerAllocator):
         fall = (2 * high - 2 * mean) / (layers - 1)
         line = [high - i * fall for i in range(layers)]
         return [n + window for n in _rounded(line, layers * mean)]
+
+    differs = (
+        "layers sum to the budget to the token; the releases' whole steps exceed it (`line`, "
+        "`rounding`)",
+        "computed anew for every prompt; in Ada-KV's release the first prompt decides for all "
+        "later ones",
+        "short prompts follow the line, too; KVCache-Factory gives all layers the same below twice "
+        "the budget (line=factory)",
+        "the window is no part of the line; in kvpress it is (line=kvpress)",
+    )
 
 
 def _rounded(line: Sequence[Fraction], total: int) -> list[int]:
@@ -84,27 +97,11 @@ def _kvpress(layers: int, budget: float, most: int, beta: int, window: int) -> l
     return [round(high - i * (high - low) / (layers - 1)) for i in range(layers)]
 
 
-LAYERS = Part(
-    "pyramid",
-    PyramidKV,
-    "more tokens in the first layers",
-    differs=(
-        "layers sum to the budget to the token; the releases' whole steps exceed it (`line`, "
-        "`rounding`)",
-        "computed anew for every prompt; in Ada-KV's release the first prompt decides for all "
-        "later ones",
-        "short prompts follow the line, too; KVCache-Factory gives all layers the same below twice "
-        "the budget (line=factory)",
-        "the window is no part of the line; in kvpress it is (line=kvpress)",
-    ),
-)
-
 METHOD = Method(
     "pyramidkv",
     "SnapKV's scores, with more tokens in the first layers than in the last",
-    parts=(snapkv.SCORER, LAYERS),
+    parts=(snapkv.SnapKV, PyramidKV),
     paper="2406.02069",
-    scores="last-window attention",
-    shape="per layer",
+    told="last-window attention",
     second="needs recall",
 )

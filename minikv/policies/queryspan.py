@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, blocks
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
 
 _COLUMN = "foreseen"
@@ -34,6 +34,9 @@ _COLUMN = "foreseen"
 class QuerySpan(Scorer):
     """The row's own worth, or the worth passed on to it times (1 - p)^gate, whichever is larger.
     near: p is the smallest probability among so many neighbouring tokens."""
+
+    name = "queryspan"
+    summary = "question's attention, carried on"
 
     window: int = option(
         32, "last queries that score; they should cover the question (the release: 64)", (1, 4096)
@@ -100,6 +103,15 @@ class QuerySpan(Scorer):
             most.append((p if by is None else p / by[:, None]).amax(2))
         return torch.cat(most)
 
+    differs = (
+        "a prompt that must evict is read twice, first for the probabilities of its tokens; the "
+        "release reads once and holds every layer until the end. The choice is the same",
+        "tokens of answers, and what another policy read, count as not foreseen",
+        "the release always gives out one budget over all layers (`+global`)",
+        "the release protects no newest tokens (`recent`); without them small budgets lose the end "
+        "of the question",
+    )
+
 
 def carry(worth: Tensor, pos: Tensor, decay: float) -> Tensor:
     """float32 [H, N]: the largest worth that a row gets from the rows at or before its position; a
@@ -112,26 +124,12 @@ def carry(worth: Tensor, pos: Tensor, decay: float) -> Tensor:
     return torch.empty_like(worth).scatter_(1, order, line)
 
 
-SCORER = Part(
-    "queryspan",
-    QuerySpan,
-    "question's attention, carried on",
-    differs=(
-        "a prompt that must evict is read twice, first for the probabilities of its tokens; the "
-        "release reads once and holds every layer until the end. The choice is the same",
-        "tokens of answers, and what another policy read, count as not foreseen",
-        "the release always gives out one budget over all layers (`+global`)",
-        "the release protects no newest tokens (`recent`); without them small budgets lose the end "
-        "of the question",
-    ),
-)
-
 METHOD = Method(
     "queryspan",
     "tokens that the question attends to, and the text after them that could not be foreseen "
     "(kvpress' pull request 292); reads a prompt twice; made for queryspan+global",
-    parts=(SCORER,),
+    parts=(QuerySpan,),
     paper="kvpress292",
-    scores="question's attention",
+    told="question's attention",
     second="reads again",
 )

@@ -14,12 +14,15 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
 from minikv.policies.counter_rng import row_uniform, uniform
-from minikv.policies.options import Method, Part
+from minikv.policies.options import Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomScorer(Scorer):
     """The score is a random number per row and head."""
+
+    name = "random"
+    summary = "a draw"
 
     sinks: int = options.sinks()
     recent: int = options.recent()
@@ -49,15 +52,11 @@ class Random(StepPolicy):
         return uniform(self.seed, layer, head, view.position, view.pos)
 
 
-SCORER = Part("random", RandomScorer, "a draw")
-
-
 METHOD = Method(
     "random",
     "any token may leave; the floor that a method should beat",
-    parts=(SCORER,),
+    parts=(RandomScorer,),
     rule=Random,
     paper="baseline",
-    scores="a draw",
     second="safe",
 )

@@ -6,11 +6,9 @@ Names need no torch. `method` and `part` import the policy's file, which does.
 from __future__ import annotations
 
 import importlib
-from typing import TypeVar
+from typing import Any
 
-from minikv.policies.options import Method, Part
-
-_Fact = TypeVar("_Fact", "Method", "Part")
+from minikv.policies.options import Method
 
 PROMPT = (
     "full streaming snapkv pyramidkv adakv ada-pyramid nacl kvcrush h2o tova l2 keydiff expected "
@@ -40,7 +38,7 @@ FILES = {
     "ada-expected": "expected",
     "kvzip+": "kvzip",
     "global": "global_budget",
-    "uniform": "global_budget",
+    "uniform": "parts",
 }
 """The file of this package in which a name is declared, where the file has another name."""
 
@@ -71,12 +69,15 @@ def part_names() -> list[str]:
 
 def method(name: str) -> Method:
     """The method of this name, which must be one."""
-    return _declared(name, Method)
+    return next(one for one in _declared(name) if isinstance(one, Method) and one.name == name)
 
 
-def part(name: str) -> Part:
+def part(name: str) -> type[Any]:
     """The part of this name, which must be one."""
-    return _declared(name, Part)
+    found: type[Any] = next(
+        one for one in _declared(name) if hasattr(one, "axis") and vars(one).get("name") == name
+    )
+    return found
 
 
 def methods() -> list[Method]:
@@ -84,13 +85,12 @@ def methods() -> list[Method]:
     return [method(name) for name in method_names()]
 
 
-def parts() -> list[Part]:
+def parts() -> list[type[Any]]:
     """All parts, the scorers first."""
     return [part(name) for name in (*SCORERS, *OTHER_PARTS)]
 
 
-def _declared(name: str, kind: type[_Fact]) -> _Fact:
-    """What the policy's file declares under this name."""
+def _declared(name: str) -> list[Any]:
+    """What the policy's file declares."""
     module = importlib.import_module(f"minikv.policies.{FILES.get(name, name)}")
-    found = (one for one in vars(module).values() if isinstance(one, kind) and one.name == name)
-    return next(found)
+    return list(vars(module).values())

@@ -116,6 +116,19 @@ class RKV(StepPolicy):
         last = ~old & old.any(1, keepdim=True)
         return score.masked_fill(last, torch.finfo(torch.float32).max)
 
+    differs = (
+        "attention counts the window's tokens in its softmax; the release leaves them out "
+        "(softmax=past)",
+        "the query heads of a KV head are joined by the mean of their attention; in the release by "
+        "the max before the softmax (group=max)",
+        "neighbours and the newest of similar keys are meant by position; in the release by slot, "
+        "and its slots are shuffled by its own choice",
+        "a key that is like no other excuses none; in the release it excuses the first token",
+        "prompts are left to the prompt policy, or to --stride; the release also applies its rule "
+        "to a prompt over the budget",
+        "pinned tokens are not compared",
+    )
+
 
 def redundancy(view: StepView, threshold: float) -> Tensor:
     """float32 [F, N]: how similar each row's key is to the head's other keys; the values of a
@@ -165,20 +178,7 @@ METHOD = Method(
     "tokens over its budget, then gives up as many at once",
     rule=RKV,
     paper="2505.24133",
-    scores="attention - redundancy",
-    shape="each head's own cap",
+    told="attention - redundancy",
     state="a number per query of the window",
     second="fades",
-    differs=(
-        "attention counts the window's tokens in its softmax; the release leaves them out "
-        "(softmax=past)",
-        "the query heads of a KV head are joined by the mean of their attention; in the release by "
-        "the max before the softmax (group=max)",
-        "neighbours and the newest of similar keys are meant by position; in the release by slot, "
-        "and its slots are shuffled by its own choice",
-        "a key that is like no other excuses none; in the release it excuses the first token",
-        "prompts are left to the prompt policy, or to --stride; the release also applies its rule "
-        "to a prompt over the budget",
-        "pinned tokens are not compared",
-    ),
 )

@@ -122,6 +122,22 @@ class RoCo(StepPolicy):
         shape of `cap`."""
         return cap - (cap.to(torch.float64) * self.scope).to(torch.int64)
 
+    differs = (
+        "a head's budget counts the prompt's tokens; in the release they never leave and are not "
+        "counted",
+        "statistics begin with the last 32 queries of the prompt; the release begins with the "
+        "first token of the answer",
+        "those of the prompt are pooled over neighbours and count 100 times: short answers then "
+        "show no loss beside --decode none, which exceeds the budget (docs/results.md); pool=1 and "
+        "lead=1 count every query alike, as the paper does",
+        "with --stride statistics begin with the first block; the release's begin with the first "
+        "block over the budget (its keep_attention=False)",
+        "the first 4 and the newest 10 tokens are protected by position; the paper protects none, "
+        "and the release's protection fails for budgets below about 30",
+        "what is left of the scope is at least one token, and a variance is at least 0; in the "
+        "release rounding can make it NaN, which protects a token",
+    )
+
 
 def _steady(variance: Tensor, keep: Tensor) -> Tensor:
     """bool [F, N]: the `keep` [F, 1] rows of each head whose attention varies least, with all that
@@ -147,23 +163,7 @@ METHOD = Method(
     "evicts the lowest mean attention among the tokens of steady attention",
     rule=RoCo,
     paper="2402.06262",
-    scores="mean and std of attention",
-    shape="each head's own cap",
+    told="mean and std of attention",
     state="2 sums and 1 count per token",
     second="fades",
-    differs=(
-        "a head's budget counts the prompt's tokens; in the release they never leave and are not "
-        "counted",
-        "statistics begin with the last 32 queries of the prompt; the release begins with the "
-        "first token of the answer",
-        "those of the prompt are pooled over neighbours and count 100 times: short answers then "
-        "show no loss beside --decode none, which exceeds the budget (docs/results.md); pool=1 and "
-        "lead=1 count every query alike, as the paper does",
-        "with --stride statistics begin with the first block; the release's begin with the first "
-        "block over the budget (its keep_attention=False)",
-        "the first 4 and the newest 10 tokens are protected by position; the paper protects none, "
-        "and the release's protection fails for budgets below about 30",
-        "what is left of the scope is at least one token, and a variance is at least 0; in the "
-        "release rounding can make it NaN, which protects a token",
-    ),
 )

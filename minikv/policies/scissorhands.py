@@ -89,6 +89,18 @@ class ScissorHands(StepPolicy):
     def score(self, view: StepView) -> Tensor:
         return -view.column("lows") / view.column("queries").clamp(min=1.0)
 
+    differs = (
+        "one token leaves at every step; in the paper half of the cache at once",
+        "counts are relative to the queries that a token was there for, so that young tokens are "
+        "not favoured",
+        "the first 4 tokens stay (`sinks`); in the paper only the newest 10",
+        "of a prompt the last 32 queries count; the paper's window of 400 includes the prompt's",
+        "of a prompt, what is below the even share by up to 1/8192 of it is not below: that may be "
+        "rounding",
+        "a fixed budget, as in the paper; the authors' code keeps whatever got more than a "
+        "quantile",
+    )
+
 
 def after_prompt(
     words: Sequence[Tensor],
@@ -161,19 +173,7 @@ METHOD = Method(
     "evicts the token that most often got less than a uniform share of attention",
     rule=ScissorHands,
     paper="2305.17118",
-    scores="below-uniform count",
-    shape="each head's own cap",
+    told="below-uniform count",
     state="a bit per query of the window",
     second="fades",
-    differs=(
-        "one token leaves at every step; in the paper half of the cache at once",
-        "counts are relative to the queries that a token was there for, so that young tokens are "
-        "not favoured",
-        "the first 4 tokens stay (`sinks`); in the paper only the newest 10",
-        "of a prompt the last 32 queries count; the paper's window of 400 includes the prompt's",
-        "of a prompt, what is below the even share by up to 1/8192 of it is not below: that may be "
-        "rounding",
-        "a fixed budget, as in the paper; the authors' code keeps whatever got more than a "
-        "quantile",
-    ),
 )

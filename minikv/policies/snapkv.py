@@ -13,13 +13,16 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.options import Method, Part
+from minikv.policies.options import Method
 from minikv.policies.selection import pool_mass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapKV(Scorer):
     """Pooled mean attention of the window's queries; the window's own rows all stay."""
+
+    name = "snapkv"
+    summary = "last-window attention, pooled"
 
     window: int = options.window()
     kernel: int = options.kernel()
@@ -35,20 +38,7 @@ class SnapKV(Scorer):
         assert view.mass is not None
         return pooled(view, view.mass, self.group, self.free(view), self.kernel, self.pooling)
 
-
-def pooled(
-    view: PromptView, mass: Tensor, group: str, free: Tensor, kernel: int, pooling: str
-) -> Tensor:
-    """float32 [H, N]: the mean of mass [H, G, N] over the observed queries, joined over the group,
-    pooled over neighbouring rows. free bool [H, N]: rows that are pooled."""
-    return pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)
-
-
-SCORER = Part(
-    "snapkv",
-    SnapKV,
-    "last-window attention, pooled",
-    differs=(
+    differs = (
         "scores are computed in float32; SnapKV's release rounds them to the model's precision, "
         "where most are equal to others",
         "a KV head keeps one set of tokens, by the mean of its query heads; in SnapKV's release "
@@ -58,15 +48,22 @@ SCORER = Part(
         "of equal scores the younger token stays; releases leave that to the device",
         "at a later prompt its own queries judge old and new tokens together; releases know no "
         "second prompt",
-    ),
-)
+    )
+
+
+def pooled(
+    view: PromptView, mass: Tensor, group: str, free: Tensor, kernel: int, pooling: str
+) -> Tensor:
+    """float32 [H, N]: the mean of mass [H, G, N] over the observed queries, joined over the group,
+    pooled over neighbouring rows. free bool [H, N]: rows that are pooled."""
+    return pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)
 
 
 METHOD = Method(
     "snapkv",
     "tokens that the last window of the prompt attends to",
-    parts=(SCORER,),
+    parts=(SnapKV,),
     paper="2404.14469",
-    scores="last-window attention",
+    told="last-window attention",
     second="needs recall",
 )

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
-from minikv.policies.options import Method, Part
+from minikv.policies.options import Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingScorer(Scorer):
     """The score is the position; sinks are protected."""
+
+    name = "streaming"
+    summary = "position only"
 
     sinks: int = options.sinks()
 
@@ -26,6 +29,11 @@ class StreamingScorer(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         return view.pos.float()
+
+    differs = (
+        "keys keep their positions; paper and release number them anew inside of the cache at "
+        "every step, which also extends the context",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +51,12 @@ class Streaming(StepPolicy):
         return age.where(view.pos >= self.sinks, -age)
 
 
-SCORER = Part(
-    "streaming",
-    StreamingScorer,
-    "position only",
-    differs=(
-        "keys keep their positions; paper and release number them anew inside of the cache at "
-        "every step, which also extends the context",
-    ),
-)
-
-
 METHOD = Method(
     "streaming",
     "the first tokens (sinks) and the most recent ones; keys keep their positions, so the trained "
     "context is not extended",
-    parts=(SCORER,),
+    parts=(StreamingScorer,),
     rule=Streaming,
     paper="2309.17453",
-    scores="position only",
     second="recent only",
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
-from minikv.policies.options import Method, Part, option
+from minikv.policies.options import Method, option
 
 
 def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
@@ -46,6 +46,9 @@ def _per_head() -> Any:
 class TovaScorer(Scorer):
     """The score is the attention of the prompt's last query."""
 
+    name = "tova"
+    summary = "the last query's attention"
+
     per_head: bool = _per_head()
     protect_newest: bool = _protect_newest()
 
@@ -57,6 +60,13 @@ class TovaScorer(Scorer):
         assert view.mass is not None
         mean = view.mass.mean(1)
         return mean if self.per_head else layer_mean(mean, view.pos, len(mean), view.position)
+
+    differs = (
+        "the newest token stays; the release lets it go if it attends to itself least "
+        "(`protect_newest`)",
+        "where the heads of a layer hold different tokens, the mean is over those that hold a "
+        "token; the release always evicts the same in all",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,25 +89,12 @@ class Tova(StepPolicy):
         return layer_mean(view.attention, view.pos, view.heads, view.context)
 
 
-SCORER = Part(
-    "tova",
-    TovaScorer,
-    "the last query's attention",
-    differs=(
-        "the newest token stays; the release lets it go if it attends to itself least "
-        "(`protect_newest`)",
-        "where the heads of a layer hold different tokens, the mean is over those that hold a "
-        "token; the release always evicts the same in all",
-    ),
-)
-
-
 METHOD = Method(
     "tova",
     "the tokens that the newest query attends to least leave",
-    parts=(SCORER,),
+    parts=(TovaScorer,),
     rule=Tova,
     paper="2401.06104",
-    scores="newest query's attention",
+    told="newest query's attention",
     second="needs recall",
 )

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.policies.options import Part, option
+from minikv.policies.options import option
 from minikv.policies.parts import Preference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns(Preference):
     """The first `edge` and the last `edge` rows of each prompt leave after all others."""
+
+    name = "turns"
+    summary = "the ends of every turn"
 
     edge: int = option(8, "tokens at either end of a turn", (1, 4096))
 
@@ -28,6 +31,3 @@ class Turns(Preference):
             inside = (pos >= begin) & (pos < end)
             found |= inside & ((pos < begin + self.edge) | (pos >= end - self.edge))
         return found
-
-
-PREFERENCE = Part("turns", Turns, "the ends of every turn")

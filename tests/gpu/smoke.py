@@ -48,7 +48,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import rest_twin
 import step_oracle
 
-from minikv.kernels import NewRow, Rows, dispatch, last_rows_attention, to_codes, window_attention
+from minikv.kernels import NewRow, Rows, dispatch, to_codes, window_attention
+from minikv.kernels.attention.plain import last_rows_attention
 from minikv.kernels.decode import plain as decode
 from minikv.kernels.dispatch import on_gpu
 from minikv.kernels.mass import plain as attention_mass

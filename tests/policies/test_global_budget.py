@@ -9,7 +9,7 @@ from views import build
 
 from minikv import policies
 from minikv.errors import UsageError
-from minikv.policies.parts import GlobalBudget, PromptPolicy
+from minikv.policies.parts import GlobalBudget
 
 SCORERS = [name for name in policies.prompt_names() if len(policies.find(name).parts) == 1]
 
@@ -76,19 +76,6 @@ def test_it_is_named_and_described() -> None:
     assert isinstance(build(info.name).layers, GlobalBudget)
     with pytest.raises(UsageError, match="leaves no layer whole"):
         build("l2+global", {"skip": 2})
-
-
-@pytest.mark.parametrize("part", ["heads", "selector", "reweighter"])
-def test_a_policy_that_is_put_together_by_hand_is_refused_too(part: str) -> None:
-    """The names above are refused by what composes them, before the parts are made."""
-    scorer, layers = build("snapkv").scorer, build("snapkv+global").layers
-    others = {
-        "heads": build("adakv").heads,
-        "selector": build("kvcrush").selector,
-        "reweighter": build("snapkv+critical").reweighter,
-    }
-    with pytest.raises(UsageError, match="leaves nothing to share among heads"):
-        PromptPolicy(name="mine", scorer=scorer, layers=layers, **{part: others[part]})  # type: ignore[arg-type]
 
 
 def test_the_ends_of_turns_leave_after_all_others() -> None:

@@ -32,11 +32,14 @@ LAYERS = '''
     from dataclasses import dataclass
 
     from minikv.policies.parts import LayerAllocator
-    from minikv.policies.options import Part, option
+    from minikv.policies.options import option
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class FirstMore(LayerAllocator):
+        name = "first"
+        summary = "more rows in the first layer"
+
         more: int = option(4, "rows", (0, 4096))
 
         def rows(
@@ -44,9 +47,6 @@ LAYERS = '''
         ) -> list[int]:
             moved = max(0, min(self.more, most - budget, budget - least)) if layers > 1 else 0
             return [budget + moved, *[budget] * (layers - 2), budget - moved][:layers]
-
-
-    LAYERS = Part("first", FirstMore, "more rows in the first layer")
 '''
 HEADS = '''
     """The first heads get what they can."""
@@ -57,18 +57,17 @@ HEADS = '''
     from torch import Tensor
 
     from minikv.policies.parts import Candidates, HeadAllocator
-    from minikv.policies.options import Part
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class FirstHeads(HeadAllocator):
+        name = "firsts"
+        summary = "the first heads"
+
         def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
             have = rows.free.sum(1)
             before = have.cumsum(0) - have
             return torch.minimum(have, (total - before).clamp(min=0))
-
-
-    HEADS = Part("firsts", FirstHeads, "the first heads")
 '''
 SELECT = '''
     """The oldest rows, whatever their scores, or the youngest."""
@@ -78,21 +77,20 @@ SELECT = '''
     from torch import Tensor
 
     from minikv.policies.parts import Candidates, Selector
-    from minikv.policies.options import Part
     from minikv.policies.options import option
 
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Oldest(Selector):
+        name = "oldest"
+        summary = "the oldest rows"
+
         youngest: bool = option(False, "the youngest instead")
 
         def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
             age = rows.view.pos.float()
             worth = age if self.youngest else -age
             return replace(rows, scores=worth).best(counts, most)
-
-
-    SELECTOR = Part("oldest", Oldest, "the oldest rows")
 '''
 STEP = '''
     """The row that was least looked at since it came leaves, or any."""
@@ -136,7 +134,7 @@ STEP = '''
         "what was least looked at leaves",
         rule=LeastSeen,
         paper="a test",
-        scores="attention",
+        told="attention",
         second="fades",
     )
 '''

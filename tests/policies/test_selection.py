@@ -355,7 +355,11 @@ def test_who_stays(
     made = policies.prompt_policy(name, options)
     assert made is not None
     rows_ = Candidates(view, made.scorer, made.scorer.score(view), free)
-    got = made.select(rows_, torch.tensor(counts), max(counts) + slack)
+    how = torch.tensor(counts), max(counts) + slack
+    if made.weigh is None:
+        got = made.select.select(rows_, *how)
+    else:
+        got = made.weigh.select(rows_, *how, made.select)
     want = expected(name, policies.read_options(name, takes, options), rows_, counts)
     assert [{*row.nonzero().flatten().tolist()} for row in got] == want
     assert got.sum(1).tolist() == torch.minimum(torch.tensor(counts), free.sum(1)).tolist()

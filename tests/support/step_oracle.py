@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv.kernels import HashRule, NewRow, Rows, append, lowest
-from minikv.kernels.decode.plain import in_use
+from minikv.kernels import NewRow, Rows, append, lowest
+from minikv.kernels.decode.plain import HashRule, in_use
 from minikv.kernels.layer.plain import rotate
 from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.h2o import H2O
