@@ -11,14 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.attention import cudnn, plain
-from minikv.kernels.gpu import (
-    WIDE,
-    Variant,
-    in_rows,
-    power,
-    row_stride,
-    typed,
-)
+from minikv.kernels.gpu import in_rows, power, row_stride
 
 _ROWS = 16  # queries of a head that one program joins
 _INTEGERS = [f"{part}_{dim}" for part in ("a", "b") for dim in ("head", "group", "row")]
@@ -117,22 +110,3 @@ def _two(
         num_warps=4,
     )
     return out.permute(1, 2, 0, 3), lse
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    for size, kind, last in ((128, "bf16", "bf16"), (80, "fp16", "fp32"), (128, "fp32", "fp32")):
-        kinds = {"a": f"*{kind}", "b": f"*{kind}", "out": f"*{last}"}
-        kinds |= dict.fromkeys(("a_lse", "b_lse", "lse"), "*fp32")
-        constants: dict[str, object] = {"D": size, "DP": power(size), "BT": _ROWS}
-        found.append(
-            Variant(
-                f"merge-{kind}-{last}-d{size}",
-                _merge,
-                typed(_merge, kinds, constants),
-                constants,
-                reads={"a": WIDE, "b": WIDE},
-            )
-        )
-    return found

@@ -17,16 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import (
-    WIDE,
-    Variant,
-    attention_tile,
-    in_rows,
-    row_stride,
-    typed,
-    upcast,
-    width,
-)
+from minikv.kernels.gpu import attention_tile, in_rows, row_stride, upcast, width
 
 _PROGRAMS = 256  # enough to occupy the device
 
@@ -179,48 +170,3 @@ def ragged_prefill(
 
 
 _LOG2E = 1.4426950408889634
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    for size, kind, group, lines, window in _BUILDS:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-        tile = attention_tile(dtype, size, lines)
-        kinds = dict.fromkeys(("q", "k", "v"), f"*{kind}")
-        kinds |= dict.fromkeys(("start", "length", "free_slot", "q_pos"), "*i64")
-        kinds |= {"pos": "*i32", "lse": "*fp32", "outs": f"*{kind}" if lines > 64 else "*fp32"}
-        constants: dict[str, object] = {
-            "G": group,
-            "D": size,
-            "DP": width(size),
-            "BM": tile.left,
-            "BN": tile.right,
-            "WINDOW": window,
-            "UPCAST": False,
-            "STAGES": tile.stages,
-        }
-        found.append(
-            Variant(
-                f"ragged-prefill-{kind}-d{size}-g{group}-lines{lines}" + "-window" * window,
-                _ragged_prefill,
-                typed(_ragged_prefill, kinds, constants),
-                constants,
-                tile.warps,
-                tile.stages,
-                mma=kind != "fp32",
-                reads={"q": WIDE, "k": WIDE, "v": WIDE},
-            )
-        )
-    return found
-
-
-_BUILDS = [
-    (128, "bf16", 4, 4096, False),
-    (128, "bf16", 4, 40, False),
-    (128, "fp16", 1, 4096, True),
-    (80, "bf16", 1, 16, False),
-    (256, "bf16", 2, 4096, False),
-    (128, "fp32", 4, 4096, False),
-]
-"""Head size, dtype, G, queries of all heads of a group, sliding window."""

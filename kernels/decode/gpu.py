@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import WIDE, Variant, power, typed, upcast
+from minikv.kernels.gpu import power, upcast
 from minikv.kernels.gpu import width as columns
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -392,80 +392,3 @@ def ragged_attention(
         num_stages=config.stages,
     )
     return out, lse
-
-
-_TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int8: "*i8",
-}
-_BUILDS: list[tuple[int, torch.dtype, tuple[str, ...]]] = [
-    (128, torch.bfloat16, ("window logits", "logits int8", "logits", "")),
-    (256, torch.bfloat16, ("window logits", "logits int8")),
-    (80, torch.bfloat16, ("logits",)),
-    (64, torch.float16, ("window logits",)),
-    (128, torch.float32, ("window logits",)),
-]
-"""Head size, dtype of the rows, and what policies and models use."""
-
-
-def variants(heads: int = 8, group: int = 4) -> list[Variant]:
-    """Builds for the compile gate, for models of H KV heads of G queries: every use with bfloat16
-    heads of 128, and for other sizes and dtypes the uses that need most registers."""
-    found = []
-    for size, dtype, wanted in _BUILDS:
-        kind = _TYPES[dtype]
-        for uses in wanted:
-            window, logits, scaled = (w in uses for w in ("window", "logits", "int8"))
-            stored = torch.int8 if scaled else dtype
-            config = configure(size, stored, torch.device("cpu"), (9, 0))
-            constants: dict[str, object] = {
-                **_tiles(heads, group, size, config),
-                "WINDOW": window,
-                "LOGITS": logits,
-                "SCALED": scaled,
-                "UPCAST": False,
-                "STAGES": config.stages,
-            }
-            kinds = {
-                "q": kind,
-                "k": _TYPES[stored],
-                "v": _TYPES[stored],
-                "start": "*i64",
-                "length": "*i64",
-                "part": "*fp32",
-                "part_lse": "*fp32",
-                "arrived": "*i32",
-                "out": kind,
-                "lse": "*fp32",
-            }
-            options = {
-                "window": (window, {"pos": "*i32", "oldest": "*i64"}),
-                "logits": (logits, {"logits": "*fp32"}),
-                "int8": (scaled, {"k_scale": "*fp32", "v_scale": "*fp32"}),
-            }
-            for on, more in options.values():
-                if on:
-                    kinds |= more
-                else:
-                    constants |= dict.fromkeys(more)
-            found.append(
-                Variant(
-                    "-".join([f"split-{kind[1:]}-{size}", *uses.split()]),
-                    split,
-                    typed(split, kinds, constants),
-                    constants,
-                    config.warps,
-                    config.stages,
-                    mma=True,
-                    # Triton reads values in int8 only 8 bytes at a time here.
-                    reads={
-                        "q": WIDE,
-                        "k": WIDE,
-                        "v": WIDE // 2 if scaled else WIDE,
-                        "part": WIDE,
-                    },
-                )
-            )
-    return found

@@ -22,10 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.decode.plain import Rows
-from minikv.kernels.gpu import Variant, typed
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 
 NONE = tl.constexpr((1 << 63) - 1)  # a key that no row has
 _LAST = tl.constexpr((1 << 31) - 1)
@@ -333,35 +329,6 @@ def _launch(
     kernel[(free_slot.numel(),)](
         *args, *numbers, G=logits.shape[2], BN=block, num_warps=_WARPS, **how
     )
-
-
-def variants(group: int = 4) -> list[Variant]:
-    """Builds for the compile gate, for a model of G queries per KV head."""
-    common: dict[str, str | tuple[str, ...]] = {
-        "scores": "*fp32",
-        "over": "*i1",
-        "logits": "*fp32",
-        "lse": "*fp32",
-        "start": "*i64",
-        "length": "*i64",
-        "cap": "*i64",
-        "pos": "*i32",
-        "newest": "*i64",
-        "free_slot": "*i64",
-        "sums": "*fp32",
-        "squares": "*fp32",
-        "counted": "*fp32",
-        "newest_rows": "*i64",
-        "steady_rows": "*i64",
-    }
-    shapes = {"G": group, "BN": _BLOCK}
-    found = []
-    for name, fn in (("lowest", _lowest), ("h2o", _h2o), ("roco", _roco)):
-        constants: dict[str, object] = {k: v for k, v in shapes.items() if k in fn.arg_names}
-        kinds = common | ({"pos": "*i64"} if fn is _lowest else {})
-        signature = typed(fn, kinds, constants)
-        found.append(Variant(name, fn, signature, constants, warps=_WARPS))
-    return found
 
 
 NO_ORDER = tl.constexpr((1 << 31) - 1)  # of a row that may not leave; no score has it

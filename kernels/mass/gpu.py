@@ -19,19 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import (
-    FAR,
-    WIDE,
-    Tile,
-    Variant,
-    head_stride,
-    in_rows,
-    power,
-    row_stride,
-    typed,
-    upcast,
-    width,
-)
+from minikv.kernels.gpu import FAR, Tile, head_stride, in_rows, power, row_stride, upcast, width
 from minikv.kernels.mass.plain import Part, rows_lse, with_index
 
 _FEW = 64  # queries at the end of a prompt, which see nearly all rows
@@ -447,87 +435,3 @@ def _key_strides(k: Tensor, index: Tensor | None) -> tuple[int, int, int]:
     if index is None:
         return row_stride(k, 0), row_stride(k, 1), 0
     return 0, 0, index.stride(0)
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    for size, kind, group, indexed, window, rows, peak in _BUILDS:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-        name = (
-            f"{kind}-d{size}-g{group}-rows{rows}"
-            + "-listed" * indexed
-            + "-window" * window
-            + "-peak" * peak
-        )
-        same: dict[str, object] = {
-            "G": group,
-            "D": size,
-            "DP": width(size),
-            "INDEXED": indexed,
-            "WINDOW": window,
-            "UPCAST": False,
-            "FAR": FAR,
-        }
-        kinds = {
-            "q": f"*{kind}",
-            "k": f"*{kind}",
-            "index": "*i64",
-            "q_pos": "*i64",
-            "k_pos": "*i64",
-            "lse": "*fp32",
-            "mass": "*fp32",
-            "squares": "*fp32",
-            "out": "*fp32",
-        }
-        tile = _tile(dtype, size, rows)
-        constants = same | {
-            "GP": power(group),
-            "BM": tile.right,
-            "BN": tile.left,
-            "PEAK": peak,
-            "STAGES": tile.stages,
-            "SEARCH": rows > _FEW,
-        }
-        found.append(
-            Variant(
-                f"mass-{name}",
-                _mass,
-                typed(_mass, kinds, constants),
-                constants,
-                tile.warps,
-                tile.stages,
-                mma=kind != "fp32",
-                reads={"q": WIDE, "k": WIDE},
-            )
-        )
-        if rows > 64:  # `each_attention` is never called for so many rows
-            continue
-        tile = _span_tile(dtype, size, rows * group)
-        constants = same | {"BM": tile.left, "BN": tile.right}
-        found.append(
-            Variant(
-                f"each-{name}",
-                _each,
-                typed(_each, kinds, constants),
-                constants,
-                tile.warps,
-                tile.stages,
-                mma=kind != "fp32",
-                reads={"q": WIDE, "k": WIDE},
-            )
-        )
-    return found
-
-
-_BUILDS = [
-    (128, "bf16", 4, False, False, 2048, False),
-    (128, "bf16", 4, False, False, 2048, True),
-    (128, "bf16", 4, False, False, 64, False),
-    (128, "bf16", 4, True, False, 32, False),
-    (128, "fp16", 1, False, True, 2048, False),
-    (80, "bf16", 1, False, False, 32, False),
-    (256, "bf16", 2, True, True, 32, False),
-    (128, "fp32", 4, False, False, 32, False),
-]
-"""Head size, dtype, G, keys in segments, sliding window, observed rows, largest instead of sum."""
