@@ -6,7 +6,7 @@ A folder for each operation: `plain.py` is its definition in torch, `gpu.py` has
 
 from __future__ import annotations
 
-from minikv.kernels.append.plain import advance, append
+from minikv.kernels.append.plain import Slots, advance, append
 from minikv.kernels.attention.plain import (
     last_rows_attention,
     merge,
@@ -16,14 +16,8 @@ from minikv.kernels.attention.plain import (
     visible_attention,
     window_attention,
 )
-from minikv.kernels.decode.plain import HashRule, NewRow, Rows, lowest, ragged_attention
-from minikv.kernels.evict.plain import (
-    NOT_FREE,
-    fill,
-    gather_columns,
-    gather_rows,
-    order_key,
-)
+from minikv.kernels.decode.plain import HashRule, NewRow, Rows, Segments, lowest, ragged_attention
+from minikv.kernels.evict.plain import NOT_FREE, fill, gather_columns, gather_rows, order_key
 from minikv.kernels.int8 import from_codes, to_codes
 from minikv.kernels.mass.plain import (
     Part,
@@ -39,6 +33,8 @@ __all__ = [
     "NewRow",
     "Part",
     "Rows",
+    "Segments",
+    "Slots",
     "add_attention_mass",
     "advance",
     "append",

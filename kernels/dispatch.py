@@ -65,11 +65,7 @@ class Kernels:
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
-    evict: Mapping[str, Callable[..., None]] = {}
-    """Of step policies, by name: all that the end of a step does, for all heads, in one kernel. It
-    takes this step's logits [L, H, G, C] and lse [L, H, G], which it may overwrite, `Rows`,
-    free_slot [L, H], which gets each head's victim or -1, the policy's columns in its order, and
-    what `StepPolicy.quota` returned."""
+    evict = evict_rows.evict
     append_evict: Mapping[str, Callable[..., bool]] = {}
     """Of step policies that choose by the query, by name: choose the victims and write the new
     rows of one layer. It takes the policy and `NewRow`, and returns False where it cannot."""

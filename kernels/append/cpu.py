@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.append import plain as plain_torch
+from minikv.kernels.append.plain import Slots
 from minikv.kernels.decode.plain import HashRule, NewRow
 from minikv.kernels.native.binding import FLOAT16, KINDS, address, loaded, plain
 
@@ -43,23 +44,13 @@ def _library() -> ctypes.CDLL:
     return found
 
 
-def append(
-    key: Tensor,
-    value: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def append(key: Tensor, value: Tensor, new: Slots) -> None:
     """See `plain.append`."""
+    slot, position, k, v, pos, blank, k_scale, v_scale = new
     kind, coded = KINDS.get(key.dtype, -1), k_scale is not None
     dense = key.stride(1) == 1 == value.stride(1)
     if kind < 0 or not dense or not (coded or k.dtype == key.dtype):
-        plain_torch.append(key, value, slot, position, k, v, pos, blank, k_scale, v_scale)
+        plain_torch.append(key, value, new)
         return
     _library().minikv_append(
         kind,
@@ -87,26 +78,13 @@ def _columns(blank: Sequence[Tensor]) -> tuple[int, Any, Any]:
     return count, addresses, (ctypes.c_int32 * count)(*(column.itemsize for column in blank))
 
 
-def rotate_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def rotate_append(qkv: Tensor, cos: Tensor, sin: Tensor, new: Slots) -> tuple[Tensor, Tensor]:
     """See `plain.rotate_append`."""
+    slot, position, k, v, pos, blank, k_scale, v_scale = new
     heads, size = len(slot), qkv.shape[1]
     kind, coded = KINDS.get(qkv.dtype, -1), k_scale is not None
     if kind < 0 or not plain(qkv.dtype, qkv, cos, sin) or not (coded or k.dtype == qkv.dtype):
-        return plain_torch.rotate_append(
-            qkv, cos, sin, slot, position, k, v, pos, blank, k_scale, v_scale
-        )
+        return plain_torch.rotate_append(qkv, cos, sin, new)
     turned = torch.empty((len(qkv) - heads, size), dtype=qkv.dtype)
     _library().minikv_rotate_append(
         kind,

@@ -6,12 +6,11 @@ layer. `advance` chooses where the next one goes, in one launch for all layers. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.append.plain import Slots
 from minikv.kernels.gpu import power, quantized
 
 
@@ -104,20 +103,9 @@ def _advance(
     tl.store(position, before_step + 1)
 
 
-def rotate_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def rotate_append(qkv: Tensor, cos: Tensor, sin: Tensor, new: Slots) -> tuple[Tensor, Tensor]:
     """See `plain.rotate_append`."""
+    slot, position, k, v, pos, blank, k_scale, v_scale = new
     assert all(t.is_contiguous() for t in (qkv, cos, sin, slot, k, v))
     heads, size = len(slot), qkv.shape[1]
     group = len(qkv) // heads - 2

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.attention import plain as plain_torch
+from minikv.kernels.decode.plain import Segments
 from minikv.kernels.native import choice
 from minikv.kernels.native.binding import KINDS, loaded
 from minikv.kernels.native.build import library
@@ -65,21 +66,13 @@ class Prefill:
     def ragged_prefill(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: Tensor,
-        length: Tensor,
+        rows: Segments,
         free_slot: Tensor,
-        max_length: int,
-        *,
-        pos: Tensor | None = None,
         q_pos: Tensor | None = None,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `plain.ragged_prefill`. Without a window, head by head in C."""
-        tables = torch.stack((start, length, free_slot), 1)
-        attend = self.rows_attention
-        return plain_torch.head_by_head(q, k, v, tables, pos, q_pos, window, attend)
+        return plain_torch.head_by_head(q, rows, free_slot, q_pos, window, self.rows_attention)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
         """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.decode.plain import Segments
 from minikv.kernels.gpu import attention_tile, in_rows, row_stride, upcast, width
 
 _PROGRAMS = 256  # enough to occupy the device
@@ -112,28 +113,23 @@ def _ragged_prefill(
 
 def ragged_prefill(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
+    rows: Segments,
     free_slot: Tensor,
-    max_length: int,
-    *,
-    pos: Tensor | None = None,
     q_pos: Tensor | None = None,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `plain.ragged_prefill`."""
     q, q_pos = in_rows(q), None if q_pos is None else q_pos.contiguous()
-    heads, group, rows, size = q.shape
-    lines = rows * group
+    k, v, start, length, most, pos, *_ = rows
+    heads, group, queries, size = q.shape
+    lines = queries * group
     tile = attention_tile(q.dtype, size, lines)
     blocks = -(-lines // tile.left)
-    spans = max(1, min(-(-max_length // (4 * tile.right)), _PROGRAMS // (heads * blocks)))
-    span = max(1, -(-max_length // (spans * tile.right))) * tile.right
+    spans = max(1, min(-(-most // (4 * tile.right)), _PROGRAMS // (heads * blocks)))
+    span = max(1, -(-most // (spans * tile.right))) * tile.right
     kind = q.dtype if spans == 1 else torch.float32
-    outs = q.new_empty((spans, heads, group, rows, size), dtype=kind)
-    lse = q.new_empty((spans, heads, group, rows), dtype=torch.float32)
+    outs = q.new_empty((spans, heads, group, queries, size), dtype=kind)
+    lse = q.new_empty((spans, heads, group, queries), dtype=torch.float32)
     windowed = window is not None and pos is not None and q_pos is not None
     _ragged_prefill[(blocks, heads, spans)](
         q,
@@ -147,7 +143,7 @@ def ragged_prefill(
         outs,
         lse,
         *(row_stride(q, dim) for dim in (0, 1, 2)),
-        rows,
+        queries,
         span,
         window or 0,
         _LOG2E / math.sqrt(size),

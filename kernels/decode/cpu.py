@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.decode import plain as plain_torch
+from minikv.kernels.decode.plain import Segments
 from minikv.kernels.native import choice
 from minikv.kernels.native.binding import INT8, KINDS, address, loaded
 
@@ -48,40 +49,19 @@ class Decode:
     def ragged_attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: Tensor,
-        length: Tensor,
-        *,
-        width: int,
-        pos: Tensor | None = None,
-        oldest: Tensor | None = None,
+        rows: Segments,
         logits: Tensor | None = None,
         lse: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
         arrived: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `plain.ragged_attention`."""
+        k, v, start, length, _, pos, oldest, k_scale, v_scale = rows
         heads, group, size = q.shape
         stored = INT8 if k_scale is not None else KINDS.get(k.dtype, -1)
         kind = KINDS.get(q.dtype, -1)
         fits = kind >= 0 and stored in (kind, INT8) and size <= _MAX_HEAD_DIM and q.is_contiguous()
         if not (fits and _exact(logits) and _exact(lse)):
-            return plain_torch.ragged_attention(
-                q,
-                k,
-                v,
-                start,
-                length,
-                width=width,
-                pos=pos,
-                oldest=oldest,
-                logits=logits,
-                lse=lse,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
+            return plain_torch.ragged_attention(q, rows, logits, lse)
         seen = None if pos is None or oldest is None else pos
         out = torch.empty_like(q)
         sums = lse

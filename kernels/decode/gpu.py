@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minikv.kernels.decode.plain import Segments
 from minikv.kernels.gpu import power, upcast
 from minikv.kernels.gpu import width as columns
 
@@ -335,26 +336,18 @@ def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
 
 def ragged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
-    *,
-    width: int,
-    pos: Tensor | None = None,
-    oldest: Tensor | None = None,
+    rows: Segments,
     logits: Tensor | None = None,
     lse: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     arrived: Tensor | None = None,
     config: Config | None = None,
     space: Workspace | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `plain.ragged_attention`. All tensors are contiguous; `width` is not needed.
+    """See `plain.ragged_attention`. All tensors are contiguous; the width is not needed.
 
     `space`: memory between programs, from `workspace` for this `config`; allocated if None.
     """
+    k, v, start, length, _, pos, oldest, k_scale, v_scale = rows
     assert all(t.is_contiguous() for t in (q, k, v, start, length))
     heads, group, size = q.shape
     config = config or configure(size, k.dtype, q.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -47,36 +47,7 @@ def lowest(scores: Tensor, pos: Tensor, start: Tensor, over: Tensor, free_slot: 
     _library().minikv_lowest(*scores.shape, *(t.data_ptr() for t in tensors))
 
 
-def h2o_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    columns: Sequence[Tensor],
-    quota: Tensor,
-) -> None:
-    """H2O (arXiv 2306.14048, section 4): add the step's probabilities to the column of sums [R];
-    the row with the lowest sum is the victim. quota int64 [L, H]: how many of a head's newest rows
-    are kept. See `Kernels.evict`."""
-    _run("h2o_step", logits, lse, rows, free_slot, columns, quota)
-
-
-def roco_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    columns: Sequence[Tensor],
-    quota: Tensor,
-) -> None:
-    """RoCo (arXiv 2402.06262, section 4.2): add the step's probability, its square and 1 to the
-    columns of sums, squares and counts [R]; of the rows with the smallest variances, the one with
-    the lowest mean is the victim. quota int64 [L, H]: how many rows with the smallest variances are
-    candidates. See `Kernels.evict`."""
-    _run("roco_step", logits, lse, rows, free_slot, columns, quota)
-
-
-def _run(
+def _step(
     name: str,
     logits: Tensor,
     lse: Tensor,
@@ -85,12 +56,12 @@ def _run(
     columns: Sequence[Tensor],
     quota: Tensor,
 ) -> None:
-    """Call the C function. Raises MemoryError."""
+    """See `plain.evict`. Raises MemoryError."""
     tables = rows.start, rows.length, rows.cap
     assert plain(torch.float32, logits, lse, *columns), _TAKES + "float32 logits and statistics"
     assert plain(torch.int64, *tables, rows.newest, free_slot, quota), _TAKES + "int64 layouts"
     assert plain(torch.int32, rows.pos), _TAKES + "int32 positions"
-    failed = getattr(_library(), f"minikv_{name}")(
+    failed = getattr(_library(), f"minikv_{name}_step")(
         *logits.shape,
         *(t.data_ptr() for t in (logits, lse, *tables, rows.pos, rows.newest)),
         rows.sinks,
@@ -102,4 +73,4 @@ def _run(
         raise MemoryError("the end of a step found no memory")
 
 
-evict = {"h2o": h2o_step, "roco": roco_step}
+evict = {name: partial(_step, name) for name in ("h2o", "roco")}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv.kernels import NewRow, Rows
+from minikv.kernels import NewRow, Rows, Segments, Slots
 from minikv.kernels.append import gpu as append
 from minikv.kernels.append import hash_gpu
 from minikv.kernels.attention import gpu as attention
@@ -151,16 +151,12 @@ def _attention() -> Iterator[Call]:
                 more |= {"pos": _t(INT32, rows), "oldest": _t(INT64)}
             if "int8" in use:
                 more |= {"k_scale": _t(FLOAT, rows), "v_scale": _t(FLOAT, rows)}
-            if "logits" in use:
-                more["logits"] = _t(FLOAT, HEADS, GROUP, ROWS)
             call = partial(
                 decode.ragged_attention,
                 _t(kind, HEADS, GROUP, size),
-                *(_t(stored, rows, size) for _ in range(2)),
-                *_heads(2),
-                width=ROWS,
+                Segments(*[_t(stored, rows, size)] * 2, *_heads(2), ROWS, **more),
+                _t(FLOAT, HEADS, GROUP, ROWS) if "logits" in use else None,
                 config=decode.configure(size, stored, torch.device("cpu"), (9, 0)),
-                **more,
             )
             yield " ".join((*use.split(), f"{name}-{size}")), call
 
@@ -175,8 +171,8 @@ def _prompts() -> Iterator[Call]:
         ("fp32", 128, 4, 1024, None),
     ):
         q, k = _t(KINDS[name], HEADS, group, rows, size), _t(KINDS[name], HEADS * ROWS, size)
-        at = {"pos": _t(INT32, len(k)), "q_pos": _t(INT64, rows), "window": window}
-        call = partial(ragged_gpu.ragged_prefill, q, k, k, *_heads(3), ROWS, **at)
+        earlier, at = Segments(k, k, *_heads(2), ROWS, _t(INT32, len(k))), _t(INT64, rows)
+        call = partial(ragged_gpu.ragged_prefill, q, earlier, *_heads(1), at, window)
         yield f"rows{rows} {name}-{size}", call
     for name, size, parts in (("bf16", 128, 2), ("fp16", 80, 3), ("fp32", 128, 2)):
         out = _t(KINDS[name], HEADS, GROUP, 64, size), _t(FLOAT, HEADS, GROUP, 64)
@@ -220,7 +216,7 @@ def _new_rows() -> Iterator[Call]:
         scales = [_t(FLOAT, rows) for _ in range(2)] if columns is None else [None, None]
         angles = [_t(KINDS["bf16"], 1, 1, size) for _ in range(2)]
         qkv, slot = _t(KINDS["bf16"], HEADS * (GROUP + 2), size), _t(INT64, HEADS)
-        given = qkv, *angles, slot, _t(INT64), k, k, _t(INT32, rows), blank, *scales
+        given = qkv, *angles, Slots(slot, _t(INT64), k, k, _t(INT32, rows), blank, *scales)
         use = "int8" if columns is None else f"{len(columns)}"
         yield f"{use} bf16-{size}", partial(append.rotate_append, *given)
     sides = [_t(INT64, 32, HEADS) for _ in range(4)]

@@ -52,7 +52,8 @@ def forms(operation: str, torch_too: bool = True) -> list[Any]:
     gpu, c = dispatch.FORMS[operation]
     found: list[Any] = []
     if not INTERPRETED:
-        plain = {getattr(k, operation) for k in (dispatch.Kernels, dispatch.TorchOnCPU)}
+        ways = (dispatch.Kernels, dispatch.TorchOnCPU)
+        plain = dict.fromkeys(getattr(way, operation) for way in ways)
         for form in plain if torch_too else ():
             found.append(pytest.param(Form("torch", lambda f=form: f), id=form.__module__[15:]))
         found += _in_c(operation, c) if c else []

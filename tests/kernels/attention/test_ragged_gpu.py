@@ -14,6 +14,7 @@ import torch
 from prompts import weights
 from triton_device import close, draw, guarded, kernel, on_device, randoms
 
+from minikv.kernels import Segments
 from minikv.kernels.attention import plain as plain_torch
 
 pytest.importorskip("triton", reason="no Triton on this system")
@@ -52,13 +53,10 @@ def test_segments_of_uneven_heads(
     layout = [guarded(torch.tensor(x)) for x in (starts, lengths, free_slot)]
     got, lse = kernel("attention.ragged_gpu").ragged_prefill(
         guarded(q),
-        guarded(k),
-        guarded(v),
-        *layout,
-        120,
-        pos=guarded(pos),
-        q_pos=guarded(at),
-        window=window,
+        Segments(guarded(k), guarded(v), *layout[:2], 120, guarded(pos)),
+        layout[2],
+        guarded(at),
+        window,
     )
     loose = 2e-5 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 3e-3
     for h, rows_ in enumerate(mine):
@@ -68,13 +66,10 @@ def test_segments_of_uneven_heads(
         close(lse[h : h + 1], whole, 2e-5)
     twin = plain_torch.ragged_prefill(
         q.float(),
-        k.float(),
-        v.float(),
-        *(x.cpu() for x in layout),
-        120,
-        pos=pos,
-        q_pos=at,
-        window=window,
+        Segments(k.float(), v.float(), *(x.cpu() for x in layout[:2]), 120, pos),
+        layout[2].cpu(),
+        at,
+        window,
     )
     close(got, twin[0], loose)
     close(lse, twin[1], 2e-5)

@@ -32,7 +32,7 @@ def test_without_products_of_bfloat16_float32_multiplies(
         monkeypatch.setattr(choice, "multiplies_bf16", lambda: native)
         monkeypatch.setattr(decode_cpu, "_CONVERTED", most)
         logits = torch.full((3, 2, 40), math.nan)
-        decode_cpu.ragged_attention(q, k, v, start, length, width=40, logits=logits)
+        decode_cpu.ragged_attention(q, kernels.Segments(k, v, start, length, 40), logits)
         worst = 0.0
         for h, n in enumerate(lengths):
             want = q[h].double() @ k[start[h] : start[h] + n].double().T / 8
@@ -56,7 +56,8 @@ def test_many_rows_are_converted_head_by_head(
         taken.clear()
         monkeypatch.setattr(decode_cpu, "_CONVERTED", most)
         start = torch.tensor([0, 41])
-        decode_cpu.ragged_attention(q, k, k, start, torch.tensor(lengths), width=40)
+        rows = kernels.Segments(k, k, start, torch.tensor(lengths), 40)
+        decode_cpu.ragged_attention(q, rows)
         assert taken == heads
 
 
@@ -66,12 +67,11 @@ def test_only_small_layouts_are_cached(
 ) -> None:
     """They take memory that nothing counts. What is computed is the same."""
     q, k = torch.randn(2, 1, 8), torch.randn(rows, 8)
-    case = q, k, k, torch.tensor([0, 20]), torch.tensor([13, rows - 20])
+    case = kernels.Segments(k, k, torch.tensor([0, 20]), torch.tensor([13, rows - 20]), rows)
     monkeypatch.setattr(decode_cpu, "_CACHED", 2 * 60)
     monkeypatch.setattr(decode_cpu, "_cached_layout", lru_cache(decode_cpu._layout))
     got, want = (
-        attend(*case, width=rows)
-        for attend in (decode_cpu.ragged_attention, kernels.ragged_attention)
+        attend(q, case) for attend in (decode_cpu.ragged_attention, kernels.ragged_attention)
     )
     torch.testing.assert_close(got, want)
     assert decode_cpu._cached_layout.cache_info().currsize == grown

@@ -40,9 +40,9 @@ def test_variances_next_to_each_other_by_hand() -> None:
     columns = [torch.tensor([0.5, 0.0, 0.5, 0.0]), squares, torch.zeros(4)]
     logits = torch.tensor([-torch.inf, -torch.inf, -torch.inf, 0.0]).view(1, 1, 1, 4)
     case = Case(rows, logits, torch.zeros(1, 1, 1), columns, torch.tensor([[1]]), exact=True)
-    check("roco", native.roco_step, case, guarded)
+    check("roco", evict["roco"], case, guarded)
     free_slot = torch.zeros(1, 1, dtype=torch.int64)
-    native.roco_step(logits, case.lse, rows, free_slot, columns, case.quota)
+    evict["roco"](logits, case.lse, rows, free_slot, columns, case.quota)
     assert int(free_slot) == 2
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="no Triton on this system")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_statistics_and_victims(policy: str) -> None:
     """In tiles of 16 rows, so that a head has several."""
-    step = getattr(kernel("evict.gpu"), f"{policy}_step")
+    step = kernel("evict.gpu").evict[policy]
     for seed in range(10):
         check(policy, step, drawn(policy, seed, exact=True, most=70), guarded, block=16)
     for seed in range(3):
@@ -45,7 +45,7 @@ def test_the_newest_rows_of_h2o_by_hand(missing: int, lowest: int, left: int) ->
     rows = Rows(*map(guarded, tables), 0, 1, 0)
     free_slot = guarded(torch.zeros((1, 1), dtype=torch.int64))
     sums = guarded(torch.zeros(count))
-    kernel("evict.gpu").h2o_step(
+    kernel("evict.gpu").evict["h2o"](
         guarded(given.log().view(1, 1, 1, -1)),
         guarded(torch.zeros(1, 1, 1)),
         rows,
