@@ -128,7 +128,7 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "rows_attention": ("", "attention.cpu"),
     "last_rows_attention": ("attention.gpu", "attention.cpu"),
     "merge": ("attention.gpu", "attention.cpu"),
-    "ragged_prefill": ("attention.ragged_gpu", "attention.cpu"),
+    "ragged_prefill": ("attention.gpu", "attention.cpu"),
     "add_attention_mass": ("mass.gpu", "mass.cpu"),
     "each_attention": ("mass.gpu", "mass.cpu"),
     "peak_attention": ("mass.gpu", "mass.cpu"),

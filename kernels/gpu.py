@@ -12,9 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FAR = 1 << 30
-"""A position after all others."""
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -81,15 +78,11 @@ def row_stride(t: Tensor, dim: int) -> int:
 
 
 @triton.jit
-def quantized(x, AXIS: tl.constexpr = 0):
-    """A row as int8, and its scale; with AXIS 1 the rows [N, D], and their scales [N]."""
+def quantized(x):
+    """A row as int8, and its scale."""
     x = x.to(tl.float32)
-    most = tl.max(tl.abs(x), AXIS)
+    most = tl.max(tl.abs(x), 0)
     scale = tl.where(most == 0, 1.0, tl.div_rn(most, 127.0))
-    scale = tl.where(tl.max((x != x).to(tl.int32), AXIS) > 0, float("nan"), scale)
-    if AXIS == 1:
-        step = scale[:, None]
-    else:
-        step = scale
-    code = tl.div_rn(x, step) + 12582912.0  # 1.5 * 2^23: rounds to a whole number, half to even
+    scale = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
+    code = tl.div_rn(x, scale) + 12582912.0  # 1.5 * 2^23: rounds to a whole number, half to even
     return tl.minimum(tl.maximum(code - 12582912.0, -127.0), 127.0), scale

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -269,14 +270,6 @@ class Config:
         return max(self.programs, heads)
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Memory for the parts that programs write for each other: part [P, G, D] and lse [P, G]."""
-
-    part: Tensor
-    lse: Tensor
-
-
 _TILE = 32768  # bytes of k and v in a tile; twice as many where one program has a multiprocessor
 _DEEP = {(8, 0), (9, 0), (10, 0), (10, 3)}
 """Compute capabilities with at least 163 KiB of shared memory, enough for a tile of twice the size
@@ -304,13 +297,14 @@ def configure(
     return Config(max(16, min(most, _TILE // row)), warps, stages, 2 * processors, joined=joined)
 
 
-def workspace(heads: int, group: int, size: int, config: Config, device: torch.device) -> Workspace:
-    """Memory for `ragged_attention` over H heads of G queries of size D."""
-    parts = config.grid(heads)
-    return Workspace(
-        torch.empty((parts, group, size), dtype=torch.float32, device=device),
-        torch.empty((parts, group), dtype=torch.float32, device=device),
-    )
+def workspace(
+    heads: int, group: int, size: int, config: Config, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Memory for the parts that programs write for each other, over H heads of G queries of size D:
+    [P, G, D] and their log-sum-exps [P, G]."""
+    part, lse = (config.grid(heads), group, size), (config.grid(heads), group)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    return torch.empty(part, **float32), torch.empty(lse, **float32)
 
 
 def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
@@ -341,7 +335,7 @@ def ragged_attention(
     lse: Tensor | None = None,
     arrived: Tensor | None = None,
     config: Config | None = None,
-    space: Workspace | None = None,
+    space: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `plain.ragged_attention`. All tensors are contiguous; the width is not needed.
 
@@ -370,8 +364,7 @@ def ragged_attention(
         logits,
         0 if logits is None else logits.shape[-1],
         1.0 / math.sqrt(size),
-        space.part,
-        space.lse,
+        *space,
         arrived,
         out,
         lse,

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import FAR, Tile, head_stride, in_rows, power, row_stride, upcast, width
+from minikv.kernels.gpu import Tile, head_stride, in_rows, power, row_stride, upcast, width
 from minikv.kernels.mass.plain import Part, rows_lse, with_index
 
+_FAR = tl.constexpr(1 << 30)  # a position after all others
 _FEW = 64  # queries at the end of a prompt, which see nearly all rows
 _INTEGERS = [
     "q_head",
@@ -97,7 +98,6 @@ def _mass(
     WINDOW: tl.constexpr,
     PEAK: tl.constexpr,
     UPCAST: tl.constexpr,
-    FAR: tl.constexpr,
     STAGES: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
@@ -106,9 +106,9 @@ def _mass(
     inside = j < keys
     d = tl.arange(0, DP)
     at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
-    lowest = tl.min(tl.where(at < 0, FAR, at), 0)
+    lowest = tl.min(tl.where(at < 0, _FAR, at), 0)
     highest = tl.max(at, 0)
-    at = tl.where(at < 0, FAR, at)  # no query is as late
+    at = tl.where(at < 0, _FAR, at)  # no query is as late
     if INDEXED:
         row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
     else:
@@ -116,7 +116,7 @@ def _mass(
     # A missing row of a list may be anywhere. One that is not listed is read before it is known
     # whether it is missing: what comes of it, a NaN perhaps, stays in its own row, which no query
     # sees.
-    real_key = (at < FAR) if INDEXED else inside
+    real_key = (at < _FAR) if INDEXED else inside
     there = real_key[:, None] & (d < D)[None, :]
     key = tl.load(k + row[:, None] * D + d[None, :], mask=there, other=0.0)
     if UPCAST:
@@ -209,7 +209,6 @@ def _each(
     INDEXED: tl.constexpr,
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
-    FAR: tl.constexpr,
 ):
     h = (first + tl.program_id(1)).to(tl.int64)
     r = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -228,14 +227,14 @@ def _each(
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = j < keys
     at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
-    at = tl.where(at < 0, FAR, at)
+    at = tl.where(at < 0, _FAR, at)
     if INDEXED:
         row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
     else:
         row = h * k_head + j.to(tl.int64) * k_row
     key = tl.load(
         k + row[None, :] * D + d[:, None],
-        mask=(at < FAR)[None, :] & (d < D)[:, None],
+        mask=(at < _FAR)[None, :] & (d < D)[:, None],
         other=0.0,
     )
     if UPCAST:
@@ -336,7 +335,6 @@ def each_attention(
             INDEXED=index is not None,
             WINDOW=window is not None,
             UPCAST=upcast(q.dtype),
-            FAR=FAR,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -415,7 +413,6 @@ def _launch(
         WINDOW=window is not None,
         PEAK=peak,
         UPCAST=upcast(q.dtype),
-        FAR=FAR,
         STAGES=tile.stages,
         SEARCH=rows > _FEW,
         num_warps=tile.warps,

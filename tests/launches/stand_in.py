@@ -168,7 +168,8 @@ def near(given: Any) -> Any:
     if given is None or isinstance(given, (int, float, str, Tensor)):
         return given
     if isinstance(given, (tuple, list)):
-        return type(given)(map(near, given))
+        kind = getattr(given, "_make", type(given))  # of a named tuple
+        return kind(map(near, given))
     if isinstance(given, dict):
         return {key: near(value) for key, value in given.items()}
     if is_dataclass(given) and not isinstance(given, type):

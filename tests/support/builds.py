@@ -19,7 +19,6 @@ from minikv.kernels import NewRow, Rows, Segments, Slots
 from minikv.kernels.append import gpu as append
 from minikv.kernels.append import hash_gpu
 from minikv.kernels.attention import gpu as attention
-from minikv.kernels.attention import ragged_gpu
 from minikv.kernels.decode import gpu as decode
 from minikv.kernels.evict import choose_gpu, gather_gpu
 from minikv.kernels.evict import gpu as evict
@@ -172,7 +171,7 @@ def _prompts() -> Iterator[Call]:
     ):
         q, k = _t(KINDS[name], HEADS, group, rows, size), _t(KINDS[name], HEADS * ROWS, size)
         earlier, at = Segments(k, k, *_heads(2), ROWS, _t(INT32, len(k))), _t(INT64, rows)
-        call = partial(ragged_gpu.ragged_prefill, q, earlier, *_heads(1), at, window)
+        call = partial(attention.ragged_prefill, q, earlier, *_heads(1), at, window)
         yield f"rows{rows} {name}-{size}", call
     for name, size, parts in (("bf16", 128, 2), ("fp16", 80, 3), ("fp32", 128, 2)):
         out = _t(KINDS[name], HEADS, GROUP, 64, size), _t(FLOAT, HEADS, GROUP, 64)

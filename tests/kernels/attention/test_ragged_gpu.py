@@ -51,7 +51,7 @@ def test_segments_of_uneven_heads(
     free_slot = [s + j if j >= 0 else -1 for s, j in zip(starts, free, strict=True)]
     at = torch.arange(first, first + rows)
     layout = [guarded(torch.tensor(x)) for x in (starts, lengths, free_slot)]
-    got, lse = kernel("attention.ragged_gpu").ragged_prefill(
+    got, lse = kernel("attention.gpu").ragged_prefill(
         guarded(q),
         Segments(guarded(k), guarded(v), *layout[:2], 120, guarded(pos)),
         layout[2],

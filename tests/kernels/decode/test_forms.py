@@ -73,8 +73,8 @@ def tiled(form: Form, size: int, dtype: torch.dtype, heads: int, group: int, til
     if programs is not None:
         config = gpu.Config(block, config.warps, config.stages, programs, least=1, joined=1)
     space = gpu.workspace(heads, group, size, config, device)
-    space.part.fill_(math.nan)
-    space.lse.fill_(math.nan)
+    for parts in space:
+        parts.fill_(math.nan)
     arrived = form.place(torch.zeros(heads, dtype=torch.int32))
     return {"arrived": arrived, "config": config, "space": space}
 
