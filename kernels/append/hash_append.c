@@ -106,24 +106,19 @@ void minikv_hash_row(
         ((int64_t *)a->code)[row] = (int64_t)code;
 }
 
-/* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full head
-   and write the new rows. Arguments and results as in hash_append in kernels/append/cpu.py;
-   kind: dtype of probes, keys and values; code_size: bytes of a code. Returns 0, or 1 if there is
-   no memory. */
+/* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full
+   head, which begins at start[h], and write the new rows. Arguments and results as in hash_append
+   in kernels/append/cpu.py; kind: dtype of probes [H, P, D], keys and values [H, D]. No head has
+   more than `width` rows. Returns 0, or 1 if there is no memory. */
 int minikv_hash_append(
-    int kind, int code_size, int64_t H, int64_t P, int64_t D, int64_t B, const void *probe,
-    const void *key, const void *value, const float *matrix, const int64_t *start,
-    const int64_t *length, const int64_t *cap, int64_t *free_slot, const int64_t *position, void *k,
-    void *v, int32_t *pos, void *code, int64_t width, int64_t sinks, int64_t recent, int64_t pinned
+    const Cache *c, const Hashing *a, const HashLayer *l, int kind, int64_t H, int64_t P,
+    const void *probe, const void *key, const void *value, const int64_t *start, int64_t width
 ) {
-    const Cache cache = {D, 0, k, v, pos, NULL, NULL, NULL, NULL, position};
-    const Hashing hashing = {code_size, B, 0, sinks, recent, pinned, code};
-    const HashLayer layer = {matrix, length, cap, free_slot};
-    const int64_t row_size = D * item_size(kind);
+    const int64_t row_size = c->D * item_size(kind);
     float *score = scratch(width, sizeof(float));
     for (int64_t h = 0; score && h < H; h++)
         minikv_hash_row(
-            &cache, &hashing, &layer, kind, h, start[h], P, (const char *)probe + h * P * row_size,
+            c, a, l, kind, h, start[h], P, (const char *)probe + h * P * row_size,
             (const char *)key + h * row_size, (const char *)value + h * row_size, score
         );
     free(score);

@@ -3,10 +3,7 @@ tiles (AMX). `plain.py` takes other dtypes and strides, and heads of more than 2
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,19 +12,12 @@ from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.decode import plain as plain_torch
 from minikv.kernels.decode.plain import Segments
 from minikv.kernels.native import choice
-from minikv.kernels.native.binding import INT8, KINDS, address, loaded
+from minikv.kernels.native.binding import INT8, KINDS, function
 
 _MAX_HEAD_DIM = 256
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    """The library, the arguments of its functions declared."""
-    found = loaded()
-    p, i, n = c_void_p, c_int, c_int64
-    found.minikv_ragged_attention.argtypes = [i] * 6 + [p] * 9 + [p, n, p, p]
-    found.minikv_ragged_attention.restype = c_int
-    return found
+_ragged_attention = function("ragged_attention", "iiiiii" + "p" * 10 + "npp", "attention")
 
 
 def unfit(dtype: torch.dtype, head_dim: int) -> str:
@@ -67,29 +57,17 @@ class Decode:
         sums = lse
         if sums is None:
             sums = torch.empty((heads, group), dtype=torch.float32, device=q.device)
-        failed = _library().minikv_ragged_attention(
+        _ragged_attention(
             kind,
             stored,
             self.tiles and prefill.TILES.available(),
-            heads,
-            group,
-            size,
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            start.data_ptr(),
-            length.data_ptr(),
-            address(seen),
-            address(None if seen is None else oldest),
-            address(k_scale),
-            address(v_scale),
-            address(logits),
+            *q.shape,
+            *(q, k, v, start, length, seen, None if seen is None else oldest, k_scale, v_scale),
+            logits,
             0 if logits is None else logits.shape[-1],
-            sums.data_ptr(),
-            out.data_ptr(),
+            sums,
+            out,
         )
-        if failed:
-            raise MemoryError("attention found no memory")
         return out, sums
 
 

@@ -168,9 +168,9 @@ def _parts(given: Any, name: str) -> Any:
 
 
 _MAKERS = ("rest", "normed_product", "packed_row")
-for _name, (_module, _) in FORMS.items():
-    if _module and _name not in ("evict", "append_evict"):
-        _launch = getattr(_LAUNCH, _name)
+for _name in " ".join(row.names for row in FORMS if row.gpu).split():
+    _launch = getattr(_LAUNCH, _name)
+    if _name not in ("evict", "append_evict") and _launch is not getattr(Kernels, _name):
         _wrapped = _made(_name) if _name in _MAKERS else _both(_launch, _torch_form(_name))
         setattr(_Kernels, _name, staticmethod(_wrapped))
 _Kernels.evict = {n: _both(kernel, step_oracle.EVICT[n]) for n, kernel in _LAUNCH.evict.items()}

@@ -26,9 +26,9 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.kernels import dispatch
 from minikv.kernels.attention import cpu as prefill
-from minikv.kernels.layer import layers_cpu as layers
-from minikv.kernels.layer import rest_cpu as rest
-from minikv.kernels.layer.arena_cpu import StepArena
+from minikv.kernels.layer import cpu as layers
+from minikv.kernels.layer import cpu as rest
+from minikv.kernels.layer.cpu import StepArena
 from minikv.kernels.native import build, choice
 from minikv.models.llama import Llama
 from minikv.policies.hashevict import HashEvict

@@ -18,7 +18,7 @@ from torch import Tensor
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
-from minikv.kernels.layer import rest_cpu as rest
+from minikv.kernels.layer import cpu as rest
 from minikv.kernels.native import build
 from minikv.kernels.product.matrix import Matrix
 from minikv.models.linear import half_tile

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+import integer_spec as integer
 import pytest
 import torch
 from drawing import randoms
 
-from minikv.kernels.product import integer
 from minikv.models.linear import Int4, Plain, half_tile
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 
+import integer_spec as specification
 import pytest
 import torch
 from drawing import randoms
 from torch import Tensor
 
 from minikv.kernels.native import build
-from minikv.kernels.product import integer as specification
-from minikv.kernels.product import integer_cpu as integer
+from minikv.kernels.product import cpu as integer
 from minikv.models.linear import Int4, Plain, half_tile
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")

@@ -9,7 +9,7 @@ import torch
 from drawing import randoms
 
 from minikv.kernels.native import build
-from minikv.kernels.product import packing
+from minikv.kernels.product import cpu as packing
 from minikv.models import linear
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")

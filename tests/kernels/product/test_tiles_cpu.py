@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minikv.kernels.native import build
-from minikv.kernels.product import tiles_cpu as product_tiles
+from minikv.kernels.product import cpu as product_tiles
 from minikv.models.linear import Linear, Plain, as_read, half_tile, kept
 
-there = build.library()[0] is not None and product_tiles._library() is not None
+there = build.library()[0] is not None and product_tiles.TILES.available()
 tiles = pytest.mark.skipif(not there, reason="no tiles, or no C compiler")
 
 
