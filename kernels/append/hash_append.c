@@ -21,8 +21,7 @@ static inline float float_at(const void *row, int kind, int64_t d) {
 
 /* The hash code of x [D]: bit b is 1 if x . matrix[:, b] >= 0, matrix [D, B]. With a constant B the
    sums stay in registers. */
-static inline __attribute__((always_inline)) uint64_t
-sign_bits(const void *x, int kind, int64_t D, const float *matrix, const int B) {
+INLINE uint64_t sign_bits(const void *x, int kind, int64_t D, const float *matrix, const int B) {
     float sums[64] = {0};
     for (int64_t d = 0; d < D; d++) {
         const float one = float_at(x, kind, d);
@@ -59,7 +58,7 @@ static inline int64_t code_at(const void *code, int size, int64_t row) {
 
 /* Subtract from score [n] the Hamming distance of each row's code to a probe: whole numbers, exact
    in float. */
-static inline __attribute__((always_inline)) void subtract_distance(
+INLINE void subtract_distance(
     const void *code, const int size, int64_t begin, int n, uint64_t probe, float *score
 ) {
 #pragma omp simd

@@ -60,8 +60,6 @@ typedef uint8_t b16 __attribute__((vector_size(16)));
 typedef int16_t h8 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Numbers of two vectors in another order. */
 #ifdef __clang__
 #define SHUFFLE(TYPE, A, B, ...) ((TYPE)__builtin_shufflevector(A, B, __VA_ARGS__))
