@@ -27,33 +27,10 @@ from minikv.kernels.mass.plain import (
     rows_lse,
 )
 
-__all__ = [
-    "NOT_FREE",
-    "HashRule",
-    "NewRow",
-    "Part",
-    "Rows",
-    "Segments",
-    "Slots",
-    "add_attention_mass",
-    "advance",
-    "append",
-    "each_attention",
-    "fill",
-    "from_codes",
-    "gather_columns",
-    "gather_rows",
-    "last_rows_attention",
-    "lowest",
-    "merge",
-    "order_key",
-    "peak_attention",
-    "ragged_attention",
-    "ragged_prefill",
-    "rows_attention",
-    "rows_lse",
-    "to_codes",
-    "total",
-    "visible_attention",
-    "window_attention",
-]
+__all__ = ["HashRule", "NewRow", "Part", "Rows", "Segments", "Slots"]
+__all__ += ["advance", "append", "lowest", "ragged_attention"]
+__all__ += ["last_rows_attention", "merge", "ragged_prefill", "rows_attention", "total"]
+__all__ += ["visible_attention", "window_attention"]
+__all__ += ["add_attention_mass", "each_attention", "peak_attention", "rows_lse"]
+__all__ += ["NOT_FREE", "fill", "gather_columns", "gather_rows", "order_key"]
+__all__ += ["from_codes", "to_codes"]

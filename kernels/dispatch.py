@@ -117,6 +117,8 @@ class Row(NamedTuple):
     chosen: str = ""
 
 
+_PROMPTS = "rows_attention last_rows_attention ragged_prefill"
+_STATISTICS = "add_attention_mass each_attention peak_attention"
 FORMS = (
     Row("ragged_attention", "decode.gpu", "decode.cpu", "step attention"),
     Row("advance append rotate_append", "append.gpu", "append.cpu", "eviction"),
@@ -125,19 +127,9 @@ FORMS = (
     Row("order_key best wanted", "evict.choose_gpu"),
     Row("divide share ensure_least survivors lay_out", "evict.heads_gpu"),
     Row("gather_rows gather_columns", "evict.gather_gpu"),
-    Row(
-        "rows_attention last_rows_attention ragged_prefill",
-        "attention.gpu",
-        "attention.cpu",
-        "prompt attention",
-    ),
+    Row(_PROMPTS, "attention.gpu", "attention.cpu", "prompt attention"),
     Row("merge", "attention.gpu", "attention.cpu", "joined attention"),
-    Row(
-        "add_attention_mass each_attention peak_attention",
-        "mass.gpu",
-        "mass.cpu",
-        "prompt statistics",
-    ),
+    Row(_STATISTICS, "mass.gpu", "mass.cpu", "prompt statistics"),
     Row("add_norm rotate rotary_table silu_mul", "layer.gpu", "layer.cpu", "norms and rotation"),
     Row("drawn", "", "sample.cpu", "sampling"),
     Row("rest normed_product packed_row", "layer.rest_gpu", "layer.cpu", "products of one row"),

@@ -97,12 +97,7 @@ void minikv_hash_row(
     memcpy((char *)c->k + row * row_size, key, row_size);
     memcpy((char *)c->v + row * row_size, value, row_size);
     c->pos[row] = (int32_t)*c->position;
-    if (size == 2)
-        ((int16_t *)a->code)[row] = (int16_t)code;
-    else if (size == 4)
-        ((int32_t *)a->code)[row] = (int32_t)code;
-    else
-        ((int64_t *)a->code)[row] = (int64_t)code;
+    memcpy((char *)a->code + row * size, &code, size); /* the lower bytes come first */
 }
 
 /* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full

@@ -62,7 +62,7 @@ class Prefill:
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `plain.ragged_prefill`. Without a window, head by head in C."""
-        return plain_torch.head_by_head(q, rows, free_slot, q_pos, window, self.rows_attention)
+        return plain_torch.ragged_prefill(q, rows, free_slot, q_pos, window, self.rows_attention)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
         """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""

@@ -287,25 +287,15 @@ def ragged_prefill(
     free_slot: Tensor,
     q_pos: Tensor | None = None,
     window: int | None = None,
+    attend: Attend = rows_attention,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [H, G, T, D] over the segment of each head, but not over row free_slot[h] (-1:
     none). All rows are older than the queries, and not in int8.
 
     With a window, query i sees row j iff q_pos[i] - pos[j] < window; q_pos int64 [T]. Results as in
-    `rows_attention`; a query that sees no row gets zeros and a log-sum-exp of -inf.
+    `rows_attention`; a query that sees no row gets zeros and a log-sum-exp of -inf. attend: a form
+    of `rows_attention`, which is called for each head if there is no window.
     """
-    return head_by_head(q, rows, free_slot, q_pos, window, rows_attention)
-
-
-def head_by_head(
-    q: Tensor,
-    rows: Segments,
-    free_slot: Tensor,
-    q_pos: Tensor | None,
-    window: int | None,
-    attend: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """`ragged_prefill` with one call of `attend`, a form of `rows_attention`, per head."""
     k, v, pos, parts = rows.k, rows.v, rows.pos, []
     tables = torch.stack((rows.start, rows.length, free_slot), 1)
     for h, (begin, count, free) in enumerate(tables.tolist()):
