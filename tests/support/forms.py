@@ -55,8 +55,8 @@ def forms(operation: str, torch_too: bool = True) -> list[Any]:
     found: list[Any] = []
     if not INTERPRETED:
         ways = (dispatch.Kernels, dispatch.TorchOnCPU)
-        plain = dict.fromkeys(getattr(way, operation) for way in ways)
-        for form in plain if torch_too else ():
+        plain = dict.fromkeys(getattr(way, operation) for way in ways if torch_too)
+        for form in plain:
             found.append(pytest.param(Form("torch", lambda f=form: f), id=form.__module__[15:]))
         found += _in_c(operation, row.c) if row.c else []
     module = importlib.import_module(f"minikv.kernels.{row.gpu}") if row.gpu and TRITON else None

@@ -12,9 +12,7 @@ import torch
 from drawing import randoms
 from forms import Form, each, forms
 from guards import untouched
-from lowest import SHAPES, draw, expected, outcome
 from ragged import in_use, segments
-from torch import Tensor
 from triton_device import INTERPRETED, close, guarded, kernel, on_device
 
 from minikv.kernels import Segments, to_codes
@@ -159,19 +157,6 @@ def test_what_is_not_finite_is_not_hidden(form: Form, dtype: torch.dtype, bad: f
         broken[row, 3] = bad
         query, *given = map(form.place, (q, broken, v, torch.tensor([0]), torch.tensor([19])))
         assert bool(form(query, Segments(*given, 19))[0].isnan().any())
-
-
-def scores(shape: tuple[int, int], seed: int, form: Form) -> Tensor:
-    """What a form of `lowest` chooses; in Triton in tiles of 16 rows, so that a head has some."""
-    more = {"block": 16} if form.by == "triton" else {}
-    return outcome(form, draw(shape, seed), form.place, **more)
-
-
-@pytest.mark.parametrize("form", forms("lowest"))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_lowest_score_leaves(form: Form, shape: tuple[int, int]) -> None:
-    for seed in range(4 if form.by == "triton" else 40):
-        assert torch.equal(scores(shape, seed, form), expected(draw(shape, seed))), seed
 
 
 @on_device
