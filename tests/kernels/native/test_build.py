@@ -215,26 +215,6 @@ def test_a_library_that_is_exchanged_after_the_check_is_not_loaded(
     assert not other.exists()
 
 
-@needs_compiler
-@pytest.mark.parametrize("why", ["no memory files", "nothing runs from memory"])
-def test_without_files_in_memory_a_private_copy_is_loaded(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    load = ctypes.CDLL
-
-    def from_disk(path: str) -> ctypes.CDLL:
-        if path.startswith("/proc"):
-            raise OSError(1, "not permitted")
-        assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
-        return load(path)
-
-    if why == "no memory files":
-        monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(build.ctypes, "CDLL", from_disk)
-    assert answer() == 7
-    assert list(Path(tempfile.gettempdir()).iterdir()) == []
-
-
 NO_ROOM = SimpleNamespace(total=1 << 40, free=1 << 20)
 
 
