@@ -64,7 +64,7 @@ class Kernels:
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
-    evict = evict_rows.evict
+    evict: Mapping[str, Callable[..., None]] = evict_rows.evict
     append_evict: Mapping[str, Callable[..., bool]] = {}
     """Of step policies that choose by the query, by name: choose the victims and write the new
     rows of one layer. It takes the policy and `NewRow`, and returns False where it cannot."""

@@ -125,15 +125,48 @@ def peak_attention(
     of each query is multiplied by it. lse float32 [H, G, T]: the log-sum-exp over all parts, if it
     is known; the other parts are then not read. Rows that no query sees get 0.
     """
-    lse = rows_lse(q, q_pos, parts, window) if lse is None else lse
-    if scale is not None:
-        lse = lse - scale.float().log()
-    peak = torch.zeros((*q.shape[:2], parts[scored][1].shape[1]), device=q.device)
-    for h in range(len(q)):
-        part = _of_head(parts[scored], h)
-        for lo, p in _probabilities(q[h], lse[h], q_pos, *part, window):
-            peak[h, :, lo : lo + p.shape[-1]] = p.amax(1)
+    if lse is not None:
+        parts, scored = [parts[scored]], 0
+    heads, group, rows, size = q.shape
+    counts = [part[1].shape[1] for part in parts]
+    begin, width = sum(counts[:scored]), sum(counts)
+    end = begin + counts[scored]
+    peak = torch.zeros((heads, group, end - begin), device=q.device)
+    step = max(1, _LOGITS // (group * width))
+    factor = None if scale is None else scale.float().log()
+    for h in range(heads):
+        mine = [_of_head(part, h) for part in parts]
+        keys = torch.cat([key.float() for key, _ in mine])
+        pos = torch.cat([at for _, at in mine])
+        # On a GPU, masking takes less time than reading back whether all rows are seen.
+        seen = 0
+        if window is None and q.device.type == "cpu":
+            seen = _seen_by_all(mine, int(q_pos[0]))
+        for lo in range(0, rows, step):
+            at = q_pos[lo : lo + step]
+            query = q[h, :, lo : lo + step].float() * (1.0 / math.sqrt(size))
+            logits = torch.matmul(query, keys.T)
+            logits[..., seen:].masked_fill_(~visible(at, pos[None, seen:], window)[0], -math.inf)
+            if lse is None:
+                whole = torch.logsumexp(logits, -1)
+            else:
+                whole = lse[h, :, lo : lo + step]
+            if factor is not None:
+                whole = whole - factor[lo : lo + step]
+            found = logits[..., begin:end].sub_(whole[..., None]).amax(1).exp_()
+            torch.maximum(peak[h], found, out=peak[h])
     return peak
+
+
+def _seen_by_all(parts: Sequence[tuple[Tensor, Tensor]], position: int) -> int:
+    """How many rows the first parts have, as long as a query at this position, and every later one,
+    sees a whole part."""
+    count = 0
+    for _, at in parts:
+        if len(at) and not (int(at.min()) >= 0 and int(at.max()) <= position):
+            break
+        count += len(at)
+    return count
 
 
 def _of_head(part: Part, head: int) -> tuple[Tensor, Tensor]:

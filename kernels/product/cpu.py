@@ -80,9 +80,10 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor, out: Tensor | None = N
     The result is written to the first rows of `out` [>= t, m], if that is given. Raises
     MemoryError.
     """
+    rows, columns = codes.shape
     assert codes.dtype is torch.int8
-    assert scale.shape == (len(codes),)
-    return _multiplied(_integer_product, x, Matrix(*codes.shape, codes, scale), out)
+    assert scale.shape == (rows,)
+    return _multiplied(_integer_product, x, Matrix(rows, columns, codes, scale), out)
 
 
 def int4_product(
@@ -118,7 +119,11 @@ def rows_product(given: Matrix) -> Callable[[Tensor, Tensor | None], Tensor] | N
     made = struct(given)
     if made is None or given.scales is None or not TILES.available():
         return None
-    return lambda x, out=None: _multiplied(_rows_product, x, given, out, made)
+
+    def multiply(x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _multiplied(_rows_product, x, given, out, made)
+
+    return multiply
 
 
 def _multiplied(

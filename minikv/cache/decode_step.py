@@ -283,7 +283,8 @@ class DecodeStep:
             columns.get("k_scale"),
             columns.get("v_scale"),
         )
-        mixed, _ = self.ops.ragged_attention(query, rows, *scratch[:2], arrived=self.arrived)
+        logits, lse = scratch[:2] or (None, None)
+        mixed, _ = self.ops.ragged_attention(query, rows, logits, lse, self.arrived)
         return mixed.reshape(1, self.shape.heads, -1)
 
     def _append(self, layer: int, qkv: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
