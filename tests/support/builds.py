@@ -20,7 +20,7 @@ from minikv.kernels.append import gpu as append
 from minikv.kernels.append import hash_gpu
 from minikv.kernels.attention import gpu as attention
 from minikv.kernels.decode import gpu as decode
-from minikv.kernels.evict import choose_gpu, gather_gpu
+from minikv.kernels.evict import choose_gpu, gather_gpu, heads_gpu
 from minikv.kernels.evict import gpu as evict
 from minikv.kernels.layer import gpu as layer
 from minikv.kernels.layer import rest_gpu as rest
@@ -262,6 +262,11 @@ def _evictions() -> Iterator[Call]:
         yield f"best {many}", partial(choose_gpu.best, key, count, many, also)
     yield "wanted", partial(choose_gpu.wanted, place, _t(INT64), ROWS)
     yield "wanted few", partial(choose_gpu.wanted, place[:, :1024], _t(INT64), ROWS)
+    yield "stays", partial(heads_gpu.divide, place, 4, 9, 0)
+    yield "stays", partial(heads_gpu.survivors, free, place)
+    yield "share", partial(heads_gpu.share, count, 1, 1, 1, count, _t(INT64))
+    yield "least", partial(heads_gpu.ensure_least, count, count, count, 4)
+    yield "tables", partial(heads_gpu.lay_out, count, 0, (count,) * 5, 1, 1, 1, 1)
     for name, size, old in (("bf16", 128, True), ("fp32", 80, False)):
         kind = KINDS[name]
         new, into = (_t(kind, HEADS, ROWS, size),) * 2, (_t(kind, HEADS * ROWS, size),) * 2
