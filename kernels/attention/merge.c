@@ -17,12 +17,21 @@ static inline int64_t row_of(const int64_t *strides, int64_t h, int64_t g, int64
     return h * strides[0] + g * strides[1] + t * strides[2];
 }
 
+/* sum += x * weight, of numbers of dtype `kind`. */
+static void add_row(float *sum, const void *x, int64_t at, float weight, int64_t n, int64_t kind) {
+    if (kind == BF16)
+        for (int64_t d = 0; d < n; d++)
+            sum[d] += from_bf16(((const bf16 *)x)[at + d]) * weight;
+    else
+        for (int64_t d = 0; d < n; d++)
+            sum[d] += ((const float *)x)[at + d] * weight;
+}
+
 /* merge: joined [H, G, T, D] = the sum over parts of exp(lse - whole) * out, and whole [H, G, T] =
    the log-sum-exp over the parts. outs[i] [H, G, T, D] is of dtype `kind`, lses[i] [H, G, T] is
    float32. The output of a part whose lse is -inf is not read; if all are -inf, the result is 0. */
-INLINE void merge(
-    const int kind, const void *const *outs, const float *const *lses, void *joined, float *whole,
-    const Shape *s
+void minikv_merge(
+    const void *const *outs, const float *const *lses, void *joined, float *whole, const Shape *s
 ) {
 #pragma omp parallel for
     for (int64_t t = 0; t < s->rows; t++)
@@ -38,23 +47,16 @@ INLINE void merge(
                 float all = most == -INFINITY ? most : most + logf(total);
                 whole[(h * s->group + g) * s->rows + t] = all;
                 for (int64_t i = 0; i < s->count; i++)
-                    if (lse[i] != -INFINITY) {
-                        const int64_t at = row_of(s->out[i], h, g, t);
-                        const float weight = expf(lse[i] - all);
-                        for (int64_t d = 0; d < s->size; d++)
-                            sum[d] += number_at(outs[i], kind, at + d) * weight;
-                    }
+                    if (lse[i] != -INFINITY)
+                        add_row(
+                            sum, outs[i], row_of(s->out[i], h, g, t), expf(lse[i] - all), s->size,
+                            s->kind
+                        );
                 int64_t to = row_of(s->joined, h, g, t);
                 for (int64_t d = 0; d < s->size; d++)
-                    store_number(joined, kind, to + d, sum[d]);
+                    if (s->kind == BF16)
+                        ((bf16 *)joined)[to + d] = to_bf16(sum[d]);
+                    else
+                        ((float *)joined)[to + d] = sum[d];
             }
-}
-
-void minikv_merge(
-    const void *const *outs, const float *const *lses, void *joined, float *whole, const Shape *s
-) {
-    if (s->kind == BF16)
-        merge(BF16, outs, lses, joined, whole, s);
-    else
-        merge(F32, outs, lses, joined, whole, s);
 }

@@ -2,30 +2,21 @@
    `kind`: dtype of all numbers, BF16 or F32. */
 #include "row.h"
 
-/* One row of add_norm. With a constant kind, the loops become vectors. */
-INLINE void norm_row(
-    const int kind, int64_t n, void *x, const void *y, const void *weight, double eps, void *out
-) {
+/* See row.h. */
+void minikv_norm_row(int64_t n, bf16 *x, const bf16 *y, const bf16 *weight, double eps, bf16 *out) {
     float squares = 0.0f;
     if (y) {
 #pragma omp simd
         for (int64_t i = 0; i < n; i++)
-            store_number(x, kind, i, number_at(x, kind, i) + number_at(y, kind, i));
+            x[i] = to_bf16(from_bf16(x[i]) + from_bf16(y[i]));
     }
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < n; i++)
-        squares += number_at(x, kind, i) * number_at(x, kind, i);
+        squares += from_bf16(x[i]) * from_bf16(x[i]);
     const float scale = (float)(1.0 / sqrt(squares / (double)n + eps));
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
-        store_number(
-            out, kind, i, rounded(kind, number_at(x, kind, i) * scale) * number_at(weight, kind, i)
-        );
-}
-
-/* See row.h. */
-void minikv_norm_row(int64_t n, bf16 *x, const bf16 *y, const bf16 *weight, double eps, bf16 *out) {
-    norm_row(BF16, n, x, y, weight, eps, out);
+        out[i] = to_bf16(from_bf16(to_bf16(from_bf16(x[i]) * scale)) * from_bf16(weight[i]));
 }
 
 /* add_norm: t rows x [t, n], `pitch` apart; y [t, n] is added to x in place if it is not NULL; then
@@ -34,29 +25,30 @@ void minikv_add_norm(
     int kind, int64_t t, int64_t n, int64_t pitch, void *x, const void *y, const void *weight,
     double eps, void *out
 ) {
-    const int64_t size = item_size(kind);
 #pragma omp parallel for schedule(static) if (t * n > 100000)
     for (int64_t r = 0; r < t; r++) {
-        char *row = (char *)x + r * pitch * size, *into = (char *)out + r * n * size;
-        const char *more = y ? (const char *)y + r * n * size : NULL;
-        if (kind == BF16)
-            norm_row(BF16, n, row, more, weight, eps, into);
-        else
-            norm_row(F32, n, row, more, weight, eps, into);
-    }
-}
-
-/* Rotate one head by cos and sin [D]. */
-INLINE void rotate_head(
-    const int kind, int64_t D, const void *x, const void *cos, const void *sin, void *out
-) {
-    const int64_t half = D / 2;
+        if (kind == BF16) {
+            minikv_norm_row(
+                n, (bf16 *)x + r * pitch, y ? (const bf16 *)y + r * n : NULL, weight, eps,
+                (bf16 *)out + r * n
+            );
+        } else {
+            float *row = (float *)x + r * pitch, *into = (float *)out + r * n;
+            const float *more = y ? (const float *)y + r * n : NULL, *w = weight;
+            float squares = 0.0f;
+            if (more) {
 #pragma omp simd
-    for (int64_t i = 0; i < half; i++) {
-        const float a = number_at(x, kind, i), b = number_at(x, kind, half + i);
-        const float one = a * number_at(cos, kind, i), two = b * number_at(cos, kind, half + i);
-        store_number(out, kind, i, multiply_add(b, number_at(sin, kind, i), one));
-        store_number(out, kind, half + i, multiply_add(a, number_at(sin, kind, half + i), two));
+                for (int64_t i = 0; i < n; i++)
+                    row[i] += more[i];
+            }
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < n; i++)
+                squares += row[i] * row[i];
+            const float scale = (float)(1.0 / sqrt(squares / (double)n + eps));
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++)
+                into[i] = row[i] * scale * w[i];
+        }
     }
 }
 
@@ -64,13 +56,28 @@ INLINE void rotate_head(
 void minikv_rotate_row(
     int kind, int64_t heads, int64_t D, const void *x, const void *cos, const void *sin, void *out
 ) {
-    const int64_t size = D * item_size(kind);
+    const int64_t half = D / 2;
     for (int64_t h = 0; h < heads; h++) {
-        const char *from = (const char *)x + h * size;
-        if (kind == BF16)
-            rotate_head(BF16, D, from, cos, sin, (char *)out + h * size);
-        else
-            rotate_head(F32, D, from, cos, sin, (char *)out + h * size);
+        if (kind == BF16) {
+            const bf16 *row = (const bf16 *)x + h * D, *c = cos, *s = sin;
+            bf16 *into = (bf16 *)out + h * D;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                float a = from_bf16(row[i]), b = from_bf16(row[half + i]);
+                into[i] = to_bf16(multiply_add(b, from_bf16(s[i]), a * from_bf16(c[i])));
+                into[half + i] =
+                    to_bf16(multiply_add(a, from_bf16(s[half + i]), b * from_bf16(c[half + i])));
+            }
+        } else {
+            const float *row = (const float *)x + h * D, *c = cos, *s = sin;
+            float *into = (float *)out + h * D;
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                float a = row[i], b = row[half + i];
+                into[i] = multiply_add(b, s[i], a * c[i]);
+                into[half + i] = multiply_add(a, s[half + i], b * c[half + i]);
+            }
+        }
     }
 }
 
@@ -95,27 +102,26 @@ static inline float silu(float x) {
     return x * (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-/* One row of silu_mul: gate and up [n]. */
-INLINE void silu_row(const int kind, int64_t n, void *gate, const void *up) {
+/* See row.h. */
+void minikv_silu_row(int64_t n, bf16 *gate, const bf16 *up) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
-        store_number(
-            gate, kind, i, rounded(kind, silu(number_at(gate, kind, i))) * number_at(up, kind, i)
-        );
+        gate[i] = to_bf16(from_bf16(to_bf16(silu(from_bf16(gate[i])))) * from_bf16(up[i]));
 }
-
-/* See row.h. */
-void minikv_silu_row(int64_t n, bf16 *gate, const bf16 *up) { silu_row(BF16, n, gate, up); }
 
 /* silu_mul: both [t, 2 n] is the gate and then up, its rows `pitch` apart. silu(gate) * up
    overwrites the gate. */
 void minikv_silu_mul(int kind, int64_t t, int64_t n, int64_t pitch, void *both) {
 #pragma omp parallel for schedule(static) if (t * n > 50000)
     for (int64_t r = 0; r < t; r++) {
-        char *gate = (char *)both + r * pitch * item_size(kind);
-        if (kind == BF16)
-            silu_row(BF16, n, gate, gate + n * item_size(kind));
-        else
-            silu_row(F32, n, gate, gate + n * item_size(kind));
+        if (kind == BF16) {
+            minikv_silu_row(n, (bf16 *)both + r * pitch, (const bf16 *)both + r * pitch + n);
+        } else {
+            float *gate = (float *)both + r * pitch;
+            const float *up = gate + n;
+#pragma omp simd
+            for (int64_t i = 0; i < n; i++)
+                gate[i] = silu(gate[i]) * up[i];
+        }
     }
 }

@@ -41,6 +41,8 @@ class Struct:
 
 
 def _number(field: Any) -> int:
+    if type(field) is int:  # most are
+        return field
     if isinstance(field, Tensor):
         return field.data_ptr()
     if isinstance(field, Struct):

@@ -100,9 +100,6 @@ static inline void store_number(void *row, int kind, int64_t i, float x) {
         ((float *)row)[i] = x;
 }
 
-/* x, rounded to dtype `kind`: BF16 or F32. */
-static inline float rounded(int kind, float x) { return kind == BF16 ? from_bf16(to_bf16(x)) : x; }
-
 /* a * b + c, rounded once where the processor has an instruction for it. Elsewhere rounded twice:
    the library's fmaf is slow. */
 static inline float multiply_add(float a, float b, float c) {

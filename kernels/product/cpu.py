@@ -81,9 +81,11 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor, out: Tensor | None = N
     MemoryError.
     """
     rows, columns = codes.shape
-    assert codes.dtype is torch.int8
+    assert plain(torch.int8, codes)
+    assert plain(torch.bfloat16, scale)
     assert scale.shape == (rows,)
-    return _multiplied(_integer_product, x, Matrix(rows, columns, codes, scale), out)
+    made = Struct(_EIGHT, columns, rows, 0, 0, 0, codes, scale, None)
+    return _multiplied(_integer_product, x, rows, columns, made, out)
 
 
 def int4_product(
@@ -98,13 +100,15 @@ def int4_product(
     """
     groups, padded, _ = scales.shape
     columns = 2 * packed.shape[1]
-    assert packed.dtype is torch.uint8
+    assert plain(torch.uint8, packed)
+    assert plain(torch.bfloat16, scales)
     assert scales.shape == (groups, len(packed), 2)
     assert padded == -(-outs // _TILE) * _TILE
     assert columns in [size * groups for size in _GROUPS]
     assert half in (16, 32)
-    matrix = Matrix(outs, columns, packed, scales, None, half)
-    return _multiplied(_integer_product, x, matrix, out)
+    sizes = columns, outs, columns // groups, half, padded
+    made = Struct(_FOUR, *sizes, packed, scales, None)
+    return _multiplied(_integer_product, x, outs, columns, made, out)
 
 
 def rows_product(given: Matrix) -> Callable[[Tensor, Tensor | None], Tensor] | None:
@@ -121,7 +125,7 @@ def rows_product(given: Matrix) -> Callable[[Tensor, Tensor | None], Tensor] | N
         return None
 
     def multiply(x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _multiplied(_rows_product, x, given, out, made)
+        return _multiplied(_rows_product, x, given.outs, given.n, made, out)
 
     return multiply
 
@@ -129,22 +133,25 @@ def rows_product(given: Matrix) -> Callable[[Tensor, Tensor | None], Tensor] | N
 def _multiplied(
     product: Callable[..., None],
     x: Tensor,
-    matrix: Matrix,
+    outs: int,
+    columns: int,
+    matrix: Struct,
     out: Tensor | None,
-    made: Struct | None = None,
 ) -> Tensor:
-    """x times the transpose of a packed matrix, by a function of C. made: its `struct`."""
-    made = made or struct(matrix)
-    assert made is not None
+    """x times the transpose of a packed matrix [outs, columns], by a function of C."""
+    rows = x.shape[0]
     assert x.dtype is torch.bfloat16
     assert x.is_cpu
-    assert x.shape[1] == matrix.n
+    assert x.shape[1] == columns
     x = x if x.stride(1) == 1 else x.contiguous()
-    room = x.new_empty(len(x), matrix.outs) if out is None else out[: len(x)]
-    assert plain(torch.bfloat16, room)
-    assert room.shape == (len(x), matrix.outs)
-    if len(x):
-        product(len(x), x.stride(0), made, x, room)
+    if out is None:
+        room = x.new_empty(rows, outs)
+    else:
+        room = out[:rows]
+        assert plain(torch.bfloat16, room)
+        assert room.shape == (rows, outs)
+    if rows:
+        product(rows, x.stride(0), matrix, x, room)
     return room
 
 
