@@ -6,9 +6,8 @@ have a faster one, and where. `choose` is called once for a device and a head si
 processor: native/choice.py says which operations are left to torch.
 
 The torch forms of `evict` and `append_evict` are in the policies' own files in minikv/policies;
-those that are None here are in models/linear.py and llama.py. product/integer.py specifies
-int8_product and int4_product, too slowly to run: without C, models/linear.py does not quantize
-activations. On a CPU without C, `TorchOnCPU` takes ragged_attention from decode/plain_cpu.py.
+those that are None here are in models/linear.py and llama.py. Without C, models/linear.py does not
+quantize activations, and `TorchOnCPU` takes ragged_attention from decode/plain_cpu.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,11 +64,7 @@ class Kernels:
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
-    evict: Mapping[str, Callable[..., None]] = {}
-    """Of step policies, by name: all that the end of a step does, for all heads, in one kernel. It
-    takes this step's logits [L, H, G, C] and lse [L, H, G], which it may overwrite, `Rows`,
-    free_slot [L, H], which gets each head's victim or -1, the policy's columns in its order, and
-    what `StepPolicy.quota` returned."""
+    evict: Mapping[str, Callable[..., None]] = evict_rows.evict
     append_evict: Mapping[str, Callable[..., bool]] = {}
     """Of step policies that choose by the query, by name: choose the victims and write the new
     rows of one layer. It takes the policy and `NewRow`, and returns False where it cannot."""
@@ -111,52 +106,42 @@ class Kernels:
     unpack_int4_rows: Callable[..., None] | None = None
 
 
-FORMS: Mapping[str, tuple[str, str]] = {
-    "ragged_attention": ("decode.gpu", "decode.cpu"),
-    "advance": ("append.gpu", "append.cpu"),
-    "append": ("", "append.cpu"),
-    "rotate_append": ("append.gpu", "append.cpu"),
-    "append_evict": ("append.hash_gpu", "append.cpu"),
-    "evict": ("evict.gpu", "evict.cpu"),
-    "lowest": ("evict.gpu", "evict.cpu"),
-    "order_key": ("evict.choose_gpu", ""),
-    "best": ("evict.choose_gpu", ""),
-    "wanted": ("evict.choose_gpu", ""),
-    "divide": ("evict.heads_gpu", ""),
-    "share": ("evict.heads_gpu", ""),
-    "ensure_least": ("evict.heads_gpu", ""),
-    "survivors": ("evict.heads_gpu", ""),
-    "lay_out": ("evict.heads_gpu", ""),
-    "gather_rows": ("evict.gather_gpu", ""),
-    "gather_columns": ("evict.gather_gpu", ""),
-    "rows_attention": ("", "attention.cpu"),
-    "last_rows_attention": ("attention.gpu", "attention.cpu"),
-    "merge": ("attention.gpu", "attention.cpu"),
-    "ragged_prefill": ("attention.ragged_gpu", "attention.cpu"),
-    "add_attention_mass": ("mass.gpu", "mass.cpu"),
-    "each_attention": ("mass.gpu", "mass.cpu"),
-    "peak_attention": ("mass.gpu", "mass.cpu"),
-    "add_norm": ("layer.gpu", "layer.cpu"),
-    "rotate": ("layer.gpu", "layer.cpu"),
-    "rotary_table": ("layer.gpu", ""),
-    "silu_mul": ("layer.gpu", "layer.cpu"),
-    "drawn": ("", "sample.cpu"),
-    "row_product": ("", "product.cpu"),
-    "rest": ("layer.rest_gpu", "layer.rest_cpu"),
-    "normed_product": ("layer.rest_gpu", ""),
-    "packed_row": ("layer.rest_gpu", ""),
-    "layers": ("", "layer.layers_cpu"),
-    "step_arena": ("", "layer.arena_cpu"),
-    "int8_product": ("", "product.integer_cpu"),
-    "int4_product": ("", "product.integer_cpu"),
-    "pack_int8": ("", "product.packing"),
-    "pack_int4": ("", "product.packing"),
-    "unpack_int4": ("", "product.packing"),
-    "rows_product": ("", "product.tiles_cpu"),
-    "unpack_int4_rows": ("product.gpu", ""),
-}
-"""Operation -> the modules of minikv.kernels that have it in Triton and in C; "" where torch
-computes it. rows_product exists only with tiles (AMX). step_arena prepares what `layers` takes."""
+class Row(NamedTuple):
+    """Operations that belong together, by their names in `Kernels`, and the modules of
+    minikv.kernels that have them in Triton and in C; "": none. What a module lacks is torch's.
+    chosen: which of `choice.OPERATIONS` says what computes them on a CPU."""
+
+    names: str
+    gpu: str = ""
+    c: str = ""
+    chosen: str = ""
+
+
+_PROMPTS = "rows_attention last_rows_attention ragged_prefill"
+_STATISTICS = "add_attention_mass each_attention peak_attention"
+FORMS = (
+    Row("ragged_attention", "decode.gpu", "decode.cpu", "step attention"),
+    Row("advance append rotate_append", "append.gpu", "append.cpu", "eviction"),
+    Row("append_evict", "append.hash_gpu", "append.cpu", "eviction"),
+    Row("evict lowest", "evict.gpu", "evict.cpu", "eviction"),
+    Row("order_key best wanted", "evict.choose_gpu"),
+    Row("divide share ensure_least survivors lay_out", "evict.heads_gpu"),
+    Row("gather_rows gather_columns", "evict.gather_gpu"),
+    Row(_PROMPTS, "attention.gpu", "attention.cpu", "prompt attention"),
+    Row("merge", "attention.gpu", "attention.cpu", "joined attention"),
+    Row(_STATISTICS, "mass.gpu", "mass.cpu", "prompt statistics"),
+    Row("add_norm rotate rotary_table silu_mul", "layer.gpu", "layer.cpu", "norms and rotation"),
+    Row("drawn", "", "sample.cpu", "sampling"),
+    Row("rest normed_product packed_row", "layer.rest_gpu", "layer.cpu", "products of one row"),
+    Row("layers step_arena", "", "layer.cpu", "products of one row"),
+    Row("row_product", "", "product.cpu", "products of one row"),
+    Row("int8_product", "", "product.cpu", "int8 products"),
+    Row("int4_product", "", "product.cpu", "int4 products"),
+    Row("pack_int8 pack_int4 unpack_int4", "", "product.cpu", "packing"),
+    Row("rows_product", "", "product.cpu", "prompts with packed weights"),
+    Row("unpack_int4_rows", "product.gpu"),
+)
+"""rows_product exists only with tiles (AMX). step_arena prepares what `layers` takes."""
 
 
 class TorchOnCPU(Kernels):
@@ -196,9 +181,8 @@ def on_gpu() -> Kernels:
     found = Kernels()
     found.name, found.products = "triton", True
     found.block = GPU_BLOCK
-    for name, (module, _) in FORMS.items():
-        if module:
-            setattr(found, name, getattr(_module(module), name))
+    for row in FORMS:
+        _take(found, row.names, _module(row.gpu) if row.gpu else None)
     return found
 
 
@@ -219,20 +203,28 @@ def in_c(processor: str = "") -> Kernels:
     found.choices = choice.describe(kind, choices)
     if not processor and choice.tiles_refused():
         found.choices += "; Linux refuses this process the tiles (AMX) of the processor"
-    for operation, who in choices.items():
-        for name in choice.OPERATIONS[operation] if who != choice.TORCH else ():
-            module = _module(FORMS[name][1])
-            form = getattr(module, "FORMS", {}).get(who)
-            setattr(found, name, getattr(form, name, None) or getattr(module, name))
+    for row in FORMS:
+        who = choices.get(row.chosen, choice.TORCH)
+        if who != choice.TORCH:
+            module = _module(row.c)
+            _take(found, row.names, getattr(module, "FORMS", {}).get(who), module)
     prompts = choices["prompts with packed weights"]
     found.integer_prompts = prompts == choice.C
     if prompts != choice.TILES:
         found.rows_product = None
     if choices["step attention"] == choice.TILES and tiled:
-        found.step_arena = partial(_module("layer.arena_cpu").step_arena, tiles=True)
+        found.step_arena = partial(_module("layer.cpu").step_arena, tiles=True)
     found.prompt_rows = choice.PROMPT_ROWS.get(kind)
     found.float_rows = choice.FLOAT_ROWS.get(kind)
     return found
+
+
+def _take(found: Kernels, names: str, *places: object) -> None:
+    """Let the operations be those of the first of the places that has them."""
+    for name in names.split():
+        form = next(filter(None, (getattr(place, name, None) for place in places)), None)
+        if form is not None:
+            setattr(found, name, form)
 
 
 def _module(name: str) -> Any:

@@ -1,20 +1,16 @@
-"""What the Triton kernels share: sizes of tiles, strides in rows, rows in int8, the interpreter's
-limits, and what the compiler must know to build a kernel without a GPU."""
+"""What the Triton kernels share: sizes of tiles, strides in rows, rows in int8, and the
+interpreter's limits."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-FAR = 1 << 30
-"""A position after all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,60 +77,12 @@ def row_stride(t: Tensor, dim: int) -> int:
     return 0 if t.shape[dim] <= 1 else t.stride(dim) // t.shape[-1]
 
 
-def typed(
-    fn: object, kinds: Mapping[str, str | tuple[str, ...]], constants: Mapping[str, object]
-) -> dict[str, str | tuple[str, ...]]:
-    """A kernel's signature in the order of its arguments: the types in `kinds`, "constexpr" for the
-    constants, "fp32" for `scale`, "i32" for all others."""
-    names: list[str] = fn.arg_names  # type: ignore[attr-defined]
-    rest = {"scale": "fp32"} | dict.fromkeys(constants, "constexpr")
-    return {name: kinds[name] if name in kinds else rest.get(name, "i32") for name in names}
-
-
-WIDE = 16
-"""Bytes of the widest load of a thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """One build of one kernel.
-
-    fn: the `triton.jit` function; signature: the type of every argument in order, as Triton writes
-    types ("*bf16", "i64", "constexpr"; a tuple of types for a tuple); constants: the value of every
-    "constexpr"; warps and stages: those of the launch; mma: whether the build must use matrix
-    instructions; reads: the name of a pointer -> how many bytes each load through it must have. A
-    launch does not specialize integers.
-    """
-
-    name: str
-    fn: object
-    signature: Mapping[str, str | tuple[str, ...]]
-    constants: Mapping[str, object] = field(default_factory=dict)
-    warps: int = 4
-    stages: int = 2
-    mma: bool = False
-    reads: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def aligned(self) -> tuple[int, ...]:
-        """Indices of the pointers that a launch knows to be aligned to 16 bytes."""
-        free = [p.do_not_specialize_on_alignment for p in self.fn.params]  # type: ignore[attr-defined]
-        kinds = enumerate(self.signature.values())
-        return tuple(
-            i for i, kind in kinds if isinstance(kind, str) and kind.startswith("*") and not free[i]
-        )
-
-
 @triton.jit
-def quantized(x, AXIS: tl.constexpr = 0):
-    """A row as int8, and its scale; with AXIS 1 the rows [N, D], and their scales [N]."""
+def quantized(x):
+    """A row as int8, and its scale."""
     x = x.to(tl.float32)
-    most = tl.max(tl.abs(x), AXIS)
+    most = tl.max(tl.abs(x), 0)
     scale = tl.where(most == 0, 1.0, tl.div_rn(most, 127.0))
-    scale = tl.where(tl.max((x != x).to(tl.int32), AXIS) > 0, float("nan"), scale)
-    if AXIS == 1:
-        step = scale[:, None]
-    else:
-        step = scale
-    code = tl.div_rn(x, step) + 12582912.0  # 1.5 * 2^23: rounds to a whole number, half to even
+    scale = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
+    code = tl.div_rn(x, scale) + 12582912.0  # 1.5 * 2^23: rounds to a whole number, half to even
     return tl.minimum(tl.maximum(code - 12582912.0, -127.0), 127.0), scale

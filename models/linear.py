@@ -234,7 +234,7 @@ class Int8:
     weights without memory (on torch's meta device), it is empty, and `pack` fills in the rows.
 
     `Llama.use` sets these: product: multiplies a few rows, and many rows if `many`; it may round
-    activations to eight bits (kernels/product/integer.py); None: torch, which leaves them in
+    activations to eight bits (kernels/product/cpu.py); None: torch, which leaves them in
     bfloat16. rows_product: multiplies many rows if `product` does not; None: unpack a block at a
     time. scratch: memory for unpacked blocks; None: allocate.
     """

@@ -24,7 +24,7 @@ from minikv.cli.bench.networks import Sizes
 from minikv.cli.bench.report import Report, Timing
 from minikv.engine.decode_loop import captured
 from minikv.errors import UsageError
-from minikv.kernels import NewRow, Rows, dispatch
+from minikv.kernels import NewRow, Rows, Segments, dispatch
 from minikv.kernels.product.matrix import Matrix
 from minikv.policies.hashevict import HashEvict
 
@@ -227,12 +227,8 @@ def _ragged(sizes: Sizes, lengths: Sequence[int], logits: bool, draw: Draw) -> C
     out = torch.empty((heads, group, width), device=draw.device) if logits else None
     arrived = torch.zeros(heads, dtype=torch.int32, device=draw.device)
 
-    def call(ops: Any) -> object:
-        return ops.ragged_attention(
-            q, k, v, start, length, width=width, logits=out, arrived=arrived
-        )
-
-    return call
+    rows = Segments(k, v, start, length, width)
+    return lambda ops: ops.ragged_attention(q, rows, out, arrived=arrived)
 
 
 def _hash_append(sizes: Sizes, n: int, draw: Draw) -> Call:
@@ -309,7 +305,8 @@ def _segments(sizes: Sizes, lengths: Sequence[int], new: int, draw: Draw) -> Cal
     k, v = (draw(sum(lengths), size) for _ in range(2))
     length = torch.tensor(lengths, device=draw.device)
     start, free_slot = length.cumsum(0) - length, torch.full_like(length, -1)
-    return lambda ops: ops.ragged_prefill(q, k, v, start, length, free_slot, width)
+    rows = Segments(k, v, start, length, width)
+    return lambda ops: ops.ragged_prefill(q, rows, free_slot)
 
 
 def _gather(sizes: Sizes, n: int, draw: Draw) -> Call:

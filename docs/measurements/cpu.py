@@ -36,17 +36,14 @@ import minikv.models as models
 from minikv.cache.attend import DenseAttend
 from minikv.cli.doctor import _cpu_facts
 from minikv.engine.sampling import Sampling, pick
-from minikv.kernels import dispatch
+from minikv.kernels import dispatch, from_codes, to_codes
 from minikv.kernels.attention import cpu as merge
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.attention import plain as attention
 from minikv.kernels.mass import cpu as attention_mass
 from minikv.kernels.mass import plain as mass_in_torch
 from minikv.kernels.native import choice
-from minikv.kernels.product import integer as specification
-from minikv.kernels.product import integer_cpu as integer
-from minikv.kernels.product import packing
-from minikv.kernels.product import tiles_cpu as product_tiles
+from minikv.kernels.product import cpu as products
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, as_read, kept
@@ -70,7 +67,7 @@ ROUNDINGS = ("none", "0", "128", "32", "kernel")
 """Columns of the input that share a scale; "0" is all of them."""
 COLUMNS_OUT = (5, 77, 150)
 ROWS, COLUMNS = 28672, 4096  # gate and up of a layer of Llama-3-8B
-C = Packing(packing.pack_int8, packing.pack_int4)
+C = Packing(products.pack_int8, products.pack_int4)
 SAMPLINGS = {
     "greedy": Sampling(),
     "temperature 0.7": Sampling(0.7),
@@ -297,15 +294,15 @@ def products(repeat: int) -> list[dict[str, Any]]:
                 assert isinstance(matrix, Int8 | Int4)
                 matrix.scratch = scratch
                 if isinstance(matrix, Int4):
-                    matrix.unpack = packing.unpack_int4
+                    matrix.unpack = products.unpack_int4
                 if how == "integers" and isinstance(matrix, Int8):
-                    matrix.product = integer.int8_product
+                    matrix.product = products.int8_product
                 elif how == "integers" and isinstance(matrix, Int4):
-                    matrix.product = integer.int4_product
+                    matrix.product = products.int4_product
                 elif how == "tiles":
                     given = as_read(matrix)
                     assert given is not None
-                    matrix.rows_product = product_tiles.rows_product(given)
+                    matrix.rows_product = products.rows_product(given)
     held = {form: forms[f"{form}, integers"] for form in ("int8", "int4")}
     for rows in (1, 8, 32, 128, 512, 1024, 4096):
         x = torch.randn(rows, COLUMNS).to(torch.bfloat16)
@@ -399,15 +396,15 @@ def rounding(matrix: Linear, how: str) -> Linear:
         dense, block = matrix.dense().float(), int(how) or matrix.shape[1]
 
         def simulated(x: Tensor, *_: object) -> Tensor:
-            codes, scale = specification.rounded(x, block)
-            values = (codes * scale[..., None]).reshape(len(x), -1)[:, : x.shape[1]]
+            parts = F.pad(x, (0, -x.shape[1] % block)).view(len(x), -1, block)
+            values = from_codes(*to_codes(parts), torch.float32).view(len(x), -1)[:, : x.shape[1]]
             return (values @ dense.t()).to(x.dtype)
 
         matrix.product = simulated
     elif isinstance(matrix, Int8):
-        matrix.product = integer.int8_product
+        matrix.product = products.int8_product
     else:
-        matrix.product = integer.int4_product
+        matrix.product = products.int4_product
     return matrix
 
 

@@ -33,21 +33,16 @@ void minikv_append_row(const Cache *c, int kind, int64_t at, const void *key, co
         memset((char *)c->blank[i] + at * c->sizes[i], 0, c->sizes[i]);
 }
 
-/* append: write key and value [H, D] of dtype `kind`, and the position, to row slot[h] of k and v
-   [R, D] and pos [R], and zeros to each blank column [R]. The rows of key and value are key_pitch
-   and value_pitch numbers apart. With scales [R], k and v are int8. blank: `blanks` columns of
-   sizes[i] bytes a number. */
+/* append: write key and value [H, D] of dtype `kind`, `key_pitch` and `value_pitch` numbers apart,
+   to row slot[h] of every column. */
 void minikv_append(
-    int kind, int H, int D, const void *key, int64_t key_pitch, const void *value,
-    int64_t value_pitch, const int64_t *slot, const int64_t *position, void *k, void *v,
-    int32_t *pos, float *k_scale, float *v_scale, int blanks, void *const *blank,
-    const int32_t *sizes
+    const Cache *c, int kind, int64_t H, const void *key, int64_t key_pitch, const void *value,
+    int64_t value_pitch, const int64_t *slot
 ) {
-    const Cache cache = {D, blanks, k, v, pos, k_scale, v_scale, blank, sizes, position};
     const long size = item_size(kind);
-    for (int h = 0; h < H; h++)
+    for (int64_t h = 0; h < H; h++)
         minikv_append_row(
-            &cache, kind, slot[h], (const char *)key + h * key_pitch * size,
+            c, kind, slot[h], (const char *)key + h * key_pitch * size,
             (const char *)value + h * value_pitch * size
         );
 }
@@ -56,16 +51,14 @@ void minikv_append(
    the rotated keys and the values. qkv: all queries, then H keys, then H values; cos and sin [D];
    the rest as in append. */
 void minikv_rotate_append(
-    int kind, int H, int rows, int D, const void *qkv, const void *cos, const void *sin,
-    const int64_t *slot, const int64_t *position, void *k, void *v, int32_t *pos, float *k_scale,
-    float *v_scale, int blanks, void *const *blank, const int32_t *sizes, void *turned
+    const Cache *c, int kind, int64_t H, int64_t rows, const void *qkv, const void *cos,
+    const void *sin, const int64_t *slot, void *turned
 ) {
-    const long size = D * item_size(kind);
-    minikv_rotate_row(kind, rows - H, D, qkv, cos, sin, turned);
+    const long size = c->D * item_size(kind);
+    minikv_rotate_row(kind, rows - H, c->D, qkv, cos, sin, turned);
     minikv_append(
-        kind, H, D, (const char *)turned + (rows - 2 * H) * size, D,
-        (const char *)qkv + (rows - H) * size, D, slot, position, k, v, pos, k_scale, v_scale,
-        blanks, blank, sizes
+        c, kind, H, (const char *)turned + (rows - 2 * H) * size, c->D,
+        (const char *)qkv + (rows - H) * size, c->D, slot
     );
 }
 

@@ -7,126 +7,74 @@ Anything else is a bug and fails an assertion.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_int, c_int64, c_void_p
-from functools import cache
-from typing import Any
+from ctypes import c_int32
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.append import plain as plain_torch
+from minikv.kernels.append.plain import Slots
 from minikv.kernels.decode.plain import HashRule, NewRow
-from minikv.kernels.native.binding import FLOAT16, KINDS, address, loaded, plain
+from minikv.kernels.native.binding import FLOAT16, KINDS, Struct, function, plain
 
 _KINDS = {**KINDS, torch.float16: FLOAT16}
-_CODE_BYTES = {torch.int16: 2, torch.int32: 4, torch.int64: 8}
 _MAX_BITS = 64
 _COLUMNS = {"k", "v", "pos", "code"}
 _TAKES = "hash_append in C takes contiguous CPU tensors: "
 
-
-@cache
-def _library() -> ctypes.CDLL:
-    """The library, the arguments of its functions declared."""
-    found = loaded()
-    p, i, n = c_void_p, c_int, c_int64
-    found.minikv_append.argtypes = [i, i, i, p, n, p, n, p, p, p, p, p, p, p, i, p, p]
-    found.minikv_append.restype = None
-    found.minikv_rotate_append.argtypes = [i, i, i, i, p, p, p, p, p, p, p, p, p, p, i, p, p, p]
-    found.minikv_rotate_append.restype = None
-    found.minikv_advance.argtypes = [n, i] + [p] * 7
-    found.minikv_advance.restype = None
-    found.minikv_hash_append.argtypes = [i, i] + [n] * 4 + [p] * 13 + [n] * 4
-    found.minikv_hash_append.restype = c_int
-    return found
+_append = function("append", "pinpnpnp")
+_rotate_append = function("rotate_append", "pinnppppp")
+_advance = function("advance", "nippppppp")
+_hash_append = function("hash_append", "pppinnppppn", "a step")
 
 
-def append(
-    key: Tensor,
-    value: Tensor,
-    slot: Tensor,
-    position: Tensor,
+def cache(
     k: Tensor,
     v: Tensor,
     pos: Tensor,
-    blank: Sequence[Tensor],
+    position: Tensor,
+    blank: Sequence[Tensor] = (),
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> None:
+) -> Struct:
+    """The columns of an arena as C reads them: `Cache` of cache.h."""
+    sizes = (c_int32 * len(blank))(*(column.itemsize for column in blank))
+    columns = Struct(*blank), sizes
+    return Struct(k.shape[1], len(blank), k, v, pos, k_scale, v_scale, *columns, position)
+
+
+def hashing(rule: HashRule, code: Tensor, bits: int, pinned: int) -> Struct:
+    """HashEvict in all layers as C reads it: `Hashing` of cache.h. code: the column of codes."""
+    keyed = rule.hash_with == "key"
+    return Struct(code.itemsize, bits, keyed, rule.sinks, rule.recent, pinned, code)
+
+
+def append(key: Tensor, value: Tensor, new: Slots) -> None:
     """See `plain.append`."""
-    kind, coded = KINDS.get(key.dtype, -1), k_scale is not None
+    kind = KINDS.get(key.dtype, -1)
     dense = key.stride(1) == 1 == value.stride(1)
-    if kind < 0 or not dense or not (coded or k.dtype == key.dtype):
-        plain_torch.append(key, value, slot, position, k, v, pos, blank, k_scale, v_scale)
+    if kind < 0 or not dense or (new.k_scale is None and new.k.dtype != key.dtype):
+        plain_torch.append(key, value, new)
         return
-    _library().minikv_append(
-        kind,
-        len(slot),
-        key.shape[1],
-        key.data_ptr(),
-        key.stride(0),
-        value.data_ptr(),
-        value.stride(0),
-        slot.data_ptr(),
-        position.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        pos.data_ptr(),
-        address(k_scale),
-        address(v_scale),
-        *_columns(blank),
-    )
+    into, heads = _into(new), len(new.slot)
+    _append(into, kind, heads, key, key.stride(0), value, value.stride(0), new.slot)
 
 
-def _columns(blank: Sequence[Tensor]) -> tuple[int, Any, Any]:
-    """How many columns, their addresses, and the bytes of a number of each."""
-    count = len(blank)
-    addresses = (c_void_p * count)(*(column.data_ptr() for column in blank))
-    return count, addresses, (ctypes.c_int32 * count)(*(column.itemsize for column in blank))
-
-
-def rotate_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def rotate_append(qkv: Tensor, cos: Tensor, sin: Tensor, new: Slots) -> tuple[Tensor, Tensor]:
     """See `plain.rotate_append`."""
-    heads, size = len(slot), qkv.shape[1]
-    kind, coded = KINDS.get(qkv.dtype, -1), k_scale is not None
-    if kind < 0 or not plain(qkv.dtype, qkv, cos, sin) or not (coded or k.dtype == qkv.dtype):
-        return plain_torch.rotate_append(
-            qkv, cos, sin, slot, position, k, v, pos, blank, k_scale, v_scale
-        )
+    heads, size = len(new.slot), qkv.shape[1]
+    kind = KINDS.get(qkv.dtype, -1)
+    dense = plain(qkv.dtype, qkv, cos, sin)
+    if kind < 0 or not dense or (new.k_scale is None and new.k.dtype != qkv.dtype):
+        return plain_torch.rotate_append(qkv, cos, sin, new)
     turned = torch.empty((len(qkv) - heads, size), dtype=qkv.dtype)
-    _library().minikv_rotate_append(
-        kind,
-        heads,
-        len(qkv),
-        size,
-        qkv.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        slot.data_ptr(),
-        position.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        pos.data_ptr(),
-        address(k_scale),
-        address(v_scale),
-        *_columns(blank),
-        turned.data_ptr(),
-    )
+    _rotate_append(_into(new), kind, heads, len(qkv), qkv, cos, sin, new.slot, turned)
     return turned[:-heads].view(heads, -1, size), turned[-heads:]
+
+
+def _into(new: Slots) -> Struct:
+    return cache(new.k, new.v, new.pos, new.position, new.blank, new.k_scale, new.v_scale)
 
 
 def advance(
@@ -141,8 +89,7 @@ def advance(
     before: bool,
 ) -> None:
     """See `plain.advance`."""
-    tensors = start, length, cap, free_slot, position, count, slot
-    _library().minikv_advance(length.numel(), before, *(t.data_ptr() for t in tensors))
+    _advance(length.numel(), before, start, length, cap, free_slot, position, count, slot)
 
 
 def hash_append(rule: HashRule, new: NewRow) -> bool:
@@ -153,36 +100,23 @@ def hash_append(rule: HashRule, new: NewRow) -> bool:
         return False
     probe = key[:, None] if rule.hash_with == "key" else new.query
     matrix = rule.matrix(new.layer, key)
+    bits = matrix.shape[1]
     k, v, pos, code = (columns[name] for name in ("k", "v", "pos", "code"))
     dtype = key.dtype
     assert dtype in _KINDS, f"hash_append in C takes no {dtype}"
-    assert code.dtype in _CODE_BYTES, f"hash_append in C takes no codes of {code.dtype}"
-    assert matrix.shape[1] <= _MAX_BITS, f"codes have at most {_MAX_BITS} bits"
+    assert code.itemsize in (2, 4, 8), f"hash_append in C takes no codes of {code.dtype}"
+    assert bits <= _MAX_BITS, f"codes have at most {_MAX_BITS} bits"
     assert key.shape == new.value.shape, "keys and values have the same size"
     assert k.shape[1] == v.shape[1], "keys and values have the same size"
     assert plain(dtype, probe, key, new.value, k, v), _TAKES + "rows of one dtype"
     assert plain(torch.float32, matrix), _TAKES + "a float32 matrix"
-    tables = new.start, new.length, new.cap, new.free_slot, new.position
-    assert plain(torch.int64, *tables), _TAKES + "int64 layouts"
+    tables = new.length, new.cap, new.free_slot
+    assert plain(torch.int64, *tables, new.start, new.position), _TAKES + "int64 layouts"
     assert plain(torch.int32, pos), _TAKES + "int32 positions"
     assert plain(code.dtype, code), _TAKES + "codes"
-    heads, probes, size = probe.shape
-    tensors = probe, key, new.value, matrix, *tables, k, v, pos, code
-    failed = _library().minikv_hash_append(
-        _KINDS[dtype],
-        _CODE_BYTES[code.dtype],
-        heads,
-        probes,
-        size,
-        matrix.shape[1],
-        *[t.data_ptr() for t in tensors],
-        new.width,
-        rule.sinks,
-        rule.recent,
-        new.pinned,
-    )
-    if failed:
-        raise MemoryError("a step found no memory")
+    into, how = cache(k, v, pos, new.position), hashing(rule, code, bits, new.pinned)
+    given = Struct(matrix, *tables), _KINDS[dtype], *probe.shape[:2], probe, key, new.value
+    _hash_append(into, how, *given, new.start, new.width)
     return True
 
 

@@ -6,13 +6,12 @@ layer. `advance` chooses where the next one goes, in one launch for all layers. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import Variant, power, quantized, typed
+from minikv.kernels.append.plain import Slots
+from minikv.kernels.gpu import power, quantized
 
 
 @triton.jit
@@ -104,20 +103,9 @@ def _advance(
     tl.store(position, before_step + 1)
 
 
-def rotate_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def rotate_append(qkv: Tensor, cos: Tensor, sin: Tensor, new: Slots) -> tuple[Tensor, Tensor]:
     """See `plain.rotate_append`."""
+    slot, position, k, v, pos, blank, k_scale, v_scale = new
     assert all(t.is_contiguous() for t in (qkv, cos, sin, slot, k, v))
     heads, size = len(slot), qkv.shape[1]
     group = len(qkv) // heads - 2
@@ -163,54 +151,3 @@ def advance(
     assert all(t.is_contiguous() for t in given)
     heads = length.numel()
     _advance[(1,)](*given, N=heads, NP=power(heads), BEFORE=before, num_warps=4)
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate, with the columns that policies declare."""
-    found = []
-    kinds: dict[str, str | tuple[str, ...]] = {
-        "key": "*bf16",
-        "slot": "*i64",
-        "position": "*i64",
-        "k": "*bf16",
-        "v": "*bf16",
-        "pos": "*i32",
-    }
-    blanks: dict[str, tuple[str, ...]] = {
-        "none": (),
-        "int8": (),
-        "h2o": ("*fp32",),
-        "roco": ("*fp32",) * 3,
-        "scissorhands": (*("*i64",) * 13, "*fp32"),
-    }
-    sides = dict.fromkeys(
-        ("start", "length", "cap", "free_slot", "position", "count", "slot"), "*i64"
-    )
-    for before in (False, True):
-        fixed: dict[str, object] = {"N": 256, "NP": 256, "BEFORE": before}
-        signature = typed(_advance, sides, fixed)
-        name = "advance" + "-before" * before
-        found.append(Variant(name, _advance, signature, fixed))
-    for size, names in _BUILDS:
-        for name in names:
-            coded = name == "int8"
-            constants: dict[str, object] = {"D": size, "DP": power(size), "CODED": coded}
-            scales: dict[str, str | tuple[str, ...]] = {"k_scale": "*fp32", "v_scale": "*fp32"}
-            if coded:
-                scales |= {"k": "*i8", "v": "*i8"}
-            else:
-                constants |= dict.fromkeys(scales)
-            own = {n: t for n, t in scales.items() if n not in constants} | {"blank": blanks[name]}
-            constants = constants | {"H": 8, "G": 4, "GP": 4}
-            turned = dict.fromkeys(("qkv", "cos", "sin", "query"), "*bf16")
-            signature = typed(_rotate_append, kinds | turned | own, constants)
-            found.append(Variant(f"turn-{name}-{size}", _rotate_append, signature, constants, 2))
-    return found
-
-
-_BUILDS = [
-    (80, ("none",)),
-    (128, ("int8", "h2o", "scissorhands")),
-    (256, ("int8", "roco")),
-]
-"""Head size; the policy whose columns are set to 0, or "int8"."""

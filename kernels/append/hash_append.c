@@ -21,8 +21,7 @@ static inline float float_at(const void *row, int kind, int64_t d) {
 
 /* The hash code of x [D]: bit b is 1 if x . matrix[:, b] >= 0, matrix [D, B]. With a constant B the
    sums stay in registers. */
-static inline __attribute__((always_inline)) uint64_t
-sign_bits(const void *x, int kind, int64_t D, const float *matrix, const int B) {
+INLINE uint64_t sign_bits(const void *x, int kind, int64_t D, const float *matrix, const int B) {
     float sums[64] = {0};
     for (int64_t d = 0; d < D; d++) {
         const float one = float_at(x, kind, d);
@@ -59,7 +58,7 @@ static inline int64_t code_at(const void *code, int size, int64_t row) {
 
 /* Subtract from score [n] the Hamming distance of each row's code to a probe: whole numbers, exact
    in float. */
-static inline __attribute__((always_inline)) void subtract_distance(
+INLINE void subtract_distance(
     const void *code, const int size, int64_t begin, int n, uint64_t probe, float *score
 ) {
 #pragma omp simd
@@ -98,32 +97,22 @@ void minikv_hash_row(
     memcpy((char *)c->k + row * row_size, key, row_size);
     memcpy((char *)c->v + row * row_size, value, row_size);
     c->pos[row] = (int32_t)*c->position;
-    if (size == 2)
-        ((int16_t *)a->code)[row] = (int16_t)code;
-    else if (size == 4)
-        ((int32_t *)a->code)[row] = (int32_t)code;
-    else
-        ((int64_t *)a->code)[row] = (int64_t)code;
+    memcpy((char *)a->code + row * size, &code, size); /* the lower bytes come first */
 }
 
-/* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full head
-   and write the new rows. Arguments and results as in hash_append in kernels/append/cpu.py;
-   kind: dtype of probes, keys and values; code_size: bytes of a code. Returns 0, or 1 if there is
-   no memory. */
+/* HashEvict (arXiv 2412.16187, section 3) before attention, in one layer: evict from each full
+   head, which begins at start[h], and write the new rows. Arguments and results as in hash_append
+   in kernels/append/cpu.py; kind: dtype of probes [H, P, D], keys and values [H, D]. No head has
+   more than `width` rows. Returns 0, or 1 if there is no memory. */
 int minikv_hash_append(
-    int kind, int code_size, int64_t H, int64_t P, int64_t D, int64_t B, const void *probe,
-    const void *key, const void *value, const float *matrix, const int64_t *start,
-    const int64_t *length, const int64_t *cap, int64_t *free_slot, const int64_t *position, void *k,
-    void *v, int32_t *pos, void *code, int64_t width, int64_t sinks, int64_t recent, int64_t pinned
+    const Cache *c, const Hashing *a, const HashLayer *l, int kind, int64_t H, int64_t P,
+    const void *probe, const void *key, const void *value, const int64_t *start, int64_t width
 ) {
-    const Cache cache = {D, 0, k, v, pos, NULL, NULL, NULL, NULL, position};
-    const Hashing hashing = {code_size, B, 0, sinks, recent, pinned, code};
-    const HashLayer layer = {matrix, length, cap, free_slot};
-    const int64_t row_size = D * item_size(kind);
+    const int64_t row_size = c->D * item_size(kind);
     float *score = scratch(width, sizeof(float));
     for (int64_t h = 0; score && h < H; h++)
         minikv_hash_row(
-            &cache, &hashing, &layer, kind, h, start[h], P, (const char *)probe + h * P * row_size,
+            c, a, l, kind, h, start[h], P, (const char *)probe + h * P * row_size,
             (const char *)key + h * row_size, (const char *)value + h * row_size, score
         );
     free(score);

@@ -17,7 +17,7 @@ import triton.language as tl
 from minikv.kernels.append.gpu import turned_rows
 from minikv.kernels.decode.plain import HashRule, NewRow
 from minikv.kernels.evict.gpu import NONE, lower, lowest_of, may_leave, popcount
-from minikv.kernels.gpu import Variant, power, quantized, typed
+from minikv.kernels.gpu import power, quantized
 
 _OWN = ("k", "v", "pos", "code", "k_scale", "v_scale")
 _BLOCK, _WARPS = 1024, 8
@@ -274,61 +274,6 @@ def hash_append(rule: HashRule, new: NewRow, *, block: int = _BLOCK) -> bool:
         num_warps=_WARPS,
     )
     return True
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    kinds: dict[str, str | tuple[str, ...]]
-    kinds = dict.fromkeys(("cos", "sin", "turned"), "*bf16")
-    kinds |= dict.fromkeys(("probe", "key", "value", "k", "v"), "*bf16")
-    kinds |= dict.fromkeys(("start", "length", "cap", "free_slot", "position"), "*i64")
-    kinds |= {"notes": "*i64", "arrived": "*i32"}
-    kinds |= {"matrix": "*fp32", "pos": "*i32", "shown": "*i32"}
-    for size, bits, probes, coded in (
-        (80, 8, 4, False),
-        (128, 16, 4, False),
-        (128, 24, 1, True),
-        (256, 64, 4, False),
-    ):
-        code = "*i16" if bits < 16 else "*i32" if bits < 32 else "*i64"
-        constants: dict[str, object] = {
-            "P": probes,
-            "PP": power(probes),
-            "B": bits,
-            "BP": power(bits),
-            "D": size,
-            "DP": power(size),
-            "BN": _BLOCK,
-            "CODED": coded,
-            "G": 0 if size == 80 else 4,
-            "KEYED": probes == 1,
-            "PARTS": _PARTS,
-            "AT_ONCE": _AT_ONCE,
-        }
-        scales = ("k_scale", "v_scale")
-        own: dict[str, str | tuple[str, ...]] = {"code": code, "others": ("*i1",) * coded}
-        if coded:
-            own |= dict.fromkeys(scales, "*fp32")
-            own |= dict.fromkeys(("k", "v"), "*i8")
-        else:
-            constants |= dict.fromkeys(scales)
-        if size == 80:
-            constants |= dict.fromkeys(("cos", "sin", "turned"))
-        found.append(
-            Variant(
-                f"hash-append-{size}-{bits}x{probes}",
-                _hash_append,
-                typed(
-                    _hash_append,
-                    {n: k for n, k in (kinds | own).items() if n not in constants},
-                    constants,
-                ),
-                constants,
-                _WARPS,
-            )
-        )
-    return found
 
 
 append_evict = {"hashevict": hash_append}

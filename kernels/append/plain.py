@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,25 +12,27 @@ from minikv.kernels.int8 import to_codes
 from minikv.kernels.layer.plain import rotate
 
 
-def append(
-    key: Tensor,
-    value: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Write a new row into each head of one layer, in every column, in place.
-
-    key, value [H, D], rotated by the network; slot int64 [H]: the rows to write, all different;
-    position int64 []: goes into `pos` int32 [R]; k, v [R, D]; `blank`: further columns [R]
-    (float32, int16, int32, int64 or bool), in which the row becomes 0. With k_scale and v_scale
-    float32 [R], k and v are int8: codes and scales as `to_codes` makes them.
+class Slots(NamedTuple):
+    """Where the new row of each head of one layer goes: into row slot[h], int64 [H], all different,
+    of every column. position int64 []: goes into `pos` int32 [R]; k, v [R, D]; `blank`: further
+    columns [R] (float32, int16, int32, int64 or bool), in which the row becomes 0. With k_scale and
+    v_scale float32 [R], k and v are int8: codes and scales as `to_codes` makes them.
     """
+
+    slot: Tensor
+    position: Tensor
+    k: Tensor
+    v: Tensor
+    pos: Tensor
+    blank: Sequence[Tensor]
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def append(key: Tensor, value: Tensor, new: Slots) -> None:
+    """Write a new row into each head of one layer, in every column, in place. key, value [H, D],
+    rotated by the network."""
+    slot, position, k, v, pos, blank, k_scale, v_scale = new
     if k_scale is not None and v_scale is not None:
         (key, key_scale), (value, value_scale) = to_codes(key), to_codes(value)
         k_scale.index_copy_(0, slot, key_scale)
@@ -41,28 +44,16 @@ def append(
         column.index_fill_(0, slot, 0)
 
 
-def rotate_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pos: Tensor,
-    blank: Sequence[Tensor],
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def rotate_append(qkv: Tensor, cos: Tensor, sin: Tensor, new: Slots) -> tuple[Tensor, Tensor]:
     """Rotate the queries and keys of one token by `layer.rotate`, then `append` its rows.
 
-    qkv [H * G + 2 * H, D]: queries, keys, values of H heads; cos, sin [1, 1, D]; slot [H] and what
-    follows as in `append`. Returns the rotated queries [H, G, D] and keys [H, D].
+    qkv [H * G + 2 * H, D]: queries, keys, values of H heads; cos, sin [1, 1, D]. Returns the
+    rotated queries [H, G, D] and keys [H, D].
     """
-    heads, size = len(slot), qkv.shape[1]
+    heads, size = len(new.slot), qkv.shape[1]
     rotated = rotate(qkv[None, :-heads], cos, sin)[0]
     query, key = rotated[:-heads].view(heads, -1, size), rotated[-heads:]
-    append(key, qkv[-heads:], slot, position, k, v, pos, blank, k_scale, v_scale)
+    append(key, qkv[-heads:], new)
     return query, key
 
 

@@ -10,45 +10,36 @@ Results over disjoint sets of rows are joined in C too (`merge.c`), of up to 8 p
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.attention import plain as plain_torch
+from minikv.kernels.decode.plain import Segments
 from minikv.kernels.native import choice
-from minikv.kernels.native.binding import KINDS, loaded
+from minikv.kernels.native.binding import KINDS, Struct, function
 from minikv.kernels.native.build import library
 
 _MULTIPLE = 16
 _MAX_HEAD_DIM = 256
-_NO_MEMORY = 2
-_FLOAT32 = "minikv_rows_attention_float32"
-
-Attend = Callable[..., int]
-"""A C function: addresses of q, k, v, the output and the log-sum-exps, and a `_Shape` -> 0 or
-`_NO_MEMORY`."""
-
-_Shape = c_int64 * 16
-"""H, G, T, N, D, first; strides of q over H, G, T, of k and of v over H, N, of the output over
-H, G, T."""
+_float32 = function("rows_attention_float32", "pppppp", "attention")
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """One of the three ways, by the name of its function in the library."""
 
-    symbol: str
-    """The name of the function for bfloat16."""
+    name: str
+    """The name of the function for bfloat16, which takes addresses of q, k, v, the output and the
+    log-sum-exps, and a `Shape` of prefill.h."""
+    attend: Callable[..., None]
 
     def available(self) -> bool:
         """Whether there is a library, and the processor has the instructions."""
-        return _function(self.symbol) is not None
+        return _available(self.name)
 
     def rows_attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
@@ -65,21 +56,13 @@ class Prefill:
     def ragged_prefill(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: Tensor,
-        length: Tensor,
+        rows: Segments,
         free_slot: Tensor,
-        max_length: int,
-        *,
-        pos: Tensor | None = None,
         q_pos: Tensor | None = None,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `plain.ragged_prefill`. Without a window, head by head in C."""
-        tables = torch.stack((start, length, free_slot), 1)
-        attend = self.rows_attention
-        return plain_torch.head_by_head(q, k, v, tables, pos, q_pos, window, attend)
+        return plain_torch.ragged_prefill(q, rows, free_slot, q_pos, window, self.rows_attention)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
         """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""
@@ -89,70 +72,39 @@ class Prefill:
         dense = q.stride(3) == k.stride(2) == v.stride(2) == 1
         if not (alike and dense and q.numel() and keys and first > 0):
             return None
-        symbol = {torch.bfloat16: self.symbol, torch.float32: _FLOAT32}.get(q.dtype)
-        if symbol is None or size % _MULTIPLE or size > _MAX_HEAD_DIM:
+        attend = {torch.bfloat16: self.attend, torch.float32: _float32}.get(q.dtype)
+        if attend is None or size % _MULTIPLE or size > _MAX_HEAD_DIM:
             return None
-        function = _function(symbol)
-        if function is None:
+        if not (self if q.dtype is torch.bfloat16 else FLOAT).available():
             return None
         out = torch.empty((rows, heads, group, size), dtype=q.dtype, device=q.device)
         out = out.permute(1, 2, 0, 3)
         lse = torch.empty((heads, group, rows), dtype=torch.float32, device=q.device)
-        shape = _Shape(
-            heads,
-            group,
-            rows,
-            keys,
-            size,
-            first,
-            *q.stride()[:3],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            *out.stride()[:3],
-        )
-        failed = function(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), shape
-        )
-        if failed == _NO_MEMORY:
-            raise MemoryError("attention found no memory")
+        strides = *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], *out.stride()[:3]
+        attend(q, k, v, out, lse, Struct(heads, group, rows, keys, size, first, *strides))
         return out, lse
 
 
-TILES = Prefill("minikv_rows_attention_tiles")
-BF16 = Prefill("minikv_rows_attention")
-FLOAT = Prefill("minikv_rows_attention_float")
+def _way(name: str) -> Prefill:
+    return Prefill(name, function(name, "pppppp", "attention"))
+
+
+TILES = _way("rows_attention_tiles")
+BF16 = _way("rows_attention")
+FLOAT = _way("rows_attention_float")
 FORMS = {choice.C: BF16, choice.TILES: TILES, choice.FLOATS: FLOAT}
 """What `choice` calls them."""
 
 
 @cache
-def _function(symbol: str) -> Attend | None:
-    """A function of the library, its arguments declared; None if this machine cannot run it."""
+def _available(name: str) -> bool:
     found, _ = library()
-    if found is None:
-        return None
-    if symbol in (TILES.symbol, BF16.symbol) and not getattr(found, f"{symbol}_available")():
-        return None
-    function = found[symbol]
-    function.argtypes = [c_void_p] * 5 + [_Shape]
-    function.restype = c_int
-    return cast(Attend, function)
+    asked = getattr(found, f"minikv_{name}_available", None)  # floats need no instructions
+    return found is not None and (asked is None or bool(asked()))
 
 
 _PARTS = 8
-
-_Addresses = c_void_p * _PARTS
-_Joined = c_int64 * (9 + 6 * _PARTS)
-"""`Shape` of merge.c."""
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    """The library, the arguments of its functions declared."""
-    found = loaded()
-    found.minikv_merge.argtypes = [_Addresses, _Addresses, c_void_p, c_void_p, _Joined]
-    found.minikv_merge.restype = None
-    return found
+_merge = function("merge", "ppppp")
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -169,23 +121,8 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     joined = torch.empty_like(outs[0])
     whole = torch.empty((heads, group, rows))
     none = [0] * 3 * (_PARTS - len(parts))
-    shape = _Joined(
-        heads,
-        group,
-        rows,
-        size,
-        len(parts),
-        KINDS[kind],
-        *joined.stride()[:3],
-        *(step for x in outs for step in x.stride()[:3]),
-        *none,
-        *(step for x in lses for step in x.stride()),
-    )
-    _library().minikv_merge(
-        _Addresses(*(x.data_ptr() for x in outs)),
-        _Addresses(*(x.data_ptr() for x in lses)),
-        joined.data_ptr(),
-        whole.data_ptr(),
-        shape,
-    )
+    strides = [step for x in (joined, *outs) for step in x.stride()[:3]]
+    sums = [step for x in lses for step in x.stride()]
+    shape = Struct(*joined.shape, len(parts), KINDS[kind], *strides, *none, *sums)
+    _merge(Struct(*outs), Struct(*lses), joined, whole, shape)
     return joined, whole

@@ -1,9 +1,18 @@
-"""Joining attention over disjoint sets of rows, in Triton: one launch for two sets and all heads.
-Attention itself is torch's, or cuDNN's where that is faster."""
+"""Attention of a prompt's queries over the rows of earlier turns, in Triton, without padding, and
+joining attention over disjoint sets of rows. Attention in a prompt is torch's, or cuDNN's where
+that is faster.
+
+Every head has its own number of earlier rows. All come before the queries, so no causal mask is
+needed; `merge` joins the causal part by its log-sum-exp. If there are too few queries to occupy the
+device, segments are divided into spans, whose results are joined in the same way.
+Specification: `plain.py`.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -11,14 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.attention import cudnn, plain
-from minikv.kernels.gpu import (
-    WIDE,
-    Variant,
-    in_rows,
-    power,
-    row_stride,
-    typed,
-)
+from minikv.kernels.decode.plain import Segments
+from minikv.kernels.gpu import attention_tile, in_rows, power, row_stride, upcast, width
 
 _ROWS = 16  # queries of a head that one program joins
 _INTEGERS = [f"{part}_{dim}" for part in ("a", "b") for dim in ("head", "group", "row")]
@@ -119,20 +122,149 @@ def _two(
     return out.permute(1, 2, 0, 3), lse
 
 
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    for size, kind, last in ((128, "bf16", "bf16"), (80, "fp16", "fp32"), (128, "fp32", "fp32")):
-        kinds = {"a": f"*{kind}", "b": f"*{kind}", "out": f"*{last}"}
-        kinds |= dict.fromkeys(("a_lse", "b_lse", "lse"), "*fp32")
-        constants: dict[str, object] = {"D": size, "DP": power(size), "BT": _ROWS}
-        found.append(
-            Variant(
-                f"merge-{kind}-{last}-d{size}",
-                _merge,
-                typed(_merge, kinds, constants),
-                constants,
-                reads={"a": WIDE, "b": WIDE},
-            )
+_PROGRAMS = 256  # enough to occupy the device
+
+
+@triton.jit(
+    do_not_specialize=["q_head", "q_group", "q_row", "rows", "span", "window"],
+    do_not_specialize_on_alignment=["start", "length", "free_slot", "pos", "q_pos"],
+)
+def _ragged_prefill(
+    q,
+    k,
+    v,
+    start,
+    length,
+    free_slot,
+    pos,
+    q_pos,
+    outs,
+    lse,
+    q_head,
+    q_group,
+    q_row,
+    rows,
+    span,
+    window,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    h = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    i = r // G
+    g = r % G
+    real = i < rows
+    d = tl.arange(0, DP)
+    narrow = (d < D)[None, :]
+    line = h * q_head + g.to(tl.int64) * q_group + i.to(tl.int64) * q_row
+    query = tl.load(q + line[:, None] * D + d[None, :], mask=real[:, None] & narrow, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    if WINDOW:
+        now = tl.load(q_pos + i, mask=real, other=0).to(tl.int32)
+    begin = tl.load(start + h)
+    free = tl.load(free_slot + h)
+    lo = tl.program_id(2) * span
+    hi = tl.minimum(lo + span, tl.load(length + h).to(tl.int32))
+    best = tl.full((BM,), -float("inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    sums = tl.zeros((BM, DP), tl.float32)
+    for s in tl.range(lo, hi, BN, num_stages=STAGES):
+        j = begin + s + tl.arange(0, BN)
+        there = (j < begin + hi) & (j != free)
+        key = tl.load(
+            k + j[None, :] * D + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0
         )
-    return found
+        if UPCAST:
+            key = key.to(tl.float32)
+        x = tl.dot(query, key, input_precision="ieee") * scale
+        seen = there[None, :]
+        if WINDOW:
+            at = tl.load(pos + j, mask=there, other=-1)
+            seen = seen & (now[:, None] - at[None, :] < window)
+        x = tl.where(seen, x, -float("inf"))
+        top = tl.maximum(best, tl.max(x, 1))
+        base = tl.where(top == -float("inf"), 0.0, top)  # no row seen yet: avoids inf - inf
+        fade = tl.exp2(best - base)
+        p = tl.exp2(x - base[:, None])
+        total = total * fade + tl.sum(p, 1)
+        value = tl.load(v + j[:, None] * D + d[None, :], mask=there[:, None] & narrow, other=0.0)
+        if UPCAST:
+            value = value.to(tl.float32)
+        sums = sums * fade[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        best = top
+    base = tl.where(best == -float("inf"), 0.0, best)
+    # A query that sees no row: zeros, and -inf from the logarithm of 0.
+    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    total_lse = (base + tl.log2(total)) * 0.6931471805599453
+    out = ((tl.program_id(2) * tl.num_programs(1) + h) * G + g) * rows + i
+    tl.store(
+        outs + out[:, None] * D + d[None, :],
+        sums.to(outs.dtype.element_ty),
+        mask=real[:, None] & narrow,
+    )
+    tl.store(lse + out, total_lse, mask=real)
+
+
+def ragged_prefill(
+    q: Tensor,
+    rows: Segments,
+    free_slot: Tensor,
+    q_pos: Tensor | None = None,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `plain.ragged_prefill`."""
+    q, q_pos = in_rows(q), None if q_pos is None else q_pos.contiguous()
+    k, v, start, length, most, pos, *_ = rows
+    heads, group, queries, size = q.shape
+    lines = queries * group
+    tile = attention_tile(q.dtype, size, lines)
+    blocks = -(-lines // tile.left)
+    spans = max(1, min(-(-most // (4 * tile.right)), _PROGRAMS // (heads * blocks)))
+    span = max(1, -(-most // (spans * tile.right))) * tile.right
+    kind = q.dtype if spans == 1 else torch.float32
+    outs = q.new_empty((spans, heads, group, queries, size), dtype=kind)
+    lse = q.new_empty((spans, heads, group, queries), dtype=torch.float32)
+    windowed = window is not None and pos is not None and q_pos is not None
+    _ragged_prefill[(blocks, heads, spans)](
+        q,
+        k,
+        v,
+        start,
+        length,
+        free_slot,
+        pos if windowed else start,
+        q_pos if windowed else start,
+        outs,
+        lse,
+        *(row_stride(q, dim) for dim in (0, 1, 2)),
+        queries,
+        span,
+        window or 0,
+        _LOG2E / math.sqrt(size),
+        G=group,
+        D=size,
+        DP=width(size),
+        BM=tile.left,
+        BN=tile.right,
+        WINDOW=windowed,
+        UPCAST=upcast(q.dtype),
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if spans == 1:
+        return outs[0], lse[0]
+    total_lse = torch.logsumexp(lse, 0)
+    share = (lse - total_lse.masked_fill(total_lse == -math.inf, 0.0)).exp()
+    return (outs * share[..., None]).sum(0).to(q.dtype), total_lse
+
+
+_LOG2E = 1.4426950408889634

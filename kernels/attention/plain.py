@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from minikv.kernels.decode.plain import Segments
+
 _LOGITS = 1 << 22
 """The most logits, or entries of a mask, that one block of queries has."""
 
@@ -281,59 +283,36 @@ def _stretch(q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> tu
 
 def ragged_prefill(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
+    rows: Segments,
     free_slot: Tensor,
-    max_length: int,
-    *,
-    pos: Tensor | None = None,
     q_pos: Tensor | None = None,
     window: int | None = None,
+    attend: Attend = rows_attention,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the segment of each head. All its rows are older than the queries.
+    """Attention of q [H, G, T, D] over the segment of each head, but not over row free_slot[h] (-1:
+    none). All rows are older than the queries, and not in int8.
 
-    q [H, G, T, D]; k, v [R, D]; start, length, free_slot int64 [H]: head h has rows start[h] ..
-    start[h] + length[h] - 1, but not row free_slot[h] (-1: none). No length exceeds `max_length`.
-    With a window, query i sees row j iff q_pos[i] - pos[j] < window; pos int32 [R], q_pos int64
-    [T]. Results as in `rows_attention`; a query that sees no row gets zeros and a log-sum-exp of
-    -inf.
+    With a window, query i sees row j iff q_pos[i] - pos[j] < window; q_pos int64 [T]. Results as in
+    `rows_attention`; a query that sees no row gets zeros and a log-sum-exp of -inf. attend: a form
+    of `rows_attention`, which is called for each head if there is no window.
     """
-    tables = torch.stack((start, length, free_slot), 1)
-    return head_by_head(q, k, v, tables, pos, q_pos, window, rows_attention)
-
-
-def head_by_head(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Tensor,
-    pos: Tensor | None,
-    q_pos: Tensor | None,
-    window: int | None,
-    attend: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """`ragged_prefill` with one call of `attend`, a form of `rows_attention`, per head.
-
-    tables int64 [H, 3]: start, length and free_slot.
-    """
-    parts = []
+    k, v, pos, parts = rows.k, rows.v, rows.pos, []
+    tables = torch.stack((rows.start, rows.length, free_slot), 1)
     for h, (begin, count, free) in enumerate(tables.tolist()):
-        rows: slice | Tensor = slice(begin, begin + count)
+        mine: slice | Tensor = slice(begin, begin + count)
         if begin <= free < begin + count:
-            rows = torch.arange(begin, begin + count - 1, device=q.device)
-            rows += rows >= free
+            mine = torch.arange(begin, begin + count - 1, device=q.device)
+            mine += mine >= free
             count -= 1
         one = q[h : h + 1]
         if not count:
             lse = torch.full(one.shape[:3], -math.inf, device=q.device)
             parts.append((torch.zeros_like(one), lse))
         elif window is None:
-            parts.append(attend(one, k[rows][None], v[rows][None]))
+            parts.append(attend(one, k[mine][None], v[mine][None]))
         else:
             assert pos is not None
             assert q_pos is not None
-            at = pos[rows].to(torch.int64)[None]
-            parts.append(visible_attention(one, k[rows][None], v[rows][None], q_pos, at, window))
+            at = pos[mine].to(torch.int64)[None]
+            parts.append(visible_attention(one, k[mine][None], v[mine][None], q_pos, at, window))
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

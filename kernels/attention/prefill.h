@@ -24,11 +24,9 @@
      block_keys(size)  keys of a block: with their values they fit the cache
 
    and the functions that are declared below; prefill_vectors.h has some of them. */
-#include <stdlib.h>
+#include "threads.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include <stdlib.h>
 
 /* Queries of a strip. */
 enum { STRIP = LANES * WIDE };
@@ -112,11 +110,7 @@ INLINE int64_t items_of(const Shape *s) { return padded(s->size) / PAIR; }
 /* The division for this shape and number of threads. */
 static Division divide(const Shape *s) {
     Division c;
-#ifdef _OPENMP
-    c.threads = omp_get_max_threads();
-#else
-    c.threads = 1;
-#endif
+    c.threads = most_threads();
     int64_t all = (s->rows * s->group + STRIP - 1) / STRIP;
     c.strips = STRIPS;
     while (c.strips > 1 && s->heads * (all / c.strips) < 4 * c.threads)
@@ -381,11 +375,7 @@ static int rows_attention(
         return 2;
 #pragma omp parallel num_threads((int)c.threads)
     {
-        int64_t thread = 0;
-#ifdef _OPENMP
-        thread = omp_get_thread_num();
-#endif
-        Workspace r = init_workspace(memory + thread * c.each, s->size);
+        Workspace r = init_workspace(memory + this_thread() * c.each, s->size);
         begin_thread();
         /* The last queries see most rows, so they go first. */
 #pragma omp for schedule(dynamic, 1)

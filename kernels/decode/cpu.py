@@ -3,30 +3,21 @@ tiles (AMX). `plain.py` takes other dtypes and strides, and heads of more than 2
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.decode import plain as plain_torch
+from minikv.kernels.decode.plain import Segments
 from minikv.kernels.native import choice
-from minikv.kernels.native.binding import INT8, KINDS, address, loaded
+from minikv.kernels.native.binding import INT8, KINDS, function
 
 _MAX_HEAD_DIM = 256
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    """The library, the arguments of its functions declared."""
-    found = loaded()
-    p, i, n = c_void_p, c_int, c_int64
-    found.minikv_ragged_attention.argtypes = [i] * 6 + [p] * 9 + [p, n, p, p]
-    found.minikv_ragged_attention.restype = c_int
-    return found
+_ragged_attention = function("ragged_attention", "iiiiii" + "p" * 10 + "npp", "attention")
 
 
 def unfit(dtype: torch.dtype, head_dim: int) -> str:
@@ -48,68 +39,35 @@ class Decode:
     def ragged_attention(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: Tensor,
-        length: Tensor,
-        *,
-        width: int,
-        pos: Tensor | None = None,
-        oldest: Tensor | None = None,
+        rows: Segments,
         logits: Tensor | None = None,
         lse: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
         arrived: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `plain.ragged_attention`."""
+        k, v, start, length, _, pos, oldest, k_scale, v_scale = rows
         heads, group, size = q.shape
         stored = INT8 if k_scale is not None else KINDS.get(k.dtype, -1)
         kind = KINDS.get(q.dtype, -1)
         fits = kind >= 0 and stored in (kind, INT8) and size <= _MAX_HEAD_DIM and q.is_contiguous()
         if not (fits and _exact(logits) and _exact(lse)):
-            return plain_torch.ragged_attention(
-                q,
-                k,
-                v,
-                start,
-                length,
-                width=width,
-                pos=pos,
-                oldest=oldest,
-                logits=logits,
-                lse=lse,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
+            return plain_torch.ragged_attention(q, rows, logits, lse)
         seen = None if pos is None or oldest is None else pos
         out = torch.empty_like(q)
         sums = lse
         if sums is None:
             sums = torch.empty((heads, group), dtype=torch.float32, device=q.device)
-        failed = _library().minikv_ragged_attention(
+        _ragged_attention(
             kind,
             stored,
             self.tiles and prefill.TILES.available(),
-            heads,
-            group,
-            size,
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            start.data_ptr(),
-            length.data_ptr(),
-            address(seen),
-            address(None if seen is None else oldest),
-            address(k_scale),
-            address(v_scale),
-            address(logits),
+            *q.shape,
+            *(q, k, v, start, length, seen, None if seen is None else oldest, k_scale, v_scale),
+            logits,
             0 if logits is None else logits.shape[-1],
-            sums.data_ptr(),
-            out.data_ptr(),
+            sums,
+            out,
         )
-        if failed:
-            raise MemoryError("attention found no memory")
         return out, sums
 
 

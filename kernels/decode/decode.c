@@ -66,14 +66,6 @@ static inline int place_of(int i, int pairs) {
     return pair < pairs ? 2 * VEC * pair + 2 * (lane % VEC) + lane / VEC : i;
 }
 
-/* Write x as number i of a row of bfloat16 or float32. */
-static inline void store_number(void *row, int kind, long i, float x) {
-    if (kind == BF16)
-        ((bf16 *)row)[i] = to_bf16(x);
-    else
-        ((float *)row)[i] = x;
-}
-
 /* The n rows of a head: keys and values [n, D] of dtype `stored`, their positions [n], and, for
    int8, their scales [n]. Rows with positions before `oldest` are not seen. */
 typedef struct {
@@ -102,7 +94,7 @@ static inline v4 sum_four(vec a, vec b, vec c, vec d) {
 
 /* The scaled logits of B queries q [B, D] over the rows, into out [B, n], whose rows are `pitch`
    apart. W: whole vectors of a row; kind: dtype of q. */
-static inline __attribute__((always_inline)) void find_logits(
+INLINE void find_logits(
     const int B, const int W, const int kind, const int stored, const Segment *r, const char *q,
     float *out, long pitch
 ) {
@@ -229,7 +221,7 @@ INLINE void find_tile_logits(
 #endif
 
 /* out[b] = norm[b] * the sum over rows of p[b] times their values; p [B, n], out [B, D]. */
-static inline __attribute__((always_inline)) void weighted_sum(
+INLINE void weighted_sum(
     const int B, const int W, const int kind, const int stored, const Segment *r, const float *p,
     const float *norm, char *out
 ) {
@@ -288,7 +280,7 @@ static __attribute__((noinline)) float softmax(const float *x, float *e, long n,
 /* Attention of B <= FOUR queries q [B, D] over the rows of their head, into out [B, D], lse [B]
    and, if not NULL, logits [B, n] with rows `pitch` apart. tiles: multiply by them, if they fit. p
    [B, n] is memory to work with. */
-static inline __attribute__((always_inline)) void attend(
+INLINE void attend(
     const int B, const int W, const int kind, const int stored, int tiles, const Segment *r,
     const char *q, float *logits, long pitch, float *lse, char *out, float *p
 ) {

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import WIDE, Variant, power, typed, upcast
+from minikv.kernels.decode.plain import Segments
+from minikv.kernels.gpu import power, upcast
 from minikv.kernels.gpu import width as columns
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -268,14 +270,6 @@ class Config:
         return max(self.programs, heads)
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Memory for the parts that programs write for each other: part [P, G, D] and lse [P, G]."""
-
-    part: Tensor
-    lse: Tensor
-
-
 _TILE = 32768  # bytes of k and v in a tile; twice as many where one program has a multiprocessor
 _DEEP = {(8, 0), (9, 0), (10, 0), (10, 3)}
 """Compute capabilities with at least 163 KiB of shared memory, enough for a tile of twice the size
@@ -303,13 +297,14 @@ def configure(
     return Config(max(16, min(most, _TILE // row)), warps, stages, 2 * processors, joined=joined)
 
 
-def workspace(heads: int, group: int, size: int, config: Config, device: torch.device) -> Workspace:
-    """Memory for `ragged_attention` over H heads of G queries of size D."""
-    parts = config.grid(heads)
-    return Workspace(
-        torch.empty((parts, group, size), dtype=torch.float32, device=device),
-        torch.empty((parts, group), dtype=torch.float32, device=device),
-    )
+def workspace(
+    heads: int, group: int, size: int, config: Config, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Memory for the parts that programs write for each other, over H heads of G queries of size D:
+    [P, G, D] and their log-sum-exps [P, G]."""
+    part, lse = (config.grid(heads), group, size), (config.grid(heads), group)
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    return torch.empty(part, **float32), torch.empty(lse, **float32)
 
 
 def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
@@ -335,26 +330,18 @@ def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
 
 def ragged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
-    *,
-    width: int,
-    pos: Tensor | None = None,
-    oldest: Tensor | None = None,
+    rows: Segments,
     logits: Tensor | None = None,
     lse: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     arrived: Tensor | None = None,
     config: Config | None = None,
-    space: Workspace | None = None,
+    space: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `plain.ragged_attention`. All tensors are contiguous; `width` is not needed.
+    """See `plain.ragged_attention`. All tensors are contiguous; the width is not needed.
 
     `space`: memory between programs, from `workspace` for this `config`; allocated if None.
     """
+    k, v, start, length, _, pos, oldest, k_scale, v_scale = rows
     assert all(t.is_contiguous() for t in (q, k, v, start, length))
     heads, group, size = q.shape
     config = config or configure(size, k.dtype, q.device)
@@ -377,8 +364,7 @@ def ragged_attention(
         logits,
         0 if logits is None else logits.shape[-1],
         1.0 / math.sqrt(size),
-        space.part,
-        space.lse,
+        *space,
         arrived,
         out,
         lse,
@@ -392,80 +378,3 @@ def ragged_attention(
         num_stages=config.stages,
     )
     return out, lse
-
-
-_TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int8: "*i8",
-}
-_BUILDS: list[tuple[int, torch.dtype, tuple[str, ...]]] = [
-    (128, torch.bfloat16, ("window logits", "logits int8", "logits", "")),
-    (256, torch.bfloat16, ("window logits", "logits int8")),
-    (80, torch.bfloat16, ("logits",)),
-    (64, torch.float16, ("window logits",)),
-    (128, torch.float32, ("window logits",)),
-]
-"""Head size, dtype of the rows, and what policies and models use."""
-
-
-def variants(heads: int = 8, group: int = 4) -> list[Variant]:
-    """Builds for the compile gate, for models of H KV heads of G queries: every use with bfloat16
-    heads of 128, and for other sizes and dtypes the uses that need most registers."""
-    found = []
-    for size, dtype, wanted in _BUILDS:
-        kind = _TYPES[dtype]
-        for uses in wanted:
-            window, logits, scaled = (w in uses for w in ("window", "logits", "int8"))
-            stored = torch.int8 if scaled else dtype
-            config = configure(size, stored, torch.device("cpu"), (9, 0))
-            constants: dict[str, object] = {
-                **_tiles(heads, group, size, config),
-                "WINDOW": window,
-                "LOGITS": logits,
-                "SCALED": scaled,
-                "UPCAST": False,
-                "STAGES": config.stages,
-            }
-            kinds = {
-                "q": kind,
-                "k": _TYPES[stored],
-                "v": _TYPES[stored],
-                "start": "*i64",
-                "length": "*i64",
-                "part": "*fp32",
-                "part_lse": "*fp32",
-                "arrived": "*i32",
-                "out": kind,
-                "lse": "*fp32",
-            }
-            options = {
-                "window": (window, {"pos": "*i32", "oldest": "*i64"}),
-                "logits": (logits, {"logits": "*fp32"}),
-                "int8": (scaled, {"k_scale": "*fp32", "v_scale": "*fp32"}),
-            }
-            for on, more in options.values():
-                if on:
-                    kinds |= more
-                else:
-                    constants |= dict.fromkeys(more)
-            found.append(
-                Variant(
-                    "-".join([f"split-{kind[1:]}-{size}", *uses.split()]),
-                    split,
-                    typed(split, kinds, constants),
-                    constants,
-                    config.warps,
-                    config.stages,
-                    mma=True,
-                    # Triton reads values in int8 only 8 bytes at a time here.
-                    reads={
-                        "q": WIDE,
-                        "k": WIDE,
-                        "v": WIDE // 2 if scaled else WIDE,
-                        "part": WIDE,
-                    },
-                )
-            )
-    return found

@@ -10,12 +10,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.int8 import from_codes
+
+
+class Segments(NamedTuple):
+    """The rows of one layer's heads, to attend to.
+
+    k, v [R, D]; start, length int64 [H]: head h has rows start[h] .. start[h] + length[h] - 1. No
+    length exceeds `width`. pos int32 [R]: the position of each row. oldest int64 []: with it, a
+    query sees rows with pos >= oldest, one at least if the head has rows. With k_scale and v_scale
+    float32 [R], k and v are int8: row r means k_scale[r] * k[r] and v_scale[r] * v[r].
+    """
+
+    k: Tensor
+    v: Tensor
+    start: Tensor
+    length: Tensor
+    width: int
+    pos: Tensor | None = None
+    oldest: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +110,12 @@ class HashRule(Protocol):
 
 def ragged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
-    *,
-    width: int,
-    pos: Tensor | None = None,
-    oldest: Tensor | None = None,
+    rows: Segments,
     logits: Tensor | None = None,
     lse: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One query per head over the head's own segment of rows.
-
-    q [H, G, D]; k, v [R, D]; start, length int64 [H]: head h has rows start[h] .. start[h] +
-    length[h] - 1. No length exceeds `width`. With `pos` int32 [R] and `oldest` int64 [], a query
-    sees rows with pos >= oldest, one at least if the head has rows. With k_scale and v_scale
-    float32 [R], k and v are int8: row r means k_scale[r] * k[r] and v_scale[r] * v[r].
+    """One query per head, q [H, G, D], over the head's own segment of rows.
 
     Returns the output [H, G, D] in q's dtype and the log-sum-exp [H, G] of the scaled logits in
     float32; 0 and -inf for a head without rows. Products are summed in float32; probabilities may
@@ -122,18 +128,20 @@ def ragged_attention(
     `arrived` int32 [H], zeros before and after: in it a GPU kernel counts which of its programs
     have finished. Not used here. A kernel that needs it allocates it if it is None.
     """
-    index, live = in_use(start, length, width, len(k))
-    seen = live if pos is None or oldest is None else live & (pos[index] >= oldest)
-    keys, values = k[index].float(), v[index]
-    if k_scale is not None and v_scale is not None:
-        keys = keys * k_scale[index][..., None]
-        values = from_codes(values, v_scale[index], q.dtype)
+    index, live = in_use(rows.start, rows.length, rows.width, len(rows.k))
+    seen = live
+    if rows.pos is not None and rows.oldest is not None:
+        seen = live & (rows.pos[index] >= rows.oldest)
+    keys, values = rows.k[index].float(), rows.v[index]
+    if rows.k_scale is not None and rows.v_scale is not None:
+        keys = keys * rows.k_scale[index][..., None]
+        values = from_codes(values, rows.v_scale[index], q.dtype)
     keys = keys.masked_fill(~live[..., None], 0.0)
     values = values.masked_fill(~live[..., None], 0.0)
     x = torch.matmul(q.float(), keys.transpose(1, 2)) * (1.0 / math.sqrt(q.shape[-1]))
     x = x.masked_fill(~seen[:, None], -math.inf)
     if logits is not None:
-        target = logits[..., :width]
+        target = logits[..., : rows.width]
         target.copy_(torch.where(live[:, None], x, target))
     sums = torch.logsumexp(x, -1)
     p = (x - sums.masked_fill(sums == -math.inf, 0.0)[..., None]).exp()

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from minikv.kernels.decode.plain import Segments
 from minikv.kernels.native import choice
 
 _JOINT = 1 << 19  # up to so many logits, one product is faster than a loop over uneven heads
@@ -26,72 +27,52 @@ _CONVERTED = 1 << 22  # up to so many numbers, the keys of a layer are converted
 
 def ragged_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
-    *,
-    width: int,
-    pos: Tensor | None = None,
-    oldest: Tensor | None = None,
+    rows: Segments,
     logits: Tensor | None = None,
     lse: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `minikv.kernels.decode.plain.ragged_attention`."""
     heads, group = q.shape[:2]
-    starts, counts = start.tolist(), length.tolist()
+    starts, counts = rows.start.tolist(), rows.length.tolist()
     begin, end = min(starts), max(s + n for s, n in zip(starts, counts, strict=True))
     apart = starts[1] - starts[0] if heads > 1 else counts[0]
     alike = 0 < counts[0] <= apart and all(
         n == counts[0] and s == starts[0] + h * apart
         for h, (s, n) in enumerate(zip(starts, counts, strict=True))
     )
-    large = k.dtype != _product_dtype(q) and (end - begin) * q.shape[2] > _CONVERTED
+    large = rows.k.dtype != _product_dtype(q) and (end - begin) * q.shape[2] > _CONVERTED
     if alike and not large:
-        mixed, sums = _batched(
-            q, k, v, starts[0], apart, counts[0], pos, oldest, logits, k_scale, v_scale
-        )
+        mixed, sums = _batched(q, rows, starts[0], apart, counts[0], logits)
     elif min(counts) > 0 and not large and heads * group * (end - begin) <= _JOINT:
-        mixed, sums = _joint(q, k, v, starts, counts, pos, oldest, logits, k_scale, v_scale)
+        mixed, sums = _joint(q, rows, starts, counts, logits)
     else:
         mixed = torch.zeros_like(q)
         sums = torch.full((heads, group), -math.inf)
         for h, (s, n) in enumerate(zip(starts, counts, strict=True)):
             if n:
                 one = None if logits is None else logits[h : h + 1]
-                mixed[h : h + 1], sums[h : h + 1] = _batched(
-                    q[h : h + 1], k, v, s, n, n, pos, oldest, one, k_scale, v_scale
-                )
+                found = _batched(q[h : h + 1], rows, s, n, n, one)
+                mixed[h : h + 1], sums[h : h + 1] = found
     if lse is not None:
         sums = lse.copy_(sums)
     return mixed, sums
 
 
 def _batched(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begin: int,
-    apart: int,
-    count: int,
-    pos: Tensor | None,
-    oldest: Tensor | None,
-    logits: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    q: Tensor, rows: Segments, begin: int, apart: int, count: int, logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """For heads of `count` rows: the first begins at row `begin`, each other one `apart` later."""
     heads = len(q)
-    keys, values = _batch(k, begin, heads, apart, count), _batch(v, begin, heads, apart, count)
-    key_scale, value_scale = (
-        None if t is None else _batch(t, begin, heads, apart, count) for t in (k_scale, v_scale)
+    keys, values, key_scale, value_scale = (
+        None if t is None else _batch(t, begin, heads, apart, count)
+        for t in (rows.k, rows.v, rows.k_scale, rows.v_scale)
     )
+    assert keys is not None
+    assert values is not None
     found = _logits(q, keys, key_scale)
-    if pos is not None and oldest is not None:
-        hidden = _batch(pos, begin, heads, apart, count) < oldest
+    if rows.pos is not None and rows.oldest is not None:
+        hidden = _batch(rows.pos, begin, heads, apart, count) < rows.oldest
         found.masked_fill_(hidden[:, None], -math.inf)
     if logits is not None:
         logits[..., :count] = found
@@ -99,28 +80,19 @@ def _batched(
 
 
 def _joint(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: list[int],
-    counts: list[int],
-    pos: Tensor | None,
-    oldest: Tensor | None,
-    logits: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    q: Tensor, rows: Segments, starts: list[int], counts: list[int], logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """For uneven heads: all queries over the rows of all heads; rows of other heads are masked."""
     heads, group, size = q.shape
     first, end = min(starts), max(s + n for s, n in zip(starts, counts, strict=True))
     part = slice(first, end)
-    keys, values = k[part], v[part]
-    key_scale, value_scale = (None if t is None else t[part] for t in (k_scale, v_scale))
+    keys, values = rows.k[part], rows.v[part]
+    scales = [None if t is None else t[part] for t in (rows.k_scale, rows.v_scale)]
     layout = _cached_layout if heads * (end - first) <= _CACHED else _layout
     bias, place = layout(tuple(s - first for s in starts), tuple(counts))
-    if pos is not None and oldest is not None:
-        bias = bias.masked_fill(pos[part] < oldest, -math.inf)
-    found, mixed, sums = _over_all(q, keys, values, bias, key_scale, value_scale)
+    if rows.pos is not None and rows.oldest is not None:
+        bias = bias.masked_fill(rows.pos[part] < rows.oldest, -math.inf)
+    found, mixed, sums = _over_all(q, keys, values, bias, *scales)
     if sum(counts) < end - first and not bool(mixed.isfinite().all()):
         # Rows between two heads have probability 0, but unwritten ones may hold NaN, and 0 x NaN is
         # NaN.
@@ -128,9 +100,8 @@ def _joint(
         for s, n in zip(starts, counts, strict=True):
             unused[s - first : s - first + n] = False
         keys, values = (t.masked_fill(unused[:, None], 0) for t in (keys, values))
-        if key_scale is not None and value_scale is not None:
-            key_scale, value_scale = (t.masked_fill(unused, 0) for t in (key_scale, value_scale))
-        found, mixed, sums = _over_all(q, keys, values, bias, key_scale, value_scale)
+        scales = [None if t is None else t.masked_fill(unused, 0) for t in scales]
+        found, mixed, sums = _over_all(q, keys, values, bias, *scales)
     if logits is not None:
         reach = place.shape[2]
         torch.gather(found, 2, place.expand(heads, group, reach), out=logits[..., :reach])

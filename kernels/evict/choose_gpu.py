@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import Variant, head_stride, lines, power, typed
+from minikv.kernels.gpu import head_stride, lines, power
 
 _ROWS = 1024  # of a head, in one program or one round of it
 _FEW, _FEW_IN_ALL = 4096, 8192  # rows of a head and of a layer that one program searches alone
@@ -396,30 +396,3 @@ def _grid(rows: int, lines: int) -> tuple[int, int]:
 def _heads(heads: int) -> int:
     """How many heads a kernel counts rows for: one for every thread of a warp, or more."""
     return max(32, power(heads))
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    kinds = dict.fromkeys(("pos", "key", "edges", "listed", "counts", "total"), "*i64")
-    kinds |= dict.fromkeys(("tallies", "notes", "whose"), "*i32") | {"scores": "*fp32"}
-    kinds |= {"free": "*i1", "also": "*i1", "out": "*i64"}
-    bits = kinds | {"out": "*i1"}
-    rows: dict[str, object] = {"BN": _ROWS}
-    heads: dict[str, object] = {"HP": 32}
-    each: dict[str, object] = {"EACH": 1, "BINS": _BINS} | rows
-    layer: dict[str, object] = each | {"EACH": 0}
-    chosen: dict[str, object] = {"ALSO": True, "ALONE": False} | rows
-    alone: dict[str, object] = {"BN": _SEARCHED}
-    found = []
-    for name, fn, types, constants, warps in (
-        ("order-key", _order_key, kinds, rows, 4),
-        ("chosen", _chosen, bits, chosen, 4),
-        ("chosen-alone", _chosen, bits, chosen | alone | {"ALONE": True}, _SEARCHERS),
-        ("tally", _tally, kinds, each | {"LATER": False}, 4),
-        ("tally-later", _tally, kinds, layer | {"LATER": True}, 4),
-        ("settle-each", _settle, kinds, each | heads, 4),
-        ("settle", _settle, kinds, layer | heads, 4),
-        ("wanted", _wanted, kinds, heads | alone, _SEARCHERS),
-    ):
-        found.append(Variant(name, fn, typed(fn, types, constants), constants, warps))
-    return found

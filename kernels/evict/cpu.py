@@ -7,33 +7,24 @@ positions, int64 layouts. Anything else is a bug and fails an assertion.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_int, c_int64, c_void_p
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.decode.plain import Rows
-from minikv.kernels.native.binding import loaded, plain
+from minikv.kernels.native.binding import function, plain
 
 _TAKES = "the C step kernels take contiguous CPU tensors: "
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    """The library, the arguments of its functions declared."""
-    found = loaded()
-    p, n = c_void_p, c_int64
-    heads = [n] * 4 + [p] * 7 + [n] * 3 + [p]
-    found.minikv_h2o_step.argtypes = [*heads, p, p]
-    found.minikv_roco_step.argtypes = [*heads, p, p, p, p]
-    for name in ("h2o_step", "roco_step"):
-        getattr(found, f"minikv_{name}").restype = c_int
-    found.minikv_lowest.argtypes = [n, n] + [p] * 5
-    found.minikv_lowest.restype = None
-    return found
+_HEADS = "nnnn" + "p" * 7 + "nnnp"
+_STEPS = {
+    "h2o": function("h2o_step", _HEADS + "pp", "the end of a step"),
+    "roco": function("roco_step", _HEADS + "pppp", "the end of a step"),
+}
+_lowest = function("lowest", "nnppppp")
 
 
 def lowest(scores: Tensor, pos: Tensor, start: Tensor, over: Tensor, free_slot: Tensor) -> None:
@@ -43,40 +34,10 @@ def lowest(scores: Tensor, pos: Tensor, start: Tensor, over: Tensor, free_slot: 
     assert plain(torch.bool, over), _TAKES + "bool over"
     assert plain(torch.int64, pos, start, free_slot), _TAKES + "int64 layouts and positions"
     assert scores.shape == pos.shape, "there is a score for every row"
-    tensors = scores, pos, start, over, free_slot
-    _library().minikv_lowest(*scores.shape, *(t.data_ptr() for t in tensors))
+    _lowest(*scores.shape, scores, pos, start, over, free_slot)
 
 
-def h2o_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    columns: Sequence[Tensor],
-    quota: Tensor,
-) -> None:
-    """H2O (arXiv 2306.14048, section 4): add the step's probabilities to the column of sums [R];
-    the row with the lowest sum is the victim. quota int64 [L, H]: how many of a head's newest rows
-    are kept. See `Kernels.evict`."""
-    _run("h2o_step", logits, lse, rows, free_slot, columns, quota)
-
-
-def roco_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    columns: Sequence[Tensor],
-    quota: Tensor,
-) -> None:
-    """RoCo (arXiv 2402.06262, section 4.2): add the step's probability, its square and 1 to the
-    columns of sums, squares and counts [R]; of the rows with the smallest variances, the one with
-    the lowest mean is the victim. quota int64 [L, H]: how many rows with the smallest variances are
-    candidates. See `Kernels.evict`."""
-    _run("roco_step", logits, lse, rows, free_slot, columns, quota)
-
-
-def _run(
+def _step(
     name: str,
     logits: Tensor,
     lse: Tensor,
@@ -85,21 +46,14 @@ def _run(
     columns: Sequence[Tensor],
     quota: Tensor,
 ) -> None:
-    """Call the C function. Raises MemoryError."""
+    """See `plain.evict`. Raises MemoryError."""
     tables = rows.start, rows.length, rows.cap
     assert plain(torch.float32, logits, lse, *columns), _TAKES + "float32 logits and statistics"
     assert plain(torch.int64, *tables, rows.newest, free_slot, quota), _TAKES + "int64 layouts"
     assert plain(torch.int32, rows.pos), _TAKES + "int32 positions"
-    failed = getattr(_library(), f"minikv_{name}")(
-        *logits.shape,
-        *(t.data_ptr() for t in (logits, lse, *tables, rows.pos, rows.newest)),
-        rows.sinks,
-        rows.recent,
-        rows.pinned,
-        *(t.data_ptr() for t in (free_slot, *columns, quota)),
-    )
-    if failed:
-        raise MemoryError("the end of a step found no memory")
+    ends = rows.sinks, rows.recent, rows.pinned
+    heads = logits, lse, *tables, rows.pos, rows.newest, *ends, free_slot
+    _STEPS[name](*logits.shape, *heads, *columns, quota)
 
 
-evict = {"h2o": h2o_step, "roco": roco_step}
+evict = {name: partial(_step, name) for name in _STEPS}

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import WIDE, Variant, head_stride, in_rows, power, row_stride, typed
+from minikv.kernels.gpu import head_stride, in_rows, power, row_stride
 
 _ROWS = 32  # rows that one program copies
 _VALUES = 1024
@@ -177,28 +177,3 @@ def _aligned(column: Tensor) -> Tensor:
     for which there would be another build."""
     column = column.contiguous()
     return column if column.data_ptr() % 16 == 0 else column.clone()
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    lists = {"index": "*i64", "count": "*i64", "start": "*i64"}
-    places = {"pos": "*i64", "out_pos": "*i32"}
-    for size, kind, old in ((128, "bf16", True), (80, "fp32", False)):
-        data = dict.fromkeys(("k", "v", "old_k", "old_v", "out_k", "out_v"), f"*{kind}")
-        constants: dict[str, object] = {"D": size, "DP": power(size), "BN": _ROWS, "OLD": old}
-        found.append(
-            Variant(
-                f"rows-{kind}-d{size}" + "-old" * old,
-                _rows,
-                typed(_rows, lists | {"at": "*i64"} | places | data, constants),
-                constants,
-                reads=dict.fromkeys(("k", "v", *(("old_k", "old_v") if old else ())), WIDE),
-            )
-        )
-    constants = {"BN": _VALUES}
-    for name, columns in (("roco", ("*fp32",) * 3), ("scissorhands", ("*i64", "*i64", "*fp32"))):
-        moved: dict[str, str | tuple[str, ...]] = {**lists, "values": columns, "out": columns}
-        signature = typed(_columns, moved, constants)
-        found.append(Variant(f"columns-{name}", _columns, signature, constants))
-    return found

@@ -15,6 +15,7 @@ smallest variances, whose limit `nth` finds. Nothing is sorted. Specification: `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import triton
@@ -22,10 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.decode.plain import Rows
-from minikv.kernels.gpu import Variant, typed
-
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-
 
 NONE = tl.constexpr((1 << 63) - 1)  # a key that no row has
 _LAST = tl.constexpr((1 << 31) - 1)
@@ -280,42 +277,7 @@ def lowest(
     _lowest[grid](scores, pos, start, over, free_slot, scores.shape[1], BN=block, num_warps=_WARPS)
 
 
-def h2o_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    columns: Sequence[Tensor],
-    quota: Tensor,
-    *,
-    block: int = _BLOCK,
-) -> None:
-    """H2O (arXiv 2306.14048, section 4): add the step's probabilities to the column of sums [R];
-    the row with the lowest sum is the victim. quota int64 [L, H]: how many of a head's newest rows
-    are kept. See `Kernels.evict`. `block`: rows that a program reads at once."""
-    _launch(_h2o, logits, lse, rows, free_slot, columns, quota, block)
-
-
-def roco_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    columns: Sequence[Tensor],
-    quota: Tensor,
-    *,
-    block: int = _BLOCK,
-) -> None:
-    """RoCo (arXiv 2402.06262, section 4.2): add the step's probability, its square and 1 to the
-    columns of sums, squares and counts [R]; of the rows with the smallest variances, the one with
-    the lowest mean is the victim. quota int64 [L, H]: how many rows with the smallest variances are
-    candidates. See `Kernels.evict`. Overwrites the logits of the first query of each group, whose
-    memory takes the order of the variances."""
-    assert logits.shape[-1] < MOST_ROWS.value
-    _launch(_roco, logits, lse, rows, free_slot, columns, quota, block, enable_fp_fusion=False)
-
-
-def _launch(
+def _step(
     kernel: Any,
     logits: Tensor,
     lse: Tensor,
@@ -323,45 +285,20 @@ def _launch(
     free_slot: Tensor,
     columns: Sequence[Tensor],
     quota: Tensor,
-    block: int,
-    **how: bool,
+    *,
+    block: int = _BLOCK,
 ) -> None:
+    """See `plain.evict`. `block`: rows that a program reads at once. RoCo overwrites the logits of
+    the first query of each group, whose memory takes the order of the variances."""
     tables = rows.start, rows.length, rows.cap, rows.pos, rows.newest
     args = logits, lse, *tables, free_slot, *columns, quota
     assert all(t.is_contiguous() for t in args)
+    assert logits.shape[-1] < MOST_ROWS.value
     numbers = logits.shape[-1], rows.sinks, rows.recent, rows.pinned
+    how = {} if kernel is _h2o else {"enable_fp_fusion": False}  # variances round as in torch
     kernel[(free_slot.numel(),)](
         *args, *numbers, G=logits.shape[2], BN=block, num_warps=_WARPS, **how
     )
-
-
-def variants(group: int = 4) -> list[Variant]:
-    """Builds for the compile gate, for a model of G queries per KV head."""
-    common: dict[str, str | tuple[str, ...]] = {
-        "scores": "*fp32",
-        "over": "*i1",
-        "logits": "*fp32",
-        "lse": "*fp32",
-        "start": "*i64",
-        "length": "*i64",
-        "cap": "*i64",
-        "pos": "*i32",
-        "newest": "*i64",
-        "free_slot": "*i64",
-        "sums": "*fp32",
-        "squares": "*fp32",
-        "counted": "*fp32",
-        "newest_rows": "*i64",
-        "steady_rows": "*i64",
-    }
-    shapes = {"G": group, "BN": _BLOCK}
-    found = []
-    for name, fn in (("lowest", _lowest), ("h2o", _h2o), ("roco", _roco)):
-        constants: dict[str, object] = {k: v for k, v in shapes.items() if k in fn.arg_names}
-        kinds = common | ({"pos": "*i64"} if fn is _lowest else {})
-        signature = typed(fn, kinds, constants)
-        found.append(Variant(name, fn, signature, constants, warps=_WARPS))
-    return found
 
 
 NO_ORDER = tl.constexpr((1 << 31) - 1)  # of a row that may not leave; no score has it
@@ -407,4 +344,4 @@ def nth(orders, rows, rank, BN: tl.constexpr):
     return found, below
 
 
-evict = {"h2o": h2o_step, "roco": roco_step}
+evict = {"h2o": partial(_step, _h2o), "roco": partial(_step, _roco)}

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minikv.kernels.evict.plain import Tables
-from minikv.kernels.gpu import Variant, head_stride, lines, power, typed
+from minikv.kernels.gpu import head_stride, lines, power
 
 _MANY, _WARPS = 4096, 16  # rows of a round, and warps, of a program that has all rows of a head
 _LISTED = 1024  # rows of a round of `_survivors`
@@ -210,23 +210,3 @@ def lay_out(
     """See `plain.lay_out`."""
     numbers = len(count), begin, floor, total, spare, owned
     _lay_out[(1,)](count, *tables, *numbers, HP=power(len(count)))
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    names = ("pos", "order", "index", "count", "counts", "need", "most", "sure", "out")
-    tables = ("start", "length", "capacity", "cap", "free_slot")
-    kinds = dict.fromkeys((*names, *tables), "*i64")
-    masks = dict.fromkeys(("keep", "stays", "free"), "*i1")
-    heads: dict[str, object] = {"HP": 32}
-    found = []
-    for name, fn, types, constants, warps in (
-        ("divide", _divide, masks, {"BN": _MANY}, _WARPS),
-        ("survivors", _survivors, masks, {"BN": _LISTED}, 4),
-        ("share", _share, {"total": "*i64"}, heads, 4),
-        ("ensure-least", _ensure_least, {"free": "*i64"}, heads, 4),
-        ("lay-out", _lay_out, {}, heads, 4),
-    ):
-        signature = typed(fn, kinds | types, constants)
-        found.append(Variant(name, fn, signature, constants, warps))
-    return found

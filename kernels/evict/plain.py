@@ -7,10 +7,25 @@ then that of the first head. `tests/policies/oracle.py` makes the same choices i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+evict: Mapping[str, Callable[..., None]] = {}
+"""Of step policies, by name: all that the end of a step does, for all heads, in one kernel. In
+torch it is the policy's own file.
+
+It takes this step's logits [L, H, G, C] and lse [L, H, G], which it may overwrite, `Rows`,
+free_slot [L, H], which gets each head's victim or -1, the policy's columns [R] in its order, and
+int64 [L, H], what `StepPolicy.quota` returned.
+
+h2o (arXiv 2306.14048, section 4) adds the step's probabilities to the column of sums; the row with
+the lowest sum is the victim. quota: how many of a head's newest rows are kept.
+
+roco (arXiv 2402.06262, section 4.2) adds the step's probability, its square and 1 to the columns of
+sums, squares and counts; of the rows with the smallest variances, the one with the lowest mean is
+the victim. quota: how many rows with the smallest variances are candidates."""
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Of one layer: start, length, capacity, cap and free slot of each head, int64 [H] each."""

@@ -16,10 +16,7 @@
 #endif
 
 #include "span.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "threads.h"
 
 /* THREADS_FROM: from so many probabilities on, about 50 us of one thread, threads are faster.
    BLOCK: so many rows are computed at once, so that their data stays in the L1 cache. */
@@ -77,24 +74,10 @@ static inline int64_t victim_row(const Heads *a, int64_t i, int found) {
 /* How many threads to use: one, or all that torch's own loops use. A team of a size between would
    make OpenMP end the other threads and start them again. */
 static int thread_count(const Heads *a) {
-#ifdef _OPENMP
     int64_t weights = 0;
     for (int64_t i = 0; i < a->L * a->H; i++)
         weights += a->length[i] * a->G;
-    return weights < THREADS_FROM ? 1 : omp_get_max_threads();
-#else
-    (void)a;
-    return 1;
-#endif
-}
-
-/* The number of this thread. */
-static inline int thread_number(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
+    return weights < THREADS_FROM ? 1 : (int)most_threads();
 }
 
 /* The position of the oldest of the n newest unpinned rows. There are at least n such rows, and
@@ -163,7 +146,7 @@ int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < L * H; i++) {
         const int n = (int)length[i];
-        float *p = memory + thread_number() * C, *total = sums + start[i];
+        float *p = memory + this_thread() * C, *total = sums + start[i];
         mean_probs(&a, i, n, p);
 #pragma omp simd
         for (int j = 0; j < n; j++)
@@ -241,7 +224,7 @@ int minikv_roco_step(
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < L * H; i++) {
         const int n = (int)length[i];
-        float *mean = memory + 2 * thread_number() * C, *variance = mean + C;
+        float *mean = memory + 2 * this_thread() * C, *variance = mean + C;
         float *sum = sums + start[i], *square = squares + start[i], *seen = count + start[i];
         mean_probs(&a, i, n, mean);
 #pragma omp simd

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import WIDE, Variant, in_rows, power, row_stride, typed
+from minikv.kernels.gpu import in_rows, power, row_stride
 from minikv.kernels.layer import plain as plain_torch
 
 _MAX_ROW = 16384  # the longest row that one program can hold
@@ -172,31 +172,3 @@ def silu_mul(both: Tensor) -> Tensor:
 
 def _warps(size: int) -> int:
     return min(16, max(1, power(size) // 512))
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    read = {"add-norm": ("x", "y", "weight"), "rotate": ("x",), "silu-mul": ("both",)}
-    fixed_kinds = {"position": "*i64", "inverse": "*fp32"}
-    for name, fn, kind, fixed, warps in (
-        ("add-norm", _add_norm, "bf16", {"N": 4096, "NP": 4096, "ADD": True}, _warps(4096)),
-        ("add-norm", _add_norm, "fp32", {"N": 960, "NP": 1024, "ADD": True}, _warps(960)),
-        ("rotate", _rotate, "bf16", {"D": 128, "HALF": 64, "HP": 64, "BH": _HEADS}, 2),
-        ("rotate", _rotate, "fp16", {"D": 80, "HALF": 40, "HP": 64, "BH": _HEADS}, 2),
-        ("table", _rotary_table, "bf16", {"HALF": 64, "HP": 64}, 2),
-        ("silu-mul", _silu_mul, "bf16", {"N": 14336, "BN": _PART}, 4),
-    ):
-        kinds = dict.fromkeys(("x", "y", "weight", "out", "cos", "sin", "both"), f"*{kind}")
-        constants: dict[str, object] = dict(fixed)
-        found.append(
-            Variant(
-                f"{name}-{kind}",
-                fn,
-                typed(fn, kinds | fixed_kinds, constants),
-                constants,
-                warps,
-                reads=dict.fromkeys(read.get(name, ()), WIDE),
-            )
-        )
-    return found

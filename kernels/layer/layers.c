@@ -6,7 +6,8 @@
 
 #include <stdlib.h>
 
-/* The weights of a layer after attention, as in minikv_rest; the fields are those of layers.py. */
+/* The weights of a layer after attention, as in minikv_rest; the fields are those of
+ * kernels/layer/cpu.py. */
 typedef struct {
     const Matrix *matrices;
     const bf16 *mlp_norm, *next_norm;
@@ -15,7 +16,7 @@ typedef struct {
 /* The rows of a layer's heads: start, length and slot [H] of each head's rows and of its new row.
    oldest: as in minikv_attend_head, NULL for a layer without a window. logits [H, G, pitch] and lse
    [H, G], or NULL. hash: for HashEvict, which also writes the new row. The fields are those of
-   step_arena.py. */
+   kernels/layer/cpu.py. */
 typedef struct {
     const int64_t *start, *length, *slot, *oldest;
     float *logits, *lse;

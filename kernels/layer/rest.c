@@ -11,22 +11,6 @@
    of the next matrix a thread prefetches before it waits for the others. */
 enum { THREADS_FROM = 1 << 18, EARLY = 32768 };
 
-/* The most threads there can be, and how many run here. */
-static inline int64_t most_threads(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-static inline int64_t threads_here(void) {
-#ifdef _OPENMP
-    return omp_get_num_threads();
-#else
-    return 1;
-#endif
-}
-
 /* This thread's share of `rows` rows, first to end - 1: whole groups of `step` rows, divided as
    evenly as possible. */
 typedef struct {

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import WIDE, Variant, power, typed
+from minikv.kernels.gpu import power
 from minikv.kernels.layer.gpu import add_norm, rounded
 from minikv.kernels.product.matrix import Matrix
 
@@ -532,49 +532,3 @@ def product_of(matrix: Matrix, kind: torch.dtype, config: Config | None = None) 
 def _norms(norm: Tensor, size: int) -> bool:
     """Whether the kernel can apply this norm to a row of `size` columns."""
     return size <= _MOST and norm.shape == (size,) and norm.is_contiguous()
-
-
-_KINDS = {PLAIN: "*bf16", EIGHT: "*i32", FOUR: "*i32"}
-_NAMES = {PLAIN: "plain", EIGHT: "int8", FOUR: "int4"}
-_BUILDS = (
-    ("out", 4096, ADD, False),
-    ("gate-up", 4096, GATE, True),
-    ("down", 14336, ADD, False),
-    ("qkv", 4096, KEEP, True),
-)
-"""The four products of an 8B model: columns, what is done with the product, whether x is normed."""
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    for form, stored in _KINDS.items():
-        for name, n, then, normed in _BUILDS:
-            group = 128 if form == FOUR else 0
-            config = config_of(form, n)
-            constants: dict[str, object] = {
-                **tiles_of(config, n, form, group, normed),
-                "THEN": then,
-                "bias": None,
-            }
-            kinds = {"x": "*bf16", "weights": stored, "out": "*bf16"}
-            if normed:
-                kinds["norm"] = "*bf16"
-            else:
-                constants["norm"] = None
-            if form == PLAIN:
-                constants["scales"] = None
-            else:
-                kinds["scales"] = "*bf16" if form == EIGHT else "*i32"
-            found.append(
-                Variant(
-                    f"row-product-{_NAMES[form]}-{name}",
-                    _row_product,
-                    typed(_row_product, kinds, constants),
-                    constants,
-                    config.warps,
-                    1,
-                    reads={"weights": WIDE, "x": WIDE} | ({"norm": WIDE} if normed else {}),
-                )
-            )
-    return found

@@ -6,10 +6,7 @@
    many queries. The log-sum-exp of every query is an input, so that each probability is final. */
 #include "lanes.h"
 #include "span.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
+#include "threads.h"
 
 /* TILE queries are computed together: their sums, a row of keys and one number of a query fill the
    registers. */
@@ -268,11 +265,8 @@ static void blocks(
    of dtype `kind`; q_pos [T] does not decrease; no tensor is empty. For PEAK, mass must be 0 before
    the call. Returns 0, or 2 if there is no memory. */
 int minikv_attention_mass(const Tensors *x, const Shape *s) {
-    int64_t threads = 1, most = QUERY_BYTES / (4 * s->group * s->size);
+    int64_t threads = most_threads(), most = QUERY_BYTES / (4 * s->group * s->size);
     most = most > s->rows ? s->rows : most > TILE ? most : TILE;
-#ifdef _OPENMP
-    threads = omp_get_max_threads();
-#endif
     int64_t count = (s->keys + BLOCK - 1) / BLOCK;
     threads = threads < count ? threads : count;
     int64_t queries = (s->group * most * s->size + LANES - 1) / LANES * LANES;
@@ -283,11 +277,7 @@ int minikv_attention_mass(const Tensors *x, const Shape *s) {
         return 2;
 #pragma omp parallel num_threads((int)threads)
     {
-        int64_t thread = 0, all = 1;
-#ifdef _OPENMP
-        thread = omp_get_thread_num();
-        all = omp_get_num_threads();
-#endif
+        const int64_t thread = this_thread(), all = threads_here();
         Workspace r = {.most = most};
         r.q = (float *)(memory + thread * each);
         r.k = r.q + queries;

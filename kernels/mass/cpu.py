@@ -3,35 +3,19 @@ takes other dtypes and computes the log-sum-exps that C needs."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import c_int, c_int64, c_void_p
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.mass import plain as plain_torch
 from minikv.kernels.mass.plain import Part, with_index
-from minikv.kernels.native.binding import KINDS, address, loaded
+from minikv.kernels.native.binding import KINDS, Struct, function
 
 _SUM, _PEAK, _EACH = range(3)
 _MAX_HEAD_DIM = 256
-_NO_MEMORY = 2
 
-_Shape = c_int64 * 22
-"""`Shape` of attention_mass.c."""
-_Tensors = c_void_p * 9
-"""`Tensors` of attention_mass.c."""
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    """The library, the arguments of its functions declared."""
-    found = loaded()
-    found.minikv_attention_mass.argtypes = [_Tensors, _Shape]
-    found.minikv_attention_mass.restype = c_int
-    return found
+_attention_mass = function("attention_mass", "pp", "what attention gave each row")
 
 
 def add_attention_mass(
@@ -137,8 +121,8 @@ def _run(
     if not q.numel() or not keys:
         return
     lse = lse.float().contiguous()
-    tensors = _Tensors(*map(address, (q, k, q_pos, k_pos, index, lse, mass, squares, each)))
-    shape = _Shape(
+    tensors = Struct(q, k, q_pos, k_pos, index, lse, mass, squares, each)
+    shape = Struct(
         heads,
         group,
         rows,
@@ -157,5 +141,4 @@ def _run(
         0 if squares is None else squares.stride(0),
         *((0, 0, 0) if each is None else each.stride()[:3]),
     )
-    if _library().minikv_attention_mass(tensors, shape) == _NO_MEMORY:
-        raise MemoryError("what attention gave each row found no memory")
+    _attention_mass(tensors, shape)

@@ -19,21 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import (
-    FAR,
-    WIDE,
-    Tile,
-    Variant,
-    head_stride,
-    in_rows,
-    power,
-    row_stride,
-    typed,
-    upcast,
-    width,
-)
+from minikv.kernels.gpu import Tile, head_stride, in_rows, power, row_stride, upcast, width
 from minikv.kernels.mass.plain import Part, rows_lse, with_index
 
+_FAR = tl.constexpr(1 << 30)  # a position after all others
 _FEW = 64  # queries at the end of a prompt, which see nearly all rows
 _INTEGERS = [
     "q_head",
@@ -109,7 +98,6 @@ def _mass(
     WINDOW: tl.constexpr,
     PEAK: tl.constexpr,
     UPCAST: tl.constexpr,
-    FAR: tl.constexpr,
     STAGES: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
@@ -118,9 +106,9 @@ def _mass(
     inside = j < keys
     d = tl.arange(0, DP)
     at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
-    lowest = tl.min(tl.where(at < 0, FAR, at), 0)
+    lowest = tl.min(tl.where(at < 0, _FAR, at), 0)
     highest = tl.max(at, 0)
-    at = tl.where(at < 0, FAR, at)  # no query is as late
+    at = tl.where(at < 0, _FAR, at)  # no query is as late
     if INDEXED:
         row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
     else:
@@ -128,7 +116,7 @@ def _mass(
     # A missing row of a list may be anywhere. One that is not listed is read before it is known
     # whether it is missing: what comes of it, a NaN perhaps, stays in its own row, which no query
     # sees.
-    real_key = (at < FAR) if INDEXED else inside
+    real_key = (at < _FAR) if INDEXED else inside
     there = real_key[:, None] & (d < D)[None, :]
     key = tl.load(k + row[:, None] * D + d[None, :], mask=there, other=0.0)
     if UPCAST:
@@ -221,7 +209,6 @@ def _each(
     INDEXED: tl.constexpr,
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
-    FAR: tl.constexpr,
 ):
     h = (first + tl.program_id(1)).to(tl.int64)
     r = tl.program_id(2) * BM + tl.arange(0, BM)
@@ -240,14 +227,14 @@ def _each(
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = j < keys
     at = tl.load(k_pos + h * pos_head + j, mask=inside, other=-1).to(tl.int32)
-    at = tl.where(at < 0, FAR, at)
+    at = tl.where(at < 0, _FAR, at)
     if INDEXED:
         row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
     else:
         row = h * k_head + j.to(tl.int64) * k_row
     key = tl.load(
         k + row[None, :] * D + d[:, None],
-        mask=(at < FAR)[None, :] & (d < D)[:, None],
+        mask=(at < _FAR)[None, :] & (d < D)[:, None],
         other=0.0,
     )
     if UPCAST:
@@ -348,7 +335,6 @@ def each_attention(
             INDEXED=index is not None,
             WINDOW=window is not None,
             UPCAST=upcast(q.dtype),
-            FAR=FAR,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -427,7 +413,6 @@ def _launch(
         WINDOW=window is not None,
         PEAK=peak,
         UPCAST=upcast(q.dtype),
-        FAR=FAR,
         STAGES=tile.stages,
         SEARCH=rows > _FEW,
         num_warps=tile.warps,
@@ -447,87 +432,3 @@ def _key_strides(k: Tensor, index: Tensor | None) -> tuple[int, int, int]:
     if index is None:
         return row_stride(k, 0), row_stride(k, 1), 0
     return 0, 0, index.stride(0)
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    found = []
-    for size, kind, group, indexed, window, rows, peak in _BUILDS:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
-        name = (
-            f"{kind}-d{size}-g{group}-rows{rows}"
-            + "-listed" * indexed
-            + "-window" * window
-            + "-peak" * peak
-        )
-        same: dict[str, object] = {
-            "G": group,
-            "D": size,
-            "DP": width(size),
-            "INDEXED": indexed,
-            "WINDOW": window,
-            "UPCAST": False,
-            "FAR": FAR,
-        }
-        kinds = {
-            "q": f"*{kind}",
-            "k": f"*{kind}",
-            "index": "*i64",
-            "q_pos": "*i64",
-            "k_pos": "*i64",
-            "lse": "*fp32",
-            "mass": "*fp32",
-            "squares": "*fp32",
-            "out": "*fp32",
-        }
-        tile = _tile(dtype, size, rows)
-        constants = same | {
-            "GP": power(group),
-            "BM": tile.right,
-            "BN": tile.left,
-            "PEAK": peak,
-            "STAGES": tile.stages,
-            "SEARCH": rows > _FEW,
-        }
-        found.append(
-            Variant(
-                f"mass-{name}",
-                _mass,
-                typed(_mass, kinds, constants),
-                constants,
-                tile.warps,
-                tile.stages,
-                mma=kind != "fp32",
-                reads={"q": WIDE, "k": WIDE},
-            )
-        )
-        if rows > 64:  # `each_attention` is never called for so many rows
-            continue
-        tile = _span_tile(dtype, size, rows * group)
-        constants = same | {"BM": tile.left, "BN": tile.right}
-        found.append(
-            Variant(
-                f"each-{name}",
-                _each,
-                typed(_each, kinds, constants),
-                constants,
-                tile.warps,
-                tile.stages,
-                mma=kind != "fp32",
-                reads={"q": WIDE, "k": WIDE},
-            )
-        )
-    return found
-
-
-_BUILDS = [
-    (128, "bf16", 4, False, False, 2048, False),
-    (128, "bf16", 4, False, False, 2048, True),
-    (128, "bf16", 4, False, False, 64, False),
-    (128, "bf16", 4, True, False, 32, False),
-    (128, "fp16", 1, False, True, 2048, False),
-    (80, "bf16", 1, False, False, 32, False),
-    (256, "bf16", 2, True, True, 32, False),
-    (128, "fp32", 4, False, False, 32, False),
-]
-"""Head size, dtype, G, keys in segments, sliding window, observed rows, largest instead of sum."""

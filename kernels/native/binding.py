@@ -1,8 +1,12 @@
-"""What the Python modules of the C kernels share: dtypes, addresses, and checks of tensors."""
+"""How Python calls the C kernels: functions, structs, and checks of tensors."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from ctypes import c_double, c_int, c_int64, c_void_p
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +25,67 @@ def loaded() -> ctypes.CDLL:
     return found
 
 
-def address(tensor: Tensor | None) -> int | None:
-    """The address of a tensor; None, which ctypes passes as NULL, for None."""
-    return None if tensor is None else tensor.data_ptr()
+class Struct:
+    """A struct of int64_t and of pointers, or an array of such structs: one field after the other.
+
+    A field is a number, a tensor, another struct or an array, or None. C gets the address of all
+    but numbers, and NULL for None. What the addresses lead to is kept alive."""
+
+    def __init__(self, *fields: object) -> None:
+        self.fields = fields
+        self._as_parameter_ = (c_int64 * len(fields))(*map(_number, fields))
+
+    def at(self, index: int) -> int:
+        """The address of the field with this index."""
+        return ctypes.addressof(self._as_parameter_) + 8 * index
+
+
+def _number(field: Any) -> int:
+    if type(field) is int:  # most are
+        return field
+    if isinstance(field, Tensor):
+        return field.data_ptr()
+    if isinstance(field, Struct):
+        return field.at(0)
+    if isinstance(field, ctypes.Array):
+        return ctypes.addressof(field)
+    return 0 if field is None else int(field)
+
+
+class _Address:
+    """The parameter of a C function that is an address: of a tensor, a `Struct`, an array."""
+
+    @staticmethod
+    def from_param(given: Any) -> Any:
+        """What ctypes passes; None is NULL."""
+        try:
+            return c_void_p(given.data_ptr())
+        except AttributeError:
+            return given
+
+
+_TYPES = {"i": c_int, "n": c_int64, "d": c_double, "p": _Address}
+
+
+def function(name: str, takes: str, lacking: str = "") -> Callable[..., None]:
+    """The function minikv_`name` of the library, which is loaded at the first call.
+
+    takes: a letter for each argument: i int, n int64_t, d double, p pointer. lacking: what raises
+    MemoryError if the function returns anything but 0; "": it returns nothing.
+    """
+
+    @cache
+    def found() -> Any:
+        made = getattr(loaded(), f"minikv_{name}")
+        made.argtypes = [_TYPES[letter] for letter in takes]
+        made.restype = _enough if lacking else None
+        return made
+
+    def _enough(failed: int) -> None:
+        if failed:
+            raise MemoryError(f"{lacking} found no memory")
+
+    return lambda *given: found()(*given)
 
 
 def plain(dtype: torch.dtype, *tensors: Tensor) -> bool:

@@ -140,11 +140,13 @@ def store() -> tuple[Path | None, str]:
 
 def _folders() -> list[Path]:
     """Where a library may be: minikv/kernels under $XDG_CACHE_HOME or ~/.cache, and a temporary
-    directory of the user's own, which the next start finds again."""
+    directory of the user's own, which the next start finds again. The paths have no links, but the
+    last folder may be one."""
     found = [_cache()]
     with contextlib.suppress(OSError):
-        found.append(Path(tempfile.gettempdir()).absolute() / f"minikv-kernels-{os.getuid()}")
-    return [folder for folder in found if folder is not None]
+        found.append(Path(tempfile.gettempdir()) / f"minikv-kernels-{os.getuid()}")
+    places = [folder for folder in found if folder is not None]
+    return [Path(os.path.realpath(folder.parent)) / folder.name for folder in places]
 
 
 def _cache() -> Path | None:
@@ -177,36 +179,19 @@ def _unfit(folder: Path) -> str:
 
 
 def _open_to_others(folder: Path) -> str:
-    """Why another user could put a library into the folder, or lead its path elsewhere; or "". The
-    path is followed as the system follows it, link by link. Raises OSError."""
+    """Why another user could put a library into the folder, or exchange it; or "". Raises
+    OSError."""
     about = folder.lstat()
     if not (stat.S_ISDIR(about.st_mode) and _owned(about)):
         return f"{folder} is not yours alone"
-    at, ahead, links = Path(folder.anchor), [*folder.parts[:0:-1]], 0
-    while ahead:
-        holder = at.lstat()
-        shared = _shared(holder)
+    # In a user namespace the system's administrator has the number of an unknown user.
+    trusted = {os.getuid(), 0, Path(folder.anchor).lstat().st_uid}
+    for holder in folder.parents:
+        about = holder.lstat()
         # In a sticky folder only owners rename what is theirs.
-        if not _trusted(holder.st_uid) or (shared and not holder.st_mode & stat.S_ISVTX):
-            return f"other users may change {at}"
-        name = ahead.pop()
-        if name == os.pardir:
-            at = at.parent
-            continue
-        below = at / name
-        about = below.lstat()
-        if not stat.S_ISLNK(about.st_mode):
-            at = below
-            continue
-        if shared and not _trusted(about.st_uid):
-            return f"other users may change {below}"
-        links += 1
-        if links > _LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        target = Path(os.readlink(below))
-        if target.is_absolute():
-            at = Path(target.anchor)
-        ahead += [part for part in reversed(target.parts) if part != target.anchor]
+        exchanged = _shared(about) and not about.st_mode & stat.S_ISVTX
+        if about.st_uid not in trusted or exchanged:
+            return f"other users may change {holder}"
     return ""
 
 
@@ -324,8 +309,6 @@ def _forget(folder: Path) -> None:
 _NAME = re.compile(r"[0-9a-f]{24}\.so")
 _DIGEST = 32
 _LARGEST = 64 << 20  # bytes; a library has less than one MiB
-_LINKS = 40  # as many as the system follows on one path
-_UNMAPPED = 65534  # the owner that a user namespace shows for users whom it does not know, as root
 
 
 def _checked(path: Path) -> bytes | None:
@@ -371,18 +354,6 @@ def _digest(data: bytes) -> bytes:
 def _owned(about: os.stat_result) -> bool:
     """Whether what this is about belongs to this user, and only this user may write to it."""
     return about.st_uid == os.getuid() and not _shared(about)
-
-
-def _trusted(owner: int) -> bool:
-    """Whether an owner is this user or the system's administrator."""
-    if owner in (0, os.getuid()):
-        return True
-    if owner != _UNMAPPED:
-        return False
-    try:
-        return Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]
-    except OSError:
-        return False
 
 
 def _shared(about: os.stat_result) -> bool:

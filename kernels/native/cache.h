@@ -7,7 +7,7 @@
 
 /* The columns of the cache: keys and values [R, D], of dtype bfloat16, float32 or, with scales [R],
    int8; positions [R]; and `blanks` other columns of sizes[i] bytes a row, in which a new row is
-   zero. position: that of the new rows. The fields are those of step_arena.py. */
+   zero. position: that of the new rows. The fields are those of kernels/layer/cpu.py. */
 typedef struct {
     int64_t D, blanks;
     void *k, *v;
@@ -38,14 +38,14 @@ HIDDEN void minikv_attend_head(
 
 /* HashEvict in all layers: bytes of a code, bits of it, whether the probe is the key and not the
    queries, and the rows that never leave. code: the column of codes [R]. The fields are those of
-   step_arena.py. */
+   kernels/append/cpu.py. */
 typedef struct {
     int64_t code_size, bits, keyed, sinks, recent, pinned;
     void *code;
 } Hashing;
 
 /* HashEvict in one layer: the projection [D, bits]; length (without the new row), cap and free_slot
-   [H]. The fields are those of step_arena.py. */
+   [H]. The fields are those of kernels/layer/cpu.py. */
 typedef struct {
     const float *matrix;
     const int64_t *length, *cap;

@@ -15,31 +15,24 @@ import torch
 
 C, TILES, FLOATS, TORCH = "C", "C with tiles", "C in float32", "torch"
 
-OPERATIONS: Mapping[str, tuple[str, ...]] = {
-    "prompt attention": ("rows_attention", "last_rows_attention", "ragged_prefill"),
-    "joined attention": ("merge",),
-    "prompt statistics": ("add_attention_mass", "each_attention", "peak_attention"),
-    "step attention": ("ragged_attention",),
-    "eviction": (
-        "advance",
-        "append",
-        "rotate_append",
-        "append_evict",
-        "lowest",
-        "evict",
-    ),
-    "norms and rotation": ("add_norm", "rotate", "silu_mul"),
-    "sampling": ("drawn",),
-    "products of one row": ("row_product", "rest", "layers", "step_arena"),
-    "int8 products": ("int8_product",),
-    "int4 products": ("int4_product",),
-    "prompts with packed weights": ("rows_product",),
-    "packing": ("pack_int8", "pack_int4", "unpack_int4"),
-}
-"""The name that a user reads -> the operations of `dispatch.Kernels`. Prompt statistics are the
-attention that a prompt's queries give each row. With packed weights, C quantizes the activations of
-a prompt and multiplies integers (`Kernels.integer_prompts`); with tiles it unpacks the weights
-(`Kernels.rows_product`), as torch does."""
+OPERATIONS = (
+    "prompt attention",
+    "joined attention",
+    "prompt statistics",
+    "step attention",
+    "eviction",
+    "norms and rotation",
+    "sampling",
+    "products of one row",
+    "int8 products",
+    "int4 products",
+    "prompts with packed weights",
+    "packing",
+)
+"""The names that a user reads; `dispatch.FORMS` says which operations each of them has. Prompt
+statistics are the attention that a prompt's queries give each row. With packed weights, C quantizes
+the activations of a prompt and multiplies integers (`Kernels.integer_prompts`); with tiles it
+unpacks the weights (`Kernels.rows_product`), as torch does."""
 
 _NOT_MEASURED = dict.fromkeys(OPERATIONS, C) | {
     "prompt attention": TORCH,

@@ -12,6 +12,8 @@ enum { F32, BF16, F16, INT8 };
 /* For functions that only other files of this library call. */
 #define HIDDEN __attribute__((visibility("hidden")))
 
+#define INLINE static inline __attribute__((always_inline))
+
 typedef uint16_t bf16;
 
 /* Floats of a vector: as many as a register of this processor holds. Wider vectors would compile,
@@ -88,6 +90,14 @@ static inline bf16 to_bf16(float x) {
     uint32_t bits = float_bits(x);
     bf16 rounded = (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
     return x != x ? (bf16)0x7fc0 : rounded;
+}
+
+/* Write x as number i of a row of bfloat16 or float32. */
+static inline void store_number(void *row, int kind, int64_t i, float x) {
+    if (kind == BF16)
+        ((bf16 *)row)[i] = to_bf16(x);
+    else
+        ((float *)row)[i] = x;
 }
 
 /* a * b + c, rounded once where the processor has an instruction for it. Elsewhere rounded twice:

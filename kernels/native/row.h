@@ -4,26 +4,14 @@
 #define MINIKV_ROW_H
 
 #include "numbers.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
-/* The number of this thread. */
-static inline int64_t this_thread(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
-}
+#include "threads.h"
 
 /* The format of weights: bfloat16 [outs, n]; int8 with a bfloat16 scale for each row; four bits as
    `pack_int4` of packing.c packs them. */
 enum { PLAIN, EIGHT, FOUR };
 
 /* A matrix of weights [outs, n]. Only four bits use `group`, `half` and `stride`, as in integer.c.
-   bias [outs] may be NULL. The fields are those of kernels/product/matrix_cpu.py. */
+   bias [outs] may be NULL. The fields are those of `struct` in kernels/product/cpu.py. */
 typedef struct {
     int64_t form, n, outs, group, half, stride;
     const void *weights, *scales;

@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import Variant, typed
-
 _UNPACKED = 8  # rows of the weights that a program unpacks
 
 
@@ -63,10 +61,3 @@ def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
         OUT=_UNPACKED,
         num_warps=4,
     )
-
-
-def variants() -> list[Variant]:
-    """Builds for the compile gate."""
-    fixed: dict[str, object] = {"N": 4096, "GROUP": 128, "OUT": _UNPACKED}
-    kinds = {"out": "*bf16", "packed": "*u8", "scales": "*bf16"}
-    return [Variant("unpack-int4", _unpack_int4, typed(_unpack_int4, kinds, fixed), fixed, 4)]

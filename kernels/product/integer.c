@@ -1,5 +1,5 @@
 /* Integer matrix products: packed weights of eight or four bits times activations that are
-   quantized to eight bits. See kernels/product/integer.py.
+   quantized to eight bits. See `int8_product` in kernels/product/cpu.py.
 
    A panel is 64 rows and some columns of the weights, in the order in which they are multiplied:
    four columns of a row make a 32-bit word. A panel stays in the L1 cache while all activations are
@@ -59,8 +59,6 @@ typedef fvec floats __attribute__((aligned(4), may_alias)); /* in memory that ho
 typedef uint8_t b16 __attribute__((vector_size(16)));
 typedef int16_t h8 __attribute__((vector_size(16)));
 typedef int32_t i4 __attribute__((vector_size(16)));
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* Numbers of two vectors in another order. */
 #ifdef __clang__
@@ -230,30 +228,16 @@ INLINE void multiply_panel(
 }
 
 /* `multiply_panel` for a number of rows that is known only at run time. */
-#define MULTIPLY_ROWS(NAME, FORM)                                                        \
-    static void NAME(                                                                    \
-        int rows, int64_t columns, const char *panel, const char *x, const Block *block, \
-        const uint32_t *pairs, float *sums                                               \
-    ) {                                                                                  \
-        switch (rows) {                                                                  \
-        case 1:                                                                          \
-            multiply_panel(FORM, 1, columns, panel, x, block, pairs, sums);              \
-            break;                                                                       \
-        case 2:                                                                          \
-            multiply_panel(FORM, 2, columns, panel, x, block, pairs, sums);              \
-            break;                                                                       \
-        case 3:                                                                          \
-            multiply_panel(FORM, 3, columns, panel, x, block, pairs, sums);              \
-            break;                                                                       \
-        case 4:                                                                          \
-            multiply_panel(FORM, 4, columns, panel, x, block, pairs, sums);              \
-            break;                                                                       \
-        case 5:                                                                          \
-            multiply_panel(FORM, 5, columns, panel, x, block, pairs, sums);              \
-            break;                                                                       \
-        default:                                                                         \
-            multiply_panel(FORM, ROWS, columns, panel, x, block, pairs, sums);           \
-        }                                                                                \
+#define IF_ROWS(R, FORM) \
+    if (rows == R)       \
+        multiply_panel(FORM, R, columns, panel, x, block, pairs, sums);
+#define MULTIPLY_ROWS(NAME, FORM)                                                               \
+    static void NAME(                                                                           \
+        int rows, int64_t columns, const char *panel, const char *x, const Block *block,        \
+        const uint32_t *pairs, float *sums                                                      \
+    ) {                                                                                         \
+        IF_ROWS(1, FORM)                                                                        \
+        IF_ROWS(2, FORM) IF_ROWS(3, FORM) IF_ROWS(4, FORM) IF_ROWS(5, FORM) IF_ROWS(ROWS, FORM) \
     }
 MULTIPLY_ROWS(multiply_eight, EIGHT)
 MULTIPLY_ROWS(multiply_four, FOUR)
@@ -287,27 +271,27 @@ static float quantize_block(const bf16 *x, int64_t n, int8_t *codes) {
     return n == BLOCK ? quantize(x, BLOCK, codes) : quantize(x, n, codes);
 }
 
-/* A product of integers: x [t, n], its rows `pitch` apart, and weights [outs, n]. */
+/* A product of integers: x [t, n], its rows `pitch` apart, and the packed weights m. */
 typedef struct {
-    int form;
-    int64_t n, outs, pitch;
+    Matrix m;
+    int64_t pitch;
     const bf16 *x;
-    const int8_t *codes;   /* of eight bits, [outs, n] */
-    const bf16 *scale;     /* of eight bits, [outs] */
-    const uint8_t *packed; /* of four bits, see `pack_int4` in packing.c */
-    const bf16 *pairs;     /* of four bits, [n / group, stride, 2] */
-    int64_t group, half, stride;
     bf16 *out; /* [t, outs] */
 } Product;
 
 /* The number of parts of a row (a panel has the columns of one part), the columns of a part, and
    the bytes of a row of its activations in the order of `multiply`. */
-INLINE int64_t parts_of(const Product *p) { return (p->n + PART - 1) / PART; }
+INLINE int64_t parts_of(const Product *p) { return (p->m.n + PART - 1) / PART; }
 INLINE int64_t columns_of(const Product *p, int64_t part) {
-    const int64_t left = p->n - part * PART;
+    const int64_t left = p->m.n - part * PART;
     return left < PART ? left : PART;
 }
-INLINE int64_t part_bytes(const Product *p) { return PART * width(p->form); }
+INLINE int64_t part_bytes(const Product *p) { return PART * width(p->m.form); }
+
+/* Of four bits: the scales of the group of column `c`, from row `first` on. */
+INLINE const bf16 *pairs_of(const Product *p, int64_t c, int64_t first) {
+    return (const bf16 *)p->m.scales + (c / p->m.group * p->m.stride + first) * 2;
+}
 
 /* Quantize a block of activations of row r of a tile with `rows` rows, and write the codes in the
    order of `multiply`. */
@@ -321,10 +305,10 @@ static void load_block(
         sum += codes[i];
     block->scale[r] = scale;
     block->sum[r] = scale * (float)sum;
-    block->start[r] = -sum * (p->form == FOUR ? 8 : OFFSET);
+    block->start[r] = -sum * (p->m.form == FOUR ? 8 : OFFSET);
     for (int64_t q = 0; q < (columns + 3) / 4; q++) {
         const int8_t *four = codes + q * 4;
-        if (width(p->form) == 1) {
+        if (width(p->m.form) == 1) {
             memcpy(out + (q * rows + r) * 4, four, 4);
         } else { /* columns 0 and 2, then 1 and 3: see `load_eight` */
             const int16_t even[2] = {four[0], four[2]}, odd[2] = {four[1], four[3]};
@@ -347,7 +331,7 @@ static void load_tile(
                 load_block(
                     p, p->x + (first + r) * p->pitch + part * PART + c,
                     columns - c < BLOCK ? columns - c : BLOCK, r, rows,
-                    out + part * stride + c * rows * width(p->form),
+                    out + part * stride + c * rows * width(p->m.form),
                     blocks + part * tiles * (PART / BLOCK) + c / BLOCK
                 );
     }
@@ -373,18 +357,19 @@ INLINE void transpose_words(i4 *w) {
 /* Make the panel of a part of eight-bit weights, from row `first` on. */
 static void load_eight(const Product *p, int64_t first, int64_t part, char *panel) {
     static const int8_t none[PART];
-    const int64_t columns = columns_of(p, part), left = p->outs - first;
+    const int64_t columns = columns_of(p, part), left = p->m.outs - first;
+    const int8_t *codes = p->m.weights;
     const int64_t more = part + 1 < parts_of(p) ? columns_of(p, part + 1) : 0;
     for (int64_t o = 0; o < SPAN; o += 4) {
         /* A row has too few bytes in a part for the processor to predict what is read next. */
         for (int64_t i = o; i < o + 4 && i < left; i++)
             for (int64_t c = 0; c < more; c += 64)
-                __builtin_prefetch(p->codes + (first + i) * p->n + (part + 1) * PART + c, 0, 2);
+                __builtin_prefetch(codes + (first + i) * p->m.n + (part + 1) * PART + c, 0, 2);
         for (int64_t c = 0; c < columns; c += 16) {
             i4 w[4];
             for (int i = 0; i < 4; i++) {
                 const int8_t *at =
-                    o + i < left ? p->codes + (first + o + i) * p->n + part * PART : none;
+                    o + i < left ? codes + (first + o + i) * p->m.n + part * PART : none;
                 w[i] = (i4){0};
                 if (c + 16 <= columns)
                     memcpy(&w[i], at + c, 16);
@@ -409,10 +394,11 @@ static void load_eight(const Product *p, int64_t first, int64_t part, char *pane
 
 /* Make the panel of a part of four-bit weights, from row `first` on. */
 static void load_four(const Product *p, int64_t first, int64_t part, char *panel) {
-    const int64_t half = p->half;
+    const int64_t half = p->m.half;
     for (int side = 0; side < 2; side++) { /* each side has 16 bytes of a column */
         const int64_t tile = half == 16 ? side * 32 : 0, low = half == 16 ? tile : side * 16;
-        const uint8_t *bytes = p->packed + (first + tile) * (p->n / 2) + part * PART * half;
+        const uint8_t *bytes =
+            (const uint8_t *)p->m.weights + (first + tile) * (p->m.n / 2) + part * PART * half;
         bytes += half == 16 ? 0 : side * 16;
         for (int64_t q = 0; q < columns_of(p, part) / 4; q++) {
             b16 c[4], word[4];
@@ -438,12 +424,13 @@ static void load_four(const Product *p, int64_t first, int64_t part, char *panel
 static void write_out(
     const Product *p, int64_t first, int64_t rows, int64_t from, const float *sums
 ) {
-    const int64_t left = p->outs - from, count = left < SPAN ? left : SPAN;
+    const int64_t left = p->m.outs - from, count = left < SPAN ? left : SPAN;
+    const bf16 *scales = p->m.scales;
     float scale[SPAN];
     for (int64_t o = 0; o < count; o++)
-        scale[o] = p->form == EIGHT ? from_bf16(p->scale[from + o]) : 1.0f;
+        scale[o] = p->m.form == EIGHT ? from_bf16(scales[from + o]) : 1.0f;
     for (int64_t r = 0; r < rows; r++) {
-        bf16 *out = p->out + (first + r) * p->outs + from;
+        bf16 *out = p->out + (first + r) * p->m.outs + from;
 #pragma omp simd
         for (int64_t o = 0; o < count; o++)
             out[o] = to_bf16(sums[r * SPAN + o] * scale[o]);
@@ -457,7 +444,7 @@ static int product(const Product *p, int64_t t) {
     char *x = malloc((size_t)(parts * stride + 1));
     Block *blocks = malloc((size_t)(parts * tiles * (PART / BLOCK)) * sizeof *blocks + 1);
     int failed = !x || !blocks;
-#pragma omp parallel if (t * p->n * p->outs > 65536)
+#pragma omp parallel if (t * p->m.n * p->m.outs > 65536)
     {
         float *sums = malloc((size_t)(chunk * SPAN) * sizeof *sums + 1);
         if (!sums)
@@ -475,24 +462,23 @@ static int product(const Product *p, int64_t t) {
                     x + r * bytes, blocks + r / ROWS * (PART / BLOCK)
                 );
 #pragma omp for schedule(dynamic)
-            for (int64_t from = 0; from < p->outs; from += SPAN) {
+            for (int64_t from = 0; from < p->m.outs; from += SPAN) {
                 memset(sums, 0, (size_t)(rows * SPAN) * sizeof *sums);
                 for (int64_t part = 0; part < parts; part++) {
                     const int64_t columns = columns_of(p, part);
-                    if (p->form == EIGHT)
+                    if (p->m.form == EIGHT)
                         load_eight(p, from, part, panel);
                     else
                         load_four(p, from, part, panel);
-                    for (int64_t c = 0; p->form == FOUR && c < columns; c += BLOCK) {
-                        const int64_t group = (part * PART + c) / p->group;
-                        const bf16 *at = p->pairs + (group * p->stride + from) * 2;
+                    for (int64_t c = 0; p->m.form == FOUR && c < columns; c += BLOCK) {
+                        const bf16 *at = pairs_of(p, part * PART + c, from);
                         memcpy(pairs[c / BLOCK], at, sizeof pairs[0]);
                         if (part + 1 < parts) /* the scales of the next part are not adjacent */
                             for (int64_t i = 0; i < SPAN * 2; i += 32)
-                                __builtin_prefetch(at + (PART / p->group) * p->stride * 2 + i);
+                                __builtin_prefetch(at + (PART / p->m.group) * p->m.stride * 2 + i);
                     }
                     for (int64_t r = 0; r < rows; r += ROWS)
-                        (p->form == EIGHT ? multiply_eight : multiply_four)(
+                        (p->m.form == EIGHT ? multiply_eight : multiply_four)(
                             rows - r < ROWS ? (int)(rows - r) : ROWS, columns, panel,
                             x + part * stride + r * bytes,
                             blocks + (part * tiles + r / ROWS) * (PART / BLOCK), pairs[0],
@@ -616,7 +602,7 @@ enum { TILE = 32, SINGLE = 1 };
    column of the tile is 16 bytes: byte i has row i in its lower four bits and row 16 + i in the
    upper ones. Sums are made in the order of `multiply`, so the results are the same. */
 static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
-    const uint8_t *bytes = p->packed + from * (p->n / 2);
+    const uint8_t *bytes = (const uint8_t *)p->m.weights + from * (p->m.n / 2);
     const __m256i low = _mm256_set1_epi8(15);
     /* The activations of four columns: the first two fill one half of a vector, the others the
        other half. */
@@ -626,7 +612,7 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
     __m256 total[4] = {
         _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()
     };
-    for (int64_t b = 0; b < p->n / BLOCK; b++) {
+    for (int64_t b = 0; b < p->m.n / BLOCK; b++) {
         /* 15 * 127 * 2 * 8 < 2^15: the products of a block, summed in sixteen bits. */
         __m256i sums[4] = {
             _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(),
@@ -649,8 +635,8 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
             for (int v = 0; v < 4; v++)
                 sums[v] = _mm256_add_epi16(sums[v], _mm256_maddubs_epi16(pairs[v], y));
         }
-        const bf16 *pair = p->pairs + (b * BLOCK / p->group * p->stride + from) * 2;
-        if (b * BLOCK % p->group == 0) /* the scales of the next tiles, which are not adjacent */
+        const bf16 *pair = pairs_of(p, b * BLOCK, from);
+        if (b * BLOCK % p->m.group == 0) /* the scales of the next tiles, which are not adjacent */
             for (int i = 0; i < 2; i++)
                 __builtin_prefetch(pair + 4 * TILE + i * 32);
         for (int v = 0; v < 4; v++) {
@@ -675,7 +661,7 @@ enum { TILE = 64, SINGLE = 8 };
 
 /* As above. A column of the tile is 32 bytes: byte i has rows i and 32 + i. */
 static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
-    const uint8_t *bytes = p->packed + from * (p->n / 2);
+    const uint8_t *bytes = (const uint8_t *)p->m.weights + from * (p->m.n / 2);
     const __m512i low = _mm512_set1_epi8(15);
     /* From four columns in two vectors: the indices that put the four bytes of a row together. */
     const __m512i four = _mm512_set1_epi32(0x60402000);
@@ -686,7 +672,7 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
     __m512 total[4];
     for (int v = 0; v < 4; v++)
         total[v] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < p->n / BLOCK; b++) {
+    for (int64_t b = 0; b < p->m.n / BLOCK; b++) {
         __m512i sums[4];
         for (int v = 0; v < 4; v++)
             sums[v] = _mm512_set1_epi32(x.start[b]);
@@ -706,8 +692,8 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
             for (int v = 0; v < 4; v++)
                 sums[v] = _mm512_dpbusd_epi32(sums[v], weights[v], y);
         }
-        const bf16 *pair = p->pairs + (b * BLOCK / p->group * p->stride + from) * 2;
-        if (b * BLOCK % p->group == 0)
+        const bf16 *pair = pairs_of(p, b * BLOCK, from);
+        if (b * BLOCK % p->m.group == 0)
             for (int i = 0; i < 4; i++)
                 __builtin_prefetch(pair + 2 * TILE + i * 32);
         for (int v = 0; v < 4; v++) {
@@ -731,16 +717,17 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
 
 /* Write the sums of row r for `count` rows of weights from `from` on. */
 INLINE void write_row(const Product *p, int64_t r, int64_t from, int64_t count, const float *sums) {
+    const bf16 *scales = p->m.scales;
     for (int64_t i = 0; i < count; i++) {
-        const float scale = p->form == EIGHT ? from_bf16(p->scale[from + i]) : 1.0f;
-        p->out[r * p->outs + from + i] = to_bf16(sums[i] * scale);
+        const float scale = p->m.form == EIGHT ? from_bf16(scales[from + i]) : 1.0f;
+        p->out[r * p->m.outs + from + i] = to_bf16(sums[i] * scale);
     }
 }
 
 /* Row r of activations times up to OUTS rows of eight-bit weights from row `from` on. */
 static void eight_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
-    const int64_t n = p->n, left = p->outs - from, count = left < OUTS ? left : OUTS;
-    const int8_t *w = p->codes + from * n;
+    const int64_t n = p->m.n, left = p->m.outs - from, count = left < OUTS ? left : OUTS;
+    const int8_t *w = (const int8_t *)p->m.weights + from * n;
     float sums[OUTS];
     if (count == OUTS && n <= SHORT)
         dot_rows(1, n, n, w, x.codes, x.scale, sums);
@@ -756,7 +743,7 @@ static void eight_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
 
 /* Row r of activations times the tile of four-bit weights from row `from` on. */
 static void four_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
-    const int64_t left = p->outs - from;
+    const int64_t left = p->m.outs - from;
     float sums[TILE + 1];
     dot_tile(p, from, x, sums);
     write_row(p, r, from, left < TILE ? left : TILE, sums);
@@ -765,7 +752,8 @@ static void four_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
 /* The product of t rows of activations without panels: the weights are read where they are. Returns
    as `product`. */
 static int few_rows(const Product *p, int64_t t) {
-    const int64_t n = p->n, blocks = (n + BLOCK - 1) / BLOCK, step = p->form == EIGHT ? OUTS : TILE;
+    const int64_t n = p->m.n, blocks = (n + BLOCK - 1) / BLOCK,
+                  step = p->m.form == EIGHT ? OUTS : TILE;
     int8_t *codes = malloc((size_t)(t * n) + 1);
     float *scale = malloc((size_t)(2 * t * blocks) * sizeof *scale + 1);
     int32_t *start = malloc((size_t)(t * blocks) * sizeof *start + 1);
@@ -777,10 +765,10 @@ static int few_rows(const Product *p, int64_t t) {
     })
         for (int64_t r = 0; r < t; r++)
             minikv_round_blocks(p->x + r * p->pitch, n, 0, blocks, ROUNDED(r));
-#pragma omp parallel for schedule(static) if (p->outs * n > 65536)
-        for (int64_t from = 0; from < p->outs; from += step)
+#pragma omp parallel for schedule(static) if (p->m.outs * n > 65536)
+        for (int64_t from = 0; from < p->m.outs; from += step)
             for (int64_t r = 0; r < t; r++) {
-                if (p->form == EIGHT)
+                if (p->m.form == EIGHT)
                     eight_bits(p, r, from, ROUNDED(r));
                 else
                     four_bits(p, r, from, ROUNDED(r));
@@ -793,47 +781,13 @@ static int few_rows(const Product *p, int64_t t) {
     return failed;
 }
 
-/* int8_product: out bfloat16 [t, outs] = x times the transpose of scale * codes, with x quantized
-   to int8. x bfloat16 [t, n], its rows `pitch` apart; codes int8 [outs, n]; scale bfloat16 [outs].
-   Returns 0, or 1 if there is no memory. */
-int minikv_int8_product(
-    int64_t t, int64_t n, int64_t outs, int64_t pitch, const bf16 *x, const int8_t *codes,
-    const bf16 *scale, bf16 *out
-) {
-    const Product p = {
-        .form = EIGHT,
-        .n = n,
-        .outs = outs,
-        .pitch = pitch,
-        .x = x,
-        .codes = codes,
-        .scale = scale,
-        .out = out,
-    };
-    return t <= FEW ? few_rows(&p, t) : product(&p, t);
-}
-
-/* int4_product: the same with four-bit weights: packed and scales [n / group, stride, 2] as
-   `pack_int4` of packing.c makes them with this `half`. group is 32, 64 or 128. Returns as
-   int8_product. */
-int minikv_int4_product(
-    int64_t t, int64_t n, int64_t outs, int64_t pitch, int64_t group, int64_t half, int64_t stride,
-    const bf16 *x, const uint8_t *packed, const bf16 *scales, bf16 *out
-) {
-    const Product p = {
-        .form = FOUR,
-        .n = n,
-        .outs = outs,
-        .group = group,
-        .pitch = pitch,
-        .half = half,
-        .stride = stride,
-        .x = x,
-        .packed = packed,
-        .pairs = scales,
-        .out = out,
-    };
-    return t <= SINGLE && 2 * half == TILE ? few_rows(&p, t) : product(&p, t);
+/* integer_product: out bfloat16 [t, outs] = x times the transpose of the packed matrix m, with x
+   quantized to int8. x bfloat16 [t, n], its rows `pitch` apart; no bias is added. Returns 0, or 1
+   if there is no memory. */
+int minikv_integer_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x, bf16 *out) {
+    const Product p = {*m, pitch, x, out};
+    const int few = m->form == EIGHT ? t <= FEW : t <= SINGLE && 2 * m->half == TILE;
+    return few ? few_rows(&p, t) : product(&p, t);
 }
 
 /* See row.h. */
@@ -843,19 +797,7 @@ int64_t minikv_rows_together(const Matrix *m) {
 
 /* See row.h. */
 void minikv_packed_rows(const Matrix *m, Rounded x, int64_t first, int64_t end, bf16 *out) {
-    const Product p = {
-        .form = (int)m->form,
-        .n = m->n,
-        .outs = m->outs,
-        .codes = m->weights,
-        .scale = m->scales,
-        .packed = m->weights,
-        .pairs = m->scales,
-        .group = m->group,
-        .half = m->half,
-        .stride = m->stride,
-        .out = out,
-    };
+    const Product p = {*m, 0, NULL, out};
     const int64_t step = minikv_rows_together(m);
     for (int64_t from = first; from < end; from += step) {
         if (m->form == EIGHT)

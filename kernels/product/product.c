@@ -2,10 +2,6 @@
    kernels/product/plain.py. */
 #include "row.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 /* AHEAD: how many bytes ahead of the read position to prefetch; rows follow each other, and the
    processor's own prefetching stops at the end of a page. NEAR: the cache to prefetch into, 3 for
    L1, 2 for L2. A Xeon with AMX was measured to be faster with the first pair of values
@@ -53,10 +49,4 @@ void minikv_plain_rows(
 }
 
 /* The number of threads that share a product. */
-int minikv_threads(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
+int minikv_threads(void) { return (int)most_threads(); }

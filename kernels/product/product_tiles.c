@@ -14,10 +14,6 @@
 
 #include <stdlib.h>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 /* The arguments of a product: x [t, n], whose rows are `pitch` numbers apart, and the weights
    [m.outs, m.n]. A row has `parts` parts of `steps` tiles; the last may have fewer. A panel has
    `span` rows of weights, a multiple of 32. `rows` rows of activations are multiplied together, of
@@ -251,18 +247,10 @@ static void multiply_all(
     }
 }
 
-INLINE int threads_at_most(void) {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
-}
-
 /* How many spans of weights, each of `size` words, the threads convert together: 0, if each task
    converts its own. */
 static int64_t spans_together(int64_t spans, int64_t groups, int64_t size) {
-    int64_t threads = threads_at_most(), bytes = over(threads, 4) * BLOCK_BYTES;
+    int64_t threads = most_threads(), bytes = over(threads, 4) * BLOCK_BYTES;
     int64_t block = least(spans, bytes > size * 4 ? bytes / (size * 4) : 1);
     block = over(spans, over(spans, block)); /* blocks of one size */
     return groups > 1 && groups * block >= threads ? block : 0;
@@ -333,7 +321,7 @@ int minikv_rows_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x
     /* Of one size, as far as tiles of 16 rows allow: the copies, and in them the groups of rows. */
     int64_t most = over(over(t, over(t, m->n > WIDE ? MOST / 2 : MOST)), 16) * 16;
     int64_t groups = most <= ALONE ? 1 : over(most, ROWS), rows = over(over(most, groups), 16) * 16;
-    while (span > 64 && groups * over(m->outs, span) < 3 * threads_at_most())
+    while (span > 64 && groups * over(m->outs, span) < 3 * most_threads())
         span /= 2;
     const Product p = {*m, t, pitch, x, out, parts, over(steps, parts), span, rows, most};
     return product(&p);

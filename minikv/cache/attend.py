@@ -73,16 +73,16 @@ class DenseAttend:
         pos = torch.arange(end, device=q.device)
         if rows == 1 and not self._prompt:
             each = torch.arange(heads, device=q.device) * end
-            out, _ = self._ops.ragged_attention(
-                q[0].view(heads, -1, q.shape[2]),
+            segments = kernels.Segments(
                 keys.reshape(heads * end, -1),
                 values.reshape(heads * end, -1),
                 each,
                 torch.full_like(each, end),
-                width=end,
-                pos=None if window is None else pos.to(torch.int32).repeat(heads),
-                oldest=None if window is None else torch.tensor(end - window, device=q.device),
+                end,
+                None if window is None else pos.to(torch.int32).repeat(heads),
+                None if window is None else torch.tensor(end - window, device=q.device),
             )
+            out, _ = self._ops.ragged_attention(q[0].view(heads, -1, q.shape[2]), segments)
             return out.reshape(1, q.shape[1], -1)
         query = q.view(len(q), heads, -1, q.shape[2]).permute(1, 2, 0, 3)
         first = end - rows

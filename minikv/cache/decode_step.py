@@ -275,21 +275,19 @@ class DecodeStep:
         query, columns = self._append(layer, qkv, turn), self.arena.columns
         start, count, _, oldest, *scratch = self._layers[layer]
         window = self.shape.windows[layer]
-        mixed, _ = self.ops.ragged_attention(
-            query,
+        rows = kernels.Segments(
             columns["k"],
             columns["v"],
             start,
             count,
-            width=self.width,
-            pos=None if window is None else columns["pos"],
-            oldest=None if window is None else oldest,
-            logits=scratch[0] if scratch else None,
-            lse=scratch[1] if scratch else None,
-            k_scale=columns.get("k_scale"),
-            v_scale=columns.get("v_scale"),
-            arrived=self.arrived,
+            self.width,
+            None if window is None else columns["pos"],
+            None if window is None else oldest,
+            columns.get("k_scale"),
+            columns.get("v_scale"),
         )
+        logits, lse = scratch[:2] or (None, None)
+        mixed, _ = self.ops.ragged_attention(query, rows, logits, lse, self.arrived)
         return mixed.reshape(1, self.shape.heads, -1)
 
     def _append(self, layer: int, qkv: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -302,7 +300,7 @@ class DecodeStep:
             new = self._new_row(layer, qkv, turn)
             if kernel(policy, new):
                 return new.query if new.turn is None else new.turn[2]
-        row = (
+        row = kernels.Slots(
             self._layers[layer][2],
             self.position,
             columns["k"],
@@ -313,12 +311,12 @@ class DecodeStep:
             columns.get("v_scale"),
         )
         if turn is not None and policy is None:
-            return self.ops.rotate_append(qkv, turn[0], turn[1], *row)[0]
+            return self.ops.rotate_append(qkv, *turn, row)[0]
         both = qkv[:-heads] if turn is None else self.ops.rotate(qkv[None, :-heads], *turn)[0]
         query, key = both[:-heads].view(heads, -1, self.shape.head_dim), both[-heads:]
         if policy is not None:
             eviction.by_query(policy, layer, self.position, query, key)
-        self.ops.append(key, qkv[-heads:], *row)
+        self.ops.append(key, qkv[-heads:], row)
         if policy is not None:
             self._note_keys(policy, layer, key[None, :, None])
         return query

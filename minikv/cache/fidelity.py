@@ -72,18 +72,19 @@ class LastToken:
         log-sum-exp of the logits [H, G]."""
         arena, columns = self.arena, self.arena.columns
         slides = self.shape.windows[layer] is not None
-        return self._ops.ragged_attention(
-            q.view(self.shape.kv_heads, -1, self.shape.head_dim),
+        rows = kernels.Segments(
             columns["k"],
             columns["v"],
             arena.start[layer],
             arena.length[layer],
-            width=self.width,
-            pos=columns["pos"] if slides else None,
-            oldest=self._oldest[layer] if slides else None,
-            k_scale=columns.get("k_scale"),
-            v_scale=columns.get("v_scale"),
+            self.width,
+            columns["pos"] if slides else None,
+            self._oldest[layer] if slides else None,
+            columns.get("k_scale"),
+            columns.get("v_scale"),
         )
+        query = q.view(self.shape.kv_heads, -1, self.shape.head_dim)
+        return self._ops.ragged_attention(query, rows)
 
     def advance(self, tokens: int) -> None:
         """See `Attend`. Does nothing: the token was counted when it was first read."""

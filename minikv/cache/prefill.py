@@ -118,10 +118,9 @@ class EarlierRows:
         if self.even and window is None:
             return ops.rows_attention(query, self.key, self.value)
         key, value, pos = self.rows
-        most = self.index.shape[1]
-        return ops.ragged_prefill(
-            query, key, value, *self.segments, most, pos=pos, q_pos=at, window=window
-        )
+        start, length, free_slot = self.segments
+        rows = kernels.Segments(key, value, start, length, self.index.shape[1], pos)
+        return ops.ragged_prefill(query, rows, free_slot, at, window)
 
 
 class Prefill:

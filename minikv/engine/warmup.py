@@ -15,7 +15,7 @@ from minikv.engine.decode_loop import DecodeLoop, Eager, Network
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import NumericsError, UsageError
-from minikv.kernels import Part
+from minikv.kernels import Part, Segments
 from minikv.kernels.attention import cudnn
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.native import build
@@ -149,9 +149,8 @@ def _tiles(kv: KVCache) -> None:
                 q = rows.new_zeros((heads, group, count, shape.head_dim))
                 at = torch.ones(count, dtype=torch.int64, device=device)
                 for most in (1, _FAR):
-                    kv.ops.ragged_prefill(
-                        q, rows, rows, start, length, slot, most, pos=pos, q_pos=at, window=window
-                    )
+                    earlier = Segments(rows, rows, start, length, most, pos)
+                    kv.ops.ragged_prefill(q, earlier, slot, at, window)
                 lse = torch.zeros((heads, group, count), device=device)
                 for source in sources:
                     if each:

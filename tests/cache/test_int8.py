@@ -75,7 +75,7 @@ def test_float16_does_not_overflow_before_the_scale(attend: Callable[..., Any]) 
     q, k = torch.full((1, 1, 128), 5.0).half(), torch.ones(3, 128).half()
     codes, scale = kernels.to_codes(k)  # 127 x 5 x 128 is more than float16 holds
     start, length = torch.tensor([0]), torch.tensor([3])
-    got, _ = attend(q, codes, codes, start, length, width=3, k_scale=scale, v_scale=scale)
+    got, _ = attend(q, kernels.Segments(codes, codes, start, length, 3, None, None, scale, scale))
     assert got.dtype == torch.float16
     torch.testing.assert_close(got, torch.ones(1, 1, 128).half(), atol=1e-3, rtol=0)
 
@@ -100,7 +100,8 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
     start = torch.arange(heads) * (int(length.max()) + 2)
     k, v = (torch.randn(int(start[-1] + length[-1]), size, generator=made) for _ in range(2))
     (ck, sk), (cv, sv) = kernels.to_codes(k), kernels.to_codes(v)
-    got, lse = attend(q, ck, cv, start, length, width=int(length.max()), k_scale=sk, v_scale=sv)
+    rows = kernels.Segments(ck, cv, start, length, int(length.max()), k_scale=sk, v_scale=sv)
+    got, lse = attend(q, rows)
     dense = kernels.from_codes(ck, sk, torch.float32), kernels.from_codes(cv, sv, torch.float32)
     for h in range(heads):
         rows = slice(int(start[h]), int(start[h] + length[h]))
@@ -108,7 +109,7 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(
         want = logits.softmax(-1) @ dense[1][rows].double()
         torch.testing.assert_close(got[h].double(), want, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse[h].double(), logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
-    exact, _ = attend(q, k, v, start, length, width=int(length.max()))
+    exact, _ = attend(q, kernels.Segments(k, v, start, length, int(length.max())))
     assert not torch.equal(got, exact)  # codes do lose something
 
 

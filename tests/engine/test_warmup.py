@@ -14,7 +14,7 @@ import torch
 from minikv.cache.stats import Shape
 from minikv.engine import warmup as warming
 from minikv.engine.warmup import _tiles, warm
-from minikv.kernels import Rows
+from minikv.kernels import Rows, Segments
 from minikv.kernels.attention import plain as ragged
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass import plain as mass
@@ -46,8 +46,9 @@ class Recorder(Kernels):
 
     def _noting(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
-            given = frozenset(key for key, value in kwargs.items() if value is not None)
-            self.calls.append((name, given))
+            rows = [one._asdict() for one in args if isinstance(one, Segments)]
+            given = [key for found in (kwargs, *rows) for key in found if found[key] is not None]
+            self.calls.append((name, frozenset(given)))
             return function(*args, **kwargs)
 
         return call
@@ -155,23 +156,13 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
         @staticmethod
         def ragged_prefill(
             q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            *place: object,
-            pos: torch.Tensor,
-            q_pos: torch.Tensor,
+            rows: Segments,
+            free: torch.Tensor,
+            at: torch.Tensor,
             window: int | None,
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            seen.add((q.shape[2], place[3] == 1, window))
-            return ragged.ragged_prefill(
-                q,
-                k,
-                v,
-                *place,
-                pos=pos,
-                q_pos=q_pos,
-                window=window,  # type: ignore[arg-type]
-            )
+            seen.add((q.shape[2], rows.width == 1, window))
+            return ragged.ragged_prefill(q, rows, free, at, window)
 
         @staticmethod
         def each_attention(*given: Any) -> torch.Tensor:

@@ -48,7 +48,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import rest_twin
 import step_oracle
 
-from minikv.kernels import NewRow, Rows, dispatch, to_codes, window_attention
+from minikv.kernels import NewRow, Rows, Segments, Slots, dispatch, to_codes, window_attention
 from minikv.kernels.attention.plain import last_rows_attention
 from minikv.kernels.decode import plain as decode
 from minikv.kernels.dispatch import on_gpu
@@ -186,13 +186,10 @@ def attention(s: Sizes, uses: str) -> str:
     for ops in (Twins(), on_gpu()):
         logits = torch.zeros(s.heads, s.group, width, device=s.device) if "logits" in uses else None
         arrived = torch.zeros(s.heads, dtype=torch.int32, device=s.device)
-        mixed, lse = ops.ragged_attention(
-            q, k, v, start, length, width=width, logits=logits, arrived=arrived, **more
-        )
+        rows = Segments(k, v, start, length, width, **more)
+        mixed, lse = ops.ragged_attention(q, rows, logits, arrived=arrived)
         for _ in range(1 if s.rows < 100 else 50):  # whoever arrives last
-            again, _ = ops.ragged_attention(
-                q, k, v, start, length, width=width, logits=logits, arrived=arrived, **more
-            )
+            again, _ = ops.ragged_attention(q, rows, logits, arrived=arrived)
             assert torch.equal(mixed, again), "other numbers in another launch"
         assert not bool(arrived.any()), "the counter is not zero again"
         seen = torch.isfinite(lse)
@@ -217,7 +214,7 @@ def turned(s: Sizes, coded: bool) -> str:
         blank = [torch.ones(rows, device=device)]
         scales = [torch.ones(rows, device=device) if coded else None for _ in range(2)]
         at = torch.tensor(9, device=device)
-        found = ops.rotate_append(qkv, *angles, slot, at, k, v, pos, blank, *scales)
+        found = ops.rotate_append(qkv, *angles, Slots(slot, at, k, v, pos, blank, *scales))
         assert torch.equal(pos[slot], torch.full_like(slot, 9).to(torch.int32)), "positions"
         assert not bool(blank[0][slot].any()), "columns"
         if scales[0] is not None and scales[1] is not None:
@@ -360,7 +357,7 @@ def segments(s: Sizes, new: int) -> str:
     hole[0] = start[0] + 2
     q = s.normal(s.heads, s.group, new, s.size)
     outs = [
-        ops.ragged_prefill(q, k, v, start, length, hole, int(length.max()))
+        ops.ragged_prefill(q, Segments(k, v, start, length, int(length.max())), hole)
         for ops in (Twins(), on_gpu())
     ]
     seen = torch.isfinite(outs[0][1])
@@ -557,10 +554,9 @@ def far_rows(s: Sizes) -> str:
     k[last:], v[last:] = s.normal(512, s.size), s.normal(512, s.size)
     q = s.normal(1, s.group, s.size)
     start, length = (torch.tensor([n], device=s.device) for n in (last, 512))
-    got = on_gpu().ragged_attention(q, k, v, start, length, width=512)
-    want = decode.ragged_attention(
-        q, k[last:].clone(), v[last:].clone(), start * 0, length, width=512
-    )
+    got = on_gpu().ragged_attention(q, Segments(k, v, start, length, 512))
+    near_rows = Segments(k[last:].clone(), v[last:].clone(), start * 0, length, 512)
+    want = decode.ragged_attention(q, near_rows)
     return near(1e-2, mixed=(got[0], want[0]), lse=(got[1], want[1]))
 
 

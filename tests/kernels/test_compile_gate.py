@@ -1,5 +1,5 @@
 """Every Triton kernel is compiled without a GPU, and the result is read: no stack and no spills,
-keys, values and other rows read as wide as their `Variant` says, pointer by pointer, matrix
+keys, values and other rows read as wide as `builds.WIDE` says, pointer by pointer, matrix
 instructions where they are meant, no more shared memory than a multiprocessor has.
 
 By default some of what a model of 8B launches, for compute capability 9.0; `pytest -m "soak or not
@@ -9,9 +9,7 @@ With pytest-xdist the workers share the builds; without it threads do.
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,24 +23,15 @@ from pointer_reads import UNKNOWN, reads, too_narrow
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
-from minikv import kernels
-from minikv.kernels.gpu import Variant
+from builds import builds
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may have (CUDA programming guide, compute capabilities)."""
 DEFAULT = 90
-
-
-def _collect() -> dict[str, Variant]:
-    found: dict[str, Variant] = {}
-    for module in pkgutil.walk_packages(kernels.__path__, "minikv.kernels."):
-        if not module.name.endswith("gpu"):
-            continue
-        made = importlib.import_module(module.name)
-        for variant in made.variants() if "variants" in vars(made) else ():
-            assert variant.name not in found, f"two variants are called {variant.name}"
-            found[variant.name] = variant
-    return found
+KNOWN = builds()
+MORE = ("ragged_prefill rows10 bf16-128",)
+"""Builds of the night: 40 lines differ from 4,096 in the size of a tile only."""
+RARE = re.compile(r"fp16|fp32|\b(?:80|256|64)\b")
 
 
 def _daily(name: str) -> bool:
@@ -50,24 +39,20 @@ def _daily(name: str) -> bool:
     128), or one; those of `MORE` at night."""
     if name in MORE:
         return False
-    others = [n for n, other in VARIANTS.items() if other.fn is VARIANTS[name].fn]
+    others = [n for n, other in KNOWN.items() if other.kernel == KNOWN[name].kernel]
     typical = [n for n in others if not RARE.search(n)]
     return name in (min(typical), max(typical)) if typical else name == min(others)
 
 
-VARIANTS = _collect()
-MORE = ("ragged-prefill-bf16-d128-g4-lines40",)
-"""Builds of the night: 40 lines differ from 4,096 in the size of a tile only."""
-RARE = re.compile(r"fp16|fp32|\b(?:d?80|d?256|64)\b")
 BUILDS = some_by_day(
-    [(name, arch) for name in sorted(VARIANTS) for arch in SHARED],
+    [(name, arch) for name in sorted(KNOWN) for arch in SHARED],
     lambda case: case[1] == DEFAULT and _daily(case[0]),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """One compiled variant: its instructions, the bytes of its loads by pointer, and the memory
+    """What was compiled: its instructions, the bytes of its loads by pointer, and the memory
     that it needs."""
 
     instructions: frozenset[str]
@@ -86,25 +71,19 @@ def compiled(
     folder: Path,
     unaligned: Collection[str] = (),
 ) -> Built:
-    """Compile a variant and read the machine code. It is disassembled only where a test reads
+    """Compile a build and read the machine code. It is disassembled only where a test reads
     instructions: that takes as long as compiling. unaligned: pointers that the compiler is not told
     to be aligned, as it would be by a mistake in the kernel's decorator."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    variant = VARIANTS[name]
-    names = list(variant.signature)
-    aligned = [i for i in variant.aligned if names[i] not in unaligned]
-    source = ASTSource(
-        variant.fn,
-        dict(variant.signature),
-        {(names.index(n),): value for n, value in variant.constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    cubin = folder / f"{'-'.join([name, str(arch), *unaligned])}.cubin"
+    build = KNOWN[name]
+    names = list(build.signature)
+    attrs = {at: value for at, value in build.attrs.items() if names[at[0]] not in unaligned}
+    source = ASTSource(build.fn, dict(build.signature), dict(build.constants), attrs)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(build.options))
+    cubin = folder / f"{'-'.join([*name.split(), str(arch), *unaligned])}.cubin"
     cubin.write_bytes(made.asm["cubin"])
 
     def said(*command: str | Path) -> str:
@@ -112,12 +91,12 @@ def compiled(
 
     usage = said(tool, "--dump-resource-usage")
     number = {k: int(v) for k, v in re.findall(r"(STACK|LOCAL):(\d+)", usage)}
-    disassembled = variant.mma and not unaligned
+    disassembled = build.mma and not unaligned
     sass = said(tool.with_name("nvdisasm"), "-ndf", "-c") if disassembled else ""
     found = re.findall(r"\b([A-Z][A-Z0-9]*(?:\.[A-Z0-9_]+)*)\b", sass)
     widths: Mapping[str, Collection[int]] = {}
-    if variant.reads:
-        taken = [n for n, kind in variant.signature.items() if kind != "constexpr"]
+    if build.reads:
+        taken = [n for n, kind in build.signature.items() if kind != "constexpr"]
         widths = reads(made.asm["llir"], taken)
     memory = number["STACK"], number["LOCAL"], made.metadata.shared
     return Built(frozenset(found), made.asm["ptx"], made.asm["llir"], widths, *memory)
@@ -172,13 +151,13 @@ def build(
         yield one
 
 
-OLD_SINE = {"table-bf16": 32}
+OLD_SINE = {"rotary_table bf16-128": 32}
 """Bytes of stack in which Triton 3.6 reduces large angles. It runs once a step."""
 
 
 @pytest.mark.parametrize(("name", "arch"), BUILDS)
 def test_machine_code(build: Callable[[str, int], Built], name: str, arch: int) -> None:
-    built, variant = build(name, arch), VARIANTS[name]
+    built, asked = build(name, arch), KNOWN[name]
     words = {word: word.split(".") for word in built.instructions}
     heads = {parts[0] for parts in words.values()}
     assert built.local == 0
@@ -186,9 +165,9 @@ def test_machine_code(build: Callable[[str, int], Built], name: str, arch: int) 
         assert built.stack == 0
         assert not heads & {"LDL", "STL"}
     assert built.shared <= SHARED[arch]
-    assert too_narrow(built.reads, variant.reads) == []
+    assert too_narrow(built.reads, asked.reads) == []
     assert UNKNOWN not in built.reads, "a load whose pointer is not known"
-    if variant.mma:
+    if asked.mma:
         assert heads & {"HMMA", "HGMMA"}, "no matrix instruction"
 
 
@@ -202,10 +181,10 @@ def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
 ) -> None:
     """A `split` that is not told that keys or values are aligned reads them two bytes at a time.
     Its queries are still read 16 bytes at a time, which is no excuse."""
-    name = "split-bf16-128"
+    name = "split bf16-128"
     built = alone(name, tmp_path, unaligned=unaligned)
     assert set(built.reads["q"]) == {16}
-    assert too_narrow(built.reads, VARIANTS[name].reads) == [
+    assert too_narrow(built.reads, KNOWN[name].reads) == [
         f"{pointer} is read 2 bytes at a time, not 16" for pointer in sorted(unaligned)
     ]
 
@@ -213,25 +192,8 @@ def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
 def test_every_part_is_written_before_it_is_counted(build: Callable[[str, int], Built]) -> None:
     """Of attention, the program that arrives last reads what all threads of the others wrote: each
     program has a barrier between its stores and the counter, which releases and acquires."""
-    before, counter, after = re.split(r"(atom\.\S+)", build("split-bf16-128", DEFAULT).ptx)
+    before, counter, after = re.split(r"(atom\.\S+)", build("split bf16-128", DEFAULT).ptx)
     assert {"gpu", "acq_rel", "add"} <= set(counter.split("."))
     assert "bar.sync" in before[before.rindex("st.global") :]
     assert "ld.global.cg" in after
     assert "ld.global.b" not in after
-
-
-def test_every_kernel_that_reads_keys_or_values_in_tiles_says_how_wide() -> None:
-    """The kernels that go over all rows; a step's own row is read by the numbers."""
-    walks = ("split", "mass", "each", "rows", "ragged-prefill", "add-norm")
-    walks += (
-        "silu-mul",
-        "rotate",
-        "merge",
-        "row-product",
-        "visible",
-        "joined",
-        "unrotated",
-    )
-    for name, variant in VARIANTS.items():
-        assert bool(variant.reads) == name.startswith(walks), name
-        assert set(variant.reads) <= set(variant.signature)

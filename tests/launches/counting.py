@@ -1,6 +1,6 @@
 """What a prompt and a step launch on a GPU, counted without one.
 
-    python tests/launches/counting.py [steps] [prompts] [--all] [--names] [--json FILE]
+    python tests/launches/counting.py [steps] [prompts] [--all] [--json FILE]
     python tests/launches/counting.py --write      the table that tests/launches/ compares with
     python tests/launches/counting.py --late [CASE]  kernels that a turn compiles after the warm-up
 
@@ -168,9 +168,9 @@ def _parts(given: Any, name: str) -> Any:
 
 
 _MAKERS = ("rest", "normed_product", "packed_row")
-for _name, (_module, _) in FORMS.items():
-    if _module and _name not in ("evict", "append_evict"):
-        _launch = getattr(_LAUNCH, _name)
+for _name in " ".join(row.names for row in FORMS if row.gpu).split():
+    _launch = getattr(_LAUNCH, _name)
+    if _name not in ("evict", "append_evict") and _launch is not getattr(Kernels, _name):
         _wrapped = _made(_name) if _name in _MAKERS else _both(_launch, _torch_form(_name))
         setattr(_Kernels, _name, staticmethod(_wrapped))
 _Kernels.evict = {n: _both(kernel, step_oracle.EVICT[n]) for n, kernel in _LAUNCH.evict.items()}
@@ -459,10 +459,6 @@ def _kinds(row: dict[str, Count]) -> Row:
     return {name: sums(part) for name, part in row.items()}
 
 
-def _names(row: dict[str, Count]) -> dict[str, dict[str, int]]:
-    return {part: {" ".join(key): n for key, n in count.items()} for part, count in row.items()}
-
-
 def text(table: Mapping[str, object]) -> str:
     """The table as JSON, a row on a line."""
     parts = []
@@ -497,7 +493,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
     parser.add_argument("what", nargs="*", help="steps, prompts, or with --late cases: POLICY/STEP")
     parser.add_argument("--all", action="store_true", help="what is counted at night only, too")
-    parser.add_argument("--names", action="store_true", help="which kernels and operators they are")
     parser.add_argument("--machine-code", action="store_true", help="compile as for a GPU")
     parser.add_argument("--json", type=Path, help="write here, too")
     parser.add_argument("--write", action="store_true", help="write the table anew")
@@ -519,21 +514,7 @@ def _found(bench: Bench, asked: argparse.Namespace) -> dict[str, object]:
     if asked.late:
         cases = [Case(*name.split("/")) for name in asked.what] or [*step_cases(), *block_cases()]
         return {"late": {case.name: late(bench, case) for case in cases}}
-    if asked.names:
-        return _all_names(bench, asked.what or ["steps"])
     return counted(bench, asked.what or ["steps", "prompts"], whole=asked.all or asked.write)
-
-
-def _all_names(bench: Bench, what: Sequence[str]) -> dict[str, object]:
-    """Which kernels and operators every step launches, and every prompt of one chunk."""
-    found: dict[str, object] = {}
-    if "steps" in what:
-        found = {case.name: _names(step_row(bench, case, Sampling())) for case in step_cases()}
-    if "prompts" in what:
-        for case in prompt_cases(whole=False):
-            first, later = prompt_rows(bench, case, whole=False)
-            found |= {f"{case.name} first": _names(first), f"{case.name} later": _names(later)}
-    return found
 
 
 def counted(bench: Bench, what: Sequence[str], *, whole: bool = False) -> dict[str, Any]:

@@ -168,7 +168,8 @@ def near(given: Any) -> Any:
     if given is None or isinstance(given, (int, float, str, Tensor)):
         return given
     if isinstance(given, (tuple, list)):
-        return type(given)(map(near, given))
+        kind = getattr(given, "_make", type(given))  # of a named tuple
+        return kind(map(near, given))
     if isinstance(given, dict):
         return {key: near(value) for key, value in given.items()}
     if is_dataclass(given) and not isinstance(given, type):
@@ -279,44 +280,25 @@ def _flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_sums: None,
-    k_sums: None,
-    q_most: int,
-    k_most: int,
-    dropout: float,
-    causal: bool,
-    debug: bool,
-    *,
+    *more: Any,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Any:
+    _, _, q_most, k_most, dropout, causal, debug = more
     assert (q_most, k_most, dropout, debug) == (q.shape[1], k.shape[1], 0.0, False)
     assert window_size_right == (None if window_size_left is None else 0)
     window = None if window_size_left is None else window_size_left + 1
     return *_attention(q, k, v, causal, window), None, None, None
 
 
-def _efficient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: None,
-    q_sums: None,
-    k_sums: None,
-    q_most: None,
-    k_most: None,
-    dropout: float,
-    mask: int,
-    with_lse: bool,
-    *,
-    window_size: int | None = None,
-) -> Any:
+def _efficient(q: Tensor, k: Tensor, v: Tensor, *more: Any, window_size: int | None = None) -> Any:
+    mask, with_lse = more[-2:]
     assert with_lse
     assert mask in (0, 2)
     assert mask or window_size is None
     out, lse = _attention(q, k, v, mask == 2, window_size)
-    more = -lse.shape[2] % 32
-    return out, torch.nn.functional.pad(lse, (0, more), value=math.inf), None, None, 0, 0
+    padding = -lse.shape[2] % 32
+    return out, torch.nn.functional.pad(lse, (0, padding), value=math.inf), None, None, 0, 0
 
 
 def _copied(t: Tensor, *, device: torch.device | None = None, **kwargs: Any) -> Tensor:

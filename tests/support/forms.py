@@ -21,6 +21,8 @@ from minikv.kernels import dispatch
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.native import build, choice
 
+TRITON = find_spec("triton") is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -49,18 +51,20 @@ class Form:
 def forms(operation: str, torch_too: bool = True) -> list[Any]:
     """The parameters of a test: each form of the operation. One that this machine lacks is
     skipped."""
-    gpu, c = dispatch.FORMS[operation]
+    row = next(row for row in dispatch.FORMS if operation in row.names.split())
     found: list[Any] = []
     if not INTERPRETED:
-        plain = {getattr(k, operation) for k in (dispatch.Kernels, dispatch.TorchOnCPU)}
-        for form in plain if torch_too else ():
+        ways = (dispatch.Kernels, dispatch.TorchOnCPU)
+        plain = dict.fromkeys(getattr(way, operation) for way in ways if torch_too)
+        for form in plain:
             found.append(pytest.param(Form("torch", lambda f=form: f), id=form.__module__[15:]))
-        found += _in_c(operation, c) if c else []
-    if gpu:
-        missing = find_spec("triton") is None or not (INTERPRETED or torch.cuda.is_available())
+        found += _in_c(operation, row.c) if row.c else []
+    module = importlib.import_module(f"minikv.kernels.{row.gpu}") if row.gpu and TRITON else None
+    if hasattr(module, operation):
+        missing = not (INTERPRETED or torch.cuda.is_available())
         marks = [pytest.mark.skipif(missing, reason="needs Triton and a CUDA device")]
         marks += [] if INTERPRETED else [pytest.mark.gpu]
-        made = Form("triton", lambda: getattr(kernel(gpu), operation), DEVICE)
+        made = Form("triton", lambda: getattr(kernel(row.gpu), operation), DEVICE)
         found.append(pytest.param(made, marks=marks, id="triton"))
     return found
 
@@ -69,6 +73,8 @@ def _in_c(operation: str, name: str) -> list[Any]:
     module = importlib.import_module(f"minikv.kernels.{name}")
     ways = dict(vars(module).get("FORMS", {})) or {"C": module}
     found, missing = [], build.library()[0] is None
+    if not any(hasattr(place, operation) for place in (module, *ways.values())):
+        return found
     for way, where in ways.items():
         if not hasattr(where, operation):
             where = module

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv.kernels import NewRow, Rows, append, lowest
+from minikv.kernels import NewRow, Rows, Slots, append, lowest
 from minikv.kernels.decode.plain import HashRule, in_use
 from minikv.kernels.layer.plain import rotate
 from minikv.policies.base import StepPolicy, StepView
@@ -145,7 +145,7 @@ def hash_append(rule: HashRule, new: NewRow) -> bool:
     blank = [column for name, column in columns.items() if name not in _OWN]
     scales = (columns.get("k_scale"), columns.get("v_scale"))
     stored = (columns[name] for name in ("k", "v", "pos"))
-    append(key, new.value, slot, new.position, *stored, blank, *scales)
+    append(key, new.value, Slots(slot, new.position, *stored, blank, *scales))
     code.index_copy_(0, slot, codes(key, rule.matrix(new.layer, key)).to(code.dtype))
     return True
 

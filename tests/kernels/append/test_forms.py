@@ -18,7 +18,7 @@ from torch import Tensor
 from triton_device import close, kernel, on_device
 from triton_device import guarded as place
 
-from minikv.kernels import NewRow
+from minikv.kernels import NewRow, Slots
 from minikv.kernels.append import cpu as native
 from minikv.kernels.append import plain
 from minikv.kernels.native import build
@@ -62,15 +62,17 @@ def test_rotate_append(
     slot = torch.randperm(rows, generator=torch.Generator().manual_seed(3))[:heads]
     given = [qkv, cos, sin, slot, torch.tensor(41)]
     ours = arena(form, rows, size, dtype, coded)
-    query, key = form(*map(form.place, given), *ours)
+    qkv_, cos_, sin_, *at = map(form.place, given)
+    query, key = form(qkv_, cos_, sin_, Slots(*at, *ours))
     assert (query.shape, key.shape) == ((heads, group, size), (heads, size))
     assert all(untouched(t) for t in (*ours[:3], *ours[3], *ours[4:]) if t is not None)
     torchs = Form("torch", lambda: plain.append)
     theirs = arena(torchs, rows, size, dtype, coded)
-    want = plain.rotate_append(*given, *arena(torchs, rows, size, dtype, coded))
+    more = arena(torchs, rows, size, dtype, coded)
+    want = plain.rotate_append(qkv, cos, sin, Slots(slot, torch.tensor(41), *more))
     for got, wanted in zip((query, key), want, strict=True):
         close(got, wanted, 1e-5 if dtype == torch.float32 else 2e-2)
-    plain.append(key.cpu(), qkv[-heads:], slot, torch.tensor(41), *theirs)
+    plain.append(key.cpu(), qkv[-heads:], Slots(slot, torch.tensor(41), *theirs))
     for one, two in zip(flat(ours), flat(theirs), strict=True):
         assert torch.equal(one, two)
 
@@ -85,7 +87,7 @@ def test_append(form: Form, dtype: torch.dtype, coded: bool) -> None:
     key, value, slot = both[:, 0], both[:, 1], torch.tensor([7, 39, 0])
     key[1] = 0.0
     before, columns = (arena(form, rows, size, dtype, coded) for _ in range(2))
-    form(key, value, form.place(slot), form.place(torch.tensor(77)), *columns)
+    form(key, value, Slots(form.place(slot), form.place(torch.tensor(77)), *columns))
     written = torch.zeros(rows, dtype=torch.bool).index_fill_(0, slot, True)
     for old, new in zip(flat(before), flat(columns), strict=True):
         assert torch.equal(old[~written], new[~written])

@@ -12,12 +12,10 @@ import torch
 from drawing import randoms
 from forms import Form, each, forms
 from guards import untouched
-from lowest import SHAPES, draw, expected, outcome
 from ragged import in_use, segments
-from torch import Tensor
 from triton_device import INTERPRETED, close, guarded, kernel, on_device
 
-from minikv.kernels import to_codes
+from minikv.kernels import Segments, to_codes
 from minikv.kernels.decode import cpu as decode
 from minikv.kernels.native import build
 
@@ -73,8 +71,8 @@ def tiled(form: Form, size: int, dtype: torch.dtype, heads: int, group: int, til
     if programs is not None:
         config = gpu.Config(block, config.warps, config.stages, programs, least=1, joined=1)
     space = gpu.workspace(heads, group, size, config, device)
-    space.part.fill_(math.nan)
-    space.lse.fill_(math.nan)
+    for parts in space:
+        parts.fill_(math.nan)
     arrived = form.place(torch.zeros(heads, dtype=torch.int32))
     return {"arrived": arrived, "config": config, "space": space}
 
@@ -102,8 +100,8 @@ def test_attention_over_segments(form: Form, case: tuple[int, str, torch.dtype])
         lse = form.place(torch.zeros(heads, group))
     windowed = {} if sees == "all" else {"pos": form.place(pos), "oldest": form.place(oldest)}
     more = tiled(form, size, dtype, heads, group, tiles)
-    given = map(form.place, (q, k, v, start, length))
-    mixed, sums = form(*given, width=wide, logits=logits, lse=lse, **windowed, **more)
+    query, *given = map(form.place, (q, k, v, start, length))
+    mixed, sums = form(query, Segments(*given, wide, **windowed), logits, lse, **more)
     assert mixed.dtype == dtype
     loose, exact = form.loose(dtype), form.loose(dtype if form.by == "torch" else torch.float32)
     for h, (a, n) in enumerate(zip(start.tolist(), lengths, strict=True)):
@@ -135,8 +133,9 @@ def test_attention_over_rows_in_int8(form: Form, dtype: torch.dtype, size: int) 
     q = randoms(1, 4, 3, size, dtype=dtype, by=2.0)
     (k, ks), (v, vs) = (to_codes(randoms(i, rows, size, dtype=dtype)) for i in (2, 3))
     ks[~in_use(start, length, rows)] = math.nan
-    given = map(form.place, (q, k, v, start, length))
-    got, lse = form(*given, width=70, k_scale=form.place(ks), v_scale=form.place(vs))
+    query, *given = map(form.place, (q, k, v, start, length))
+    scales = {"k_scale": form.place(ks), "v_scale": form.place(vs)}
+    got, lse = form(query, Segments(*given, 70, **scales))
     for h, (a, n) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
         keys, values = (
             x[a : a + n].double() * by[a : a + n].double()[:, None] for x, by in ((k, ks), (v, vs))
@@ -156,21 +155,8 @@ def test_what_is_not_finite_is_not_hidden(form: Form, dtype: torch.dtype, bad: f
     for row in (4, 17):
         broken = k.clone()
         broken[row, 3] = bad
-        given = map(form.place, (q, broken, v, torch.tensor([0]), torch.tensor([19])))
-        assert bool(form(*given, width=19)[0].isnan().any())
-
-
-def scores(shape: tuple[int, int], seed: int, form: Form) -> Tensor:
-    """What a form of `lowest` chooses; in Triton in tiles of 16 rows, so that a head has some."""
-    more = {"block": 16} if form.by == "triton" else {}
-    return outcome(form, draw(shape, seed), form.place, **more)
-
-
-@pytest.mark.parametrize("form", forms("lowest"))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_lowest_score_leaves(form: Form, shape: tuple[int, int]) -> None:
-    for seed in range(4 if form.by == "triton" else 40):
-        assert torch.equal(scores(shape, seed, form), expected(draw(shape, seed))), seed
+        query, *given = map(form.place, (q, broken, v, torch.tensor([0]), torch.tensor([19])))
+        assert bool(form(query, Segments(*given, 19))[0].isnan().any())
 
 
 @on_device
@@ -180,11 +166,11 @@ def test_the_order_in_which_programs_arrive_changes_nothing() -> None:
     start, length, rows = segments([130, 0, 17, 64])
     q = randoms(1, 4, 4, 64, dtype=torch.float16, by=2.0)
     k, v = (randoms(i, rows, 64, dtype=torch.float16) for i in (2, 3))
-    given = [guarded(t) for t in (q, k, v, start, length)]
+    query, *given = [guarded(t) for t in (q, k, v, start, length)]
     arrived = guarded(torch.zeros(4, dtype=torch.int32))
     config = gpu.Config(16, 4, 2, 7, least=16, joined=1)
     first, *others = (
-        gpu.ragged_attention(*given, width=130, arrived=arrived, config=config)
+        gpu.ragged_attention(query, Segments(*given, 130), arrived=arrived, config=config)
         for _ in range(2 if INTERPRETED else 50)
     )
     for h, (a, n) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
@@ -198,9 +184,9 @@ def test_the_order_in_which_programs_arrive_changes_nothing() -> None:
 @needs_c
 def test_without_positions_there_is_no_window() -> None:
     q, k = randoms(1, 1, 2, 64), randoms(2, 9, 64)
-    given = q, k, k, torch.tensor([0]), torch.tensor([9])
-    want, _ = decode.VECTORS.ragged_attention(*given, width=9)
-    found, _ = decode.VECTORS.ragged_attention(*given, width=9, oldest=torch.tensor(4))
+    rows = Segments(k, k, torch.tensor([0]), torch.tensor([9]), 9)
+    want, _ = decode.VECTORS.ragged_attention(q, rows)
+    found, _ = decode.VECTORS.ragged_attention(q, rows._replace(oldest=torch.tensor(4)))
     assert torch.equal(found, want)
 
 
@@ -208,12 +194,12 @@ def test_without_positions_there_is_no_window() -> None:
 def test_torchs_defaults_do_not_matter() -> None:
     """The C writes float32, whatever torch would make."""
     q, k = randoms(1, 1, 2, 64, dtype=torch.bfloat16), randoms(2, 9, 64, dtype=torch.bfloat16)
-    start, length = torch.tensor([0]), torch.tensor([9])
+    rows = Segments(k, k, torch.tensor([0]), torch.tensor([9]), 9)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        _, lse = decode.VECTORS.ragged_attention(q, k, k, start, length, width=9)
+        _, lse = decode.VECTORS.ragged_attention(q, rows)
         logits = torch.zeros(1, 2, 9)
-        decode.VECTORS.ragged_attention(q, k, k, start, length, width=9, logits=logits)
+        decode.VECTORS.ragged_attention(q, rows, logits)
     finally:
         torch.set_default_dtype(torch.float32)
     assert lse.dtype == torch.float32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ def test_without_products_of_bfloat16_float32_multiplies(
         monkeypatch.setattr(choice, "multiplies_bf16", lambda: native)
         monkeypatch.setattr(decode_cpu, "_CONVERTED", most)
         logits = torch.full((3, 2, 40), math.nan)
-        decode_cpu.ragged_attention(q, k, v, start, length, width=40, logits=logits)
+        decode_cpu.ragged_attention(q, kernels.Segments(k, v, start, length, 40), logits)
         worst = 0.0
         for h, n in enumerate(lengths):
             want = q[h].double() @ k[start[h] : start[h] + n].double().T / 8
@@ -41,40 +40,6 @@ def test_without_products_of_bfloat16_float32_multiplies(
 
     assert off(native=False) < 1e-5
     assert off(native=True) > 1e-4
-
-
-@pytest.mark.parametrize("lengths", [(40, 40), (40, 17)])
-def test_many_rows_are_converted_head_by_head(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither together nor, for uneven heads, in one product over all rows."""
-    batched, taken = decode_cpu._batched, []
-    monkeypatch.setattr(choice, "multiplies_bf16", lambda: False)
-    monkeypatch.setattr(decode_cpu, "_batched", lambda *a: taken.append(len(a[0])) or batched(*a))
-    q, k = torch.randn(2, 1, 8).bfloat16(), torch.randn(82, 8).bfloat16()
-    for most, heads in ((81 * 8, [] if lengths[1] == 17 else [2]), (56 * 8, [1, 1])):
-        taken.clear()
-        monkeypatch.setattr(decode_cpu, "_CONVERTED", most)
-        start = torch.tensor([0, 41])
-        decode_cpu.ragged_attention(q, k, k, start, torch.tensor(lengths), width=40)
-        assert taken == heads
-
-
-@pytest.mark.parametrize(("rows", "grown"), [(60, 1), (61, 0)])
-def test_only_small_layouts_are_cached(
-    rows: int, grown: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They take memory that nothing counts. What is computed is the same."""
-    q, k = torch.randn(2, 1, 8), torch.randn(rows, 8)
-    case = q, k, k, torch.tensor([0, 20]), torch.tensor([13, rows - 20])
-    monkeypatch.setattr(decode_cpu, "_CACHED", 2 * 60)
-    monkeypatch.setattr(decode_cpu, "_cached_layout", lru_cache(decode_cpu._layout))
-    got, want = (
-        attend(*case, width=rows)
-        for attend in (decode_cpu.ragged_attention, kernels.ragged_attention)
-    )
-    torch.testing.assert_close(got, want)
-    assert decode_cpu._cached_layout.cache_info().currsize == grown
 
 
 def test_the_lowest_score_by_hand() -> None:

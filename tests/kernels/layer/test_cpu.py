@@ -1,54 +1,387 @@
-"""The small operators of a layer in C, against float64 arithmetic and torch, on odd sizes."""
+"""All layers of a step in one call: bit for bit what the calls of each layer make one after the
+other, with every step policy, in the network's numbers and in the cache."""
 
 from __future__ import annotations
 
-import math
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
+import half_network
 import pytest
 import torch
-from drawing import close, randoms
+from drawing import randoms
+from pairwise import pairwise, some_by_day
+from small import SOON, VOCAB, ids, over
+from torch import Tensor
 
-from minikv.kernels.layer import cpu as native
-from minikv.kernels.layer import plain as plain_torch
-from minikv.kernels.native import build
+from minikv import policies
+from minikv.cache.budget import Budget
+from minikv.cache.decode_step import DecodeStep
+from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
+from minikv.engine.engine import Engine
+from minikv.kernels import dispatch
+from minikv.kernels.attention import cpu as prefill
+from minikv.kernels.layer import cpu as layers
+from minikv.kernels.native import build, choice
+from minikv.kernels.product.matrix import Matrix
+from minikv.models.llama import Llama
+from minikv.policies.hashevict import HashEvict
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
-DTYPES = [torch.float32, torch.bfloat16]
-LOOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+STEPS = [*policies.step_names()]
+SHAPES = {"3 queries": (6, 2, 32), "one": (2, 2, 24), "5": (10, 2, 16)}
+"""Heads, KV heads and head size."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 768), (3, 77), (200, 640)])
-def test_the_operators_between_products(dtype: torch.dtype, rows: int, size: int) -> None:
-    x = randoms(1, rows, 2 * size, dtype=dtype, by=3.0)[:, :size]
-    y, weight = randoms(2, rows, size, dtype=dtype), randoms(3, size, dtype=dtype)
-    loose = LOOSE[dtype]
-    for more in (None, y):
-        one, two = (torch.cat((x, x), 1)[:, :size] for _ in range(2))  # rows that are apart
-        got = native.add_norm(one, more, weight, 1e-5)
-        want = plain_torch.add_norm(two, more, weight, 1e-5)
-        close(got, want, loose)
-        close(one, two, loose)
-        exact = one.double()
-        exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-        close(got, exact, loose)
-    both = randoms(4, rows, 2 * size, dtype=dtype, by=20.0)
-    want = torch.nn.functional.silu(both[:, :size].double()) * both[:, size:].double()
-    got = native.silu_mul(both)
-    assert got.data_ptr() == both.data_ptr()
-    close(got, want, loose)
-    heads, angle = randoms(5, rows, 5, 22, dtype=dtype)[:, :3], randoms(6, rows, 1, 11)
-    cos, sin = torch.cat((angle, angle), -1).cos(), torch.cat((-angle, angle), -1).sin()
-    given = heads, cos.to(dtype), sin.to(dtype)
-    got = native.rotate(*given)
-    assert got.is_contiguous()
-    close(got, plain_torch.rotate(*given), loose)
+def network(
+    shape: str = "3 queries", form: str = "auto", window: int | None = None, count: int = 3
+) -> Llama:
+    sizes = count, 128, *SHAPES[shape], 640
+    made = half_network.made(*sizes, vocab=VOCAB, window=window, biased=shape == "one")
+    for name, tensor in made.tensors():
+        if name.endswith(("norm.weight", "bias")):
+            tensor.copy_(randoms(len(name), *tensor.shape, dtype=torch.bfloat16))
+    return half_network.packed(made, form)
 
 
-@pytest.mark.parametrize("value", [0.0, -1e-3, -20.0, -87.5, -200.0, 80.0, math.inf, math.nan])
-def test_silu_at_its_ends(value: float) -> None:
-    both = torch.tensor([[value] * 17 + [1.0] * 17])
-    want = torch.nn.functional.silu(torch.tensor(value))
-    torch.testing.assert_close(
-        native.silu_mul(both)[0], want.expand(17), equal_nan=True, rtol=1e-6, atol=1e-6
+def cached(
+    net: Llama,
+    step: str = "none",
+    kv: torch.dtype | None = None,
+    way: str = "layers",
+    options: dict[str, object] | None = None,
+) -> Engine:
+    """An engine whose cache is over its budget after the prompt of `told`."""
+    rules = Rules()
+    if step != "none":
+        rules = Rules(
+            policies.prompt_policy("adakv", None),
+            policies.step_policy(step, options or SOON.get(step)),
+            Budget.parse(40),
+        )
+    made = over(net, rules, kv=kv)
+    if way != "layers":
+        made.ops.layers = None
+    if way == "operations":
+        made.ops.rest = None
+    net.use(made.ops)
+    return Engine(net, made)
+
+
+def told(engine: Engine, steps: int = 12) -> list[Tensor]:
+    """The logits of a prompt and of some steps after it."""
+    found = [engine.prompt(ids(70))]
+    for _ in range(steps):
+        found.append(engine.step(int(found[-1].argmax())))
+    return found
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call computed."""
+    found: list[int] = []
+    run = layers._layers
+    monkeypatch.setattr(layers, "_layers", lambda *given: found.append(given[4]) or run(*given))
+    return found
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+CASES = (
+    STEPS,
+    [*SHAPES],
+    ("auto", "int8", "int4"),
+    (None, torch.int8),
+    (None, 20),
+    (1, 2),
+)
+WAYS = ("layers", "rest", "operations")
+"""One call for all layers, one for what follows attention in each, one for each operation."""
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "form", "kv", "window", "threads"),
+    some_by_day(product(*CASES), {*pairwise(*CASES)}.__contains__),
+    indirect=["threads"],
+    ids=str,
+)
+def test_a_step_is_that_of_separate_calls(
+    step: str,
+    shape: str,
+    form: str,
+    kv: torch.dtype | None,
+    window: int | None,
+    threads: int,
+    calls: list[int],
+) -> None:
+    net = network(shape, form, window)
+    found, caches = [], []
+    for way in WAYS:
+        engine = cached(net, step, kv, way)
+        if form == "int4" and way != "operations" and not net._tails:
+            pytest.skip("C does not take matrices of four bits in this layout")
+        assert (net._layers is not None, net._tails != []) == (way == "layers", way != WAYS[-1])
+        found.append(told(engine))
+        caches.append(engine.kv)
+    for apart in found[1:]:
+        for mine, other in zip(found[0], apart, strict=True):
+            assert torch.equal(mine, other)
+            assert bool(mine.isfinite().all())
+    coded = step == "hashevict" and kv is not None  # C's hashing does not take int8
+    assert calls == ([] if coded else [3] * 12)
+    same(*caches[:2])
+    same(*caches[1:])
+
+
+@pytest.mark.parametrize("bits", [8, 16, 31, 60])
+@pytest.mark.parametrize("hash_with", ["query", "key"])
+def test_hashevict_with_other_codes(bits: int, hash_with: str, calls: list[int]) -> None:
+    net, options = network("5"), {"bits": bits, "hash_with": hash_with}
+    one, two = (cached(net, "hashevict", None, way, options) for way in ("rest", "layers"))
+    net.use(one.kv.ops)
+    apart = told(one, 20)
+    net.use(two.kv.ops)
+    for mine, other in zip(apart, told(two, 20), strict=True):
+        assert torch.equal(mine, other)
+    assert calls == [3] * 20
+    same(one.kv, two.kv)
+    held = two.kv.arena.columns["pos"]
+    assert int(held.max()) == 89  # the newest row overwrote an older one
+    assert int((held > 69).sum()) > 20
+
+
+def test_rows_before_the_window_are_not_seen() -> None:
+    """A cache reuses the row that slid out, so nothing else hides one."""
+    net = network(window=20)
+    found = {}
+    for together, hidden in product((True, False), (True, False)):
+        engine = cached(net, way=WAYS[not together])
+        engine.prompt(ids(70))
+        step = engine.kv.begin_step()
+        if hidden:
+            step.oldest_seen[1:] = 65
+        found[together, hidden] = net.forward(torch.tensor([5]), step)
+    assert torch.equal(found[True, True], found[False, True])
+    assert torch.equal(found[True, False], found[False, False])
+    assert not torch.equal(found[True, True], found[True, False])
+
+
+def same(one: KVCache, two: KVCache) -> None:
+    """Both hold the same rows, in every column."""
+    a, b = one.arena, two.arena
+    assert torch.equal(a.length, b.length)
+    assert a.columns.keys() == b.columns.keys()
+    for layer, head in product(range(len(a.length)), range(a.length.shape[1])):
+        start, count = int(a.start[layer, head]), int(a.length[layer, head])
+        for name, column in a.columns.items():
+            rows = slice(start, start + count)
+            assert torch.equal(column[rows], b.columns[name][rows]), name
+
+
+def test_large_weights_are_read_in_several_calls(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = network(count=5)
+    want = told(cached(net, way="rest"))
+    net.use(cached(net).kv.ops)
+    layer = net._tails[0]
+    assert isinstance(layer, layers.Rest)
+    monkeypatch.setattr(layers, "_AT_ONCE", 2 * layer.nbytes)
+    for mine, other in zip(want, told(cached(net)), strict=True):
+        assert torch.equal(mine, other)
+    assert calls == [2, 2, 1] * 12
+
+
+@pytest.mark.parametrize("step", ["none", "roco", "l2", "hashevict"])
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_step_without_memory_leaves_an_empty_cache(
+    step: str, done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not some layers were done. What is read again is as before."""
+    net = network(count=4)
+    layer = net.layers[0]
+    nbytes = 2 * sum(m.dense().numel() for m in (layer.out, layer.gate_up, layer.down))
+    monkeypatch.setattr(layers, "_AT_ONCE", 2 * nbytes)
+    engine = cached(net, step)
+    want = told(engine, 4)
+    run, left = layers._layers, done
+
+    def failing(*given: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise MemoryError("a step found no memory")
+        run(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "_layers", failing)
+        net.use(engine.kv.ops)
+        with pytest.raises(MemoryError, match="a step found no memory"):
+            engine.step(5)
+    net.use(engine.kv.ops)
+    assert engine.kv.position == 0
+    for mine, other in zip(want, told(engine, 4), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_steps_that_open_anew_read_the_new_arena() -> None:
+    net = network()
+    engine = cached(net)
+    told(engine, 2)
+    decode = DecodeStep(engine.kv.shape, engine.kv.device, engine.kv.ops)
+    first = engine.kv.arena.grown(engine.kv.arena.capacity + 4)
+    second = first.grown(first.capacity + 4)
+    second.columns["v"].fill_(1.0)
+    found = []
+    for arena in (first, second):  # without `close`
+        decode.open(arena, None, 72)
+        found.append(net.forward(torch.tensor([5]), decode))
+    assert not torch.equal(*found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own(HashEvict):
+    """Needs the query, and no kernel has its name."""
+
+    name: str = "own"
+
+
+def test_a_policy_that_needs_the_query_is_asked_layer_by_layer(calls: list[int]) -> None:
+    """Where it has no kernel. Then a step keeps the same rows, with the same codes."""
+    net, runs = network(), []
+    for kind in (Own, HashEvict):
+        engine = cached(net, "hashevict")
+        rules = engine.kv.rules
+        policy = kind(sinks=4, recent=1, bits=8, hash_with="query", seed=0)
+        engine.kv.configure(Rules(rules.prompt, policy, rules.budget))
+        runs.append((engine.kv, told(engine)))
+    assert calls == [3] * 12
+    (one, mine), (two, other) = runs
+    assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    same(one, two)
+    assert one.begin_step().step_arena() is None
+
+
+def test_what_it_does_not_take() -> None:
+    """Layers of different sizes, another kernel's layers, no layers; and an arena of float32."""
+    net = network()
+    kv = cached(net).kv
+    rests = net._tails
+    assert layers.layers(rests) is not None
+    assert layers.layers([]) is None
+    assert layers.layers([*rests[:-1], lambda x, mixed: x]) is None
+    assert layers.layers([rests[-1], rests[-1]]) is None  # only the last one ends the network
+    wide = network("one")
+    wide.use(kv.ops)
+    assert layers.layers([rests[0], wide._tails[-1]]) is None
+    exact = Llama(net.config).randomise(1)
+    made = over(exact)
+    exact.use(made.ops)
+    assert exact._layers is None
+    assert made.begin_step().step_arena() is None
+
+
+def test_tiles_are_used_where_attention_of_a_step_uses_them() -> None:
+    for processor in choice.CHOICES:
+        engine = cached(network())
+        engine.kv.decode.ops, _ = dispatch.choose(
+            torch.device("cpu"), "auto", 32, torch.bfloat16, processor
+        )
+        engine.prompt(ids(70))
+        made = engine.kv.begin_step().step_arena()
+        assert isinstance(made, layers.StepArena)
+        assert made.tiles == (processor == "amx" and prefill.TILES.available())
+
+
+def test_the_arena_is_released_when_the_steps_end() -> None:
+    engine = cached(network(), "h2o")
+    told(engine, 2)
+    column = weakref.ref(engine.kv.decode.arena.columns["k"])
+    made = engine.kv.decode.step_arena()
+    assert isinstance(made, layers.StepArena)
+    assert made is engine.kv.decode.step_arena()  # made once
+    kept_by = weakref.ref(made)
+    del made
+    engine.reset()
+    gc.collect()
+    assert kept_by() is None
+    assert column() is None
+
+
+def test_a_long_text_is_read_by_threads_whatever_the_weights() -> None:
+    """Any number of threads makes the same numbers as one, in one call and in many."""
+    net, before = network("one"), torch.get_num_threads()
+    found = []
+    try:
+        for threads, together in product((1, 2, 3), (True, False)):
+            torch.set_num_threads(1)
+            engine = cached(net, way=WAYS[not together])
+            engine.prompt(ids(2500))
+            torch.set_num_threads(threads)
+            found.append([engine.step(token) for token in ids(3)])
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        for one, two in zip(found[0], others, strict=True):
+            assert torch.equal(one, two)
+
+
+def four_bits(half: int, mlp: int = 64) -> bool:
+    """Whether C takes matrices of four bits in the layout of `half`."""
+
+    def matrix(rows: int, n: int) -> Matrix:
+        padded = -(-rows // 64) * 64
+        weights = torch.zeros(padded, n // 2, dtype=torch.uint8)
+        scales = torch.zeros(n // 32, padded, 2, dtype=torch.bfloat16)
+        return Matrix(rows, n, weights, scales, None, half)
+
+    norm = torch.ones(64, dtype=torch.bfloat16)
+    matrices = matrix(64, 64), matrix(2 * mlp, 64), matrix(64, mlp)
+    return layers.rest(*matrices, None, norm, norm, 1e-5) is not None
+
+
+def test_matrices_that_it_does_not_take() -> None:
+    """float32, rows that lie apart, an MLP that is not whole blocks, and an unknown layout."""
+    assert not four_bits(16) or not four_bits(32)
+    norm = torch.ones(32, dtype=torch.bfloat16)
+    square, gate_up, down = (
+        Matrix(rows, n, torch.zeros(rows, n, dtype=torch.bfloat16))
+        for rows, n in ((32, 32), (128, 32), (32, 64))
     )
+    assert layers.rest(square, gate_up, down, None, norm, norm, 1e-5) is not None
+    wide = Matrix(32, 32, torch.zeros(32, 32))
+    apart = Matrix(32, 32, torch.zeros(32, 64, dtype=torch.bfloat16)[:, :32])
+    for bad in (wide, apart):
+        assert layers.rest(bad, gate_up, down, None, norm, norm, 1e-5) is None
+        assert layers.rest(square, gate_up, down, bad, norm, norm, 1e-5) is None
+    assert layers.rest(square, gate_up, down, None, norm.float(), norm, 1e-5) is None
+    biased = Matrix(32, 32, square.weights, None, torch.zeros(32))
+    assert layers.rest(biased, gate_up, down, None, norm, norm, 1e-5) is None
+    odd = (Matrix(rows, n, torch.zeros(rows, n).bfloat16()) for rows, n in ((80, 32), (32, 40)))
+    assert layers.rest(square, *odd, None, norm, norm, 1e-5) is None
+
+
+def test_what_is_read_is_kept() -> None:
+    """C has addresses; the function keeps every tensor that they are of."""
+    parts = [torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((32, 32), (128, 32), (32, 64))]
+    norms = [torch.ones(32, dtype=torch.bfloat16) for _ in range(2)]
+    made = layers.rest(*(Matrix(*part.shape, part) for part in parts), None, *norms, 1e-5)
+    alive = [weakref.ref(tensor) for tensor in (*parts, *norms)]
+    del parts, norms
+    gc.collect()
+    assert all(tensor() is not None for tensor in alive)
+    del made
+    gc.collect()
+    assert all(tensor() is None for tensor in alive)

@@ -181,12 +181,6 @@ def test_any_size_in_c(
         scene.check(Form("c", lambda name=name: getattr(native, name)), name, scaled)
 
 
-@needs_c
-def test_the_peak_of_more_queries_than_a_thread_loads_at_once() -> None:
-    scene = Scene(2, 2, 128, 1100, 1, 1100)
-    scene.check(Form("c", lambda: native.peak_attention), "peak_attention")
-
-
 @pytest.mark.parametrize("form", forms("add_attention_mass"))
 @pytest.mark.parametrize(("rows", "window"), [(150, None), (150, 37), (1100, None)])
 def test_a_prompt_in_chunks(form: Form, rows: int, window: int | None) -> None:
@@ -276,15 +270,3 @@ def test_torch_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> Non
     native.each_attention(q, at, [(k, pos)], None, lse, slice(0, 2))
     native.peak_attention(q, at, [(k, pos)], 0, None, None, lse)
     assert asked == [*NAMES]
-
-
-def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Without:
-        @staticmethod
-        def minikv_attention_mass(*given: object) -> int:
-            return 2
-
-    monkeypatch.setattr(native, "_library", Without)
-    for name in NAMES:
-        with pytest.raises(MemoryError, match="found no memory"):
-            Scene(1, 1, 16, 4, 8, 8).check(Form("c", lambda n=name: getattr(native, n)), name)

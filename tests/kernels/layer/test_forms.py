@@ -1,0 +1,153 @@
+"""The small operators of a layer in every form, against float64, on odd sizes, in guarded memory;
+and the network that takes them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import small
+import torch
+import torch.nn.functional as F
+from drawing import randoms
+from forms import Form, forms
+from guards import untouched
+from triton_device import INTERPRETED, close, kernel
+
+from minikv.cache import kv_cache
+from minikv.kernels.dispatch import Kernels
+from minikv.kernels.layer import plain
+from minikv.loader import build
+from minikv.models.rope import RopeConfig, Rotary
+from minikv.settings import Settings
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.mark.parametrize("form", forms("add_norm"))
+@dtypes
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (1, 48), (3, 129), (17, 576), (2, 16400)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_add_norm(form: Form, dtype: torch.dtype, rows: int, size: int, adds: bool) -> None:
+    """16,400 columns are more than one program holds. In C and torch rows may be apart."""
+    x, y = (randoms(i, rows, size, dtype=dtype, by=2.0) for i in (1, 2))
+    weight = randoms(3, size, dtype=dtype)
+    whole = form.place(torch.cat((x, x), 1))
+    there = form.place(x) if form.by == "triton" else whole[:, :size]
+    got = form(there, form.place(y) if adds else None, form.place(weight), 1e-5)
+    total = (x + y if adds else x).double()
+    want = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    close(got, want, form.loose(dtype))
+    close(there, total, 1e-6 if dtype == torch.float32 else form.loose(dtype))
+    assert untouched(there if form.by == "triton" else whole)
+    assert torch.equal(whole[:, size:].cpu(), x)
+
+
+@pytest.mark.parametrize("form", forms("rotate"))
+@dtypes
+@pytest.mark.parametrize(
+    ("rows", "heads", "more", "size"),
+    [(1, 3, 2, 64), (5, 9, 0, 80), (7, 5, 3, 22), (2, 16, 8, 128), (3, 1, 1, 256)],
+)
+def test_rotate(
+    form: Form, dtype: torch.dtype, rows: int, heads: int, more: int, size: int
+) -> None:
+    """Of some heads of a product: rows do not lie close together."""
+    qkv = randoms(1, rows, heads + more, size, dtype=dtype)
+    angle = randoms(2, rows, 1, size // 2, by=3.0)
+    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    there = form.place(qkv)
+    there[:, heads:] = math.nan
+    got = form(there[:, :heads], form.place(cos), form.place(sin))
+    assert got.is_contiguous()
+    one, two = qkv[:, :heads].double().chunk(2, -1)
+    c, s = cos.double().chunk(2, -1)[0], sin.double().chunk(2, -1)[1]
+    close(got, torch.cat((one * c - two * s, two * c + one * s), -1), form.loose(dtype))
+
+
+@pytest.mark.parametrize("form", forms("silu_mul"))
+@dtypes
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 1025), (200, 64)])
+def test_silu_mul(form: Form, dtype: torch.dtype, rows: int, size: int) -> None:
+    both = randoms(1, rows, 2 * size, dtype=dtype, by=20.0)
+    gate, up = both.double().chunk(2, 1)
+    there = form.place(both)
+    got = form(there)
+    assert got.data_ptr() == there.data_ptr()
+    close(got, F.silu(gate) * up, form.loose(dtype))
+    assert untouched(there)
+    close(there[:, size:], up)
+
+
+@pytest.mark.parametrize("form", forms("silu_mul"))
+def test_silu_at_its_ends(form: Form) -> None:
+    for value in (0.0, -1e-3, -20.0, -87.5, -200.0, 80.0, math.inf, math.nan):
+        both = form.place(torch.tensor([[value] * 17 + [1.0] * 17]))
+        close(form(both)[0], F.silu(torch.tensor(value)).expand(17), 1e-6)
+
+
+@pytest.mark.parametrize("form", forms("rotary_table"))
+@dtypes
+@pytest.mark.parametrize(("size", "scale"), [(16, 1.0), (80, 1.25), (256, 1.0)])
+@pytest.mark.parametrize("position", [0, 7, 131071])
+def test_the_table_of_a_position(
+    form: Form, dtype: torch.dtype, size: int, scale: float, position: int
+) -> None:
+    """That of the network, in float32 up to the last cast."""
+    rotary = Rotary(RopeConfig(kind="yarn", factor=4.0, original=64, attention_factor=scale), size)
+    at = form.place(torch.tensor(position))
+    got = form(at, form.place(rotary.inverse), rotary.scale, dtype)
+    for mine, want in zip(got, rotary.table(position, 1, dtype), strict=True):
+        assert (mine.shape, mine.dtype) == (want.shape, want.dtype)
+        close(mine, want, form.loose(dtype))
+
+
+class Counted:
+    """Notes how often each is called."""
+
+    def __init__(self, ops: object) -> None:
+        self.ops, self.calls = ops, dict.fromkeys(("add_norm", "rotate", "silu_mul"), 0)
+
+    def __getattr__(self, name: str) -> object:
+        self.calls[name] += 1
+        return getattr(self.ops, name)
+
+
+def test_a_network_computes_the_same_with_them() -> None:
+    """A prompt in two chunks and steps: by torch, and in the interpreter by the kernels."""
+    net = small.network(layers=2, rows=16)
+    logits = []
+    for ops in (Kernels(), Counted(kernel("layer.gpu") if INTERPRETED else Kernels())):
+        net.ops = ops
+        engine = small.engine(net, "full", "none", None)
+        logits.append([engine.prompt(small.ids(20)), *map(engine.step, small.ids(2, 1))])
+    close(*map(torch.stack, logits), 1e-4)
+    # Four pieces of work a layer, and the final norm; of the last layer's first chunk only the keys
+    # are needed. What is rotated in a step, the cache rotates.
+    assert net.ops.calls == {"add_norm": 18, "rotate": 4, "silu_mul": 7}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_chat_takes_them_where_the_cache_does(
+    monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    class Stand(Kernels):
+        name = "triton"
+
+        @staticmethod
+        def silu_mul(both: torch.Tensor) -> torch.Tensor:
+            if broken:
+                raise RuntimeError("cannot be built")
+            return plain.silu_mul(both)
+
+    monkeypatch.setattr(
+        kv_cache, "choose", lambda *a: ((Stand() if a[1] == "auto" else Kernels()), None)
+    )
+    chat = build(Settings())
+    net, kv = chat.engine.network, chat.engine.kv
+    assert (kv.ops.name, chat.engine.notices != []) == (
+        ("torch", True) if broken else ("triton", False)
+    )
+    assert broken or net.ops is kv.ops  # type: ignore[attr-defined]
