@@ -2,28 +2,27 @@
 
 Seeded; writes config.json, model.safetensors, tokenizer.json and chat_template.jinja. The loss is
 1 on the answers of a chat and 0.1 on a sample of the other tokens; the context grows in phases.
-The documents come from `minikv.models.bundled.world`.
+The documents come from `minikv.models.bundled.world`. The network is that of transformers, which
+the package itself does not need.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from minikv.models.bundled import world
-from minikv.models.rope import RopeConfig, frequencies
 
 SPECIALS = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 BOS, END, USER, ASSISTANT, SYSTEM = range(5)
@@ -32,26 +31,17 @@ TEMPLATE = (
     "{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The shape of the network, in Hugging Face's names."""
-
-    vocab_size: int = 2048
-    hidden_size: int = 192
-    intermediate_size: int = 512
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 6
-    num_key_value_heads: int = 3
-    head_dim: int = 64
-    max_position_embeddings: int = 8192
-    rms_norm_eps: float = 1e-5
-
-
+VOCAB, LONGEST = 2048, 8192
 # Ten of a head's sixteen rotary pairs hardly turn within 8,192 positions, so a question can match
 # its fact at any distance. The other six tell which tokens are neighbours.
-ROPE = RopeConfig(theta=5e5, kind="llama3", factor=128.0, original=512)
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 128.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,7 @@ DEFAULT_PHASES = (
 )
 
 
-def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
+def train_tokenizer(seed: int) -> Tokenizer:
     """Byte-level BPE on generated documents; a space is put before each segment, as names need."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Prepend(" ")
@@ -104,7 +94,7 @@ def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
                 yield answer
 
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
+        vocab_size=VOCAB,
         special_tokens=list(SPECIALS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -120,96 +110,79 @@ class Chats:
         self.tokenizer = tokenizer
         self.rng = random.Random(seed)
 
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+    def sample(self, context: int, per_fact: float) -> tuple[list[int], list[int]]:
+        """(ids, marks): marks are 1 for the tokens of answers, 0 for others.
 
-    def sample(
-        self, context: int, per_fact: float, asked: int | None = None
-    ) -> tuple[list[int], list[int]]:
-        """(ids, marks): marks are 0 for plain tokens, and n for tokens of the n-th answer.
-
-        The document has a fact every `per_fact` tokens, and fills `context` except for the room of
-        `asked` questions. By default, a quarter to a half of `context` is for questions, because
-        the model learns from these.
+        The document has a fact every `per_fact` tokens. A quarter to a half of `context` is for
+        questions, because the model learns from these.
         """
         rng = self.rng
-        if asked is None:
-            room = int(context * rng.uniform(0.25, 0.55))
-        else:
-            room = 22 * asked
+        room = int(context * rng.uniform(0.25, 0.55))
         # A question that is asked twice is answered by copying, which teaches little.
         facts = min(max(2, int((context - room) / per_fact)), 140)
-        if asked is None:
-            room = min(room, 40 * facts)
+        room = min(room, 40 * facts)
         sentences = max(3, int((context - room) / 12.4))
-        facts = min(facts, sentences)
-        doc = world.document(rng, sentences, facts)
-        pairs = list(world.questions(rng, doc, asked or min(room // 18 + 2, 2 * facts)))
-        head = f"Document: {rng.choice(world.NOUNS).lower()}.txt\n\n" if rng.random() < 0.5 else ""
+        doc = world.document(rng, sentences, min(facts, sentences))
+        pairs = list(world.questions(rng, doc, min(room // 18 + 2, 2 * facts)))
+        name = rng.choice(world.WORDS["nouns"]).lower()
+        head = f"Document: {name}.txt\n\n" if rng.random() < 0.5 else ""
         users = [f"{head}{doc.text}\n\n{pairs[0][0]}"] + [q for q, _ in pairs[1:]]
-        coded = self._ids(users + [a for _, a in pairs])
+        texts = users + [answer for _, answer in pairs]
+        coded = [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
         ids, marks = [BOS], [0]
-        for i in range(len(pairs)):
-            user, answer = coded[i], coded[len(pairs) + i]
+        for user, answer in zip(coded[: len(pairs)], coded[len(pairs) :], strict=True):
             turn = [USER, *user, END, ASSISTANT]
-            ids += turn + answer + [END]
-            marks += [0] * len(turn) + [i + 1] * (len(answer) + 1)
+            ids += [*turn, *answer, END]
+            marks += [0] * len(turn) + [1] * (len(answer) + 1)
         return ids, marks
 
     def batch(self, context: int, tokens: int, phase: Phase) -> tuple[Tensor, Tensor]:
         """ids and marks [B, context + 1], of about `tokens` tokens in all. Each chat is cut or
-        padded at its end."""
+        padded at its end, with marks of -1."""
         rows = max(1, tokens // context)
         ids = torch.full((rows, context + 1), END)
         marks = torch.full((rows, context + 1), -1)
+        bounds = math.log(phase.dense), math.log(phase.sparse)
         for row in range(rows):
-            while True:
-                bounds = math.log(phase.dense), math.log(phase.sparse)
+            m: list[int] = []
+            while not any(m):
                 i, m = self.sample(context, math.exp(self.rng.uniform(*bounds)))
-                if i and any(m[: context + 1]):
-                    break
-            size = min(len(i), context + 1)
-            ids[row, :size] = torch.tensor(i[:size])
-            marks[row, :size] = torch.tensor(m[:size])
+                i, m = i[: context + 1], m[: context + 1]
+            ids[row, : len(i)], marks[row, : len(i)] = torch.tensor(i), torch.tensor(m)
         return ids, marks
 
 
-def new_weights(size: Size, seed: int) -> dict[str, Tensor]:
-    """New weights: float32 leaf tensors that require gradients, by their Hugging Face names."""
+def new_network(seed: int) -> LlamaForCausalLM:
+    """The network with new weights, in float32."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=LONGEST,
+        rms_norm_eps=1e-5,
+        rope_parameters=ROPE,
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=END,
+    )
+    network = LlamaForCausalLM(config).float()
     generator = torch.Generator().manual_seed(seed)
-    width, inner = size.hidden_size, size.intermediate_size
-    q, kv = size.num_attention_heads * size.head_dim, size.num_key_value_heads * size.head_dim
-
-    def matrix(rows: int, cols: int, std: float) -> Tensor:
-        return (torch.randn(rows, cols, generator=generator) * std).requires_grad_()
-
-    out = 0.5 / math.sqrt(2 * size.num_hidden_layers)
-    weights = {"model.embed_tokens.weight": matrix(size.vocab_size, width, 0.05)}
-    for i in range(size.num_hidden_layers):
-        p = f"model.layers.{i}."
-        weights[p + "self_attn.q_proj.weight"] = matrix(q, width, width**-0.5)
-        weights[p + "self_attn.k_proj.weight"] = matrix(kv, width, width**-0.5)
-        weights[p + "self_attn.v_proj.weight"] = matrix(kv, width, width**-0.5)
-        weights[p + "self_attn.o_proj.weight"] = matrix(width, q, out * q**-0.5)
-        weights[p + "mlp.gate_proj.weight"] = matrix(inner, width, width**-0.5)
-        weights[p + "mlp.up_proj.weight"] = matrix(inner, width, width**-0.5)
-        weights[p + "mlp.down_proj.weight"] = matrix(width, inner, out * inner**-0.5)
-        weights[p + "input_layernorm.weight"] = torch.ones(width, requires_grad=True)
-        weights[p + "post_attention_layernorm.weight"] = torch.ones(width, requires_grad=True)
-    weights["model.norm.weight"] = torch.ones(width, requires_grad=True)
-    return weights
+    quiet = 0.5 / math.sqrt(2 * config.num_hidden_layers)  # for what is added to the stream
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if weight.dim() == 2:
+                scale = quiet if "o_proj" in name or "down_proj" in name else 1.0
+                std = 0.05 if "embed" in name else scale * weight.shape[1] ** -0.5
+                weight.normal_(0.0, std, generator=generator)
+    return network
 
 
-def rotary(size: Size, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos, sin [context, D] in the half-split layout."""
-    inverse = frequencies(ROPE, size.head_dim)[0].to(device)
-    angle = torch.arange(context, device=device).float()[:, None] * inverse
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos(), angle.sin()
-
-
-def stretched(rng: random.Random, context: int, longest: int) -> Tensor:
-    """Positions [context], ascending and below `longest`; in two of three draws with a few gaps.
+def stretched(rng: random.Random, context: int) -> Tensor:
+    """Positions [context], ascending and below `LONGEST`; in two of three draws with a few gaps.
 
     So the model sees the distances of the longest context at the cost of a short one (positional
     skip-wise training, arXiv 2309.10400).
@@ -217,102 +190,13 @@ def stretched(rng: random.Random, context: int, longest: int) -> Tensor:
     at = torch.arange(context)
     if rng.random() < 0.67:
         for _ in range(3):
-            at[rng.randrange(context) :] += rng.randint(0, (longest - context) // 3)
+            at[rng.randrange(context) :] += rng.randint(0, (LONGEST - context) // 3)
     return at
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def hidden(w: dict[str, Tensor], size: Size, ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Batched, differentiable forward: ids [B, T] -> normed states [B, T, width]."""
-    rows, context = ids.shape
-    group = size.num_attention_heads // size.num_key_value_heads
-    x = F.embedding(ids, w["model.embed_tokens.weight"])
-    for i in range(size.num_hidden_layers):
-        p = f"model.layers.{i}."
-        h = _norm(x, w[p + "input_layernorm.weight"], size.rms_norm_eps)
-        q, k, v = (
-            F.linear(h, w[p + f"self_attn.{n}_proj.weight"])
-            .view(rows, context, -1, size.head_dim)
-            .transpose(1, 2)
-            for n in "qkv"
-        )
-        q, k = _turn(q, cos, sin), _turn(k, cos, sin)
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + F.linear(
-            mixed.transpose(1, 2).reshape(rows, context, -1), w[p + "self_attn.o_proj.weight"]
-        )
-        h = _norm(x, w[p + "post_attention_layernorm.weight"], size.rms_norm_eps)
-        gate = F.silu(F.linear(h, w[p + "mlp.gate_proj.weight"]))
-        x = x + F.linear(
-            gate * F.linear(h, w[p + "mlp.up_proj.weight"]), w[p + "mlp.down_proj.weight"]
-        )
-    return _norm(x, w["model.norm.weight"], size.rms_norm_eps)
-
-
-def score(w: dict[str, Tensor], states: Tensor, ids: Tensor, marks: Tensor) -> tuple[int, int]:
-    """(exact, all) whole answers of one chat: states [T, width], ids and marks [T + 1]."""
-    at = (marks[1:] > 0).nonzero().squeeze(1)
-    guess = F.linear(states[at], w["model.embed_tokens.weight"]).argmax(-1)
-    wrong = {int(m) for m, ok in zip(marks[1:][at], guess == ids[1:][at], strict=True) if not ok}
-    everything = {int(m) for m in marks[1:][at]}
-    return len(everything) - len(wrong), len(everything)
-
-
-def evaluate(
-    w: dict[str, Tensor], size: Size, tokenizer: Tokenizer, context: int, chats: int, seed: int
-) -> float:
-    """The share of whole answers that greedy decoding gets right, with four questions per document.
-
-    Teacher forcing gives the exact result: an answer is right if and only if each of its tokens is
-    the argmax.
-    """
-    source = Chats(tokenizer, seed)
-    device = w["model.norm.weight"].device
-    right = total = 0
-    with torch.no_grad():
-        for _ in range(chats):
-            i, m = source.sample(context, 200, asked=4)
-            ids, marks = torch.tensor(i, device=device), torch.tensor(m, device=device)
-            cos, sin = rotary(size, len(i) - 1, device)
-            states = hidden(w, size, ids[None, :-1], cos, sin)[0]
-            r, n = score(w, states, ids, marks)
-            right, total = right + r, total + n
-    return right / total
-
-
-def write(folder: Path, w: dict[str, Tensor], size: Size, tokenizer: Tokenizer) -> None:
+def write(folder: Path, network: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     """Write a checkpoint directory in the usual Llama layout, in float32."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().float().cpu().contiguous() for name, t in w.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "bos_token_id": BOS,
-        "eos_token_id": END,
-        "torch_dtype": "float32",
-        "rope_theta": ROPE.theta,
-        "rope_scaling": {
-            "rope_type": ROPE.kind,
-            "factor": ROPE.factor,
-            "low_freq_factor": ROPE.low_freq_factor,
-            "high_freq_factor": ROPE.high_freq_factor,
-            "original_max_position_embeddings": ROPE.original,
-        },
-        **asdict(size),
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    network.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     tokenizer.save(str(folder / "tokenizer.json"))
 
@@ -320,7 +204,6 @@ def write(folder: Path, w: dict[str, Tensor], size: Size, tokenizer: Tokenizer) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--resume", type=Path, help="a directory written by --out to go on from")
     parser.add_argument(
         "--phases",
         default=DEFAULT_PHASES,
@@ -336,88 +219,62 @@ def main() -> None:
         default=True,
         help="torch.compile (needs a C++ compiler; on a CPU about 7 times as fast)",
     )
-    parser.add_argument("--examined", type=int, default=40, help="chats after each phase")
-    parser.add_argument("--float32", action="store_true", help="no bfloat16 matrix products")
     args = parser.parse_args()
-    size, device = Size(), torch.device(args.device)
-    if args.resume:
-        facts = json.loads((args.resume / "config.json").read_text())
-        size = Size(**{field.name: facts[field.name] for field in fields(Size)})
-        tokenizer = Tokenizer.from_file(str(args.resume / "tokenizer.json"))
-        w = {
-            name: t.to(device).requires_grad_()
-            for name, t in load_file(args.resume / "model.safetensors").items()
-        }
-    else:
-        tokenizer = train_tokenizer(args.seed, size.vocab_size)
-        w = new_weights(size, args.seed)
-        w = {name: t.detach().to(device).requires_grad_() for name, t in w.items()}
-    print(f"{sum(t.numel() for t in w.values()):,} parameters on {device}", flush=True)
+    device = torch.device(args.device)
+    tokenizer, network = train_tokenizer(args.seed), new_network(args.seed).to(device)
+    print(f"{network.num_parameters():,} parameters on {device}", flush=True)
     # Muon for the matrices of the layers: with it, recall is learned from far fewer tokens.
-    inner = [t for name, t in w.items() if t.dim() == 2 and "embed" not in name]
-    outer = [t for name, t in w.items() if t.dim() == 1 or "embed" in name]
+    weights = list(network.named_parameters())
+    inner = [t for name, t in weights if t.dim() == 2 and "embed" not in name]
+    outer = [t for name, t in weights if t.dim() == 1 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(inner, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(outer, weight_decay=0.0, betas=(0.9, 0.97), foreach=True),
     ]
-    forward = torch.compile(hidden, dynamic=False) if args.compile else hidden
+    forward = torch.compile(network.model, dynamic=False) if args.compile else network.model
     chats = Chats(tokenizer, args.seed + 1)
-    sampler = torch.Generator(device="cpu").manual_seed(args.seed)
-    began, step, done = time.time(), 0, 0
+    sampler = torch.Generator().manual_seed(args.seed)
     shapes = random.Random(args.seed)
+    began, step = time.time(), 0
     for number, phase in enumerate(map(Phase.parse, args.phases.split(","))):
-        table = rotary(size, size.max_position_embeddings, device)
         steps = max(1, int(phase.tokens / max(args.batch, *phase.contexts)))
-        last, seen = time.time(), 0
-        hits: dict[int, list[float]] = {context: [] for context in sorted(set(phase.contexts))}
         for i in range(steps):
             context = shapes.choice(phase.contexts)
             rate = phase.last + (phase.first - phase.last) * (1 + math.cos(math.pi * i / steps)) / 2
-            if number == 0 or args.resume:
+            if number == 0:
                 rate *= min(1.0, (step + 1) / 100)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
+                optimizer.zero_grad(set_to_none=True)
             ids, marks = (t.to(device) for t in chats.batch(context, args.batch, phase))
-            at = stretched(chats.rng, context, size.max_position_embeddings).to(device)
-            cos, sin = table[0][at], table[1][at]
-            with torch.autocast(device.type, torch.bfloat16, enabled=not args.float32):
-                states = forward(w, size, ids[:, :-1], cos, sin).flatten(0, 1)
+            at = stretched(chats.rng, context).to(device).expand(len(ids), -1)
+            # A mask of ones: without one, transformers takes a gap for the start of another text.
+            given = {"attention_mask": torch.ones_like(ids[:, 1:]), "use_cache": False}
+            with torch.autocast(device.type, torch.bfloat16):
+                found = forward(ids[:, :-1], position_ids=at, **given)
             target, mark = ids[:, 1:].flatten(), marks[:, 1:].flatten()
-            answers = (mark > 0).nonzero().squeeze(1)
-            rest = (mark == 0).nonzero().squeeze(1)
+            answers, rest = (mark > 0).nonzero().squeeze(1), (mark == 0).nonzero().squeeze(1)
             some = torch.randint(len(rest), (max(256, len(rest) // 8),), generator=sampler)
             at = torch.cat((answers, rest[some.to(device)]))
-            logits = F.linear(states[at].float(), w["model.embed_tokens.weight"])
+            logits = network.lm_head(found.last_hidden_state.flatten(0, 1)[at].float())
             losses = F.cross_entropy(logits, target[at], reduction="none")
-            main_loss = losses[: len(answers)].mean()
-            loss = main_loss + 0.1 * losses[len(answers) :].mean()
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(w.values(), 1.0)
+            told, others = losses[: len(answers)].mean(), losses[len(answers) :].mean()
+            (told + 0.1 * others).backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
-            step, seen, done = step + 1, seen + ids.numel(), done + ids.numel()
-            right = logits[: len(answers)].argmax(-1) == target[answers]
-            hits[context].append(right.float().mean().item())
+            step += 1
             if step % 50 == 0:
-                shown = ", ".join(f"{c}: {sum(h) / len(h):.3f}" for c, h in hits.items() if h)
+                right = logits[: len(answers)].argmax(-1) == target[answers]
                 print(
-                    f"{time.time() - began:6.0f}s step {step} {done / 1e6:.1f}M lr {rate:.1e} "
-                    f"answer {main_loss:.3f} rest {losses[len(answers) :].mean():.3f} "
-                    f"tokens right at {shown}; {seen / (time.time() - last):,.0f} tok/s",
+                    f"{time.time() - began:6.0f}s step {step} lr {rate:.1e} answer {told:.3f} "
+                    f"rest {others:.3f} tokens right at {context}: {right.float().mean():.3f}",
                     flush=True,
                 )
-                last, seen = time.time(), 0
-                hits = {context: [] for context in hits}
             if step % 200 == 0:
-                write(args.out, w, size, tokenizer)
-        write(args.out, w, size, tokenizer)
-        for context in sorted({*phase.contexts, min(8192, max(phase.contexts) * 2)}):
-            chats_now = min(args.examined, max(4, 40000 // context))
-            exact = evaluate(w, size, tokenizer, context, chats_now, args.seed + 999)
-            print(f"exact answers at {context}: {exact:.3f}", flush=True)
+                write(args.out, network, tokenizer)
+        write(args.out, network, tokenizer)
     print(f"done in {(time.time() - began) / 60:.1f} minutes", flush=True)
 
 
