@@ -19,8 +19,7 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int4, Int8, Linear, Plain, RowsProduct, Scratch, row_product
-from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read
+from minikv.models.linear import Int8, Linear, Plain, Scratch, as_read
 from minikv.models.rope import Rotary
 from minikv.pages import Empty, Pages
 
@@ -118,7 +117,7 @@ class Llama:
 
         c = config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.embedding: Tensor | Int8 | Int8OnGpu = new(c.vocab, c.hidden)
+        self.embedding: Tensor | Int8 = new(c.vocab, c.hidden)
         self.layers = [
             Layer(
                 attention_norm=new(c.hidden),
@@ -146,7 +145,7 @@ class Llama:
         self.rows = self._chunk(ops.prompt_rows)
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
-            self._use(ops, matrix)
+            matrix.use(ops, self._scratch, self.dtype)
         self._tails = self._all_tails(ops) if ops.products else []
         self._layers = self._first = None
         if self._tails and ops.normed_product is not None:
@@ -155,26 +154,6 @@ class Llama:
             self._first = ops.normed_product(qkv, layer.attention_norm, eps)
         if self._tails and ops.layers is not None:
             self._layers = ops.layers(self._tails)
-
-    def _use(self, ops: Kernels, matrix: Linear) -> None:
-        """Tell a matrix which kernels multiply by it."""
-        if isinstance(matrix, Plain):
-            matrix.product = ops.row_product if ops.products else row_product
-            matrix.float_rows = ops.float_rows
-        elif isinstance(matrix, Int8 | Int4):
-            product = ops.int8_product if isinstance(matrix, Int8) else ops.int4_product
-            matrix.product = product if ops.products else None
-            matrix.many = ops.products and ops.integer_prompts
-            matrix.rows_product = _rows_product(ops, matrix)
-        elif isinstance(matrix, Int8OnGpu | Int4OnGpu) and ops.packed_row is not None:
-            read = as_read(matrix)
-            matrix.row = ops.packed_row(read, self.dtype) if read is not None else None
-        if isinstance(matrix, Int4):
-            matrix.unpack = ops.unpack_int4
-        elif isinstance(matrix, Int4OnGpu):
-            matrix.unpack = ops.unpack_int4_rows
-        if isinstance(matrix, Plain | Int8 | Int4):
-            matrix.scratch = self._scratch
 
     def _chunk(self, asked: int | None) -> int:
         """The `rows` that were given to the constructor, else `chunk_rows`."""
@@ -196,7 +175,7 @@ class Llama:
             found.append(made)
         return found
 
-    def keep_head(self, made: Int8 | Int8OnGpu) -> None:
+    def keep_head(self, made: Int8) -> None:
         """Use `made` as lm_head from now on, and also as the embedding if it is tied."""
         assert made.shape == (self.config.vocab, self.config.hidden)
         self.head = made
@@ -368,7 +347,7 @@ class Llama:
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Token ids [T] -> rows [T, hidden]."""
-        if isinstance(self.embedding, Int8 | Int8OnGpu):
+        if isinstance(self.embedding, Int8):
             return self.embedding.rows(ids)
         return F.embedding(ids, self.embedding)
 
@@ -393,14 +372,6 @@ class Llama:
             qk = self.ops.rotate(qkv[:, :turning], cos, sin)
             mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
         return mixed.reshape(rows, c.heads * c.head_dim)
-
-
-def _rows_product(ops: Kernels, matrix: Int8 | Int4) -> RowsProduct | None:
-    """The kernel that multiplies many rows by this packed matrix; None if there is none."""
-    read = as_read(matrix)
-    if not ops.products or ops.rows_product is None or read is None:
-        return None
-    return ops.rows_product(read)
 
 
 def _kinds(matrix: Linear) -> Iterator[str]:

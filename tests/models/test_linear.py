@@ -42,11 +42,21 @@ ROWS = [1, 2, *linear.FEW.values(), *(few + 1 for few in linear.FEW.values()), 4
 PACKED = {"int8": Int8, "int4": Int4}
 
 
+ON_GPU = ["int8 for a GPU", "int4 for a GPU"]
+
+
+def packed(plain: Plain, form: str) -> Linear:
+    """In this form; what is for a GPU is computed here by torch."""
+    if form in ON_GPU:
+        return kept(plain, form.partition(" ")[0], packing=None)
+    return kept(plain, form)
+
+
 def matrix(rows: int, columns: int, form: str = "auto", bias: bool = True) -> Linear:
     generator = torch.Generator().manual_seed(rows + columns)
     weight = torch.randn(rows, columns, generator=generator).bfloat16()
     added = torch.randn(rows, generator=generator).bfloat16() if bias else None
-    return kept(Plain(weight, added), form)
+    return packed(Plain(weight, added), form)
 
 
 def right(made: Linear, x: Tensor, got: Tensor) -> bool:
@@ -64,14 +74,15 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("form", ["auto", "int8", "int4", *ON_GPU])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
 def test_products_are_those_of_the_dense_values(shape: tuple[int, int], form: str) -> None:
     for bias in (True, False):
         made = matrix(*shape, form, bias)
         assert made.dense().shape == shape
-        assert made.nbytes == kept_bytes(*shape, form, 2) + 2 * shape[0] * bias
+        if form not in ON_GPU:
+            assert made.nbytes == kept_bytes(*shape, form, 2) + 2 * shape[0] * bias
         for rows in ROWS:
             x = torch.randn(rows, 2 * shape[1]).bfloat16()[:, : shape[1]]  # not contiguous
             got = made(x)
@@ -145,13 +156,14 @@ def test_memory_that_is_used_again_gives_the_same(
         assert all(pool.map(same, [*range(4)] * 5))
 
 
-@pytest.mark.parametrize(("form", "steps"), [("int8", 254), ("int4", 15)])
-def test_a_value_is_at_most_half_a_step_off(form: str, steps: int) -> None:
+@pytest.mark.parametrize("form", ["int8", "int4", *ON_GPU])
+def test_a_value_is_at_most_half_a_step_off(form: str) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(96, 256, generator=generator).mul_(0.02).bfloat16()
-    made = kept(Plain(weight), form)
-    values = weight.float().view(96, 2 if form == "int4" else 1, -1)
-    if form == "int8":
+    made = packed(Plain(weight), form)
+    values = weight.float().view(96, 2 if "int4" in form else 1, -1)
+    steps = 15 if "int4" in form else 254
+    if "int8" in form:
         step = 2 * values.abs().amax(2, keepdim=True) / steps
     else:
         step = (values.amax(2, keepdim=True) - values.amin(2, keepdim=True)) / steps
@@ -160,6 +172,15 @@ def test_a_value_is_at_most_half_a_step_off(form: str, steps: int) -> None:
     slack = 2**-7 * values.abs().amax(2, keepdim=True)
     assert (off <= step / 2 + slack).all()
     assert off.max() > step.min() / 8  # it is not just a copy
+
+
+def test_the_layout_of_four_bits_for_a_gpu() -> None:
+    """Byte i of a group: column i below, column group / 2 + i above."""
+    steps = torch.arange(32) % 16
+    made = packed(Plain((steps.float() - 8)[None].bfloat16()), "int4 for a GPU")
+    assert isinstance(made, Int4)
+    assert made.scales.flatten().tolist() == [1.0, 0.0]
+    assert made.packed[0].tolist() == [i | i << 4 for i in range(16)]
 
 
 def test_rows_of_zeros_and_extremes_survive() -> None:
