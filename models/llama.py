@@ -61,18 +61,14 @@ class Place:
     kind: str
     rows: slice
 
-    def whole(self) -> Tensor:
-        """The whole tensor of which this place is a part."""
+    def tensor(self) -> Tensor:
+        """The part itself, a contiguous view."""
         part: object = getattr(self.owner, self.slot)
         if self.kind:
             assert isinstance(part, Plain), "packed weights have no places"
             part = part.weight if self.kind == "weight" else part.bias
         assert isinstance(part, Tensor)
-        return part
-
-    def tensor(self) -> Tensor:
-        """The part itself, a contiguous view."""
-        return self.whole()[self.rows]
+        return part[self.rows]
 
 
 LayerTail = Callable[[Tensor, Tensor], Tensor]
@@ -189,24 +185,28 @@ class Llama:
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         whole = slice(None)
-        queries, keys, values = slice(0, q), slice(q, q + kv), slice(q + kv, None)
-        gate, up = slice(0, c.mlp), slice(c.mlp, None)
+        parts = (
+            ("input_layernorm", "attention_norm", whole),
+            ("self_attn.q_proj", "qkv", slice(0, q)),
+            ("self_attn.k_proj", "qkv", slice(q, q + kv)),
+            ("self_attn.v_proj", "qkv", slice(q + kv, None)),
+            ("self_attn.o_proj", "out", whole),
+            ("post_attention_layernorm", "mlp_norm", whole),
+            ("mlp.gate_proj", "gate_up", slice(0, c.mlp)),
+            ("mlp.up_proj", "gate_up", slice(c.mlp, None)),
+            ("mlp.down_proj", "down", whole),
+        )
         yield "model.embed_tokens.weight", Place(self, "embedding", "", whole)
         for i, layer in enumerate(self.layers):
-            at = f"model.layers.{i}."
-            yield at + "input_layernorm.weight", Place(layer, "attention_norm", "", whole)
-            for kind in _kinds(layer.qkv):
-                yield f"{at}self_attn.q_proj.{kind}", Place(layer, "qkv", kind, queries)
-                yield f"{at}self_attn.k_proj.{kind}", Place(layer, "qkv", kind, keys)
-                yield f"{at}self_attn.v_proj.{kind}", Place(layer, "qkv", kind, values)
-            for kind in _kinds(layer.out):
-                yield f"{at}self_attn.o_proj.{kind}", Place(layer, "out", kind, whole)
-            yield at + "post_attention_layernorm.weight", Place(layer, "mlp_norm", "", whole)
-            for kind in _kinds(layer.gate_up):
-                yield f"{at}mlp.gate_proj.{kind}", Place(layer, "gate_up", kind, gate)
-                yield f"{at}mlp.up_proj.{kind}", Place(layer, "gate_up", kind, up)
-            for kind in _kinds(layer.down):
-                yield f"{at}mlp.down_proj.{kind}", Place(layer, "down", kind, whole)
+            for name, slot, rows in parts:
+                part, at = getattr(layer, slot), f"model.layers.{i}.{name}"
+                if isinstance(part, Tensor):
+                    yield f"{at}.weight", Place(layer, slot, "", rows)
+                    continue
+                assert isinstance(part, Plain), "packed weights cannot be indexed by row"
+                yield f"{at}.weight", Place(layer, slot, "weight", rows)
+                if part.bias is not None:
+                    yield f"{at}.bias", Place(layer, slot, "bias", rows)
         yield "model.norm.weight", Place(self, "norm", "", whole)
         if not c.tied:
             yield "lm_head.weight", Place(self, "head", "weight", whole)
@@ -215,15 +215,6 @@ class Llama:
         """Every weight by its name in a Hugging Face checkpoint, as a contiguous view, e.g. for
         saving. See `places`."""
         yield from ((name, place.tensor()) for name, place in self.places())
-
-    def parameters(self) -> Iterator[Tensor]:
-        """The tensors as they are stored, fused, each once: for an optimiser."""
-        seen: set[tuple[int, str, str]] = set()
-        for _, place in self.places():
-            part = (id(place.owner), place.slot, place.kind)
-            if part not in seen:
-                seen.add(part)
-                yield place.whole()
 
     @property
     def weight_bytes(self) -> int:
@@ -372,11 +363,3 @@ class Llama:
             qk = self.ops.rotate(qkv[:, :turning], cos, sin)
             mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
         return mixed.reshape(rows, c.heads * c.head_dim)
-
-
-def _kinds(matrix: Linear) -> Iterator[str]:
-    """ "weight", and "bias" if the matrix has one."""
-    assert isinstance(matrix, Plain), "packed weights cannot be indexed by row"
-    yield "weight"
-    if matrix.bias is not None:
-        yield "bias"
