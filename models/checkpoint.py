@@ -18,7 +18,7 @@ import torch
 
 from minikv.models.config import quantised
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.hub import (
+from minikv.models.files import (
     INDEX,
     ORIGINAL,
     ORIGINAL_INDEX,

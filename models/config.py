@@ -19,7 +19,7 @@ from minikv.models.errors import (
     UnsupportedModel,
     quote,
 )
-from minikv.models.hub import read_json
+from minikv.models.files import read_json
 from minikv.models.rope import RopeConfig
 
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20

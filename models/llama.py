@@ -84,8 +84,7 @@ class Llama:
 
     A new network has uninitialised weights, in memory from `room`; fill them through `tensors()` or
     `randomise()`. rows: how many rows go through a layer together. ops: the kernels that compute,
-    those of torch until `use` is called. A forward writes in place, so it cannot be trained; the
-    bundled model has a forward of its own for that (models/bundled/train.py).
+    those of torch until `use` is called. A forward writes in place, so it cannot be trained.
     """
 
     def __init__(

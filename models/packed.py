@@ -27,7 +27,8 @@ from minikv.models import packed_files
 from minikv.models.checkpoint import Checkpoint, Entry, header_of, read_into
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
-from minikv.models.hub import Progress, open_regular
+from minikv.models.files import open_regular
+from minikv.models.hub import Progress
 from minikv.models.linear import Int4, Int8, half_tile
 from minikv.models.llama import Llama
 from minikv.models.packed_files import FORMAT

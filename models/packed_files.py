@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from minikv.models.errors import ModelError
-from minikv.models.hub import open_regular
+from minikv.models.files import open_regular
 
 FORMAT = "minikv packed weights 2"
 NAME = re.compile(r"[0-9a-f]{32}-[a-z0-9+]+\.safetensors")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from minikv.models.builtin_templates import PLAIN, BuiltIn, recognise
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.hub import read_bytes, read_json
+from minikv.models.files import read_bytes, read_json
 from minikv.models.rendering import SOURCE_LIMIT, Program, TemplateRefusal
 from minikv.models.tokenizer import Tokenizer, well_formed
 from minikv.models.vocabulary import ADDED_LENGTH, Place, TokenSearch

@@ -25,7 +25,7 @@ from minikv.models.errors import (
     UnusableSetting,
     quote,
 )
-from minikv.models.hub import open_regular
+from minikv.models.files import open_regular
 from minikv.models.limits import address_space
 from minikv.models.linear import (
     FORMS,

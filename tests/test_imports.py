@@ -40,8 +40,6 @@ THIRD_PARTY = {
     "kernels": {"torch", "triton"},
     "minikv": {"torch", "numpy"},
 }
-# The script that trains the bundled model is run by hand, never imported by the package.
-SCRIPTS = ("models/bundled/",)
 
 
 def area(module: str) -> str | None:
@@ -123,8 +121,6 @@ def test_every_import_follows_the_rules() -> None:
     count = 0
     for package, path in sources():
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith(SCRIPTS) and path.name != "__init__.py":
-            continue
         count += 1
         found += violations(package, name, path.read_text())
     assert found == []

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from train import ASSISTANT, BOS, END, USER
 
 import minikv.models as models
 from minikv.cache.attend import DenseAttend
 from minikv.kernels.dispatch import choose
 from minikv.models.bundled import exam, world
-from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.linear import Linear, Plain, Scratch, kept, row_product
 from minikv.models.weights import load_network

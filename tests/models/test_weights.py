@@ -30,7 +30,7 @@ from minikv.cli.selftest import one_thread
 from minikv.models.checkpoint import Checkpoint, read_header
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
-from minikv.models.hub import open_regular, read_json
+from minikv.models.files import open_regular
 from minikv.models.linear import bf16_products
 from minikv.models.llama import Llama
 from minikv.models.weights import load_network
@@ -392,68 +392,6 @@ def test_what_only_looks_like_it_is_refused(name: str, tmp_path: Path) -> None:
     assert "unexpected tensor" in str(refused(lambda: network_of(tmp_path)))
     edit_tensors(path, lambda _: {"rope.freqs": torch.ones(6)})
     assert "no weights" in str(refused(lambda: network_of(tmp_path)))
-
-
-STAND_INS = [
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d4d\nsize 2\n", "a Git LFS pointer"),
-    (b"version https://hawser.github.com/spec/v1\noid sha256:4d4d\nsize 2\n", "a Git LFS pointer"),
-    (b"<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>", "a web page"),
-    (b"\xef\xbb\xbf\r\n <!-- saved -->\n<HTML lang=en><body></body></HTML>", "a web page"),
-    (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
-    (b"<Error><Code>AccessDenied</Code></Error>", "a web page"),
-    (b"<head><title>404</title></head>", "a web page"),
-    ("<!DOCTYPE html><html>".encode("utf-16"), "a web page"),
-    (b"/annex/objects/SHA256E-s1--4d4d\n", "a git-annex or DVC pointer"),
-    (b"../.git/annex/objects/Xx/yY/SHA256E-s1--4d4d", "a git-annex or DVC pointer"),
-    (b"outs:\n- md5: 4d4d\n  size: 1\n", "a git-annex or DVC pointer"),
-]
-
-
-@pytest.mark.parametrize(("data", "words"), STAND_INS)
-@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json", "tokenizer.json"])
-def test_what_a_download_left_in_place_of_a_file(
-    name: str, data: bytes, words: str, tmp_path: Path
-) -> None:
-    write(Spec(), tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / name).write_bytes(data)
-    error = refused(lambda: models.load(tmp_path))
-    assert error.exit_code == 6
-    assert f"{name} is {words}" in str(error)
-    assert "hf download" in error.hint
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (b"Entry not found", "'Entry not found'"),
-        (b"404\n", "'404'"),
-        (b'{"error": "Repository not found"}', "Repository not found"),
-        ("Zugriff verweigert: 401 ".encode("utf-16") + b"\n", "'Zugriff verweigert: 401'"),
-        (b"\xef\xbb\xbf" + "é".encode() * 600, r"\xe9"),  # a character is cut in two
-        (b"Access to it is restricted.\r\n" * 99, "restricted. Access to it is restricted. Acce'"),
-        (b"Latin-1: \xe9 and more", ""),
-        (b"\x1f\x8bpacked", ""),
-        (b"Not a text\0", ""),
-        (b"\0\1", ""),
-        (b"", ""),
-    ],
-)
-def test_a_text_in_place_of_weights_is_quoted(tmp_path: Path, data: bytes, said: str) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(data)
-    error = refused(lambda: read_header(path))
-    assert ("holds a text in place of the weights: " in str(error)) == bool(said)
-    assert said in str(error)
-    assert len(str(error)) < 150
-    assert "download the file again" in error.hint
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
-@pytest.mark.parametrize("data", [b"Entry not found", b'"Not found"'])
-def test_json_that_is_none_is_to_be_fetched_again(tmp_path: Path, name: str, data: bytes) -> None:
-    (tmp_path / name).write_bytes(data)
-    assert "hf download" in refused(lambda: read_json(tmp_path / name)).hint
 
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Train the bundled model: `python -m minikv.models.bundled.train --out DIR`.
+"""Train the bundled model: `python docs/measurements/train.py --out DIR`.
 
 Seeded; writes config.json, model.safetensors, tokenizer.json and chat_template.jinja. The loss is
 1 on the answers of a chat and 0.1 on a sample of the other tokens; the context grows in phases.
-The documents come from `minikv.models.bundled.world`. The network is that of transformers, which
-the package itself does not need.
+The documents come from `minikv.models.bundled.world`, the network from transformers.
 """
 
 from __future__ import annotations
