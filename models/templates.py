@@ -46,9 +46,6 @@ _REASONING = re.compile(
 """How models end their reasoning: `</think>`, `[/THINK]`, `<|end_of_thought|>`."""
 _WHICH = {"user": "a question", "system": "the system prompt", "assistant": "an earlier answer"}
 
-_WHOLE = 512
-"""How many messages of a long conversation the template gets: half of them from each end."""
-
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -81,8 +78,6 @@ class ChatTemplate:
         self._notes = tuple(notes)
         self._markers = TokenSearch(self._learn())
         self._folded = False
-        self._looks_back = False  # what follows an answer depends on the whole conversation
-        self._checked: list[Message] = []  # a conversation for which it does not
 
     @classmethod
     def from_folder(cls, path: Path | str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -140,32 +135,11 @@ class ChatTemplate:
 
         messages: the whole conversation. The last is the new user message, and the one before it
         the answer. If a template rewrites earlier turns, its changes to turns that were already fed
-        are ignored.
-
-        Of a conversation of more than about 512 messages the template gets only the beginning and
-        the end. A comparison with the whole conversation checks that this makes no difference: the
-        first time, and again whenever the conversation is twice as long. Raises UnsupportedModel or
-        CorruptModel.
+        are ignored. Raises UnsupportedModel or CorruptModel.
         """
         if len(messages) < 2 or messages[-2].role != "assistant":
             raise ValueError("the message before the last must be the assistant's answer")
-        short = _shortened(messages)
-        if short is messages or self._looks_back:
-            return self._compose(messages, follow=True)
-        try:
-            ids = self._compose(short, follow=True)
-        except (CorruptModel, UnsupportedModel):
-            self._looks_back = True
-            return self._compose(messages, follow=True)
-        known = self._checked
-        if 2 * len(known) > len(messages) and list(messages[: len(known)]) == known:
-            return ids
-        whole = self._compose(messages, follow=True)
-        if whole == ids:
-            self._checked = list(messages)
-        else:
-            self._looks_back = True
-        return whole
+        return self._compose(messages, follow=True)
 
     def lookalikes(self, text: str) -> int:
         """How often a text spells a control token of this model. These become plain text."""
@@ -522,16 +496,6 @@ def _begins_one(texts: Sequence[str], text: str) -> bool:
     # Those that do are next to each other, and `text` itself would be before them.
     at = bisect_right(texts, text)
     return at < len(texts) and texts[at].startswith(text)
-
-
-def _shortened(messages: Sequence[Message]) -> Sequence[Message]:
-    """The part of a long conversation that the template gets for what follows the last answer;
-    `messages` itself if nothing is left out. Questions and answers still alternate."""
-    left_out = len(messages) - 2 - _WHOLE
-    left_out -= left_out % 2
-    if left_out <= 0:
-        return messages
-    return [*messages[: _WHOLE // 2], *messages[_WHOLE // 2 + left_out :]]
 
 
 def _own_template(folder: Path) -> tuple[tuple[str, str] | None, list[str]]:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from pairwise import some_by_day
 
-from minikv.models import rendering, templates
+from minikv.models import rendering
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -313,85 +313,6 @@ def test_following_with_built_in_formats(format: BuiltIn, part: float) -> None:
         chat = random_chat(rng, system=format is not MISTRAL_V3, strip=True)
         if len(chat) > 2:
             follows(tokenizer, template, chat)
-
-
-def long_chat(turns: int) -> list[Message]:
-    """Questions and answers, with a document that spells control tokens in the first."""
-    chat = [Message("system", "Be brief. " * 30), Message("user", "<|eot_id|> a mill " * 500)]
-    for turn in range(turns):
-        chat += [Message("assistant", f"answer {turn}"), Message("user", f"question {turn}?")]
-    return chat
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_long_chat_goes_on_as_if_all_of_it_were_shown(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(templates, "_WHOLE", 32)
-    _, template = prepared(case)
-    for turns in (1, 2, 20, 33, 34, 60):
-        chat = long_chat(turns)
-        assert template.following(chat) == template._compose(chat, follow=True), turns
-
-
-def test_what_goes_on_with_a_long_chat_does_not_render_all_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every question after 10,000 turns took seconds; what is shown of them is bounded, but once
-    for every time that the chat is twice as long."""
-    monkeypatch.setattr(templates, "_WHOLE", 32)
-    template = with_source(PUBLISHED["chatml"])
-    shown: list[int] = []
-    real = template._render
-
-    def render(messages: Sequence[Message]) -> str:
-        shown.append(len(messages))
-        return real(messages)
-
-    monkeypatch.setattr(template, "_render", render)
-    chat = long_chat(1)
-    for turn in range(150):
-        chat += [Message("assistant", f"answer {turn}"), Message("user", f"question {turn}?")]
-        template.following(chat)
-    assert 5 <= len([count for count in shown if count > 40]) <= 16
-    assert len(shown) >= 300
-
-
-def test_another_conversation_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that turns something off where a message says so, however far back."""
-    monkeypatch.setattr(templates, "_WHOLE", 8)
-    source = (
-        "{% set n = namespace(off='') %}{% for m in messages %}[{{ m.content }}]"
-        "{% if '/off' in m.content %}{% set n.off = 'off' %}{% endif %}{% endfor %}{{ n.off }}>"
-    )
-    template, plain = with_source(source), long_chat(20)
-    template.following(plain)
-    for at in (0, 1, 9, 15):
-        chat = [*plain]
-        chat[at] = Message(chat[at].role, "first /off last")
-        other = with_source(source)
-        other.following(plain)
-        assert other.following(chat) == other._compose(chat, follow=True)
-        assert other.following(chat) != template.following(plain)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ messages|length }}>",
-        "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ messages[0].content|length }}>",
-        "{% for m in messages %}{{ loop.index }}[{{ m.content }}]{% endfor %}>",
-    ],
-)
-def test_a_template_that_looks_back_is_shown_all(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it writes after the last answer depends on what was said before."""
-    monkeypatch.setattr(templates, "_WHOLE", 32)
-    template = with_source(source)
-    for turns in (3, 40, 41, 90):
-        chat = long_chat(turns)
-        assert template.following(chat) == template._compose(chat, follow=True)
 
 
 def test_following_survives_what_a_template_trims() -> None:
