@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -68,9 +69,12 @@ def right(made: Linear, x: Tensor, got: Tensor) -> bool:
     return bool(((got.float() - want - added).abs() <= room).all())
 
 
-@pytest.fixture(params=[True, False], ids=["bf16 processor", "older processor"])
+@pytest.fixture(params=[(True, True), (True, False), (False, False)])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "bf16_products", lambda: request.param)
+    """One that multiplies tiles of bfloat16, one that multiplies bfloat16, and an older one."""
+    products, tiles = request.param
+    monkeypatch.setattr(linear, "bf16_products", lambda: products)
+    monkeypatch.setattr(linear, "has_tiles", lambda: tiles)
 
 
 @pytest.mark.usefixtures("processor")
@@ -215,7 +219,7 @@ def test_int4_without_a_known_layout_still_multiplies(monkeypatch: pytest.Monkey
 
 
 @torch.no_grad()
-def test_one_row_does_not_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_does_not_go_through_onednn_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     honest = linear.F.linear
 
@@ -232,35 +236,6 @@ def test_one_row_does_not_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch._C._get_mkldnn_enabled() is True
     Plain(torch.ones(4, 4))(torch.ones(1, 4))  # float32 is left to torch
     assert seen[-1] is True
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("tiles", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_row_is_right_with_tiles_and_without(
-    shape: tuple[int, int], tiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear, "has_tiles", lambda: tiles)
-    x = torch.randn(1, shape[1], generator=torch.Generator().manual_seed(shape[0])).bfloat16()
-    made = matrix(*shape)
-    got = made(x)
-    assert got.shape == (1, shape[0])
-    assert right(made, x, got)
-
-
-@torch.no_grad()
-def test_with_tiles_onednn_stays_on_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    honest = torch.mv
-
-    def spy(*args: Tensor) -> Tensor:
-        seen.append(torch._C._get_mkldnn_enabled())
-        return honest(*args)
-
-    monkeypatch.setattr(torch, "mv", spy)
-    monkeypatch.setattr(linear, "has_tiles", lambda: True)
-    matrix(64, 64)(torch.randn(1, 64).bfloat16())
-    assert seen == [True]
 
 
 # -- loading --------------------------------------------------------------------------------
@@ -497,20 +472,8 @@ def test_the_bundled_model_answers_with_a_head_of_eight_bits(number: int, length
 
 def test_the_flag_takes_the_forms_that_there_are() -> None:
     assert settings.WEIGHTS == linear.FORMS
-    assert [linear.split(form) for form in linear.FORMS] == [
-        ("auto", "auto"),
-        ("plain", "auto"),
-        ("int8", "auto"),
-        ("int4", "auto"),
-        ("int8", "int8"),
-        ("int4", "int8"),
-    ]
-    assert [linear.packs(form) for form in linear.FORMS[1:]] == [
-        (),
-        ("int8",),
-        ("int4",),
-        ("int8",),
-        ("int4", "int8"),
+    assert [linear.packs(form) for form in linear.FORMS] == [
+        *((), (), ("int8",), ("int4",), ("int8",), ("int4", "int8"))
     ]
 
 
@@ -571,50 +534,36 @@ def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert word in ask("int8")
 
 
-def test_room_is_counted_in_the_form_and_the_hint_names_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "free", "form", "offered"),
+    [
+        ({"layers": 20_000, "windows": (None,) * 20_000}, "int8", "auto", ["int8", "int4"]),
+        ({"layers": 20_000, "windows": (None,) * 20_000}, "int4", "int8", ["int4"]),
+        ({"vocab": 20_000_000}, "int8+head", "auto", ["int8+head", "int4+head"]),
+        ({"vocab": 20_000_000}, "int4+head", "auto", ["int4+head"]),
+        ({"vocab": 20_000_000}, "int4+head", "int8+head", ["int4+head"]),
+        ({"vocab": 20_000_000}, "", "auto", []),
+    ],
+)
+def test_the_hint_names_the_forms_that_fit(
+    changes: dict[str, Any],
+    free: str,
+    form: str,
+    offered: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The head is packed only if packing the layers is not enough."""
     _, config = stored(tmp_path, WIDE)
-    config = replace(config, layers=20_000, windows=(None,) * 20_000)
-    sizes = {form: weights.loading_bytes(config, torch.bfloat16, form) for form in linear.FORMS}
-    assert sizes["int4"] < sizes["int8"] < sizes["plain"] == sizes["auto"]
-    monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int8"])
+    config = replace(config, **changes)
+    room = weights.loading_bytes(config, torch.bfloat16, free) if free else 1 << 20
+    monkeypatch.setattr(weights, "free_memory", lambda device: room)
     with pytest.raises(ModelError) as caught:
-        weights._check_room(config, torch.device("cpu"), torch.bfloat16, "auto")
+        weights._check_room(config, torch.device("cpu"), torch.bfloat16, form)
     assert caught.value.exit_code == 4
-    assert '`weights="int8"` would need' in caught.value.hint
-    assert '`weights="int4"` would need' in caught.value.hint
-    weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
-    monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int4"])
-    with pytest.raises(ModelError) as caught:
-        weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
-    assert "int8" not in caught.value.hint
-    assert '`weights="int4"` would need' in caught.value.hint
-
-
-def test_where_a_large_vocabulary_does_not_fit_the_hint_packs_the_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, config = stored(tmp_path, WIDE)
-    config = replace(config, vocab=20_000_000)
-    sizes = {form: weights.loading_bytes(config, torch.bfloat16, form) for form in linear.FORMS}
-    assert sizes["int8+head"] < sizes["int4"] < sizes["int8"]
-
-    def hint(free: int, form: str = "auto") -> str:
-        monkeypatch.setattr(weights, "free_memory", lambda device: free)
-        with pytest.raises(ModelError) as caught:
-            weights._check_room(config, torch.device("cpu"), torch.bfloat16, form)
-        assert caught.value.exit_code == 4
-        return caught.value.hint
-
-    both = hint(sizes["int8+head"])
-    assert '`weights="int8+head"` would need' in both
-    assert '`weights="int4+head"` would need' in both
-    one = hint(sizes["int8+head"] - 1)
-    assert "int8" not in one
-    assert '`weights="int4+head"` would need' in one
-    assert 'weights="int4+head"' in hint(sizes["int4+head"], "int8+head")
-    assert "weights=" not in hint(sizes["int4+head"] - 1)
+    assert re.findall(r'weights="(.*?)"` would need', caught.value.hint) == offered
+    if free:
+        weights._check_room(config, torch.device("cpu"), torch.bfloat16, free)
 
 
 PROBE = r"""
