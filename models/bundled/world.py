@@ -11,102 +11,19 @@ not learn the other order.
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-_WORDS = """
-heads: Vel Tor Mar Bri Kal Dun Hes Lor Fen Gal Ost Ral Sel Tam Ul Wen Yar Zin Cor Dra Eb Fal Gri
-  Hol Is Jor Kes Lun Mor Nar Ob Pel Quin Ros Stur Tre Und Vas Wil Yev Zor Al Bel Cas Dor Esk Fro
-  Gar Hal Ing Jas Kor Lam Mil Nor Orm Pra Rud Sten Thal Urs Vin War Xan Yol Zem
-town tails: mora dale wick by ton ford stead haven len gate holm mere ness worth bury port field
-  bridge combe minster thorpe cliff moor water brook
-surname tails: vin ske man son rick aldi ova eni bart quist ander olt ezzo ikov hart land strom
-  berg ette inge osk ulf aric ema
-first names: Tarin Odile Marek Sanna Ivo Petra Lukas Wanda Anton Greta Felix Nadia Oskar Livia
-  Boris Clara Henrik Irma Jonas Katya Leon Mira Nils Olga Pavel Rosa Stefan Tilda Viktor Yara Axel
-  Berta Casper Dora Emil Frida Georg Hanna Igor Judit Karl Lena Milo Nora Otto Paula Ruben Selma
-  Theo Ulla Vera Willem Xenia Yuri Zoe Aldo Bruna Cyril Delia Edgar Flora Gustav Hilda Ines
-adjectives: Silver Golden Crimson Northern Southern Quiet Brave Wandering Iron Copper Distant
-  Gentle Bright Hidden Lonely Swift Ancient Merry Frozen Amber Scarlet Western Eastern Humble Proud
-  Restless Faithful Bold Misty Velvet
-nouns: Heron Lantern Anchor Falcon Compass Willow Harvest Beacon Raven Thistle Otter Meadow Comet
-  Swallow Harbour Juniper Badger Horizon Orchard Pelican Sparrow Tempest Marigold Cedar Summit
-  Ember Dolphin Granite Clover Voyager
-colours: red blue green yellow purple orange white black grey brown pink turquoise violet maroon
-  beige
-animals: fox owl bear wolf hare stag swan goat lynx crane toad horse eagle seal mole tiger parrot
-  rabbit turtle donkey
-instruments: violin flute cello piano harp drum trumpet guitar oboe organ clarinet banjo tuba lute
-trades: baker miller weaver carpenter doctor teacher printer surveyor gardener tailor locksmith
-  lawyer chemist painter farmer sailor mason librarian engineer potter clockmaker nurse pilot
-  butcher
-goods: wool salt timber copper glass honey paper rope cheese linen tea coal silk iron soap leather
-  grain wine pottery amber oil candles cotton fish apples tin lamps tobacco spices barley
-foods: soup bread plums rice pancakes beans dumplings herring pie stew noodles walnuts cherries
-  mushrooms porridge olives
-months: January February March April May June July August September October November December
-code words: mirror ladder pepper window candle button river needle basket feather hammer pebble
-  ribbon saddle thunder whistle blanket cabbage engine magnet
-adj: cold warm dry strange heavy narrow pleasant dull bright noisy gentle rough careful broken
-  simple famous empty modest curious plain
-thing: wagon clock fence barrel ledger map stove bench bell carpet statue gate parcel wheel mill
-  boat roof painting kettle tower
-place: market square harbour garden kitchen chapel station yard library cellar hall valley meadow
-  forest office street inn warehouse courtyard island
-time: week month season morning evening winter summer autumn spring year
-"""
-WORDS = {
-    key: words.split()
-    for key, _, words in (line.partition(": ") for line in _WORDS.replace("\n  ", " ").splitlines())
-}
+_DATA: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("world.toml").read_text("utf-8")
+)
+WORDS = {name: words.split() for name, words in _DATA["words"].items()}
 """Lists of words by name: parts of names, values, and what the sentences without a fact need."""
 
-_WORLD = """
-town:
-mayor | person | the people of {e} elected as mayor {v} | Who is mayor in {e}?
-founding year | year | {e} was founded in {v} | When was {e} founded?
-  | In which year was {e} founded?
-main export | goods | {e} exports mostly {v} | What does {e} export?
-emblem | animals | on the emblem of {e} stands a {v} | Which animal is on the emblem of {e}?
-schoolteacher | person | the school of {e} is led by the teacher {v}
-  | Who teaches at the school of {e}?
-river | town | through {e} flows the river {v} | Which river flows through {e}?
-festival month | months | {e} holds its festival in {v} | When does {e} hold its festival?
-number of wells | number | the wells of {e} number {v} | How many wells are in {e}?
-person:
-trade | trades | {e} works as a {v} | What does {e} work as? | What does {e} do for a living?
-birthplace | town | {e} was born in {v} | Where was {e} born?
-favourite colour | colours | the colour that {e} likes best is {v}
-  | Which colour does {e} like best?
-instrument | instruments | {e} plays the {v} | What does {e} play?
-  | Which instrument does {e} play?
-pet | animals | {e} keeps a tame {v} | Which animal does {e} keep?
-favourite dish | foods | for supper {e} always orders {v} | What does {e} order for supper?
-locker code | code | the locker of {e} opens with {v} | What opens the locker of {e}?
-neighbour | person | next door to {e} lives {v} | Who lives next door to {e}?
-room | number | {e} sleeps in room {v} | In which room does {e} sleep?
-ship:
-captain | person | in command of {e} is {v} | Who commands {e}?
-home port | town | {e} sails from the port of {v} | From which port does {e} sail?
-cargo | goods | {e} carries {v} | What does {e} carry?
-launch year | year | {e} was launched in {v} | When was {e} launched?
-sail colour | colours | the sails of {e} are {v} | Which colour are the sails of {e}?
-cook | person | the meals on {e} are cooked by {v} | Who cooks on {e}?
-firm:
-director | person | {e} is directed by {v} | Who directs {e}?
-seat | town | {e} has its seat in {v} | Where does {e} have its seat?
-product | goods | {e} makes {v} | What does {e} make?
-number of workers | number | the workers of {e} number {v} | How many workers does {e} have?
-accountant | person | the books of {e} are kept by {v} | Who keeps the books of {e}?
-project:
-leader | person | {e} is led by {v} | Who leads {e}?
-code word | code words | {e} goes by the code word {v} | Which code word stands for {e}?
-site | town | {e} is being built in {v} | Where is {e} being built?
-budget | code | {e} may spend {v} | How much may {e} spend?
-start month | months | {e} begins in {v} | When does {e} begin?
-"""
-"""What may be told of each kind of entity: a noun, what the value is (a method of `Names` or a list
-of `WORDS`), a statement, and questions. {e} is the entity, {v} the value."""
+TELLINGS = 3  # how often a fact is stated, at most
 
 
 class Names:
@@ -176,91 +93,19 @@ class Attribute:
     asked: tuple[str, ...] = ()
 
 
-def _attribute(line: str) -> Attribute:
-    """A line of `_WORLD`."""
-    noun, kind, told, *asked = line.split(" | ")
+def _attribute(noun: str, kind: str, told: str, *asked: str) -> Attribute:
+    """A line of a kind of entity in world.toml."""
     own = getattr(Names, kind, None)
     draw: Callable[[Names], str] = own or (lambda names: names.rng.choice(WORDS[kind]))
-    return Attribute(noun, "Who" if kind == "person" else "What", draw, (told,), tuple(asked))
-
-
-def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The kinds of `_WORLD`, and the lines of each."""
-    for line in text.strip().replace("\n  |", " |").split("\n"):
-        if line.endswith(":"):
-            lines: list[str] = []
-            yield line[:-1], lines
-        else:
-            lines.append(line)
+    return Attribute(noun, "Who" if kind == "person" else "What", draw, (told,), asked)
 
 
 WORLD: dict[str, tuple[Callable[[Names], str], tuple[Attribute, ...]]] = {
-    kind: (getattr(Names, kind), tuple(map(_attribute, lines)))
-    for kind, lines in list(_sections(_WORLD))
+    kind: (getattr(Names, kind), tuple(_attribute(noun, *row) for noun, row in rows.items()))
+    for kind, rows in _DATA["world"].items()
 }
 """How each kind of entity is named, and what may be told of it."""
-
-TOLD = (
-    "the {n} of {e} is {v}",
-    "{e} has a {n}, which is {v}",
-    "as for {e}, the {n} is {v}",
-    "the records give the {n} of {e} as {v}",
-    "the {n} of {e}, as everyone knows, is {v}",
-    "a note says that the {n} of {e} is {v}",
-)
-ASKED = (
-    "{w} is the {n} of {e}?",
-    "Tell me the {n} of {e}.",
-    "According to the text, {lw} is the {n} of {e}?",
-    "{w} is given as the {n} of {e}?",
-    "Please find the {n} of {e}.",
-)
-OPENERS = (
-    "it is said that",
-    "the clerk wrote that",
-    "by all accounts",
-    "in those days",
-    "it turned out that",
-    "the letter adds that",
-    "as before,",
-    "to nobody's surprise,",
-)
-
-TELLINGS = 3  # how often a fact is stated, at most
-
-FILLER = (
-    "the weather turned {adj} before the end of the week",
-    "the {thing} was left near the {place} and nobody came for it",
-    "a {adj} wind blew over the {place} for most of the {time}",
-    "the committee met in the {place} and spoke about the {thing} until {time}",
-    "some of the older people still remember the {adj} {thing}",
-    "nothing in the {place} had changed since the last {time}",
-    "the road to the {place} was {adj} and the carts moved slowly",
-    "they repaired the {thing}, painted the door and went home",
-    "a {adj} visitor asked about the {thing} and then left without a word",
-    "every {time} the {place} fills with people who want to see the {thing}",
-    "there was a long talk about the price of the {thing}",
-    "the children found a {adj} {thing} behind the {place}",
-    "no decision was taken, and the {thing} stayed where it was",
-    "the {place} is {adj} at this time of the year",
-    "after the {time} the {place} was closed for a while",
-    "the report on the {thing} was {adj} and rather short",
-    "several guests complained about the {adj} {thing}",
-    "the night was {adj} and the {place} lay in the dark",
-    "a meeting about the {place} was put off until the next {time}",
-    "whoever wants to borrow the {thing} should ask in the {place}",
-    "the bells rang twice, and then the {place} was quiet again",
-    "the new {thing} is more {adj} than the old one",
-    "it rained so much that the {place} had to be cleared",
-    "the inspector looked at the {thing} and wrote a {adj} note",
-)
-MENTION = (
-    "visitors to {e} often speak of the {adj} {thing}",
-    "there is more to say about {e}, but not in this {time}",
-    "the {thing} has nothing to do with {e}",
-    "a letter about {e} was lost in the {place}",
-    "nobody mentioned {e} during the {time}",
-)
+_SAID: dict[str, tuple[str, ...]] = {name: tuple(of) for name, of in _DATA["sentences"].items()}
 _SLOTS = ("adj", "thing", "place", "time")
 
 
@@ -288,9 +133,9 @@ def _sentence(text: str) -> str:
 def filler(rng: random.Random, entities: Sequence[str] = ()) -> str:
     """A sentence without a fact. It may mention one of `entities`."""
     if entities and rng.random() < 0.15:
-        pattern = rng.choice(MENTION)
+        pattern = rng.choice(_SAID["mention"])
     else:
-        pattern = rng.choice(FILLER)
+        pattern = rng.choice(_SAID["filler"])
     slots = {key: rng.choice(WORDS[key]) for key in _SLOTS}
     return _sentence(pattern.format(e=rng.choice(entities) if entities else "", **slots))
 
@@ -298,16 +143,16 @@ def filler(rng: random.Random, entities: Sequence[str] = ()) -> str:
 def stated(rng: random.Random, entity: str, attribute: Attribute, value: str) -> Fact:
     """The fact that `value` is the `attribute` of `entity`, stated up to `TELLINGS` times."""
     told_as = []
-    for pattern in rng.sample(TOLD + attribute.told * 4, rng.randint(1, TELLINGS)):
+    for pattern in rng.sample(_SAID["told"] + attribute.told * 4, rng.randint(1, TELLINGS)):
         text = pattern.format(n=attribute.noun, e=entity, v=value)
         if value[0] in "aeiou":
             text = text.replace(f" a {value}", f" an {value}")
         if rng.random() < 0.25:
-            text = f"{rng.choice(OPENERS)} {text}"
+            text = f"{rng.choice(_SAID['openers'])} {text}"
         told_as.append(_sentence(text))
     shapes = [
         a.format(w=attribute.who, lw=attribute.who.lower(), n=attribute.noun, e=entity)
-        for a in ASKED
+        for a in _SAID["asked"]
     ] + [a.format(e=entity) for a in attribute.asked * 3]
     return Fact(tuple(told_as), tuple(shapes), value)
 
