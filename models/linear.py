@@ -258,13 +258,22 @@ class PackedMatrix:
     time. row: multiplies one row on a GPU, bias included.
     """
 
-    def __init__(self, plain: Plain, packing: Packing | None, few: int) -> None:
-        self.shape, self.bias, self.packing, self._few_rows = plain.shape, plain.bias, packing, few
+    few: int  # up to how many rows of the input torch's packed kernel is faster than unpacking
+
+    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing | None = TORCH) -> None:
+        self.shape, self.bias, self.packing = plain.shape, plain.bias, packing
         self.product: Product | None = None
         self.many = True
         self.rows_product: Product | None = None
         self.row: Callable[[Tensor], Tensor] | None = None
         self.scratch: Scratch | None = None
+        self._allocate(room)
+        if not plain.weight.is_meta:
+            self.pack(0, plain.weight)
+
+    def _allocate(self, room: Empty) -> None:
+        """Memory for the packed weights."""
+        raise NotImplementedError
 
     def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
         """See `Linear`."""
@@ -285,7 +294,7 @@ class PackedMatrix:
             if self.row is not None and len(x) == 1:
                 return self.row(x)
             return _product(x, self.dense(), self.bias, out)
-        few = len(x) <= self._few_rows
+        few = len(x) <= self.few
         if self.product is not None and (few or self.many):
             made = self.product(x, out)
         elif few:
@@ -331,13 +340,12 @@ class Int8(PackedMatrix):
     """A matrix with eight bits per weight and one bfloat16 scale per row. `in` must be a multiple
     of 16, because torch's kernel reads whole vectors."""
 
-    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing | None = TORCH) -> None:
-        super().__init__(plain, packing, FEW["int8"])
+    few = FEW["int8"]
+
+    def _allocate(self, room: Empty) -> None:
         assert fits_int8(self.shape[1])
         self.quantised = room(self.shape, torch.int8)
         self.scale = room(self.shape[:1], torch.bfloat16)
-        if not plain.weight.is_meta:
-            self.pack(0, plain.weight)
 
     def pack(self, start: int, weight: Tensor) -> None:
         """See `PackedMatrix`."""
@@ -376,19 +384,18 @@ class Int4(PackedMatrix):
     unpack: unpacks tiles of this layout, or all rows; None: torch.
     """
 
-    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing | None = TORCH) -> None:
-        super().__init__(plain, packing, FEW["int4"])
+    few = FEW["int4"]
+    unpack: Callable[..., None] | None = None
+
+    def _allocate(self, room: Empty) -> None:
         rows, columns = self.shape
         group = group_of(columns)
         assert group is not None
         self.group = group
-        if packing is not None:
+        if self.packing is not None:
             rows = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
         self.packed = room((rows, columns // 2), torch.uint8)
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
-        self.unpack: Callable[..., None] | None = None
-        if not plain.weight.is_meta:
-            self.pack(0, plain.weight)
 
     def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
         """See `Linear`."""

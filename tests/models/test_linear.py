@@ -14,6 +14,7 @@ from typing import Any
 
 import checkpoints
 import forked
+import peaks
 import pytest
 import torch
 from checkpoints import Spec, edit_tensors, write
@@ -566,55 +567,16 @@ def test_the_hint_names_the_forms_that_fit(
         weights._check_room(config, torch.device("cpu"), torch.bfloat16, free)
 
 
-PROBE = r"""
-import re, sys, torch
-from minikv.models import linear, load, weights
-from minikv.models.config import ModelConfig
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.weights import load_network
-def highest():
-    # Not ru_maxrss: that begins with what the process which started this one held.
-    with open("/proc/self/status") as file:
-        return int(re.search(r"VmHWM:\s*(\d+) kB", file.read())[1]) * 1024
-
-folder, form, *small = sys.argv[1:]
-if small:
-    linear.PACKED = weights.STAGING = int(small[0])
-checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
-load(None, dtype="bfloat16", weights=form)  # what the code itself takes
-before = highest()
-network = load_network(checkpoint, config, form=form)
-after = highest()
-needs = weights.loading_bytes(config, torch.bfloat16, form)
-print(after - before, network.weight_bytes, needs)
-"""
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("layers", some_by_day([6, 8], lambda layers: layers == 6))
 def test_packing_never_holds_a_second_copy(layers: int, tmp_path: Path) -> None:
     """170 MB of bfloat16 in layers by day, 230 at night, int4: the peak is the packed weights and
     one matrix's work."""
-    from safetensors.torch import save_file
-
-    config = {
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "vocab_size": 1000,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    made = Llama(ModelConfig.from_folder(tmp_path), dtype=torch.bfloat16)
-    state = {name: tensor.fill_(0.5).clone() for name, tensor in made.tensors()}
-    save_file(state, tmp_path / "model.safetensors")
-    del state
-    grown, size, needs = map(int, forked.run(str(tmp_path), "int4", code=PROBE).out.split())
-    assert size < made.weight_bytes / 3
-    assert grown < needs + weights.STAGING
-    assert needs + weights.STAGING < made.weight_bytes  # else this would say nothing
+    plain = peaks.write(tmp_path, layers, 1000)
+    made = peaks.loading(tmp_path, "bfloat16", "int4")
+    assert made.size < plain / 3
+    assert made.grown < made.needs + weights.STAGING
+    assert made.needs + weights.STAGING < plain  # else this would say nothing
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -625,19 +587,18 @@ def test_a_packed_head_is_never_beside_its_bfloat16(tied: bool, tmp_path: Path) 
     model = checkpoints.build(spec).bfloat16()
     checkpoints.save(model, spec, tmp_path)
     del model
-    done = forked.run(str(tmp_path), "int8+head", str(1 << 18), code=PROBE)
-    grown, size, needs = map(int, done.out.split())
+    made = peaks.loading(tmp_path, "bfloat16", "int8+head", 1 << 18)
     head = 75_000 * 256
-    assert size < (1.1 if tied else 3.1) * head
+    assert made.size < (1.1 if tied else 3.1) * head
     terminal = Terminal()
     terminal.out = io.StringIO()
     settings = Settings(model=str(tmp_path), policy="", weights="int8+head", device="cpu")
     plan(settings, "100", terminal, as_json=True)
     planned = json.loads(terminal.out.getvalue())
-    assert (planned["weights"], planned["kept"]) == (size, "int8+head")
+    assert (planned["weights"], planned["kept"]) == (made.size, "int8+head")
     slack = 8 << 20
-    assert grown < needs + slack
-    assert needs + slack < size + 2 * head  # else this would say nothing
+    assert made.grown < made.needs + slack
+    assert made.needs + slack < made.size + 2 * head  # else this would say nothing
 
 
 @pytest.mark.parametrize("capability", some_by_day(["default", "avx2", ""], bool))

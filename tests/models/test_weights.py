@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import peaks
 import pytest
 import torch
 from checkpoints import Spec, edit_json, edit_tensors, write
@@ -702,35 +703,6 @@ def test_the_package_and_its_errors_import_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-PROBE = r"""
-import re, sys, torch
-from minikv.models.config import ModelConfig
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.weights import load_network
-def highest():
-    # Not ru_maxrss: that begins with what the process which started this one held.
-    with open("/proc/self/status") as file:
-        return int(re.search(r"VmHWM:\s*(\d+) kB", file.read())[1]) * 1024
-
-folder = sys.argv[1]
-dtype = getattr(torch, sys.argv[2])
-checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
-torch.set_num_threads(1)  # a thread's stack is memory, too
-torch.ones(8, 8) @ torch.ones(8, 8)
-torch.ones(1 << 20).copy_(torch.ones(1 << 20, dtype=torch.bfloat16))
-slow = "sympy" in sys.modules
-before = highest()
-network = load_network(checkpoint, config, dtype=dtype)
-after = highest()
-maps = open("/proc/self/maps").read()
-import os
-files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-         if os.path.exists(f"/proc/self/fd/{fd}")]
-print(after - before, network.weight_bytes, "safetensors" in maps,
-      any(name.endswith(".safetensors") for name in files), slow != ("sympy" in sys.modules))
-"""
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("layers", some_by_day([3, 6], lambda layers: layers == 3))
 @pytest.mark.parametrize("wanted", ["bfloat16", "float32"])
@@ -739,24 +711,12 @@ def test_loading_peaks_at_one_copy_and_keeps_no_file(
 ) -> None:
     """100 MB of bfloat16 by day, 200 at night: the peak above the start is the weights and the
     staging buffer."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "vocab_size": 8000,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    made = Llama(ModelConfig.from_folder(tmp_path), dtype=torch.bfloat16)
-    state = {name: tensor.zero_().clone() for name, tensor in made.tensors()}
-    save_file(state, tmp_path / "model.safetensors")
-    grown, size, mapped, held, slow = forked.run(str(tmp_path), wanted, code=PROBE).out.split()
-    assert int(size) > layers * 25 * 2**20
+    peaks.write(tmp_path, layers, 8000)
+    made = peaks.loading(tmp_path, wanted)
+    assert made.size > layers * 25 * 2**20
     staging = weights.STAGING if wanted == "float32" else 0  # what stays as it is needs none
-    assert int(grown) < int(size) + staging + 16 * 2**20
-    assert (mapped, held, slow) == ("False", "False", "False")
+    assert made.grown < made.size + staging + 16 * 2**20
+    assert (made.mapped, made.held, made.sympy) == (False, False, False)
 
 
 READING = """
@@ -891,17 +851,3 @@ def test_weights_that_this_processor_cannot_pack_are_not_offered(
     assert offered("") == ["int4+head"]
     assert offered("int8") == []  # the head would be int8
     assert offered("int4") == []
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [
-        (0, "0 MiB"),
-        (3 << 20, "3 MiB"),
-        (2**30 // 10 - 1, "102 MiB"),
-        (2**30 // 10, "0.1 GiB"),
-        (5 << 30, "5.0 GiB"),
-    ],
-)
-def test_sizes_are_shown_in_gib_from_a_tenth_on(size: int, shown: str) -> None:
-    assert weights._shown(size) == shown
