@@ -55,7 +55,7 @@ _FAILURES = (
         "check the spelling; for a private model log in with `hf auth login`",
     ),
     ("DisabledRepoError", "{repo} was disabled on the hub", ""),
-    ("HFValidationError", "{repo!a} is not a valid hub id", "owner/name"),
+    ("HFValidationError", "{name} is not a valid hub id", "owner/name"),
     (
         "OfflineModeIsEnabled",
         "{repo}{at} is not in the local cache, and offline mode is on",
@@ -343,7 +343,8 @@ def _failure(repo: str, revision: str | None, error: Exception) -> ModelUnavaila
 
     at = _at(revision)
     status = getattr(getattr(error, "response", None), "status_code", None) or "unknown"
-    words = {"repo": repo, "at": at, "revision": quote(revision), "status": status}
+    words = {"repo": repo, "name": quote(repo), "at": at, "status": status}
+    words["revision"] = quote(revision)
     for name, message, hint in _FAILURES:
         if isinstance(error, getattr(errors, name)):
             return ModelUnavailable(message.format(**words), hint.format(**words))

@@ -69,7 +69,6 @@ class ChatTemplate:
         self.name = name
         self._tokenizer = tokenizer
         self._program = Program(source, name)
-        self._shields = _Shields(tokenizer.search)
         # Only a template that names the end of the reasoning takes it out.
         self._reasoning = frozenset(match[0] for match in _REASONING.finditer(source))
         self._parts: frozenset[Role] = frozenset()  # whose contents are lists of parts
@@ -156,7 +155,7 @@ class ChatTemplate:
 
     def _compose(self, messages: Sequence[Message], follow: bool) -> list[int]:
         clean = self._prepared(messages)
-        shield = self._shields.new()
+        shield = _Shield(self._tokenizer.search)
         end = shield.mark("") if follow else None
         hidden = [Message(m.role, shield.hide(m.content)) for m in clean]
         neutral = _neutral(clean)
@@ -408,31 +407,8 @@ def _loose(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-class _Shields:
-    """What must be hidden in messages, for one set of control tokens. search: finds a control
-    token. first and last: the first and last characters of control tokens."""
-
-    def __init__(self, search: TokenSearch) -> None:
-        self.search = search
-        self.first = frozenset(text[0] for text in search.texts)
-        self.last = frozenset(text[-1] for text in search.texts)
-        self._backwards = sorted(text[::-1] for text in search.texts)
-
-    def is_head(self, text: str) -> bool:
-        """Whether a control token begins with the text, and is longer."""
-        return _begins_one(self.search.texts, text)
-
-    def is_tail(self, text: str) -> bool:
-        """Whether a control token ends with the text, and is longer."""
-        return _begins_one(self._backwards, text[::-1])
-
-    def new(self) -> _Shield:
-        """A shield with a fresh random name, for one conversation."""
-        return _Shield(self)
-
-
 class _Shield:
-    """Placeholders for parts of messages.
+    """Placeholders for parts of the messages of one conversation, with a fresh random name.
 
     They consist of private-use characters, which have no case and are not white space. So a
     template that trims a message or changes its case does not change them.
@@ -440,8 +416,8 @@ class _Shield:
 
     _FIRST, _COUNT = 0xE000, 6400
 
-    def __init__(self, shields: _Shields) -> None:
-        self._shields = shields
+    def __init__(self, search: TokenSearch) -> None:
+        self._search = search
         self._name = "".join(self._character(secrets.randbelow(self._COUNT)) for _ in range(8))
         self._placeholders: dict[str, str] = {}
         self._texts: dict[str, str] = {}
@@ -457,24 +433,23 @@ class _Shield:
 
     def hide(self, text: str) -> str:
         """The text with placeholders for control tokens, and for parts of them at its edges."""
-        shields, longest = self._shields, self._shields.search.longest
+        search = self._search
         parts, at = [], 0
-        for found, token in shields.search.find(text):
+        for found, token in search.find(text):
             parts += [text[at:found], self.mark(token)]
             at = found + len(token)
         text = "".join([*parts, text[at:]])
-        # White space at the edges is skipped, because templates may trim it. The character is
-        # compared first, because that is faster than a bisection.
+        # White space at the edges is skipped, because templates may trim it.
         start = len(text) - len(text.lstrip())
-        for n in range(min(longest, len(text) - start), 0, -1):
+        for n in range(min(search.longest, len(text) - start), 0, -1):
             part = text[start : start + n]
-            if part[-1] in shields.last and shields.is_tail(part):
+            if _begins_one(search.backwards, part[::-1]):
                 text = text[:start] + self.mark(part) + text[start + n :]
                 break
         end = len(text.rstrip())
-        for n in range(min(longest, end), 0, -1):
+        for n in range(min(search.longest, end), 0, -1):
             part = text[end - n : end]
-            if part[0] in shields.first and shields.is_head(part):
+            if _begins_one(search.texts, part):
                 text = text[: end - n] + self.mark(part) + text[end:]
                 break
         return text

@@ -47,7 +47,7 @@ from minikv.models.rendering import (
     _Process,
     process,
 )
-from minikv.models.templates import ChatTemplate, Message, _Shields
+from minikv.models.templates import ChatTemplate, Message, _Shield
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary
 from minikv.models.vocabulary import TokenSearch
@@ -968,11 +968,11 @@ def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> No
 def test_shields_take_memory_for_the_control_tokens_only() -> None:
     """Every beginning and end of 100 tokens of 500 characters took 54 MB."""
     search = TokenSearch(f"{i:03}" + "\U0001f600" * 497 for i in range(100))
-    shield = _Shields(search).new()
+    shield = _Shield(search)
     shield.hide("x")
     tracemalloc.start()
     try:
-        shield = _Shields(search).new()
+        shield = _Shield(search)
         shield.hide("\U0001f600" * 600)
         _, peak = tracemalloc.get_traced_memory()
     finally:
