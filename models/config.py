@@ -179,7 +179,7 @@ class _Reader:
         return self.raw.get(key) is not None
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.raw.get(key)
+        value: Any = self.raw.get(key)
         if value is None and default is not None:
             return default
         if not _is_number(value, int) or not low <= value <= high:
@@ -187,7 +187,7 @@ class _Reader:
         return int(value)
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        value = self.raw.get(key)
+        value: Any = self.raw.get(key)
         if value is None and default is not None:
             return default
         if not _is_number(value, int, float) or not low <= value <= high:  # false for NaN
