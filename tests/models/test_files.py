@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from checkpoints import Spec, write
+from loaded import refused
 
 import minikv.models as models
 from minikv.models import files
 from minikv.models.checkpoint import read_header
-from minikv.models.errors import ModelError
 from minikv.models.files import INDEX, read_json, wanted_files
-
-
-def refused(act: Callable[[], object]) -> ModelError:
-    with pytest.raises(ModelError) as caught:
-        act()
-    return caught.value
 
 
 def test_which_weights_are_wanted() -> None:

@@ -17,11 +17,11 @@ import lying_hub
 import pytest
 from checkpoints import Spec, write
 from huggingface_hub import errors, file_download
+from loaded import refused
 
 import minikv.models.hub as hub
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
-from minikv.models.errors import ModelError
 from minikv.models.hub import resolve
 from minikv.models.weights import load_network
 
@@ -98,15 +98,6 @@ class FakeHub:
         self.asked = allow_patterns
         chosen = {name: self.files[name] for name in allow_patterns}
         return str(put_in_cache(self.cache, chosen, ref=revision or "main"))
-
-
-def refused(act: Callable[[], object]) -> ModelError:
-    with pytest.raises(ModelError) as caught:
-        act()
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.isprintable()
-    return caught.value
 
 
 def test_a_directory_is_used_as_it_is(tmp_path: Path, cache: Path) -> None:

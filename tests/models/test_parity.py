@@ -7,7 +7,6 @@ token, relative to the largest logit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
@@ -17,14 +16,11 @@ import pytest
 import torch
 from checkpoints import ROPES, Spec, build, edit_json, edit_tensors, save, write
 from dense import DenseCache
+from loaded import network_of
 from pairwise import covering, some_by_day
 from torch import Tensor
 
-from minikv.cli.selftest import one_thread
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
-from minikv.models.weights import load_network
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,16 +79,6 @@ def _matrix() -> list[Spec]:
 
 
 SPECS = _matrix()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-def network_of(folder: Path, dtype: torch.dtype | None = None) -> Llama:
-    return load_network(Checkpoint.open(folder), ModelConfig.from_folder(folder), dtype=dtype)
 
 
 def tokens(vocab: int, count: int = TOKENS, seed: int = 0) -> Tensor:

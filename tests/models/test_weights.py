@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from checkpoints import Spec, edit_json, edit_tensors, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loaded import network_of, refused
 from pairwise import some_by_day
 from safetensors.torch import load_file, save_file
 
@@ -27,7 +28,6 @@ import minikv.models as models
 import minikv.models.checkpoint as checkpoint
 import minikv.models.weights as weights
 from minikv.cli.bench import machine as devices
-from minikv.cli.selftest import one_thread
 from minikv.models.checkpoint import Checkpoint, read_header
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
@@ -35,25 +35,6 @@ from minikv.models.files import open_regular
 from minikv.models.linear import bf16_products
 from minikv.models.llama import Llama
 from minikv.models.weights import load_network
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-def network_of(folder: Path, dtype: torch.dtype | None = None) -> Llama:
-    return load_network(Checkpoint.open(folder), ModelConfig.from_folder(folder), dtype=dtype)
-
-
-def refused(act: Callable[[], object]) -> ModelError:
-    with pytest.raises(ModelError) as caught:
-        act()
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.isprintable()
-    return caught.value
 
 
 def raw_file(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
