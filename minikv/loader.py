@@ -252,8 +252,8 @@ def workspace(
     the policy needs every token's probability. Their states take the place of the
     residual stream, and a chunk of logits that of the intermediates."""
     from minikv.engine.engine import logits_nbytes
-    from minikv.models import largest_matrix
     from minikv.models.llama import chunk_rows
+    from minikv.models.weights import largest_matrix
 
     asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
     rows = min(tokens, chunk_rows(cuda, itemsize, asked))

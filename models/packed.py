@@ -103,7 +103,7 @@ class Packed:
         except (OSError, ModelError) as error:
             self._say(f"packed weights are neither read nor kept: {_why(error)}")
             return
-        packed_files.clear(folder)
+        packed_files.clear()
         try:
             self._path.stat()  # raises FileNotFoundError; `open_regular` would raise ModelError
             self._file = open_regular(self._path)
@@ -209,10 +209,10 @@ def _checked(file: BinaryIO, path: Path) -> dict[str, tuple[Entry, int]]:
         raise ValueError("others may write to it")
     entries = header_of(file, path)
     last = entries.pop(CHECKS, None)
-    if last is None or last.end - last.start != 4 * len(entries):
+    if last is None or last.size != 4 * len(entries):
         raise ValueError("it has no checksums")
     file.seek(last.start)
-    checks = memoryview(file.read(last.end - last.start)).cast("I")
+    checks = memoryview(file.read(last.size)).cast("I")
     return {name: (entries[name], check) for name, check in zip(entries, checks, strict=True)}
 
 

@@ -107,7 +107,7 @@ def load_network(
         _account(entries, places)
         groups = _together_read(entries, places)
         filling = _Filling(network, checkpoint.original, form, packing, progress)
-        filling.begin(sum(entries[name].end - entries[name].start for name in places))
+        filling.begin(sum(entries[name].size for name in places))
         for owner, slot, parts in groups:
             filling.fill(owner, slot, parts, packed)
         if config.tied and isinstance(network.embedding, Tensor):
@@ -161,7 +161,7 @@ class _Filling:
             self._read(parts)
             return
         if packed is not None and made.packing is not None and packed.fill(name, made):
-            self.tell(sum(entry.end - entry.start for _, entry, _ in parts))
+            self.tell(sum(entry.size for _, entry, _ in parts))
         elif in_layer:
             weight = self._passing()[: made.shape.numel()].view(made.shape)
             setattr(owner, slot, Plain(weight, made.bias))
@@ -192,9 +192,8 @@ class _Filling:
         """Memory for the largest matrix of a layer. Each matrix is read into it before it is
         packed, so that the system maps this memory only once."""
         if self.passing is None:
-            sizes = (rows * columns for rows, columns in matrices(self.network.config).values())
-            room = Pages(torch.device("cpu")).empty
-            self.passing = room((max(sizes),), self.network.dtype)
+            size = largest_matrix(self.network.config)
+            self.passing = Pages(torch.device("cpu")).empty((size,), self.network.dtype)
         return self.passing
 
     def _allocate(self, owner: Llama | Layer, slot: str) -> None:
@@ -268,6 +267,11 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "gate, up": (2 * config.mlp, config.hidden),
         "down": (config.hidden, config.mlp),
     }
+
+
+def largest_matrix(config: ModelConfig) -> int:
+    """How many numbers the largest matrix of a layer has."""
+    return max(rows * columns for rows, columns in matrices(config).values())
 
 
 def _shapes(config: ModelConfig, form: str) -> list[tuple[str, int, int, str, int]]:
@@ -419,9 +423,8 @@ def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     packed (of lm_head a block)."""
     plain = 0
     if packs(form):
-        sizes = matrices(config).values()
-        plain = max(rows * columns for rows, columns in sizes) * dtype.itemsize
-        plain += packing_bytes(max(columns for _, columns in sizes))
+        widest = max(columns for _, columns in matrices(config).values())
+        plain = largest_matrix(config) * dtype.itemsize + packing_bytes(widest)
     return weight_bytes(config, dtype, form) + STAGING + plain
 
 
