@@ -57,13 +57,6 @@ def test_templates_without_usable_names_are_none(tmp_path: Path, named: Any) -> 
     assert models.load(folder).template.name != "tokenizer_config.json"
 
 
-def test_yarn_needs_a_base_above_one(tmp_path: Path) -> None:
-    folder = tiny.write(tmp_path)
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    altered(folder / "config.json", rope_theta=1.0, rope_scaling=scaling)
-    assert "yarn needs a rope_theta above 1" in str(refused(lambda: models.load(folder)))
-
-
 @pytest.mark.parametrize("value", [{}, [], 3, {"content": {}}, {"content": 3}, None, True])
 @pytest.mark.parametrize(
     "key",

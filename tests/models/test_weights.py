@@ -564,16 +564,6 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_allocated(
     load_network(checkpoint, config)
 
 
-def test_a_processor_without_products_of_bfloat16_is_no_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`minikv doctor` names it; no chat begins with it."""
-    monkeypatch.setattr(weights, "bf16_products", lambda: False, raising=False)
-    write(Spec(), tmp_path)
-    config, checkpoint = ModelConfig.from_folder(tmp_path), Checkpoint.open(tmp_path)
-    assert load_network(checkpoint, config, dtype=torch.bfloat16).config.notes == config.notes
-
-
 def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
