@@ -181,11 +181,11 @@ def test_a_value_is_at_most_half_a_step_off(form: str) -> None:
 
 def test_the_layout_of_four_bits_for_a_gpu() -> None:
     """Byte i of a group: column i below, column group / 2 + i above."""
-    steps = torch.arange(32) % 16
+    steps = torch.cat((torch.arange(16), 15 - torch.arange(16)))  # scale 1, offset 0
     made = packed(Plain((steps.float() - 8)[None].bfloat16()), "int4 for a GPU")
     assert isinstance(made, Int4)
     assert made.scales.flatten().tolist() == [1.0, 0.0]
-    assert made.packed[0].tolist() == [i | i << 4 for i in range(16)]
+    assert made.packed[0].tolist() == [i | (15 - i) << 4 for i in range(16)]
 
 
 def test_rows_of_zeros_and_extremes_survive() -> None:
