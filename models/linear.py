@@ -1,4 +1,4 @@
-"""The matrices of a network: `Linear` is a matrix in any of its forms, plain or packed.
+"""The matrices of a network: `Linear` is one in any of its forms, plain or packed.
 
 What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 
@@ -25,7 +25,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -57,34 +56,6 @@ blocks leave holes in the heap, which count as used memory."""
 _SWITCH = threading.Lock()
 _TILE = 64  # rows of a tile of the packed int4 layout
 _STEP = 16  # columns that torch's int8 kernel reads at a time, even beyond the end of a row
-
-
-class Linear(Protocol):
-    """x [t, in] -> x @ weight.T + bias, [t, out], in x's dtype."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """[out, in]."""
-        ...
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """out [>= t, out]: memory that the result may be written to; then a view of it is
-        returned."""
-        ...
-
-    def dense(self) -> Tensor:
-        """The weights [out, in] with which it multiplies: a view, or a new tensor."""
-        ...
-
-    def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
-        """Multiply with the kernels `ops` from now on. scratch: memory for unpacked blocks. dtype:
-        of x."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights, bias included."""
-        ...
 
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -212,12 +183,14 @@ class Plain:
         self.scratch: Scratch | None = None
 
     def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
-        """See `Linear`."""
+        """Multiply with the kernels `ops` from now on. scratch: memory for unpacked blocks. dtype:
+        of the input."""
         self.product = ops.row_product if ops.products else row_product
         self.float_rows, self.scratch = ops.float_rows, scratch
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
+        """x [t, in] -> x @ weight.T + bias, [t, out], in x's dtype. out [>= t, out]: memory for the
+        result, of which a view is then returned."""
         weight, rows = self.weight, x.shape[0]
         if weight.dtype is torch.bfloat16 and weight.is_cpu:
             if rows == 1:
@@ -228,7 +201,7 @@ class Plain:
         return _product(x, weight, self.bias, out)
 
     def dense(self) -> Tensor:
-        """See `Linear`. Returns the weights themselves."""
+        """The weights [out, in] with which it multiplies; of a packed matrix a new tensor."""
         return self.weight
 
     @property
@@ -242,7 +215,7 @@ class Plain:
 
     @property
     def nbytes(self) -> int:
-        """See `Linear`."""
+        """Bytes of the weights, bias included."""
         return self.weight.nbytes + _bytes(self.bias)
 
 
@@ -276,7 +249,7 @@ class PackedMatrix:
         raise NotImplementedError
 
     def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
-        """See `Linear`."""
+        """See `Plain`."""
         read, self.scratch = as_read(self), scratch
         self.product = self.row = self.rows_product = None
         if self.packing is None:
@@ -289,7 +262,7 @@ class PackedMatrix:
         self.many = ops.products and ops.integer_prompts
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
+        """See `Plain`."""
         if self.packing is None:
             if self.row is not None and len(x) == 1:
                 return self.row(x)
@@ -327,12 +300,12 @@ class PackedMatrix:
         raise NotImplementedError
 
     def dense(self) -> Tensor:
-        """See `Linear`. Unpacks the weights into a new tensor."""
+        """See `Plain`."""
         return self.columns(0, self.shape[0]).t()
 
     @property
     def nbytes(self) -> int:
-        """See `Linear`."""
+        """See `Plain`."""
         return sum(part.nbytes for part in self.parts().values())
 
 
@@ -398,7 +371,7 @@ class Int4(PackedMatrix):
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
 
     def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
-        """See `Linear`."""
+        """See `Plain`."""
         super().use(ops, scratch, dtype)
         self.unpack = ops.unpack_int4_rows if self.packing is None else ops.unpack_int4
 
@@ -450,12 +423,16 @@ class Int4(PackedMatrix):
         return made.view(inside, size)[:, : end - start]
 
     def dense(self) -> Tensor:
-        """See `Linear`. Unpacks the weights into a new tensor."""
+        """See `Plain`."""
         if self.packing is not None:
             return super().dense()
         made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
         (self.unpack or unpack_int4_rows)(self.packed, self.scales, made)
         return made
+
+
+Linear = Plain | PackedMatrix
+"""A matrix in any of its forms."""
 
 
 def kept(plain: Plain, form: str, room: Empty = empty, packing: Packing | None = TORCH) -> Linear:
@@ -607,7 +584,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None)
     return _biased(torch.mm(x, weight.t(), out=out[: len(x)]), bias)
 
 
-def _by_blocks(x: Tensor, matrix: Plain | PackedMatrix, out: Tensor | None, native: bool) -> Tensor:
+def _by_blocks(x: Tensor, matrix: Linear, out: Tensor | None, native: bool) -> Tensor:
     """x [t, in] -> [t, out], block by block of the weights. native: multiply in bfloat16, otherwise
     in float32."""
     rows = matrix.shape[0]
