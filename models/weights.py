@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import Tensor
@@ -46,14 +46,8 @@ from minikv.models.linear import (
 from minikv.models.llama import Layer, Llama, Place
 from minikv.pages import Pages
 
-
-class Kept(Protocol):
-    """Kept packed matrices: `packed.Packed`."""
-
-    def fill(self, name: str, matrix: Int8 | Int4) -> bool:
-        """Read the tensors of an empty matrix, with its bias. Returns False if they are not
-        kept."""
-        ...
+if TYPE_CHECKING:
+    from minikv.models.packed import Packed
 
 
 def load_network(
@@ -65,7 +59,7 @@ def load_network(
     form: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     packing: Packing = TORCH,
-    packed: Kept | None = None,
+    packed: Packed | None = None,
 ) -> Llama:
     """A network with the checkpoint's weights.
 
@@ -150,7 +144,7 @@ class _Filling:
             self.progress(self.done, self.total)
 
     def fill(
-        self, owner: Llama | Layer, slot: str, parts: list[_Part], packed: Kept | None
+        self, owner: Llama | Layer, slot: str, parts: list[_Part], packed: Packed | None
     ) -> None:
         """Read a tensor or a matrix from its parts in the files, and pack it if it is to be."""
         in_layer = isinstance(owner, Layer)
