@@ -284,7 +284,7 @@ def _dtype(folder: Path, name: str, device: torch.device, notes: list[str]) -> t
     yet."""
     import torch
 
-    from minikv.models.hub import read_json
+    from minikv.models.files import read_json
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name != "auto":

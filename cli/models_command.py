@@ -207,7 +207,7 @@ def _model(repo: Any) -> Model:
 def _state(folder: Path) -> str:
     from minikv.models.config import ModelConfig
     from minikv.models.errors import ModelError
-    from minikv.models.hub import missing_files
+    from minikv.models.files import missing_files
 
     try:
         lacks = missing_files(folder)

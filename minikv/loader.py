@@ -163,19 +163,19 @@ def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packin
     import torch
 
     from minikv.kernels.dispatch import choose
-    from minikv.models.linear import TORCH, Packing, pack_int4
+    from minikv.models.linear import Packing, pack_int4, pack_int8
 
     @cache
     def chosen() -> Packing:
         first()
         ops, _ = choose(torch.device("cpu"), kernels, 64, torch.bfloat16)  # as for any head
-        return TORCH if ops.pack_int8 is None else Packing(ops.pack_int8, ops.pack_int4)
+        return Packing(ops.pack_int8 or pack_int8, ops.pack_int4 or pack_int4)
 
     def int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
         chosen().int8(weight, codes, scale)
 
     def int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) -> None:
-        (chosen().int4 or pack_int4)(weight, packed, scales, half)
+        chosen().int4(weight, packed, scales, half)
 
     return Packing(int8, int4)
 
@@ -253,8 +253,8 @@ def workspace(
     the policy needs every token's probability. Their states take the place of the
     residual stream, and a chunk of logits that of the intermediates."""
     from minikv.engine.engine import logits_nbytes
-    from minikv.models import largest_matrix
     from minikv.models.llama import chunk_rows
+    from minikv.models.weights import largest_matrix
 
     asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
     rows = min(tokens, chunk_rows(cuda, itemsize, asked))

@@ -46,13 +46,6 @@ def free_memory(device: torch.device | None = None) -> int | None:
     return weights.free_memory(device or torch.device("cpu"))
 
 
-def largest_matrix(config: ModelConfig) -> int:
-    """How many numbers the largest matrix has that `--weights` packs."""
-    from minikv.models.weights import matrices
-
-    return max(rows * columns for rows, columns in matrices(config).values())
-
-
 def refuse_without_torch() -> None:
     """Raise ModelTooLarge if torch is not imported yet and this process has no room for it."""
     from minikv.models import limits

@@ -17,92 +17,27 @@ from pathlib import Path
 
 from minikv.models.tokenizer import Tokenizer
 
+_FOLDER = Path(__file__).with_name("templates")
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A chat format. source: its Jinja template."""
+    """A chat format. file: the name of its Jinja template in models/templates."""
 
     name: str
-    source: str
+    file: str = ""
+
+    @property
+    def source(self) -> str:
+        """The Jinja template."""
+        return (_FOLDER / f"{self.file or self.name}.jinja").read_text("utf-8")
 
 
-# llama-models, chat_format.py.
-LLAMA_3 = BuiltIn(
-    "llama-3",
-    "<|begin_of_text|>"
-    "{% for m in messages %}"
-    "<|start_header_id|>{{ m.role }}<|end_header_id|>{{ '\\n\\n' }}{{ m.content | trim }}<|eot_id|>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{{ '\\n\\n' }}"
-    "{% endif %}",
-)
-
-# llama 2 release, generation.py: the system prompt stands inside the first user turn.
-LLAMA_2 = BuiltIn(
-    "llama-2",
-    "{% set ns = namespace(system='') %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'system' %}"
-    "{% set ns.system = '<<SYS>>\\n' ~ m.content ~ '\\n<</SYS>>\\n\\n' %}"
-    "{% elif m.role == 'user' %}"
-    "<s>{{ gap }}[INST] {{ (ns.system ~ m.content) | trim }} [/INST]{% set ns.system = '' %}"
-    "{% else %} {{ m.content | trim }} </s>{% endif %}"
-    "{% endfor %}",
-)
-
-# mistral_common, InstructTokenizerV1.
-MISTRAL_V1 = BuiltIn(
-    "mistral-v1",
-    "<s>{% set ns = namespace(system='') %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'system' %}{% set ns.system = m.content ~ '\\n\\n' %}"
-    "{% elif m.role == 'user' %}"
-    "{{ gap }}[INST] {{ ns.system }}{{ m.content }} [/INST]{% set ns.system = '' %}"
-    "{% else %} {{ m.content }}</s>{% endif %}"
-    "{% endfor %}",
-)
-
-# mistral_common, InstructTokenizerV2 and V3: the system prompt stands in the last user turn.
-MISTRAL_V3 = BuiltIn(
-    "mistral-v3",
-    "<s>{% set ns = namespace(system='') %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'system' %}{% set ns.system = m.content ~ '\\n\\n' %}"
-    "{% elif m.role == 'user' %}"
-    "[INST]{{ gap }}{% if loop.last %}{{ ns.system }}{% endif %}{{ m.content }}[/INST]"
-    "{% else %}{{ gap }}{{ m.content.rstrip(' ') }}</s>{% endif %}"
-    "{% endfor %}",
-)
-
-# mistral_common, InstructTokenizerV7.
-MISTRAL_V7 = BuiltIn(
-    "mistral-v7",
-    "<s>{% for m in messages %}"
-    "{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ gap }}{{ m.content }}[/SYSTEM_PROMPT]"
-    "{% elif m.role == 'user' %}[INST]{{ gap }}{{ m.content }}[/INST]"
-    "{% else %}{{ gap }}{{ m.content.rstrip(' ') }}</s>{% endif %}"
-    "{% endfor %}",
-)
-
-CHATML = BuiltIn(
-    "chatml",
-    "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}{{ m.content }}<|im_end|>{{ '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}",
-)
-
-_ZEPHYR = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ '\\n' }}{{ m.content }}</s>{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{{ '\\n' }}{% endif %}"
-)
-ZEPHYR = BuiltIn("zephyr", _ZEPHYR)
-TINYLLAMA = BuiltIn("tinyllama", _ZEPHYR)
-
-PLAIN = BuiltIn(
-    "plain",
-    "{{ start }}{% for m in messages %}"
-    "{% if not loop.first %}{{ '\\n' if m.role == 'assistant' else '\\n\\n' }}{% endif %}"
-    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}{{ '\\n' }}{% endif %}",
-)
+LLAMA_2, LLAMA_3 = BuiltIn("llama-2"), BuiltIn("llama-3")
+MISTRAL_V1, MISTRAL_V3 = BuiltIn("mistral-v1"), BuiltIn("mistral-v3")
+MISTRAL_V7, CHATML = BuiltIn("mistral-v7"), BuiltIn("chatml")
+ZEPHYR, TINYLLAMA = BuiltIn("zephyr"), BuiltIn("tinyllama", "zephyr")
+PLAIN = BuiltIn("plain")
 
 # The ids of "[INST]" at the start of a text.
 _LLAMA_2_INST = [518, 25580, 29962]

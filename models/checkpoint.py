@@ -18,7 +18,7 @@ import torch
 
 from minikv.models.config import quantised
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.hub import (
+from minikv.models.files import (
     INDEX,
     ORIGINAL,
     ORIGINAL_INDEX,
@@ -72,6 +72,11 @@ class Entry:
     path: Path
     start: int
     end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self.end - self.start
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -236,7 +241,7 @@ class Checkpoint:
         for entry in self.entries.values():
             dtype = DTYPES.get(entry.dtype)
             if dtype is not None:
-                sizes[dtype] = sizes.get(dtype, 0) + entry.end - entry.start
+                sizes[dtype] = sizes.get(dtype, 0) + entry.size
         if not sizes:
             odd = next(iter(self.entries.values()))
             raise UnsupportedModel(f"{odd.path.name}: {quote(odd.name)} is stored as {odd.dtype}")
@@ -332,7 +337,7 @@ def same(one: Entry, two: Entry) -> bool:
     with open_regular(one.path) as a, open_regular(two.path) as b:
         a.seek(one.start)
         b.seek(two.start)
-        left = one.end - one.start
+        left = one.size
         while left:
             count = min(left, STAGING)
             if _read_exactly(a, count, one.path) != _read_exactly(b, count, two.path):

@@ -19,7 +19,7 @@ from minikv.models.errors import (
     UnsupportedModel,
     quote,
 )
-from minikv.models.hub import read_json
+from minikv.models.files import read_json
 from minikv.models.rope import RopeConfig
 
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
@@ -109,22 +109,31 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class _Family:
     """How one model_type differs from the others. Defaults are those of its configuration class in
-    transformers."""
+    transformers.
+
+    kv_heads: None: as many as heads. window: if sliding_window is absent (null means off); None: it
+    has none. pattern: layer_types may mix windows. switch: there are windows only with
+    use_sliding_window, from layer max_window_layers on. biases: it reads attention_bias and
+    mlp_bias. norm_eps: None: the file must say it.
+    """
 
     architecture: str
     max_context: int
-    kv_heads: int | None = None  # None: as many as heads
-    window: int | None = None  # when sliding_window is absent; null in the file always means off
+    kv_heads: int | None = None
+    window: int | None = None
+    pattern: bool = True
+    switch: bool = False
     qkv_bias: bool = False
-    biases: bool = False  # reads attention_bias and mlp_bias
-    norm_eps: float | None = 1e-6  # None: the file must say it
+    biases: bool = False
+    norm_eps: float | None = 1e-6
 
 
+# transformers' own mistral class ignores layer_types; a pattern there is ambiguous.
 FAMILIES: Mapping[str, _Family] = {
     "llama": _Family("LlamaForCausalLM", 2048, biases=True),
-    "mistral": _Family("MistralForCausalLM", 131_072, kv_heads=8, window=4096),
+    "mistral": _Family("MistralForCausalLM", 131_072, kv_heads=8, window=4096, pattern=False),
     "ministral": _Family("MinistralForCausalLM", 131_072, kv_heads=8, window=4096),
-    "qwen2": _Family("Qwen2ForCausalLM", 32_768, qkv_bias=True),
+    "qwen2": _Family("Qwen2ForCausalLM", 32_768, window=4096, switch=True, qkv_bias=True),
 }
 
 _REASONS = {
@@ -170,22 +179,18 @@ class _Reader:
         return self.raw.get(key) is not None
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value = self.raw.get(key)
+        value: Any = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        if not _is_number(value, int) or not low <= value <= high:
             raise self.bad(key, f"a whole number from {low} to {high}")
-        return value
+        return int(value)
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
-        value = self.raw.get(key)
+        value: Any = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not low <= value <= high  # false for NaN
-        ):
+        if not _is_number(value, int, float) or not low <= value <= high:  # false for NaN
             raise self.bad(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
@@ -204,6 +209,11 @@ class _Reader:
         if not isinstance(value, dict):
             raise self.bad(key, "an object")
         return value
+
+
+def _is_number(value: Any, *kinds: type) -> bool:
+    """Whether a value is of one of these kinds. True and false are not numbers."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _sizes(read: _Reader, family: _Family) -> ModelConfig:
@@ -354,40 +364,34 @@ def quantised(method: str) -> UnsupportedModel:
 
 
 def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[int | None, ...]:
-    raw = read.raw
-    types = raw.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != layers:
-            raise read.bad("layer_types", f"a list of {layers} names")
-        odd = [t for t in types if t not in ("full_attention", "sliding_attention")]
-        if odd:
-            raise UnsupportedModel(f"config.json: layer type {quote(odd[0])} is not supported")
-    if name == "llama":
-        if types is not None and "sliding_attention" in types:
-            raise UnsupportedModel("config.json: llama has no sliding_attention layers")
+    types = read.raw.get("layer_types")
+    if types is not None and (not isinstance(types, list) or len(types) != layers):
+        raise read.bad("layer_types", f"a list of {layers} names")
+    for odd in types or ():
+        if odd not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModel(f"config.json: layer type {quote(odd)} is not supported")
+    sliding = [kind == "sliding_attention" for kind in types or ()]
+    if family.window is None:
+        if any(sliding):
+            raise UnsupportedModel(f"config.json: {name} has no sliding_attention layers")
         if read.given("sliding_window"):
-            raise UnsupportedModel("config.json: llama has no sliding_window")
+            raise UnsupportedModel(f"config.json: {name} has no sliding_window")
         return (None,) * layers
-    if name == "qwen2" and not read.flag("use_sliding_window"):
-        if types is not None and "sliding_attention" in types:
+    if family.switch and not read.flag("use_sliding_window"):
+        if any(sliding):
             raise CorruptModel("config.json: sliding layers, but use_sliding_window is false")
         return (None,) * layers
-    default = 4096 if name == "qwen2" else family.window
-    window = raw.get("sliding_window", default)
+    window = read.raw.get("sliding_window", family.window)
     if window is not None:
         window = read.integer("sliding_window", 1, MAX_POSITIONS, window)
     if types is None:
-        full = 0
-        if name == "qwen2":
-            full = read.integer("max_window_layers", 0, 2**31, 28)
-        return tuple(window if layer >= full else None for layer in range(layers))
-    sliding = [t == "sliding_attention" for t in types]
-    if window is None and any(sliding):
+        full = read.integer("max_window_layers", 0, 2**31, 28) if family.switch else 0
+        sliding = [layer >= full for layer in range(layers)]
+    elif window is None and any(sliding):
         raise CorruptModel("config.json: sliding layers, but sliding_window is off")
-    if name == "mistral" and not (all(sliding) or window is None):
-        # transformers' own mistral class ignores layer_types; a pattern there is ambiguous.
-        raise UnsupportedModel("config.json: mistral has no per-layer windows (ministral has)")
-    return tuple(window if s else None for s in sliding)
+    elif not family.pattern and not (all(sliding) or window is None):
+        raise UnsupportedModel(f"config.json: {name} has no per-layer windows (ministral has)")
+    return tuple(window if slides else None for slides in sliding)
 
 
 _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -516,7 +520,7 @@ def _original_length(inner: _Reader, read: _Reader, kind: str, max_context: int)
 def _ids(read: _Reader, key: str) -> tuple[int, ...]:
     value = read.raw.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or abs(i) > MAX_VOCAB for i in ids):
+    if not all(_is_number(i, int) and abs(i) <= MAX_VOCAB for i in ids):
         raise read.bad(key, "a token id or a list of them")
     return tuple(sorted({i for i in ids if i >= 0}))
 
@@ -603,11 +607,7 @@ def _params_windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
     value = read.raw.get("sliding_window")
     pattern = value if isinstance(value, list) else [value]
     for window in pattern:
-        if window is not None and (
-            isinstance(window, bool)
-            or not isinstance(window, int)
-            or not 1 <= window <= MAX_POSITIONS
-        ):
+        if window is not None and not (_is_number(window, int) and 1 <= window <= MAX_POSITIONS):
             raise read.bad("sliding_window", "a whole number, null, or a list of these")
     if not pattern or layers % len(pattern):
         raise CorruptModel("params.json: sliding_window does not divide the layers")

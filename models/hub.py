@@ -1,4 +1,4 @@
-"""Finds a model's folder by its name, and reads its files safely.
+"""Finds a model's folder by its name.
 
 A directory is used in place. A hub id (owner/name) is looked up in the local cache first, then on
 the network, and only the files that minikv reads are downloaded. No code from a model is executed.
@@ -6,77 +6,77 @@ the network, and only the files that minikv reads are downloaded. No code from a
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
-import stat
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
-from minikv.models.errors import (
-    CorruptModel,
-    ModelError,
-    ModelUnavailable,
-    UnsupportedModel,
-    quote,
+from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, quote
+from minikv.models.files import (
+    CONFIGS,
+    gguf,
+    is_gguf,
+    missing_files,
+    no_config,
+    no_weights,
+    unfinished,
+    wanted_files,
 )
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-ORIGINAL_INDEX = "consolidated.safetensors.index.json"
-ORIGINAL = re.compile(r"consolidated[A-Za-z0-9._-]*\.safetensors")
-SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,242}\.safetensors")
-"""A file name without a folder, of at most 255 bytes. The real path is not checked, because the
-hub's cache consists of links into blobs/."""
-
-JSON_LIMITS = {
-    "tokenizer.json": 64 << 20,
-    "model.safetensors.index.json": 16 << 20,
-    "consolidated.safetensors.index.json": 16 << 20,
-    "tokenizer_config.json": 8 << 20,
-    "added_tokens.json": 8 << 20,
-}
-"""The largest JSON files that are read, in bytes; 1 MiB for any other. Real files have at most
-about half of it."""
-_JSON_LIMIT = 1 << 20
-TENSOR_LIMIT, _SHARD_LIMIT = 100_000, 4096
-"""The most tensors and files of a model. The largest real ones have a tenth of it."""
-_CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
-"""The most lists and objects, commas, and colons of one file. When a file is parsed, a list or an
-item of one takes some tens of bytes, and a pair of an object up to 350. The largest real
-vocabularies have half as many lists and items, and six tenths as many pairs."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHECKSUM = re.compile(r"[0-9a-fA-F]{1,128}")
+_PATHLIKE = re.compile(r"[.~/]|.*(\\|\.\.)", re.DOTALL)
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
-_TEXT_FILES = frozenset(
-    {
-        "config.json",
-        "generation_config.json",
-        "params.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "tekken.json",
-    }
+_NETWORK = "check the network; finished files are kept, and a model directory works without one"
+_FAILURES = (
+    # Errors of huggingface_hub, and what is said. A GatedRepoError is a RepositoryNotFoundError,
+    # and most are HfHubHTTPError: the order matters.
+    (
+        "GatedRepoError",
+        "{repo} is gated: its owner must grant you access",
+        "accept the terms at https://huggingface.co/{repo} and log in with `hf auth login`",
+    ),
+    (
+        "RevisionNotFoundError",
+        "{repo} has no revision {revision}",
+        "give a branch, tag or full commit hash",
+    ),
+    (
+        "RepositoryNotFoundError",
+        "{repo} not found: no such directory here, and no such model on the hub (or private)",
+        "check the spelling; for a private model log in with `hf auth login`",
+    ),
+    ("DisabledRepoError", "{repo} was disabled on the hub", ""),
+    ("HFValidationError", "{name} is not a valid hub id", "owner/name"),
+    (
+        "OfflineModeIsEnabled",
+        "{repo}{at} is not in the local cache, and offline mode is on",
+        "unset HF_HUB_OFFLINE to download it",
+    ),
+    (
+        "LocalEntryNotFoundError",
+        "{repo}{at}: the hub cannot be reached, and the local cache does not have all of it",
+        _NETWORK,
+    ),
+    (
+        "EntryNotFoundError",
+        "{repo}{at}: a file vanished from the hub during the download",
+        "try again",
+    ),
+    (
+        "HfHubHTTPError",
+        "{repo}{at}: the hub answered with HTTP status {status}",
+        "try again later; finished files are kept",
+    ),
 )
-_CONFIGS = ("config.json", "params.json")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-_SHARD = r"model-\d+-of-\d+\.safetensors"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +142,17 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
     folder = _cached(hub, found, revision)
     if folder is not None:
         return folder
-    at = _at(revision)
     if _offline(offline):
-        raise ModelUnavailable(
-            f"{found}{at} is not in the local cache, and offline mode is on",
-            "run once without `offline=True` (and without HF_HUB_OFFLINE); "
-            "only config.json is fetched",
+        raise _not_cached(
+            found, revision, "not in the local cache", "; only config.json is fetched"
         )
     with _told(found, revision), _checked(found):
         # This request is sent once. The library repeats the next one for half a minute.
         info = hub.HfApi().model_info(found, revision=revision)
         names = {sibling.rfilename for sibling in info.siblings or ()}
-        wanted = next((name for name in _CONFIGS if name in names), None)
+        wanted = next((name for name in CONFIGS if name in names), None)
         if wanted is None:
-            raise no_weights(names) if any(map(_is_gguf, names)) else _no_config()
+            raise no_weights(names) if any(map(is_gguf, names)) else no_config()
         return Path(hub.hf_hub_download(found, wanted, revision=revision)).parent
 
 
@@ -170,15 +167,20 @@ def _named(model: str | Path, revision: str | None) -> Path | str:
         why = getattr(error, "strerror", None) or str(error)
         raise ModelUnavailable(f"model {quote(text)} not found: {why}") from None
     if text and is_folder:
-        _refuse_gguf(folder)
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(folder))
+        for name in () if any((folder / one).exists() for one in CONFIGS) else names:
+            if is_gguf(name):
+                raise gguf(name)
         return folder
     if text and exists:
-        if _is_gguf(folder.name):
+        if is_gguf(folder.name):
             raise gguf(folder.name)
         raise ModelUnavailable(
             f"{quote(text)} is a file, not a model", "give the directory that holds config.json"
         )
-    if isinstance(model, Path) or _HUB_ID.fullmatch(text) is None or _is_pathlike(text):
+    if isinstance(model, Path) or _HUB_ID.fullmatch(text) is None or _PATHLIKE.match(text):
         raise ModelUnavailable(
             f"model {quote(text)} not found: no such directory",
             "give a directory, or a hub id such as meta-llama/Llama-3.1-8B-Instruct",
@@ -195,50 +197,16 @@ def _offline(asked: bool) -> bool:
     return asked or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
-def _is_gguf(name: str) -> bool:
-    return name.lower().endswith(".gguf")
-
-
-def _refuse_gguf(folder: Path) -> None:
-    """Raise UnsupportedModel for a directory that has a GGUF file and no configuration."""
-    if any((folder / name).exists() for name in _CONFIGS):
-        return
-    with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(folder)):
-            if _is_gguf(name):
-                raise gguf(name)
-
-
-def gguf(name: str) -> UnsupportedModel:
-    """The error for a GGUF file, if there are no weights of another kind."""
-    return UnsupportedModel(
-        f"{quote(name)} is a GGUF file, which minikv does not read",
-        "use the model that it was made from, in the repository with the .safetensors files; "
-        '`weights="int4"` makes that small while it is loaded',
-    )
-
-
-def _is_pathlike(text: str) -> bool:
-    return text.startswith((".", "~", "/")) or "\\" in text or ".." in text
-
-
 def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress | None) -> Source:
     hub = _hub(repo, offline)
     folder = _snapshot(hub, repo, revision)
     if folder is not None and not missing_files(folder):
         return Source(repo, folder, folder.name)
-    at = _at(revision)
     if offline:
         lacks = missing_files(folder) if folder is not None else ""
-        state = (
-            f"only partly in the local cache ({lacks} missing)"
-            if lacks
-            else ("not in the local cache")
-        )
-        raise ModelUnavailable(
-            f"{repo}{at} is {state}, and offline mode is on",
-            "run once without `offline=True` (and without HF_HUB_OFFLINE) to download it",
-        )
+        partly = f"only partly in the local cache ({lacks} missing)"
+        state = partly if lacks else "not in the local cache"
+        raise _not_cached(repo, revision, state, " to download it")
     watched = None if progress is None else _Watched(progress)
     try:
         folder = _download(hub, repo, revision, watched)
@@ -246,10 +214,18 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
         if watched is not None and watched.stopped is not None:
             raise watched.stopped from None  # `progress` raised it; the hub did not fail
         raise
-    lacks = missing_files(folder)
-    if lacks:
-        raise ModelUnavailable(f"{repo}{at} has no {quote(lacks)}", "it is not a complete model")
+    if lacks := missing_files(folder):
+        raise ModelUnavailable(
+            f"{repo}{_at(revision)} has no {quote(lacks)}", "it is not a complete model"
+        )
     return Source(repo, folder, folder.name)
+
+
+def _not_cached(repo: str, revision: str | None, state: str, why: str) -> ModelUnavailable:
+    return ModelUnavailable(
+        f"{repo}{_at(revision)} is {state}, and offline mode is on",
+        f"run once without `offline=True` (and without HF_HUB_OFFLINE){why}",
+    )
 
 
 def _hub(repo: str, offline: bool) -> Any:
@@ -272,7 +248,7 @@ def _at(revision: str | None) -> str:
 def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     """The model's folder in the cache, complete or not; None if there is none. Does not use the
     network."""
-    for name in _CONFIGS:
+    for name in CONFIGS:
         found = hub.try_to_load_from_cache(repo, name, revision=revision)
         if isinstance(found, str):
             return Path(found).parent
@@ -354,68 +330,30 @@ def _check_name(repo: str, what: str, name: object, wanted: re.Pattern[str]) -> 
 @contextlib.contextmanager
 def _told(repo: str, revision: str | None) -> Iterator[None]:
     """Within this context, errors of the hub's library become ModelUnavailable."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:  # also the HTTP library's own errors, which depend on its version
+        raise _failure(repo, revision, error) from None
+
+
+def _failure(repo: str, revision: str | None, error: Exception) -> ModelUnavailable:
     from huggingface_hub import errors
 
     at = _at(revision)
-    # GatedRepoError is a RepositoryNotFoundError, and most are HfHubHTTPError: the order matters.
-    try:
-        yield
-    except errors.GatedRepoError:
-        raise ModelUnavailable(
-            f"{repo} is gated: its owner must grant you access",
-            f"accept the terms at https://huggingface.co/{repo} and log in with `hf auth login`",
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelUnavailable(
-            f"{repo} has no revision {quote(revision)}", "give a branch, tag or full commit hash"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise ModelUnavailable(
-            f"{repo} not found: no such directory here, and no such model on the hub (or private)",
-            "check the spelling; for a private model log in with `hf auth login`",
-        ) from None
-    except errors.DisabledRepoError:
-        raise ModelUnavailable(f"{repo} was disabled on the hub") from None
-    except errors.HFValidationError:
-        raise ModelUnavailable(f"{quote(repo)} is not a valid hub id", "owner/name") from None
-    except errors.OfflineModeIsEnabled:
-        raise ModelUnavailable(
-            f"{repo}{at} is not in the local cache, and offline mode is on",
-            "unset HF_HUB_OFFLINE to download it",
-        ) from None
-    except errors.EntryNotFoundError as error:
-        if not isinstance(error, errors.LocalEntryNotFoundError):
-            raise ModelUnavailable(
-                f"{repo}{at}: a file vanished from the hub during the download", "try again"
-            ) from None
-        raise ModelUnavailable(
-            f"{repo}{at}: the hub cannot be reached, and the local cache does not have all of it",
-            "check the network; finished files are kept, and a model directory works without one",
-        ) from None
-    except errors.HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        raise ModelUnavailable(
-            f"{repo}{at}: the hub answered with HTTP status {status or 'unknown'}",
-            "try again later; finished files are kept",
-        ) from None
-    except ModelError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ModelUnavailable(
-                f"{repo}{at}: the disk is full", "free space, or set HF_HOME to another disk"
-            ) from None
-        raise _unreachable(repo, at, error) from None
-    except Exception as error:  # the HTTP library's own errors, which depend on its version
-        raise _unreachable(repo, at, error) from None
-
-
-def _unreachable(repo: str, at: str, error: Exception) -> ModelUnavailable:
+    status = getattr(getattr(error, "response", None), "status_code", None) or "unknown"
+    words = {"repo": repo, "name": quote(repo), "at": at, "status": status}
+    words["revision"] = quote(revision)
+    for name, message, hint in _FAILURES:
+        if isinstance(error, getattr(errors, name)):
+            return ModelUnavailable(message.format(**words), hint.format(**words))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ModelUnavailable(
+            f"{repo}{at}: the disk is full", "free space, or set HF_HOME to another disk"
+        )
     # The error's own text is left out: it may contain addresses with access tokens.
-    return ModelUnavailable(
-        f"{repo}{at}: the download failed ({type(error).__name__})",
-        "check the network; finished files are kept, and a model directory works without one",
-    )
+    return ModelUnavailable(f"{repo}{at}: the download failed ({type(error).__name__})", _NETWORK)
 
 
 class _Watched:
@@ -503,304 +441,3 @@ def _free_disk(folder: Path) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
-
-
-def wanted_files(names: Iterable[str]) -> list[str]:
-    """The files of a repository that minikv reads. names: all its files.
-
-    Only top-level files, and additional chat templates. If both layouts of the weights exist, the
-    Hugging Face one; never pickles. Raises ModelUnavailable or UnsupportedModel if nothing can be
-    loaded.
-    """
-    present = {name for name in names if "/" not in name}
-    wanted = present & _TEXT_FILES
-    shards = {name for name in present if re.fullmatch(_SHARD, name)}
-    original = {name for name in present if ORIGINAL.fullmatch(name)}
-    if INDEX in present:
-        # Shards may have unusual names. A missing one is found when the index is read.
-        other = {n for n in present if SHARD_NAME.fullmatch(n)} - original - {SINGLE}
-        wanted |= {INDEX} | (shards or other)
-    elif SINGLE in present:
-        wanted |= {SINGLE}
-    elif original:
-        wanted |= original | (present & {ORIGINAL_INDEX})
-    else:
-        raise no_weights(present)
-    if not wanted & {*_CONFIGS}:
-        raise _no_config()
-    if not wanted & {"tokenizer.json", "tokenizer.model"}:
-        wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
-    wanted |= {n for n in names if re.fullmatch(r"additional_chat_templates/[\w.-]+\.jinja", n)}
-    return sorted(wanted)
-
-
-def _no_config() -> ModelUnavailable:
-    return ModelUnavailable("the repository has no config.json: it holds no model")
-
-
-def no_weights(names: Collection[str]) -> ModelError:
-    """The error for a folder with these file names: it has weights in an unsupported format, or
-    none at all."""
-    bad = sorted(name for name in names if name.lower().endswith(_PICKLED))
-    weights = [n for n in bad if n.lower() != "training_args.bin"]
-    shards = sorted(name for name in names if re.fullmatch(_SHARD, name))
-    if shards:
-        return ModelUnavailable(
-            f"{_and_more(shards)} hold weights, but {INDEX} is missing",
-            "download it, too: it says which file holds what",
-        )
-    if weights:
-        name = weights[0]
-        if all(map(_is_gguf, weights)):
-            return gguf(name)
-        if name.lower().endswith((".msgpack", ".h5")):
-            why = "Flax and TensorFlow weights are not supported"
-        else:
-            why = "pickled weights are refused, because loading them can run code"
-        return UnsupportedModel(
-            f"{quote(name)}: {why}", "use a repository that has .safetensors files"
-        )
-    return ModelUnavailable("no weights found: neither model.safetensors nor an index of shards")
-
-
-def model_files(folder: Path) -> list[str]:
-    """The names of the files in `folder` that minikv reads, also of links to files that are not
-    there. Raises ModelError if there is no model."""
-    try:
-        names = [
-            path.relative_to(folder).as_posix()
-            for parent in (folder, folder / "additional_chat_templates")
-            if parent.is_dir()
-            for path in parent.iterdir()
-        ]
-    except OSError as error:
-        raise unreadable(folder, error) from None
-    return wanted_files(names)
-
-
-def unfinished(folder: Path) -> str:
-    """The first link to a file that is not there, among the files that minikv reads; "" if there is
-    none. Such a file is a part of the model, and its download did not end."""
-    with contextlib.suppress(ModelError):
-        return next((n for n in model_files(folder) if not os.path.exists(folder / n)), "")
-    return ""
-
-
-def missing_files(folder: Path) -> str:
-    """The first file that `folder` lacks for a complete model; "" if it lacks none. Checks names,
-    not contents."""
-
-    def has(name: str) -> bool:
-        return os.path.exists(folder / name)
-
-    if lacks := unfinished(folder):
-        return lacks
-    if not (has("config.json") or has("params.json")):
-        return "config.json"
-    names = (*_TOKENIZERS, "tekken.json")
-    if not any(map(has, names)) and not any(folder.glob("tokenizer.model.v*")):
-        return "tokenizer.json"
-    for index in (INDEX, ORIGINAL_INDEX):
-        if has(index):
-            try:
-                shards = weight_map(folder / index).values()
-            except ModelError:
-                return ""  # the file exists; loading it reports what is wrong with it
-            return next((name for name in sorted(set(shards)) if not has(name)), "")
-        if index == INDEX and has(SINGLE):
-            return ""
-    if any(ORIGINAL.fullmatch(path.name) for path in folder.iterdir()):
-        return ""
-    return SINGLE
-
-
-def weight_map(path: Path) -> dict[str, str]:
-    """Read an index file: the file name of the shard of each tensor, by tensor name. Raises
-    CorruptModel."""
-    data = read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT))
-    if data.count(b":") > TENSOR_LIMIT + 1000:
-        raise CorruptModel(f"{path.name}: more than {TENSOR_LIMIT:,} tensors are not read")
-    mapping = parse_json(data, path.name).get("weight_map")
-    if not isinstance(mapping, dict) or not mapping:
-        raise CorruptModel(f"{path.name}: weight_map is missing or empty")
-    for tensor, shard in mapping.items():
-        if not isinstance(shard, str) or SHARD_NAME.fullmatch(shard) is None:
-            raise CorruptModel(
-                f"{path.name}: {quote(shard)} (for {quote(tensor)}) is not a plain shard name"
-            )
-    if len(set(mapping.values())) > _SHARD_LIMIT:
-        raise CorruptModel(f"{path.name}: more than {_SHARD_LIMIT:,} files are not read")
-    return mapping
-
-
-def refuse_missing(index: Path, shards: Iterable[str]) -> None:
-    """Raise ModelUnavailable if a file that an index names is not beside it. The message says
-    whether other files are, which it does not name."""
-    named, folder = set(shards), index.parent
-    missing = sorted(name for name in named if not os.path.exists(folder / name))
-    if not missing:
-        return
-    other = sorted(
-        name
-        for name in os.listdir(folder)
-        if name not in named
-        and name.endswith(".safetensors")
-        and not name.startswith("adapter")
-        and (ORIGINAL.fullmatch(name) is not None) == (index.name == ORIGINAL_INDEX)
-        and os.path.exists(folder / name)
-    )
-    if not other:
-        raise ModelUnavailable(
-            f"{missing[0]} is missing ({len(missing)} of {len(named)} shards are)",
-            "complete the download",
-        )
-    raise ModelUnavailable(
-        f"{index.name} does not fit the files here: it names {_and_more(missing)}, which are "
-        f"missing, and not {_and_more(other)}, which are here",
-        f"if {SINGLE} is the whole model, delete the index; if not, complete the download"
-        if other == [SINGLE]
-        else "get the index that belongs to these files, or the files that belong to the index",
-    )
-
-
-def _and_more(names: Sequence[str]) -> str:
-    """The first name, and how many more there are."""
-    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-    return f"{quote(names[0])[1:-1]}{more}"
-
-
-_AGAIN = "download the file again; `hf download NAME` fetches a whole model"
-_STAND_INS = (
-    (
-        re.compile(rb"version https?://(git-lfs|hawser|git-media)\b|# xet version "),
-        "is a Git LFS pointer, not the file that it stands for",
-        "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
-    ),
-    (
-        re.compile(rb"(/|(\.\./)*\.git/)annex/objects/|outs:\s+- md5:"),
-        "is a git-annex or DVC pointer, not the file that it stands for",
-        "run `git annex get` or `dvc pull` there, or `hf download NAME`",
-    ),
-    (
-        re.compile(
-            rb"\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b",
-            re.IGNORECASE | re.DOTALL,
-        ),
-        "is a web page, not the file that was to be downloaded",
-        _AGAIN,
-    ),
-)
-
-
-def refuse_stand_in(data: bytes, name: str) -> None:
-    """Raise CorruptModel if a file holds what some downloads leave in its place. data: at least its
-    first bytes."""
-    first = _beginning(data[:1024]).encode("utf-8", "surrogateescape")
-    for pattern, what, hint in _STAND_INS:
-        if pattern.match(first) and not (name.endswith(".jinja") and _is_template(first, data)):
-            raise CorruptModel(f"{name} {what}", hint)
-
-
-def _is_template(first: bytes, data: bytes) -> bool:
-    """Whether tags at the beginning of a file are those that its chat template writes. No template
-    writes a doctype, and the scripts of a web page may have two braces."""
-    return b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
-
-
-def refuse_text(data: bytes, name: str) -> None:
-    """Raise CorruptModel if a file of weights begins as a text. data: at least its first bytes."""
-    refuse_stand_in(data, name)
-    text = _beginning(data[:512])
-    if text and all(sign.isprintable() or sign.isspace() for sign in text):
-        said = quote(" ".join(text.split())[:60])
-        raise CorruptModel(f"{name} holds a text in place of the weights: {said}", _AGAIN)
-
-
-def _beginning(data: bytes) -> str:
-    """The first bytes of a file as text, but for a character that is cut at their end. What is not
-    valid becomes surrogates."""
-    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    encoding, errors = ("utf-16", "replace") if wide else ("utf-8-sig", "surrogateescape")
-    return codecs.getincrementaldecoder(encoding)(errors).decode(data)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file (links are followed), unbuffered. Raises ModelUnavailable, CorruptModel.
-
-    Devices and pipes are refused, because reading them could block for ever.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError:
-        raise ModelUnavailable(f"{quote(path.name)} is missing from {path.parent}") from None
-    except OSError as error:
-        raise ModelUnavailable(f"{path}: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CorruptModel(f"{path} is not a regular file")
-    return open(fd, "rb", buffering=0)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a regular UTF-8 file. `JSON_LIMITS` limits its size.
-
-    Raises CorruptModel, which names the file, also for NaN, a duplicate key, or a top level that is
-    not an object; and ModelUnavailable.
-    """
-    return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT)), path.name)
-
-
-def read_bytes(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes. Raises ModelUnavailable or CorruptModel."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise CorruptModel(f"{path.name}: {size:,} bytes; at most {limit:,} are read")
-        try:
-            data = file.read(limit + 1) or b""
-        except OSError as error:
-            raise unreadable(path, error) from None
-    refuse_stand_in(data, path.name)
-    return data
-
-
-def unreadable(path: Path, error: OSError) -> ModelUnavailable:
-    """The error if the system cannot read a file or a folder of a model."""
-    return ModelUnavailable(
-        f"{quote(path.name)[1:-1]} cannot be read: {error.strerror}",
-        "the disk or the network drive that it is on does not answer as it should",
-    )
-
-
-def parse_json(data: bytes, name: str) -> dict[str, Any]:
-    """`read_json` for bytes that were already read. name: of the file, for messages."""
-    containers = data.count(b"{") + data.count(b"[")
-    items, pairs = data.count(b","), data.count(b":")
-    if containers > _CONTAINERS or items > _ITEMS or pairs > _PAIRS:
-        raise CorruptModel(
-            f"{name}: {containers:,} lists and objects, {items:,} items and {pairs:,} pairs: no "
-            "model has so many"
-        )
-    try:
-        text = data.decode("utf-8-sig")
-        del data  # usually the last reference: `text` is enough, and parsing takes much memory
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CorruptModel(f"{name}: not valid JSON ({quote(what)[1:-1]})", _AGAIN) from None
-    if not isinstance(value, dict):
-        raise CorruptModel(f"{name}: expected a JSON object, got {type(value).__name__}", _AGAIN)
-    return value
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in made:
-            raise ValueError(f"key {quote(key)} is given twice")
-        made[key] = value
-    return made
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")

@@ -1,4 +1,4 @@
-"""The matrices of a network: `Linear` is a matrix in any of its forms, plain or packed.
+"""The matrices of a network: `Linear` is one in any of its forms, plain or packed.
 
 What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
 
@@ -13,8 +13,9 @@ What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
   at a time. With tiles (AMX), our own kernel unpacks the weights for many rows, and activations are
   not rounded.
 
-float32, and plain weights on a CUDA device, are multiplied as by `F.linear`. Packed ones on a GPU
-are in models/linear_gpu.py.
+float32, and plain weights on a GPU, are multiplied as by `F.linear`. On a GPU, our own kernels
+multiply one row by packed weights. For more rows, the whole matrix is unpacked for each product, so
+a chunk of a prompt should be long.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.kernels.dispatch import Kernels
 from minikv.kernels.product.matrix import Matrix
 from minikv.pages import Empty, empty
 
@@ -57,40 +58,9 @@ _TILE = 64  # rows of a tile of the packed int4 layout
 _STEP = 16  # columns that torch's int8 kernel reads at a time, even beyond the end of a row
 
 
-class Linear(Protocol):
-    """x [t, in] -> x @ weight.T + bias, [t, out], in x's dtype."""
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """out [>= t, out]: memory that the result may be written to; then a view of it is
-        returned."""
-        ...
-
-    def dense(self) -> Tensor:
-        """The weights [out, in] with which it multiplies: a view, or a new tensor."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights, bias included."""
-        ...
-
-
-Int8Product = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(x bfloat16 [t, in], codes int8 [out, in], scale bfloat16 [out], room bfloat16 [>= t, out] or
+Product = Callable[[Tensor, Tensor | None], Tensor]
+"""A product with one matrix, without its bias: (x bfloat16 [t, in], room bfloat16 [>= t, out] or
 None) -> bfloat16 [t, out], written to `room` if there is one."""
-
-Int4Product = Callable[[Tensor, Tensor, Tensor, int, int, Tensor | None], Tensor]
-"""(x bfloat16 [t, in], packed uint8 [N, in / 2], scales bfloat16 [in / group, N, 2], half, out,
-room bfloat16 [>= t, out] or None) -> bfloat16 [t, out], written to `room` if there is one. N and
-half: as for `PackInt4`."""
-
-RowProduct = Callable[[Tensor, Tensor], Tensor]
-"""(x bfloat16 [1, in], weight bfloat16 [out, in]) -> bfloat16 [1, out]."""
-
-RowsProduct = Callable[[Tensor, Tensor | None], Tensor]
-"""A product with one fixed matrix: (x bfloat16 [t, in], room bfloat16 [>= t, out] or None) ->
-bfloat16 [t, out], written to `room` if there is one."""
-
 
 PackInt8 = Callable[[Tensor, Tensor, Tensor], None]
 """(weight bfloat16 [n, in], codes int8 [n, in], scale bfloat16 [n]): packs weight into the
@@ -99,11 +69,6 @@ others."""
 PackInt4 = Callable[[Tensor, Tensor, Tensor, int | None], None]
 """(weight bfloat16 [n, in], packed uint8 [N, in / 2], scales bfloat16 [in / group, N, 2], half):
 packs weight into the others. N is n, rounded up to whole tiles; `half` is that of `half_tile`."""
-
-
-UnpackInt4 = Callable[[Tensor, Tensor, int, Tensor], None]
-"""(packed uint8 [n, in / 2], scales bfloat16 [in / group, n, 2], half, out bfloat16 [in, n]):
-unpacks whole tiles into out."""
 
 
 class Scratch(threading.local):
@@ -123,7 +88,8 @@ class Scratch(threading.local):
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
-    """The `RowProduct` of torch: with tiles by oneDNN, else without it."""
+    """One row x [1, in] of bfloat16 times weight [out, in], by torch: with tiles by oneDNN, else
+    without it."""
     if has_tiles():
         return torch.mv(weight, x[0])[None]
     # torch has one switch for the whole process. The lock keeps a thread from restoring the
@@ -138,9 +104,10 @@ def row_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """The `PackInt8` of torch. A row's scale is its largest magnitude divided by 127."""
+    """The `PackInt8` of torch. A row's scale is its largest magnitude divided by 127. The weight
+    may be on another device."""
     for start, end in packed_blocks(weight.shape):
-        part = weight[start:end].float()
+        part = weight[start:end].to(codes.device).float()
         steps = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
         scale[start:end] = steps.to(torch.bfloat16)
         part.div_(scale[start:end].float()[:, None])
@@ -148,32 +115,53 @@ def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 
 def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) -> None:
-    """The `PackInt4` of torch. A group's smallest and largest value become the first and the last
-    of 16 steps. It packs in the layout of this processor, whatever `half` is."""
-    columns, groups = weight.shape[1], len(scales)
+    """The `PackInt4` of torch. It packs in the layout of this processor, whatever `half` is."""
     for start, end in packed_blocks(weight.shape):
-        part = weight[start:end].float().view(-1, groups, columns // groups)
-        least, most = part.amin(2), part.amax(2)
-        scale = ((most - least) / 15).clamp_(min=torch.finfo(torch.float32).tiny)
-        scale = scale.to(torch.bfloat16)
-        middle = (least + 8 * scale.float()).to(torch.bfloat16)
-        scales[:, start:end, 0] = scale.t()
-        scales[:, start:end, 1] = middle.t()
-        part = (part - middle.float()[..., None]).div_(scale.float()[..., None])
-        steps = part.round_().add_(8).clamp_(0, 15).view(-1, columns).to(torch.int32)
+        steps = _sixteen_steps(weight[start:end], scales[:, start:end]).flatten(1).to(torch.int32)
         tiles = -(-end // _TILE) * _TILE
         steps = F.pad(steps, (0, 0, 0, tiles - end))
         packed[start:tiles] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 1)
 
 
+def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:
+    """Pack weight [m, n], on any device, as a GPU has it: into packed uint8 [m, n / 2] and scales
+    bfloat16 [n / group, m, 2]. Byte i of a row's group has column i in its lower four bits, and
+    column group / 2 + i in the upper ones."""
+    for start, end in packed_blocks(weight.shape):
+        steps = _sixteen_steps(weight[start:end].to(packed.device), scales[:, start:end])
+        low, high = steps.to(torch.uint8).chunk(2, 2)
+        packed[start:end] = (low | (high << 4)).flatten(1)
+
+
+def _sixteen_steps(weight: Tensor, scales: Tensor) -> Tensor:
+    """The steps 0 to 15 of weight [m, n], float32 [m, groups, group]; fills their scales [groups,
+    m, 2] (scale, middle). Step s means scale * (s - 8) + middle, rounded once to bfloat16. A
+    group's smallest and largest value are the first and the last step."""
+    part = weight.float().view(len(weight), len(scales), -1)
+    least, most = part.amin(2), part.amax(2)
+    scale = ((most - least) / 15).clamp_(min=torch.finfo(torch.float32).tiny).to(torch.bfloat16)
+    middle = (least + 8 * scale.float()).to(torch.bfloat16)
+    scales[..., 0], scales[..., 1] = scale.t(), middle.t()
+    part = (part - middle.float()[..., None]).div_(scale.float()[..., None])
+    return part.round_().add_(8).clamp_(0, 15)
+
+
+def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
+    """The inverse of `pack_int4_rows`, into out bfloat16 [m, n]."""
+    for start, end in blocks(out.shape):  # because torch makes copies in float32
+        both = packed[start:end].view(end - start, len(scales), -1)
+        steps = torch.cat((both & 15, both >> 4), 2).float().sub_(8)  # [m, groups, group]
+        by, middle = scales[:, start:end].float().transpose(0, 1)[..., None].unbind(2)
+        out[start:end] = steps.mul_(by).add_(middle).flatten(1).to(torch.bfloat16)
+
+
 @dataclass(frozen=True, slots=True)
 class Packing:
     """The functions that pack bfloat16 weights on a CPU: torch's, or kernels that compute the same
-    numbers faster."""
+    numbers faster. int4 is only called if the layout is known (`half_tile`)."""
 
     int8: PackInt8 = pack_int8
-    int4: PackInt4 | None = None
-    """None: torch. Called only if the layout is known (`half_tile`)."""
+    int4: PackInt4 = pack_int4
 
 
 TORCH = Packing()
@@ -182,21 +170,27 @@ TORCH = Packing()
 class Plain:
     """A matrix with the weights as the checkpoint has them.
 
-    `Llama.use` sets these: product: computes one row of bfloat16 on a CPU; torch's by default.
-    float_rows: from this many rows on, float32 is faster than bfloat16 although the processor
-    multiplies bfloat16; None: never. scratch: memory for blocks in float32.
+    product: computes one row of bfloat16 on a CPU. float_rows: from this many rows on, float32 is
+    faster than bfloat16 although the processor multiplies bfloat16; None: never.
     """
 
     __slots__ = ("bias", "float_rows", "product", "scratch", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
-        self.product: RowProduct = row_product
+        self.product: Callable[[Tensor, Tensor], Tensor] = row_product
         self.float_rows: int | None = None
         self.scratch: Scratch | None = None
 
+    def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
+        """Multiply with the kernels `ops` from now on. scratch: memory for unpacked blocks. dtype:
+        of the input."""
+        self.product = ops.row_product if ops.products else row_product
+        self.float_rows, self.scratch = ops.float_rows, scratch
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
+        """x [t, in] -> x @ weight.T + bias, [t, out], in x's dtype. out [>= t, out]: memory for the
+        result, of which a view is then returned."""
         weight, rows = self.weight, x.shape[0]
         if weight.dtype is torch.bfloat16 and weight.is_cpu:
             if rows == 1:
@@ -204,12 +198,10 @@ class Plain:
             native = bf16_products()
             if not native or (self.float_rows is not None and rows >= self.float_rows):
                 return _biased(_by_blocks(x, self, out, native=False), self.bias)
-        if out is None:
-            return F.linear(x, weight, self.bias)
-        return _biased(torch.mm(x, weight.t(), out=out[: x.shape[0]]), self.bias)
+        return _product(x, weight, self.bias, out)
 
     def dense(self) -> Tensor:
-        """See `Linear`. Returns the weights themselves."""
+        """The weights [out, in] with which it multiplies; of a packed matrix a new tensor."""
         return self.weight
 
     @property
@@ -218,80 +210,128 @@ class Plain:
         return self.weight.shape
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `_Blocked`."""
+        """See `PackedMatrix.columns`."""
         return self.weight[start:end].t()
 
     @property
     def nbytes(self) -> int:
-        """See `Linear`."""
+        """Bytes of the weights, bias included."""
         return self.weight.nbytes + _bytes(self.bias)
 
 
-class Int8:
-    """A matrix with eight bits per weight and one bfloat16 scale per row. CPU only.
+class PackedMatrix:
+    """A matrix with eight or four bits per weight: what `Int8` and `Int4` share.
 
-    `in` must be a multiple of 16, because torch's kernel reads whole vectors. If it is made from
-    weights without memory (on torch's meta device), it is empty, and `pack` fills in the rows.
+    If it is made from weights without memory (on torch's meta device), it is empty, and `pack`
+    fills in the rows. packing: packs for a CPU; None: the matrix is for a GPU, and torch packs it.
 
-    `Llama.use` sets these: product: multiplies a few rows, and many rows if `many`; it may round
+    `use` sets these. product: multiplies a few rows on a CPU, and many rows if `many`; it may round
     activations to eight bits (kernels/product/cpu.py); None: torch, which leaves them in
     bfloat16. rows_product: multiplies many rows if `product` does not; None: unpack a block at a
-    time. scratch: memory for unpacked blocks; None: allocate.
+    time. row: multiplies one row on a GPU, bias included.
     """
 
-    __slots__ = (
-        "bias",
-        "many",
-        "packing",
-        "product",
-        "quantised",
-        "rows_product",
-        "scale",
-        "scratch",
-    )
+    few: int  # up to how many rows of the input torch's packed kernel is faster than unpacking
 
-    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing = TORCH) -> None:
-        weight, self.bias = plain.weight, plain.bias
-        self.product: Int8Product | None = None
-        self.rows_product: RowsProduct | None = None
+    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing | None = TORCH) -> None:
+        self.shape, self.bias, self.packing = plain.shape, plain.bias, packing
+        self.product: Product | None = None
         self.many = True
+        self.rows_product: Product | None = None
+        self.row: Callable[[Tensor], Tensor] | None = None
         self.scratch: Scratch | None = None
-        self.packing = packing
-        assert fits_int8(weight.shape[1])
-        self.quantised = room(weight.shape, torch.int8)
-        self.scale = torch.empty(weight.shape[0], dtype=torch.bfloat16)
-        if not weight.is_meta:
-            self.pack(0, weight)
+        self._allocate(room)
+        if not plain.weight.is_meta:
+            self.pack(0, plain.weight)
+
+    def _allocate(self, room: Empty) -> None:
+        """Memory for the packed weights."""
+        raise NotImplementedError
+
+    def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
+        """See `Plain`."""
+        read, self.scratch = as_read(self), scratch
+        self.product = self.row = self.rows_product = None
+        if self.packing is None:
+            if ops.packed_row is not None and read is not None:
+                self.row = ops.packed_row(read, dtype)
+        elif ops.products:
+            self.product = self._kernel(ops)
+            if ops.rows_product is not None and read is not None:
+                self.rows_product = ops.rows_product(read)
+        self.many = ops.products and ops.integer_prompts
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Plain`."""
+        if self.packing is None:
+            if self.row is not None and len(x) == 1:
+                return self.row(x)
+            return _product(x, self.dense(), self.bias, out)
+        few = len(x) <= self.few
+        if self.product is not None and (few or self.many):
+            made = self.product(x, out)
+        elif few:
+            made = self._few(x)
+        elif self.rows_product is not None:
+            made = self.rows_product(x, out)
+        else:
+            made = _by_blocks(x, self, out, bf16_products())
+        return _biased(made, self.bias)
 
     def pack(self, start: int, weight: Tensor) -> None:
         """Pack weight [n, in] as the rows from `start` to `start` + n."""
-        end = start + len(weight)
-        self.packing.int8(_dense(weight), self.quantised[start:end], self.scale[start:end])
+        raise NotImplementedError
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors of the packed matrix, by name."""
-        return _named(quantised=self.quantised, scale=self.scale, bias=self.bias)
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
-        few = x.shape[0] <= FEW["int8"]
-        if self.product is not None and (few or self.many):
-            made = self.product(x, self.quantised, self.scale, out)
-        elif not few and self.rows_product is not None:
-            made = self.rows_product(x, out)
-        elif not few:
-            made = _by_blocks(x, self, out, bf16_products())
-        else:
-            made = torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
-        return _biased(made, self.bias)
-
-    @property
-    def shape(self) -> torch.Size:
-        """[out, in]."""
-        return self.quantised.shape
+        """The tensors of the packed matrix, by name, with its bias."""
+        raise NotImplementedError
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `_Blocked`."""
+        """The rows from `start`, the first of a tile, to `end` of the weights, transposed: [in, end
+        - start]. If they must be unpacked, they are written to `scratch`, if there is one."""
+        raise NotImplementedError
+
+    def _few(self, x: Tensor) -> Tensor:
+        """The product with a few rows, by torch's packed kernel."""
+        raise NotImplementedError
+
+    def _kernel(self, ops: Kernels) -> Product | None:
+        """The product of these kernels, if they have one."""
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """See `Plain`."""
+        return self.columns(0, self.shape[0]).t()
+
+    @property
+    def nbytes(self) -> int:
+        """See `Plain`."""
+        return sum(part.nbytes for part in self.parts().values())
+
+
+class Int8(PackedMatrix):
+    """A matrix with eight bits per weight and one bfloat16 scale per row. `in` must be a multiple
+    of 16, because torch's kernel reads whole vectors."""
+
+    few = FEW["int8"]
+
+    def _allocate(self, room: Empty) -> None:
+        assert fits_int8(self.shape[1])
+        self.quantised = room(self.shape, torch.int8)
+        self.scale = room(self.shape[:1], torch.bfloat16)
+
+    def pack(self, start: int, weight: Tensor) -> None:
+        """See `PackedMatrix`."""
+        end = start + len(weight)
+        pack = pack_int8 if self.packing is None else self.packing.int8
+        pack(_dense(weight), self.quantised[start:end], self.scale[start:end])
+
+    def parts(self) -> dict[str, Tensor]:
+        """See `PackedMatrix`."""
+        return _named(quantised=self.quantised, scale=self.scale, bias=self.bias)
+
+    def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
+        """See `PackedMatrix`."""
         room = None
         if scratch is not None:
             room = scratch.room(end - start, self.shape[1], torch.bfloat16)
@@ -301,84 +341,54 @@ class Int8:
         """The rows `ids` [t] of the weights, bfloat16 [t, in], for an embedding."""
         return torch.mul(self.quantised[ids], self.scale[ids, None])
 
-    def dense(self) -> Tensor:
-        """See `Linear`. Unpacks the weights into a new tensor."""
-        return self.columns(0, self.shape[0]).t()
+    def _few(self, x: Tensor) -> Tensor:
+        return torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
 
-    @property
-    def nbytes(self) -> int:
-        """See `Linear`."""
-        return self.quantised.nbytes + self.scale.nbytes + _bytes(self.bias)
+    def _kernel(self, ops: Kernels) -> Product | None:
+        kernel, codes, scale = ops.int8_product, self.quantised, self.scale
+        return None if kernel is None else lambda x, room: kernel(x, codes, scale, room)
 
 
-class Int4:
-    """A matrix with four bits per weight, and a bfloat16 scale and offset for each group of a row.
-    CPU only.
+class Int4(PackedMatrix):
+    """A matrix with four bits per weight, and a bfloat16 scale and middle for each group of
+    `GROUPS` columns of a row (`_sixteen_steps`).
 
-    A group has `group` columns (see `GROUPS`). Its smallest and largest value are the first and the
-    last of 16 steps. If the matrix is made from weights without memory (on torch's meta device), it
-    is empty, and `pack` fills in the rows. `Llama.use` sets `product`, `many`, `rows_product` and
-    `scratch`, as in `Int8`, and unpack: unpacks tiles; None: torch.
+    On a CPU it is packed in tiles (`half_tile`), on a GPU in rows (`pack_int4_rows`). `use` sets
+    unpack: unpacks tiles of this layout, or all rows; None: torch.
     """
 
-    __slots__ = (
-        "bias",
-        "group",
-        "many",
-        "packed",
-        "packing",
-        "product",
-        "rows_product",
-        "scales",
-        "scratch",
-        "shape",
-        "unpack",
-    )
+    few = FEW["int4"]
+    unpack: Callable[..., None] | None = None
 
-    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing = TORCH) -> None:
-        weight, self.bias = plain.weight, plain.bias
-        self.shape = weight.shape
-        rows, columns = weight.shape
+    def _allocate(self, room: Empty) -> None:
+        rows, columns = self.shape
         group = group_of(columns)
         assert group is not None
         self.group = group
-        padded = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
-        self.packed = room((padded, columns // 2), torch.uint8)
-        self.scales = room((columns // group, padded, 2), torch.bfloat16)
-        self.packing = packing
-        self.product: Int4Product | None = None
-        self.rows_product: RowsProduct | None = None
-        self.many = True
-        self.unpack: UnpackInt4 | None = None
-        self.scratch: Scratch | None = None
-        if not weight.is_meta:
-            self.pack(0, weight)
+        if self.packing is not None:
+            rows = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
+        self.packed = room((rows, columns // 2), torch.uint8)
+        self.scales = room((columns // group, rows, 2), torch.bfloat16)
+
+    def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
+        """See `Plain`."""
+        super().use(ops, scratch, dtype)
+        self.unpack = ops.unpack_int4_rows if self.packing is None else ops.unpack_int4
 
     def pack(self, start: int, weight: Tensor) -> None:
         """Pack all rows, weight [out, in]. start: must be 0."""
         assert start == 0
         assert weight.shape == self.shape
+        if self.packing is None:
+            return pack_int4_rows(weight, self.packed, self.scales)
         self.scales[:, len(weight) :] = 0
         half = half_tile()
-        pack = pack_int4 if self.packing.int4 is None or half is None else self.packing.int4
-        pack(_dense(weight), self.packed, self.scales, half)
+        pack = pack_int4 if half is None else self.packing.int4
+        return pack(_dense(weight), self.packed, self.scales, half)
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors of the packed matrix, by name."""
+        """See `PackedMatrix`."""
         return _named(packed=self.packed, scales=self.scales, bias=self.bias)
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Linear`."""
-        half, few = half_tile(), x.shape[0] <= FEW["int4"]
-        if self.product is not None and half is not None and (few or self.many):
-            made = self.product(x, self.packed, self.scales, half, self.shape[0], out)
-        elif not few and self.rows_product is not None:
-            made = self.rows_product(x, out)
-        elif not few and half is not None:
-            made = _by_blocks(x, self, out, bf16_products())
-        else:
-            made = self._few(x)
-        return _biased(made, self.bias)
 
     def _few(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
@@ -386,8 +396,15 @@ class Int4:
         )
         return made[:, : self.shape[0]]
 
+    def _kernel(self, ops: Kernels) -> Product | None:
+        kernel, packed, scales, outs = ops.int4_product, self.packed, self.scales, self.shape[0]
+        half = half_tile()
+        if kernel is None or half is None:
+            return None
+        return lambda x, room: kernel(x, packed, scales, half, outs, room)
+
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `_Blocked`. start: the first row of a tile."""
+        """See `PackedMatrix`. For a CPU."""
         half = half_tile()
         inside, size = self.shape[1], -(-(end - start) // _TILE) * _TILE
         if half is None:
@@ -398,22 +415,46 @@ class Int4:
             tiles = slice(start, start + size)
             self.unpack(self.packed[tiles], self.scales[:, tiles], half, room)
             return room[:, : end - start]
-        bytes_ = self.packed[start : start + size].view(size // (2 * half), inside, half)
-        steps = torch.cat((bytes_ & 15, bytes_ >> 4), 2)  # [tiles, in, 2 * half]
-        steps = steps.transpose(0, 1).reshape(inside // self.group, self.group, size)
+        steps = _untiled(self.packed[start : start + size], half).transpose(0, 1)
+        steps = steps.reshape(inside // self.group, self.group, size)
         pairs = self.scales[:, None, start : start + size].unbind(-1)
         scale, middle = (part.contiguous() for part in pairs)  # 30 times as fast as interleaved
         made = torch.addcmul(middle, steps.to(torch.bfloat16).sub_(8), scale)  # rounds only once
         return made.view(inside, size)[:, : end - start]
 
     def dense(self) -> Tensor:
-        """See `Linear`. Unpacks the weights into a new tensor."""
-        return self.columns(0, self.shape[0]).t()
+        """See `Plain`."""
+        if self.packing is not None:
+            return super().dense()
+        made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
+        (self.unpack or unpack_int4_rows)(self.packed, self.scales, made)
+        return made
 
-    @property
-    def nbytes(self) -> int:
-        """See `Linear`."""
-        return self.packed.nbytes + self.scales.nbytes + _bytes(self.bias)
+
+Linear = Plain | PackedMatrix
+"""A matrix in any of its forms."""
+
+
+def kept(plain: Plain, form: str, room: Empty = empty, packing: Packing | None = TORCH) -> Linear:
+    """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself if `form` is
+    neither, or its rows cannot be packed so. packing: see `PackedMatrix`."""
+    if not suits(form, plain.shape[1]):
+        return plain
+    return (Int8 if form == "int8" else Int4)(plain, room, packing)
+
+
+def as_read(made: Linear) -> Matrix | None:
+    """A matrix as the kernels read it; None if its layout is not known."""
+    rows, columns = made.shape
+    if isinstance(made, Plain):
+        return Matrix(rows, columns, made.weight, bias=made.bias)
+    if isinstance(made, Int8):
+        return Matrix(rows, columns, made.quantised, made.scale, made.bias)
+    assert isinstance(made, Int4)
+    half = 0 if made.packing is None else half_tile()
+    if half is None:
+        return None
+    return Matrix(rows, columns, made.packed, made.scales, made.bias, half)
 
 
 def split(form: str) -> tuple[str, str]:
@@ -425,14 +466,6 @@ def split(form: str) -> tuple[str, str]:
 def packs(form: str) -> tuple[str, ...]:
     """The packed forms that `form` uses, "int8" and "int4", each once."""
     return tuple(name for name in dict.fromkeys(split(form)) if name in ("int8", "int4"))
-
-
-def kept(plain: Plain, form: str, room: Empty = empty, packing: Packing = TORCH) -> Linear:
-    """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself if `form` is
-    neither, or its rows cannot be packed so."""
-    if not suits(form, plain.shape[1]):
-        return plain
-    return (Int8 if form == "int8" else Int4)(plain, room, packing)
 
 
 def kept_bytes(rows: int, columns: int, form: str, itemsize: int) -> int:
@@ -533,40 +566,25 @@ def half_tile() -> int | None:
     steps = torch.randint(16, (_TILE, 32), generator=made, dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps, 1)
     for half in (32, 16):
-        bytes_ = packed.view(_TILE // (2 * half), 32, half)
-        rows = torch.cat((bytes_ & 15, bytes_ >> 4), 2).transpose(1, 2).reshape(_TILE, 32)
+        rows = _untiled(packed, half).transpose(1, 2).reshape(_TILE, 32)
         if torch.equal(rows.to(torch.int32), steps):
             return half
     return None
 
 
-def as_read(made: Linear) -> Matrix | None:
-    """A matrix as the CPU kernels read it; None if its layout is not known."""
-    if isinstance(made, Plain):
-        return Matrix(made.shape[0], made.shape[1], made.weight, bias=made.bias)
-    if isinstance(made, Int8):
-        return Matrix(made.shape[0], made.shape[1], made.quantised, made.scale, made.bias)
-    half = half_tile() if isinstance(made, Int4) else None
-    if not isinstance(made, Int4) or half is None:
-        return None
-    return Matrix(made.shape[0], made.shape[1], made.packed, made.scales, made.bias, half)
+def _untiled(packed: Tensor, half: int) -> Tensor:
+    """The steps of whole tiles [n, in / 2]: uint8 [tiles, in, 2 * half]."""
+    both = packed.view(len(packed) // (2 * half), -1, half)
+    return torch.cat((both & 15, both >> 4), 2)
 
 
-class _Blocked(Protocol):
-    """A matrix whose rows can be unpacked in blocks."""
-
-    scratch: Scratch | None
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """The rows from `start` to `end` of the weights, transposed: [in, end - start]. If they
-        must be unpacked, they are written to `scratch`, if there is one."""
-        ...
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    return _biased(torch.mm(x, weight.t(), out=out[: len(x)]), bias)
 
 
-def _by_blocks(x: Tensor, matrix: _Blocked, out: Tensor | None, native: bool) -> Tensor:
+def _by_blocks(x: Tensor, matrix: Linear, out: Tensor | None, native: bool) -> Tensor:
     """x [t, in] -> [t, out], block by block of the weights. native: multiply in bfloat16, otherwise
     in float32."""
     rows = matrix.shape[0]

@@ -19,8 +19,7 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int4, Int8, Linear, Plain, RowsProduct, Scratch, row_product
-from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read
+from minikv.models.linear import Int8, Linear, Plain, Scratch, as_read
 from minikv.models.rope import Rotary
 from minikv.pages import Empty, Pages
 
@@ -62,18 +61,14 @@ class Place:
     kind: str
     rows: slice
 
-    def whole(self) -> Tensor:
-        """The whole tensor of which this place is a part."""
+    def tensor(self) -> Tensor:
+        """The part itself, a contiguous view."""
         part: object = getattr(self.owner, self.slot)
         if self.kind:
             assert isinstance(part, Plain), "packed weights have no places"
             part = part.weight if self.kind == "weight" else part.bias
         assert isinstance(part, Tensor)
-        return part
-
-    def tensor(self) -> Tensor:
-        """The part itself, a contiguous view."""
-        return self.whole()[self.rows]
+        return part[self.rows]
 
 
 LayerTail = Callable[[Tensor, Tensor], Tensor]
@@ -89,8 +84,7 @@ class Llama:
 
     A new network has uninitialised weights, in memory from `room`; fill them through `tensors()` or
     `randomise()`. rows: how many rows go through a layer together. ops: the kernels that compute,
-    those of torch until `use` is called. A forward writes in place, so it cannot be trained; the
-    bundled model has a forward of its own for that (models/bundled/train.py).
+    those of torch until `use` is called. A forward writes in place, so it cannot be trained.
     """
 
     def __init__(
@@ -118,7 +112,7 @@ class Llama:
 
         c = config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.embedding: Tensor | Int8 | Int8OnGpu = new(c.vocab, c.hidden)
+        self.embedding: Tensor | Int8 = new(c.vocab, c.hidden)
         self.layers = [
             Layer(
                 attention_norm=new(c.hidden),
@@ -146,7 +140,7 @@ class Llama:
         self.rows = self._chunk(ops.prompt_rows)
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
-            self._use(ops, matrix)
+            matrix.use(ops, self._scratch, self.dtype)
         self._tails = self._all_tails(ops) if ops.products else []
         self._layers = self._first = None
         if self._tails and ops.normed_product is not None:
@@ -155,26 +149,6 @@ class Llama:
             self._first = ops.normed_product(qkv, layer.attention_norm, eps)
         if self._tails and ops.layers is not None:
             self._layers = ops.layers(self._tails)
-
-    def _use(self, ops: Kernels, matrix: Linear) -> None:
-        """Tell a matrix which kernels multiply by it."""
-        if isinstance(matrix, Plain):
-            matrix.product = ops.row_product if ops.products else row_product
-            matrix.float_rows = ops.float_rows
-        elif isinstance(matrix, Int8 | Int4):
-            product = ops.int8_product if isinstance(matrix, Int8) else ops.int4_product
-            matrix.product = product if ops.products else None
-            matrix.many = ops.products and ops.integer_prompts
-            matrix.rows_product = _rows_product(ops, matrix)
-        elif isinstance(matrix, Int8OnGpu | Int4OnGpu) and ops.packed_row is not None:
-            read = as_read(matrix)
-            matrix.row = ops.packed_row(read, self.dtype) if read is not None else None
-        if isinstance(matrix, Int4):
-            matrix.unpack = ops.unpack_int4
-        elif isinstance(matrix, Int4OnGpu):
-            matrix.unpack = ops.unpack_int4_rows
-        if isinstance(matrix, Plain | Int8 | Int4):
-            matrix.scratch = self._scratch
 
     def _chunk(self, asked: int | None) -> int:
         """The `rows` that were given to the constructor, else `chunk_rows`."""
@@ -196,7 +170,7 @@ class Llama:
             found.append(made)
         return found
 
-    def keep_head(self, made: Int8 | Int8OnGpu) -> None:
+    def keep_head(self, made: Int8) -> None:
         """Use `made` as lm_head from now on, and also as the embedding if it is tied."""
         assert made.shape == (self.config.vocab, self.config.hidden)
         self.head = made
@@ -210,24 +184,28 @@ class Llama:
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         whole = slice(None)
-        queries, keys, values = slice(0, q), slice(q, q + kv), slice(q + kv, None)
-        gate, up = slice(0, c.mlp), slice(c.mlp, None)
+        parts = (
+            ("input_layernorm", "attention_norm", whole),
+            ("self_attn.q_proj", "qkv", slice(0, q)),
+            ("self_attn.k_proj", "qkv", slice(q, q + kv)),
+            ("self_attn.v_proj", "qkv", slice(q + kv, None)),
+            ("self_attn.o_proj", "out", whole),
+            ("post_attention_layernorm", "mlp_norm", whole),
+            ("mlp.gate_proj", "gate_up", slice(0, c.mlp)),
+            ("mlp.up_proj", "gate_up", slice(c.mlp, None)),
+            ("mlp.down_proj", "down", whole),
+        )
         yield "model.embed_tokens.weight", Place(self, "embedding", "", whole)
         for i, layer in enumerate(self.layers):
-            at = f"model.layers.{i}."
-            yield at + "input_layernorm.weight", Place(layer, "attention_norm", "", whole)
-            for kind in _kinds(layer.qkv):
-                yield f"{at}self_attn.q_proj.{kind}", Place(layer, "qkv", kind, queries)
-                yield f"{at}self_attn.k_proj.{kind}", Place(layer, "qkv", kind, keys)
-                yield f"{at}self_attn.v_proj.{kind}", Place(layer, "qkv", kind, values)
-            for kind in _kinds(layer.out):
-                yield f"{at}self_attn.o_proj.{kind}", Place(layer, "out", kind, whole)
-            yield at + "post_attention_layernorm.weight", Place(layer, "mlp_norm", "", whole)
-            for kind in _kinds(layer.gate_up):
-                yield f"{at}mlp.gate_proj.{kind}", Place(layer, "gate_up", kind, gate)
-                yield f"{at}mlp.up_proj.{kind}", Place(layer, "gate_up", kind, up)
-            for kind in _kinds(layer.down):
-                yield f"{at}mlp.down_proj.{kind}", Place(layer, "down", kind, whole)
+            for name, slot, rows in parts:
+                part, at = getattr(layer, slot), f"model.layers.{i}.{name}"
+                if isinstance(part, Tensor):
+                    yield f"{at}.weight", Place(layer, slot, "", rows)
+                    continue
+                assert isinstance(part, Plain), "packed weights cannot be indexed by row"
+                yield f"{at}.weight", Place(layer, slot, "weight", rows)
+                if part.bias is not None:
+                    yield f"{at}.bias", Place(layer, slot, "bias", rows)
         yield "model.norm.weight", Place(self, "norm", "", whole)
         if not c.tied:
             yield "lm_head.weight", Place(self, "head", "weight", whole)
@@ -236,15 +214,6 @@ class Llama:
         """Every weight by its name in a Hugging Face checkpoint, as a contiguous view, e.g. for
         saving. See `places`."""
         yield from ((name, place.tensor()) for name, place in self.places())
-
-    def parameters(self) -> Iterator[Tensor]:
-        """The tensors as they are stored, fused, each once: for an optimiser."""
-        seen: set[tuple[int, str, str]] = set()
-        for _, place in self.places():
-            part = (id(place.owner), place.slot, place.kind)
-            if part not in seen:
-                seen.add(part)
-                yield place.whole()
 
     @property
     def weight_bytes(self) -> int:
@@ -368,7 +337,7 @@ class Llama:
 
     def _embed(self, ids: Tensor) -> Tensor:
         """Token ids [T] -> rows [T, hidden]."""
-        if isinstance(self.embedding, Int8 | Int8OnGpu):
+        if isinstance(self.embedding, Int8):
             return self.embedding.rows(ids)
         return F.embedding(ids, self.embedding)
 
@@ -393,19 +362,3 @@ class Llama:
             qk = self.ops.rotate(qkv[:, :turning], cos, sin)
             mixed = kv.attend(index, qk[:, : c.heads], qk[:, c.heads :], qkv[:, turning:])
         return mixed.reshape(rows, c.heads * c.head_dim)
-
-
-def _rows_product(ops: Kernels, matrix: Int8 | Int4) -> RowsProduct | None:
-    """The kernel that multiplies many rows by this packed matrix; None if there is none."""
-    read = as_read(matrix)
-    if not ops.products or ops.rows_product is None or read is None:
-        return None
-    return ops.rows_product(read)
-
-
-def _kinds(matrix: Linear) -> Iterator[str]:
-    """ "weight", and "bias" if the matrix has one."""
-    assert isinstance(matrix, Plain), "packed weights cannot be indexed by row"
-    yield "weight"
-    if matrix.bias is not None:
-        yield "bias"

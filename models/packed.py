@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -27,7 +27,8 @@ from minikv.models import packed_files
 from minikv.models.checkpoint import Checkpoint, Entry, header_of, read_into
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
-from minikv.models.hub import Progress, open_regular
+from minikv.models.files import open_regular
+from minikv.models.hub import Progress
 from minikv.models.linear import Int4, Int8, half_tile
 from minikv.models.llama import Llama
 from minikv.models.packed_files import FORMAT
@@ -92,8 +93,7 @@ class Packed:
 
     def __init__(self, origin: Origin, progress: Progress | None) -> None:
         self._origin, self._progress = origin, progress
-        self._entries: dict[str, Entry] = {}
-        self._checks: dict[str, int] = {}
+        self._entries: dict[str, tuple[Entry, int]] = {}  # and their checksums
         self._file: BinaryIO | None = None
         self._path: Path | None = None
         self._packs = False  # whether a matrix had to be packed
@@ -103,38 +103,18 @@ class Packed:
         except (OSError, ModelError) as error:
             self._say(f"packed weights are neither read nor kept: {_why(error)}")
             return
-        packed_files.clear(folder)
+        packed_files.clear()
         try:
-            self._open(self._path)
+            self._path.stat()  # raises FileNotFoundError; `open_regular` would raise ModelError
+            self._file = open_regular(self._path)
+            self._entries = _checked(self._file, self._path)
         except FileNotFoundError:
             pass
         except OSError as error:
             self._say(f"the packed weights that were kept cannot be read: {_why(error)}")
+            self.close()
         except (ModelError, ValueError) as error:
             self._damaged(error)
-
-    def _open(self, path: Path) -> None:
-        """Open the file and read its checksums. Raises OSError (FileNotFoundError if nothing is
-        kept), ModelError or ValueError."""
-        path.stat()  # raises FileNotFoundError; `open_regular` would raise ModelError
-        file = open_regular(path)
-        try:
-            about = os.fstat(file.fileno())
-            if about.st_uid != os.getuid() or about.st_mode & 0o022:
-                raise ValueError("others may write to it")
-            entries = header_of(file, path)
-            last = entries.pop(CHECKS)
-            file.seek(last.start)
-            checks = memoryview(file.read(last.end - last.start)).cast("I")
-            self._entries = entries
-            self._checks = dict(zip(entries, checks, strict=True))
-            self._file = file
-        except (KeyError, TypeError):
-            file.close()
-            raise ValueError("it has no checksums") from None
-        except BaseException:
-            file.close()
-            raise
 
     def fill(self, name: str, matrix: Int8 | Int4) -> bool:
         """Read the tensors of an empty matrix. Returns False if they are not kept, so that the
@@ -153,7 +133,7 @@ class Packed:
         """Read one tensor into `place` and check it. Raises ModelError, KeyError or
         ValueError."""
         assert self._file is not None
-        entry = self._entries[name]
+        entry, right = self._entries[name]
         if entry.shape != tuple(place.shape) or entry.dtype != _DTYPES[place.dtype]:
             raise ValueError(f"{name} has another shape")
         self._file.seek(entry.start)
@@ -161,7 +141,7 @@ class Packed:
         for piece in _pieces(place):
             read_into(self._file, piece, entry.path)
             check = zlib.crc32(piece, check)
-        if check != self._checks[name]:
+        if check != right:
             raise ValueError(f"{name} has another checksum")
 
     def _damaged(self, error: Exception) -> None:
@@ -171,10 +151,6 @@ class Packed:
     def _say(self, line: str) -> None:
         if self._progress is not None:
             self._progress.say(line)
-
-    def _tell(self, done: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress.packed_weights(done, total)
 
     def close(self) -> None:
         """Close the file, if it is open."""
@@ -218,46 +194,58 @@ class Packed:
         try:
             new = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(new, "wb") as file:
-                write(file, parts, about, self._tell)
+                write(file, parts, about, self._progress)
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
         return ""
 
 
+def _checked(file: BinaryIO, path: Path) -> dict[str, tuple[Entry, int]]:
+    """The tensors of an open file and their checksums, by name. Raises OSError, ModelError or
+    ValueError."""
+    about = os.fstat(file.fileno())
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise ValueError("others may write to it")
+    entries = header_of(file, path)
+    last = entries.pop(CHECKS, None)
+    if last is None or last.size != 4 * len(entries):
+        raise ValueError("it has no checksums")
+    file.seek(last.start)
+    checks = memoryview(file.read(last.size)).cast("I")
+    return {name: (entries[name], check) for name, check in zip(entries, checks, strict=True)}
+
+
 def write(
     file: BinaryIO,
     tensors: Mapping[str, Tensor],
     about: Mapping[str, str],
-    tell: Callable[[int, int], None],
+    progress: Progress | None,
 ) -> None:
     """Write tensors to a new file as safetensors, with their checksums in the last tensor. about:
-    metadata. tell(done, total) is called with bytes. Raises OSError."""
+    metadata. Raises OSError."""
     header: dict[str, object] = {"__metadata__": dict(about)}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        shape = list(tensor.shape)
-        kind = _DTYPES[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    header[CHECKS] = {
-        "dtype": "U32",
-        "shape": [len(tensors)],
-        "data_offsets": [end, end + 4 * len(tensors)],
-    }
+    kinds = {name: (_DTYPES[t.dtype], list(t.shape), t.nbytes) for name, t in tensors.items()}
+    kinds[CHECKS] = ("U32", [len(tensors)], 4 * len(tensors))
+    total = end = 0
+    for name, (kind, shape, size) in kinds.items():
+        total, end = end, end + size  # `total` is that of the weights
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [total, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    checks, done = [], 0
-    tell(0, end)
     file.write(len(text).to_bytes(8, "little") + text)
+    checks, done = [], 0
     for tensor in tensors.values():
         check = 0
         for piece in _pieces(tensor):
+            if progress is not None:
+                progress.packed_weights(done, total)
             check = zlib.crc32(piece, check)
             file.write(piece)
             done += len(piece)
-            tell(done, end)
         checks.append(check)
+    if progress is not None:
+        progress.packed_weights(done, total)
     file.write(b"".join(check.to_bytes(4, "little") for check in checks))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from minikv.models.errors import ModelError
-from minikv.models.hub import open_regular
+from minikv.models.files import open_regular
 
 FORMAT = "minikv packed weights 2"
 NAME = re.compile(r"[0-9a-f]{32}-[a-z0-9+]+\.safetensors")
@@ -52,11 +52,11 @@ def store() -> Path:
         raise FileNotFoundError(2, "there is no home directory") from None
 
 
-def listed(folder: Path | None = None) -> list[PackedFile]:
+def listed() -> list[PackedFile]:
     """All files with packed weights, by name. For a file that is damaged, `model` is ""."""
     found = []
     with contextlib.suppress(OSError):
-        for path in (store() if folder is None else folder).iterdir():
+        for path in store().iterdir():
             if NAME.fullmatch(path.name):
                 # Skip it if another process has removed it, or it is not a regular file.
                 with contextlib.suppress(OSError, ModelError), open_regular(path) as file:
@@ -97,10 +97,10 @@ def make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
-def clear(folder: Path | None = None) -> None:
+def clear() -> None:
     """Remove unfinished files that killed processes left."""
     with contextlib.suppress(OSError):
-        for path in (store() if folder is None else folder).iterdir():
+        for path in store().iterdir():
             with contextlib.suppress(OSError):
                 about = path.lstat()
                 left = about.st_mtime < time.time() - _ABANDONED

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from minikv.models.builtin_templates import PLAIN, BuiltIn, recognise
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.hub import read_bytes, read_json
+from minikv.models.files import read_bytes, read_json
 from minikv.models.rendering import SOURCE_LIMIT, Program, TemplateRefusal
 from minikv.models.tokenizer import Tokenizer, well_formed
 from minikv.models.vocabulary import ADDED_LENGTH, Place, TokenSearch
@@ -46,9 +46,6 @@ _REASONING = re.compile(
 """How models end their reasoning: `</think>`, `[/THINK]`, `<|end_of_thought|>`."""
 _WHICH = {"user": "a question", "system": "the system prompt", "assistant": "an earlier answer"}
 
-_WHOLE = 512
-"""How many messages of a long conversation the template gets: half of them from each end."""
-
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -72,7 +69,6 @@ class ChatTemplate:
         self.name = name
         self._tokenizer = tokenizer
         self._program = Program(source, name)
-        self._shields = _Shields(tokenizer.search)
         # Only a template that names the end of the reasoning takes it out.
         self._reasoning = frozenset(match[0] for match in _REASONING.finditer(source))
         self._parts: frozenset[Role] = frozenset()  # whose contents are lists of parts
@@ -81,8 +77,6 @@ class ChatTemplate:
         self._notes = tuple(notes)
         self._markers = TokenSearch(self._learn())
         self._folded = False
-        self._looks_back = False  # what follows an answer depends on the whole conversation
-        self._checked: list[Message] = []  # a conversation for which it does not
 
     @classmethod
     def from_folder(cls, path: Path | str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -140,32 +134,11 @@ class ChatTemplate:
 
         messages: the whole conversation. The last is the new user message, and the one before it
         the answer. If a template rewrites earlier turns, its changes to turns that were already fed
-        are ignored.
-
-        Of a conversation of more than about 512 messages the template gets only the beginning and
-        the end. A comparison with the whole conversation checks that this makes no difference: the
-        first time, and again whenever the conversation is twice as long. Raises UnsupportedModel or
-        CorruptModel.
+        are ignored. Raises UnsupportedModel or CorruptModel.
         """
         if len(messages) < 2 or messages[-2].role != "assistant":
             raise ValueError("the message before the last must be the assistant's answer")
-        short = _shortened(messages)
-        if short is messages or self._looks_back:
-            return self._compose(messages, follow=True)
-        try:
-            ids = self._compose(short, follow=True)
-        except (CorruptModel, UnsupportedModel):
-            self._looks_back = True
-            return self._compose(messages, follow=True)
-        known = self._checked
-        if 2 * len(known) > len(messages) and list(messages[: len(known)]) == known:
-            return ids
-        whole = self._compose(messages, follow=True)
-        if whole == ids:
-            self._checked = list(messages)
-        else:
-            self._looks_back = True
-        return whole
+        return self._compose(messages, follow=True)
 
     def lookalikes(self, text: str) -> int:
         """How often a text spells a control token of this model. These become plain text."""
@@ -182,7 +155,7 @@ class ChatTemplate:
 
     def _compose(self, messages: Sequence[Message], follow: bool) -> list[int]:
         clean = self._prepared(messages)
-        shield = self._shields.new()
+        shield = _Shield(self._tokenizer.search)
         end = shield.mark("") if follow else None
         hidden = [Message(m.role, shield.hide(m.content)) for m in clean]
         neutral = _neutral(clean)
@@ -434,31 +407,8 @@ def _loose(text: str) -> str:
     return " ".join(text.split()).casefold()
 
 
-class _Shields:
-    """What must be hidden in messages, for one set of control tokens. search: finds a control
-    token. first and last: the first and last characters of control tokens."""
-
-    def __init__(self, search: TokenSearch) -> None:
-        self.search = search
-        self.first = frozenset(text[0] for text in search.texts)
-        self.last = frozenset(text[-1] for text in search.texts)
-        self._backwards = sorted(text[::-1] for text in search.texts)
-
-    def is_head(self, text: str) -> bool:
-        """Whether a control token begins with the text, and is longer."""
-        return _begins_one(self.search.texts, text)
-
-    def is_tail(self, text: str) -> bool:
-        """Whether a control token ends with the text, and is longer."""
-        return _begins_one(self._backwards, text[::-1])
-
-    def new(self) -> _Shield:
-        """A shield with a fresh random name, for one conversation."""
-        return _Shield(self)
-
-
 class _Shield:
-    """Placeholders for parts of messages.
+    """Placeholders for parts of the messages of one conversation, with a fresh random name.
 
     They consist of private-use characters, which have no case and are not white space. So a
     template that trims a message or changes its case does not change them.
@@ -466,8 +416,8 @@ class _Shield:
 
     _FIRST, _COUNT = 0xE000, 6400
 
-    def __init__(self, shields: _Shields) -> None:
-        self._shields = shields
+    def __init__(self, search: TokenSearch) -> None:
+        self._search = search
         self._name = "".join(self._character(secrets.randbelow(self._COUNT)) for _ in range(8))
         self._placeholders: dict[str, str] = {}
         self._texts: dict[str, str] = {}
@@ -483,24 +433,23 @@ class _Shield:
 
     def hide(self, text: str) -> str:
         """The text with placeholders for control tokens, and for parts of them at its edges."""
-        shields, longest = self._shields, self._shields.search.longest
+        search = self._search
         parts, at = [], 0
-        for found, token in shields.search.find(text):
+        for found, token in search.find(text):
             parts += [text[at:found], self.mark(token)]
             at = found + len(token)
         text = "".join([*parts, text[at:]])
-        # White space at the edges is skipped, because templates may trim it. The character is
-        # compared first, because that is faster than a bisection.
+        # White space at the edges is skipped, because templates may trim it.
         start = len(text) - len(text.lstrip())
-        for n in range(min(longest, len(text) - start), 0, -1):
+        for n in range(min(search.longest, len(text) - start), 0, -1):
             part = text[start : start + n]
-            if part[-1] in shields.last and shields.is_tail(part):
+            if _begins_one(search.backwards, part[::-1]):
                 text = text[:start] + self.mark(part) + text[start + n :]
                 break
         end = len(text.rstrip())
-        for n in range(min(longest, end), 0, -1):
+        for n in range(min(search.longest, end), 0, -1):
             part = text[end - n : end]
-            if part[0] in shields.first and shields.is_head(part):
+            if _begins_one(search.texts, part):
                 text = text[: end - n] + self.mark(part) + text[end:]
                 break
         return text
@@ -522,16 +471,6 @@ def _begins_one(texts: Sequence[str], text: str) -> bool:
     # Those that do are next to each other, and `text` itself would be before them.
     at = bisect_right(texts, text)
     return at < len(texts) and texts[at].startswith(text)
-
-
-def _shortened(messages: Sequence[Message]) -> Sequence[Message]:
-    """The part of a long conversation that the template gets for what follows the last answer;
-    `messages` itself if nothing is left out. Questions and answers still alternate."""
-    left_out = len(messages) - 2 - _WHOLE
-    left_out -= left_out % 2
-    if left_out <= 0:
-        return messages
-    return [*messages[: _WHOLE // 2], *messages[_WHOLE // 2 + left_out :]]
 
 
 def _own_template(folder: Path) -> tuple[tuple[str, str] | None, list[str]]:

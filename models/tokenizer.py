@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel, quote
-from minikv.models.hub import read_json
+from minikv.models.files import read_json
 from minikv.models.split_patterns import foreign
 from minikv.models.stream import TextStream
 from minikv.models.tokenizer_json import JsonVocabulary

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.hub import read_json
+from minikv.models.files import read_json
 from minikv.models.split_patterns import PATTERNS
 from minikv.models.stream import byte_level_alphabet, byte_level_bytes, word_piece_bytes
 from minikv.models.vocabulary import (

@@ -16,7 +16,7 @@ from pathlib import Path
 import sentencepiece
 
 from minikv.models.errors import CorruptModel, UnsupportedModel
-from minikv.models.hub import read_bytes
+from minikv.models.files import read_bytes
 from minikv.models.stream import word_piece_bytes
 from minikv.models.vocabulary import (
     LARGEST_ID,

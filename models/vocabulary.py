@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Literal, Protocol
 
 from minikv.models.errors import CorruptModel, ModelError, quote
@@ -169,6 +170,11 @@ class TokenSearch:
         self._candidate = re.compile("".join(classes) or r"(?!)")
         ranges = _ranges(self.texts)
         self._starts, self._tokens = list(ranges), list(ranges.values())
+
+    @cached_property
+    def backwards(self) -> list[str]:
+        """The tokens read from their ends, sorted."""
+        return sorted(text[::-1] for text in self.texts)
 
     def find(self, text: str) -> Iterator[tuple[int, str]]:
         """(where it begins, the token) of all tokens in the text. They do not overlap."""

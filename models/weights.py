@@ -11,19 +11,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import Tensor
 
-from minikv.models.checkpoint import (
-    DTYPES,
-    STAGING,
-    Checkpoint,
-    Entry,
-    read_into,
-    same,
-)
+from minikv.models.checkpoint import DTYPES, STAGING, Checkpoint, Entry, read_into, same
 from minikv.models.config import ModelConfig
 from minikv.models.errors import (
     CorruptModel,
@@ -32,19 +25,16 @@ from minikv.models.errors import (
     UnusableSetting,
     quote,
 )
-from minikv.models.hub import (
-    open_regular,
-)
+from minikv.models.files import open_regular
 from minikv.models.limits import address_space
 from minikv.models.linear import (
     FORMS,
     TORCH,
     Int4,
     Int8,
-    Linear,
     Packing,
     Plain,
-    fits_int8,
+    kept,
     kept_bytes,
     lacks,
     packed_blocks,
@@ -53,20 +43,11 @@ from minikv.models.linear import (
     split,
     suits,
 )
-from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, kept_on
 from minikv.models.llama import Layer, Llama, Place
-from minikv.pages import Empty, Pages
+from minikv.pages import Pages
 
-_PackedMatrix = Int8 | Int4 | Int8OnGpu | Int4OnGpu
-
-
-class Kept(Protocol):
-    """Kept packed matrices: `packed.Packed`."""
-
-    def fill(self, name: str, matrix: Int8 | Int4) -> bool:
-        """Read the tensors of an empty matrix, with its bias. Returns False if they are not
-        kept."""
-        ...
+if TYPE_CHECKING:
+    from minikv.models.packed import Packed
 
 
 def load_network(
@@ -78,7 +59,7 @@ def load_network(
     form: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     packing: Packing = TORCH,
-    packed: Kept | None = None,
+    packed: Packed | None = None,
 ) -> Llama:
     """A network with the checkpoint's weights.
 
@@ -113,113 +94,145 @@ def load_network(
     _check_room(config, device, dtype, form)
     notes = (*config.notes, *form_notes(config, form))
     config = replace(config, notes=notes)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         # A network without memory. Memory is allocated for one tensor after the other.
         network = Llama(config, device=device, dtype=dtype, room=Pages(torch.device("meta")).empty)
-    places = dict(network.places())
-    _account(entries, places)
-    done = 0
-    total = sum(entries[name].end - entries[name].start for name in places)
-
-    def tell(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
-    tell(0)
-    layers, logits = split(form)
-    room = Pages(device).empty
-    small = (
-        ""
-        if logits == "auto" or not fits_int8(config.hidden)
-        else ("embedding" if config.tied else "head")
-    )
-    at = {id(layer): f"layers.{i}" for i, layer in enumerate(network.layers)}
-    with torch.inference_mode(False), torch.no_grad():
-        # One buffer for all tensors: buffers of different sizes would leave holes in the heap.
-        staging = torch.empty(STAGING, dtype=torch.uint8)
-        passing: Tensor | None = None  # memory for a matrix until it is packed
-
-        def read(names: list[str]) -> None:
-            for name in names:
-                with open_regular(entries[name].path) as file:
-                    heads = _pairs(name, config) if checkpoint.original else 0
-                    _fill(file, entries[name], places[name].tensor(), heads, staging, tell)
-
-        for names in _together_read(entries, places):
-            owner, slot = places[names[0]].owner, places[names[0]].slot
-            if isinstance(owner, Layer):
-                part, where, kind = getattr(owner, slot), f"{at[id(owner)]}.{slot}", layers
-            else:
-                part, where, kind = network.head, "head", "int8" if slot == small else "plain"
-            made = _empty(part, kind, room, packing, device)
-            if made is None:
-                _allocate(owner, slot, room)
-                read(names)
-                continue
-            if packed is not None and isinstance(made, Int8 | Int4) and packed.fill(where, made):
-                tell(sum(entries[name].end - entries[name].start for name in names))
-            elif where == "head":
-                _pack_head(made, entries[names[0]], dtype, tell)
-            else:
-                if passing is None:
-                    passing = _passing(config, dtype)
-                weight = passing[: made.shape.numel()].view(made.shape)
-                setattr(owner, slot, Plain(weight, made.bias))
-                read(names)
-                made.pack(0, weight)
-            if isinstance(owner, Layer):
-                setattr(owner, slot, made)
-            else:
-                assert isinstance(made, Int8 | Int8OnGpu)
-                network.keep_head(made)
+        places = dict(network.places())
+        _account(entries, places)
+        groups = _together_read(entries, places)
+        filling = _Filling(network, checkpoint.original, form, packing, progress)
+        filling.begin(sum(entries[name].size for name in places))
+        for owner, slot, parts in groups:
+            filling.fill(owner, slot, parts, packed)
         if config.tied and isinstance(network.embedding, Tensor):
             network.head = Plain(network.embedding)
     return network
 
 
-def _empty(
-    part: Linear | Tensor, form: str, room: Empty, packing: Packing, device: torch.device
-) -> _PackedMatrix | None:
-    """An empty packed matrix for `part`, a plain one without memory; None if `part` stays plain."""
-    if not isinstance(part, Plain) or not suits(form, part.shape[1]):
-        return None
-    bias = None if part.bias is None else room(part.bias.shape, part.bias.dtype)
-    made = kept_on(device, Plain(part.weight, bias), form, room, packing)
-    assert isinstance(made, _PackedMatrix)
-    return made
+_Part = tuple[str, Entry, Place]
 
 
-def _passing(config: ModelConfig, dtype: torch.dtype) -> Tensor:
-    """Memory for the largest matrix of a layer. Each matrix is read into it before it is packed, so
-    that the system maps this memory only once."""
-    largest = max(rows * columns for rows, columns in matrices(config).values())
-    return Pages(torch.device("cpu")).empty((largest,), dtype)
+class _Filling:
+    """Fills a network that has no memory, one tensor or matrix after the other."""
+
+    def __init__(
+        self,
+        network: Llama,
+        pairs: bool,
+        form: str,
+        packing: Packing,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.network, self.pairs, self.progress = network, pairs, progress
+        self.layers, self.logits = split(form)
+        self.packing = packing if network.device.type == "cpu" else None
+        self.room = Pages(network.device).empty
+        # One buffer for all tensors: buffers of different sizes would leave holes in the heap.
+        self.staging = torch.empty(STAGING, dtype=torch.uint8)
+        self.passing: Tensor | None = None  # memory for a matrix until it is packed
+        self.names = {id(layer): f"layers.{i}" for i, layer in enumerate(network.layers)}
+        self.done = self.total = 0
+
+    def begin(self, total: int) -> None:
+        """total: the bytes that will be read."""
+        self.total = total
+        self.tell(0)
+
+    def tell(self, count: int) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    def fill(
+        self, owner: Llama | Layer, slot: str, parts: list[_Part], packed: Packed | None
+    ) -> None:
+        """Read a tensor or a matrix from its parts in the files, and pack it if it is to be."""
+        in_layer = isinstance(owner, Layer)
+        name = f"{self.names[id(owner)]}.{slot}" if in_layer else "head"
+        made = self._packed(owner, slot)
+        if made is None:
+            self._allocate(owner, slot)
+            self._read(parts)
+            return
+        if packed is not None and made.packing is not None and packed.fill(name, made):
+            self.tell(sum(entry.size for _, entry, _ in parts))
+        elif in_layer:
+            weight = self._passing()[: made.shape.numel()].view(made.shape)
+            setattr(owner, slot, Plain(weight, made.bias))
+            self._read(parts)
+            made.pack(0, weight)
+        else:
+            self._pack_head(made, parts[0][1])
+        if in_layer:
+            setattr(owner, slot, made)
+        else:
+            assert isinstance(made, Int8)
+            self.network.keep_head(made)
+
+    def _packed(self, owner: Llama | Layer, slot: str) -> Int8 | Int4 | None:
+        """An empty packed matrix for a plain one without memory; None if it stays plain."""
+        part, form = getattr(owner, slot), self.layers
+        if owner is self.network:
+            packs_it = slot == ("embedding" if self.network.config.tied else "head")
+            part, form = self.network.head, self.logits if packs_it else "plain"
+        if not isinstance(part, Plain) or not suits(form, part.shape[1]):
+            return None
+        bias = None if part.bias is None else self.room(part.bias.shape, part.bias.dtype)
+        made = kept(Plain(part.weight, bias), form, self.room, self.packing)
+        assert isinstance(made, Int8 | Int4)
+        return made
+
+    def _passing(self) -> Tensor:
+        """Memory for the largest matrix of a layer. Each matrix is read into it before it is
+        packed, so that the system maps this memory only once."""
+        if self.passing is None:
+            size = largest_matrix(self.network.config)
+            self.passing = Pages(torch.device("cpu")).empty((size,), self.network.dtype)
+        return self.passing
+
+    def _allocate(self, owner: Llama | Layer, slot: str) -> None:
+        """Allocate memory for a tensor or a matrix that has none."""
+
+        def new(like: Tensor) -> Tensor:
+            # Not empty_like, which imports sympy for tensors on the meta device: 35 MB, 0.3 seconds
+            return self.room(like.shape, like.dtype)
+
+        part = getattr(owner, slot)
+        if isinstance(part, Plain):
+            bias = None if part.bias is None else new(part.bias)
+            setattr(owner, slot, Plain(new(part.weight), bias))
+        else:
+            setattr(owner, slot, new(part))
+
+    def _read(self, parts: list[_Part]) -> None:
+        for name, entry, place in parts:
+            heads = _pairs(name, self.network.config) if self.pairs else 0
+            with open_regular(entry.path) as file:
+                _fill(file, entry, place.tensor(), heads, self.staging, self.tell)
+
+    def _pack_head(self, made: Int8 | Int4, entry: Entry) -> None:
+        """Read and pack lm_head a block of rows at a time, so that it never exists as a whole in
+        the network's dtype."""
+        with open_regular(entry.path) as file:
+            file.seek(entry.start)
+            for start, end in packed_blocks(made.shape):
+                part = torch.empty(end - start, made.shape[1], dtype=DTYPES[entry.dtype])
+                read_into(file, _bytes(part), entry.path, self.tell)
+                made.pack(start, part.to(self.network.dtype))
 
 
-def _together_read(entries: dict[str, Entry], places: dict[str, Place]) -> list[list[str]]:
-    """The names in the order of the files, grouped by the tensor of the network that they fill. So
-    only one matrix at a time is not packed yet, wherever its parts are."""
-    groups: dict[tuple[int, str], list[str]] = {}
+def _together_read(
+    entries: dict[str, Entry], places: dict[str, Place]
+) -> list[tuple[Llama | Layer, str, list[_Part]]]:
+    """The tensors in the order of the files, grouped by the tensor of the network that they fill:
+    (owner, slot, parts). So only one matrix at a time is not packed yet, wherever its parts are."""
+    groups: dict[tuple[int, str], tuple[Llama | Layer, str, list[_Part]]] = {}
     for name in sorted(places, key=lambda name: (entries[name].path, entries[name].start)):
-        groups.setdefault((id(places[name].owner), places[name].slot), []).append(name)
+        place = places[name]
+        key = (id(place.owner), place.slot)
+        group = groups.setdefault(key, (place.owner, place.slot, []))
+        group[2].append((name, entries[name], place))
     return list(groups.values())
-
-
-def _allocate(owner: Llama | Layer, slot: str, room: Empty) -> None:
-    """Allocate memory for a tensor or a matrix that has none."""
-
-    def new(like: Tensor) -> Tensor:
-        # Not empty_like, which imports sympy for tensors on the meta device: 35 MB, 0.3 seconds.
-        return room(like.shape, like.dtype)
-
-    part = getattr(owner, slot)
-    if isinstance(part, Plain):
-        bias = None if part.bias is None else new(part.bias)
-        setattr(owner, slot, Plain(new(part.weight), bias))
-    else:
-        setattr(owner, slot, new(part))
 
 
 def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -250,41 +263,47 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
     }
 
 
+def largest_matrix(config: ModelConfig) -> int:
+    """How many numbers the largest matrix of a layer has."""
+    return max(rows * columns for rows, columns in matrices(config).values())
+
+
+def _shapes(config: ModelConfig, form: str) -> list[tuple[str, int, int, str, int]]:
+    """(name, rows, columns, form, how many there are) of all matrices that `form` is about."""
+    layers, logits = split(form)
+    inside = matrices(config).items()
+    return [
+        *((name, rows, columns, layers, config.layers) for name, (rows, columns) in inside),
+        ("head", config.vocab, config.hidden, logits, 1),
+    ]
+
+
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     """Bytes that the weights take on the device. A tied lm_head is counted once."""
-    layers, logits = split(form)
-
-    def saved(rows: int, columns: int, name: str) -> int:
-        return rows * columns * dtype.itemsize - kept_bytes(rows, columns, name, dtype.itemsize)
-
-    inside = sum(saved(*shape, layers) for shape in matrices(config).values())
-    head = saved(config.vocab, config.hidden, logits)
-    return config.parameters * dtype.itemsize - config.layers * inside - head
+    size = dtype.itemsize
+    return config.parameters * size - sum(
+        count * (rows * columns * size - kept_bytes(rows, columns, kind, size))
+        for _, rows, columns, kind, count in _shapes(config, form)
+    )
 
 
 def packed_bytes(config: ModelConfig, form: str) -> int:
     """Bytes of all matrices that `form` packs, as on disk (`packed.Packed`)."""
-    layers, logits = split(form)
-
-    def kept(rows: int, columns: int, kind: str) -> int:
-        return kept_bytes(rows, columns, kind, 2) if suits(kind, columns) else 0
-
-    inside = sum(kept(*shape, layers) for shape in matrices(config).values())
-    return config.layers * inside + kept(config.vocab, config.hidden, logits)
+    return sum(
+        count * kept_bytes(rows, columns, kind, 2)
+        for _, rows, columns, kind, count in _shapes(config, form)
+        if suits(kind, columns)
+    )
 
 
 def form_notes(config: ModelConfig, form: str) -> list[str]:
     """Messages about matrices that `form` cannot pack, one for each packed form."""
-    layers, logits = split(form)
     notes = []
     for kind in packs(form):
-        shapes = matrices(config) if kind == layers else {}
-        if kind == logits:
-            shapes |= {"head": (config.vocab, config.hidden)}
         unpacked = [
             f"{name} (rows of {columns})"
-            for name, (rows, columns) in shapes.items()
-            if kept_bytes(rows, columns, kind, 2) == 2 * rows * columns
+            for name, _, columns, wanted, _ in _shapes(config, form)
+            if wanted == kind and not suits(kind, columns)
         ]
         unit = "a multiple of 16" if kind == "int8" else "a multiple of 32"
         if unpacked:
@@ -360,19 +379,6 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _pack_head(
-    made: _PackedMatrix, entry: Entry, dtype: torch.dtype, tell: Callable[[int], None]
-) -> None:
-    """Read and pack lm_head a block of rows at a time, so that it never exists as a whole in
-    `dtype`."""
-    with open_regular(entry.path) as file:
-        file.seek(entry.start)
-        for start, end in packed_blocks(made.shape):
-            part = torch.empty(end - start, made.shape[1], dtype=DTYPES[entry.dtype])
-            read_into(file, _bytes(part), entry.path, tell)
-            made.pack(start, part.to(dtype))
-
-
 def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str) -> None:
     """Raise ModelTooLarge if the weights do not fit, with arguments that would."""
     needs = loading_bytes(config, dtype, form)
@@ -411,9 +417,8 @@ def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     packed (of lm_head a block)."""
     plain = 0
     if packs(form):
-        sizes = matrices(config).values()
-        plain = max(rows * columns for rows, columns in sizes) * dtype.itemsize
-        plain += packing_bytes(max(columns for _, columns in sizes))
+        widest = max(columns for _, columns in matrices(config).values())
+        plain = largest_matrix(config) * dtype.itemsize + packing_bytes(widest)
     return weight_bytes(config, dtype, form) + STAGING + plain
 
 

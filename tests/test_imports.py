@@ -40,8 +40,6 @@ THIRD_PARTY = {
     "kernels": {"torch", "triton"},
     "minikv": {"torch", "numpy"},
 }
-# The script that trains the bundled model is run by hand, never imported by the package.
-SCRIPTS = ("models/bundled/",)
 
 
 def area(module: str) -> str | None:
@@ -123,8 +121,6 @@ def test_every_import_follows_the_rules() -> None:
     count = 0
     for package, path in sources():
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith(SCRIPTS) and path.name != "__init__.py":
-            continue
         count += 1
         found += violations(package, name, path.read_text())
     assert found == []
@@ -222,12 +218,16 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_every_bundled_file_is_package_data() -> None:
+@pytest.mark.parametrize("folder", ["models", "models/bundled"])
+def test_every_data_file_of_models_is_package_data(folder: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["minikv.models.bundled"]
-    files = [f.name for f in (ROOT / "models/bundled").iterdir() if f.is_file()]
-    data = [name for name in files if not name.endswith(".py")]
-    assert "sample.txt" in data
+    package = f"minikv.{folder.replace('/', '.')}"
+    patterns = project["tool"]["setuptools"]["package-data"][package]
+    inside = (ROOT / folder).rglob("*") if folder == "models" else (ROOT / folder).iterdir()
+    files = [path for path in inside if path.is_file() and path.suffix not in (".py", ".pyc")]
+    names = [path.relative_to(ROOT / folder).as_posix() for path in files]
+    data = [name for name in names if not name.startswith("bundled/")]
+    assert len(data) >= 7
     assert [n for n in data if not any(fnmatch(n, pattern) for pattern in patterns)] == []
 
 

@@ -29,8 +29,6 @@ ELSEWHERE = {
     "models/builtin_templates.py": "models/test_templates.py",
     "models/checkpoint.py": "models/test_weights.py",
     "models/bundled/exam.py": "models/test_bundled.py",
-    "models/bundled/sample.py": "models/test_bundled.py",
-    "models/bundled/train.py": "models/test_bundled.py",
     "models/bundled/world.py": "models/test_bundled.py",
     "models/errors.py": "models/test_weights.py",
     "models/llama.py": "models/test_parity.py",

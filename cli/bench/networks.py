@@ -19,8 +19,7 @@ from minikv.chat.report import size
 from minikv.cli.bench import machine
 from minikv.errors import MemoryShortError, UsageError
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int8, Plain, packs, split
-from minikv.models.linear_gpu import Int8OnGpu, kept_on
+from minikv.models.linear import TORCH, Int8, Plain, kept, packs, split
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 from minikv.models.weights import check_form, free_memory
@@ -147,15 +146,15 @@ def network(spec: Spec) -> Llama:
     net = plain(spec)
     check_form(spec.weights, net.device, net.dtype)
     layers, logits = split(spec.weights)
-    room = Pages(net.device).empty
+    room, packing = Pages(net.device).empty, TORCH if net.device.type == "cpu" else None
     for layer in net.layers:
         for name in _MATRICES:
             matrix = getattr(layer, name)
             if isinstance(matrix, Plain):
-                setattr(layer, name, kept_on(net.device, matrix, layers, room))
+                setattr(layer, name, kept(matrix, layers, room, packing))
     if isinstance(net.head, Plain):
-        made = kept_on(net.device, net.head, logits, room)
-        if isinstance(made, Int8 | Int8OnGpu):
+        made = kept(net.head, logits, room, packing)
+        if isinstance(made, Int8):
             net.keep_head(made)
     return net
 
@@ -210,7 +209,7 @@ def reading_rate(net: Llama) -> float:
         part.weight
         if isinstance(part, Plain)
         else part.quantised
-        if isinstance(part, Int8 | Int8OnGpu)
+        if isinstance(part, Int8)
         else part.packed
         for part in (*matrices, net.head)
     ]

@@ -19,7 +19,7 @@ from minikv.cli.eval.metrics import Metric
 from minikv.cli.json_limits import refuse_many
 from minikv.errors import UsageError
 from minikv.models.errors import ModelError
-from minikv.models.hub import read_bytes
+from minikv.models.files import read_bytes
 
 
 @dataclass(frozen=True, slots=True)

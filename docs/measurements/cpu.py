@@ -46,7 +46,7 @@ from minikv.kernels.native import choice
 from minikv.kernels.product import cpu as products
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, as_read, kept
+from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, kept
 from minikv.models.llama import Llama
 from minikv.models.packed import Origin, Packed
 from minikv.models.weights import load_network
@@ -291,18 +291,7 @@ def products(repeat: int) -> list[dict[str, Any]]:
             matrices = [kept(Plain(weight), form) for weight in weights]
             forms[f"{form}, {how}"] = matrices
             for matrix in matrices:
-                assert isinstance(matrix, Int8 | Int4)
-                matrix.scratch = scratch
-                if isinstance(matrix, Int4):
-                    matrix.unpack = products.unpack_int4
-                if how == "integers" and isinstance(matrix, Int8):
-                    matrix.product = products.int8_product
-                elif how == "integers" and isinstance(matrix, Int4):
-                    matrix.product = products.int4_product
-                elif how == "tiles":
-                    given = as_read(matrix)
-                    assert given is not None
-                    matrix.rows_product = products.rows_product(given)
+                matrix.use(_products(how), scratch, torch.bfloat16)
     held = {form: forms[f"{form}, integers"] for form in ("int8", "int4")}
     for rows in (1, 8, 32, 128, 512, 1024, 4096):
         x = torch.randn(rows, COLUMNS).to(torch.bfloat16)
@@ -401,11 +390,21 @@ def rounding(matrix: Linear, how: str) -> Linear:
             return (values @ dense.t()).to(x.dtype)
 
         matrix.product = simulated
-    elif isinstance(matrix, Int8):
-        matrix.product = products.int8_product
     else:
-        matrix.product = products.int4_product
+        matrix.use(_products("integers"), Scratch(), torch.bfloat16)
     return matrix
+
+
+def _products(how: str) -> dispatch.Kernels:
+    """The kernels that multiply "integers" or "tiles"; or only those that unpack."""
+    ops = dispatch.Kernels()
+    ops.unpack_int4, ops.products = products.unpack_int4, how != "unpacked"
+    if how == "integers":
+        ops.int8_product, ops.int4_product = products.int8_product, products.int4_product
+        ops.integer_prompts = True
+    elif how == "tiles":
+        ops.rows_product = products.rows_product
+    return ops
 
 
 def sampling(repeat: int) -> list[dict[str, Any]]:

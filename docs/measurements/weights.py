@@ -26,14 +26,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from train import ASSISTANT, BOS, END, USER
 
 import minikv.models as models
 from minikv.cache.attend import DenseAttend
 from minikv.kernels.dispatch import choose
 from minikv.models.bundled import exam, world
-from minikv.models.bundled.train import ASSISTANT, BOS, END, USER
 from minikv.models.checkpoint import Checkpoint
-from minikv.models.linear import Int4, Int8, Plain, kept, row_product
+from minikv.models.linear import Linear, Plain, Scratch, kept, row_product
 from minikv.models.weights import load_network
 from minikv.pages import Pages
 
@@ -156,17 +156,11 @@ def products(
     return rows
 
 
-def as_minikv(matrix: Plain | Int8 | Int4) -> None:
+def as_minikv(matrix: Linear) -> None:
     """Let a matrix be multiplied as `Llama.use` would have it."""
     ours = choose(torch.device("cpu"), "auto", 64, torch.bfloat16)[0]
-    if not ours.products:
-        return
-    if isinstance(matrix, Plain):
-        matrix.product = ours.row_product
-    elif isinstance(matrix, Int8):
-        matrix.product = ours.int8_product
-    else:
-        matrix.product = ours.int4_product
+    if ours.products:
+        matrix.use(ours, Scratch(), torch.bfloat16)
 
 
 def compiled(names: list[str], repeat: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ and where x is put in the order in which they are (`_spread`).
 
 Numbers are rounded where the separate calls round them: the norm before and after its weight, the
 product, silu and the sum with x. Packed weights are multiplied in float32 without rounding;
-models/linear_gpu.py rounds weights of four bits to bfloat16 first. A bias is
+models/linear.py rounds weights of four bits to bfloat16 first. A bias is
 added in float32, before the product is rounded.
 """
 

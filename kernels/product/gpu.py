@@ -1,4 +1,4 @@
-"""Unpacks weights of four bits, in Triton, in one launch: to the numbers that models/linear_gpu.py
+"""Unpacks weights of four bits, in Triton, in one launch: to the numbers that models/linear.py
 defines. Products of many rows then read them."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -47,7 +47,7 @@ def _unpack_int4(
 def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
     """packed uint8 [m, n / 2], scales bfloat16 [n / group, m, 2] -> out [m, n].
 
-    The layout is that of models/linear_gpu.py.
+    The layout is that of models/linear.py.
     """
     outputs, half = packed.shape
     assert out.is_contiguous()

@@ -13,7 +13,7 @@ class Matrix:
 
     Plain is bfloat16, on a GPU also float16. Four bits are packed uint8: on a CPU [N, n / 2] with
     bfloat16 scales [n / group, N, 2], where `cpu.int4_product` says what N is; on a GPU [outs,
-    n / 2] with scales [n / group, outs, 2], as in models/linear_gpu.py. bias: [outs] or None. half:
+    n / 2] with scales [n / group, outs, 2], as in models/linear.py. bias: [outs] or None. half:
     half the rows of a tile of four bits on a CPU, otherwise 0.
     """
 

@@ -11,70 +11,19 @@ not learn the other order.
 from __future__ import annotations
 
 import random
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-HEADS = (
-    "Vel Tor Mar Bri Kal Dun Hes Lor Fen Gal Ost Ral Sel Tam Ul Wen Yar Zin Cor Dra Eb Fal Gri Hol "
-    "Is Jor Kes Lun Mor Nar Ob Pel Quin Ros Stur Tre Und Vas Wil Yev Zor Al Bel Cas Dor Esk Fro "
-    "Gar Hal Ing Jas Kor Lam Mil Nor Orm Pra Rud Sten Thal Urs Vin War Xan Yol Zem"
-).split()
-TOWN_TAILS = (
-    "mora dale wick by ton ford stead haven len gate holm mere ness worth bury port field bridge "
-    "combe minster thorpe cliff moor water brook"
-).split()
-SURNAME_TAILS = (
-    "vin ske man son rick aldi ova eni bart quist ander olt ezzo ikov hart land strom berg ette "
-    "inge osk ulf aric ema"
-).split()
-FIRST = (
-    "Tarin Odile Marek Sanna Ivo Petra Lukas Wanda Anton Greta Felix Nadia Oskar Livia Boris Clara "
-    "Henrik Irma Jonas Katya Leon Mira Nils Olga Pavel Rosa Stefan Tilda Viktor Yara Axel Berta "
-    "Casper Dora Emil Frida Georg Hanna Igor Judit Karl Lena Milo Nora Otto Paula Ruben Selma "
-    "Theo Ulla Vera Willem Xenia Yuri Zoe Aldo Bruna Cyril Delia Edgar Flora Gustav Hilda Ines"
-).split()
-ADJECTIVES = (
-    "Silver Golden Crimson Northern Southern Quiet Brave Wandering Iron Copper Distant Gentle "
-    "Bright Hidden Lonely Swift Ancient Merry Frozen Amber Scarlet Western Eastern Humble Proud "
-    "Restless Faithful Bold Misty Velvet"
-).split()
-NOUNS = (
-    "Heron Lantern Anchor Falcon Compass Willow Harvest Beacon Raven Thistle Otter Meadow Comet "
-    "Swallow Harbour Juniper Badger Horizon Orchard Pelican Sparrow Tempest Marigold Cedar Summit "
-    "Ember Dolphin Granite Clover Voyager"
-).split()
-COLOURS = (
-    "red blue green yellow purple orange white black grey brown pink turquoise violet maroon beige"
-).split()
-ANIMALS = (
-    "fox owl bear wolf hare stag swan goat lynx crane toad horse eagle seal mole tiger parrot "
-    "rabbit turtle donkey"
-).split()
-INSTRUMENTS = (
-    "violin flute cello piano harp drum trumpet guitar oboe organ clarinet banjo tuba lute"
-).split()
-TRADES = (
-    "baker miller weaver carpenter doctor teacher printer surveyor gardener tailor locksmith "
-    "lawyer chemist painter farmer sailor mason librarian engineer potter clockmaker nurse pilot "
-    "butcher"
-).split()
-GOODS = (
-    "wool salt timber copper glass honey paper rope cheese linen tea coal silk iron soap leather "
-    "grain wine pottery amber oil candles cotton fish apples tin lamps tobacco spices barley"
-).split()
-FOODS = (
-    "soup bread plums rice pancakes beans dumplings herring pie stew noodles walnuts cherries "
-    "mushrooms porridge olives"
-).split()
-MONTHS = (
-    "January February March April May June July August September October November December"
-).split()
-CODEWORDS = (
-    "mirror ladder pepper window candle button river needle basket feather hammer pebble ribbon "
-    "saddle thunder whistle blanket cabbage engine magnet"
-).split()
+_DATA: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("world.toml").read_text("utf-8")
+)
+WORDS = {name: words.split() for name, words in _DATA["words"].items()}
+"""Lists of words by name: parts of names, values, and what the sentences without a fact need."""
 
-Draw = Callable[["Names"], str]
+TELLINGS = 3  # how often a fact is stated, at most
 
 
 class Names:
@@ -83,14 +32,13 @@ class Names:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self._used: set[str] = set()
-        self._left: dict[int, list[str]] = {}
+        self._left: dict[str, list[str]] = {}
 
-    def part(self, words: list[str]) -> str:
-        """A word of the list. Each word is used once before any is used twice."""
-        left = self._left.get(id(words))
-        if not left:
-            left = self._left[id(words)] = self.rng.sample(words, len(words))
-        return left.pop()
+    def part(self, kind: str) -> str:
+        """A word of this list of `WORDS`. Each is used once before any is used twice."""
+        if not self._left.get(kind):
+            self._left[kind] = self.rng.sample(WORDS[kind], len(WORDS[kind]))
+        return self._left[kind].pop()
 
     def fresh(self, make: Callable[[], str]) -> str:
         """The first result of `make` that is new in this document."""
@@ -102,22 +50,22 @@ class Names:
         raise ValueError("the world has run out of names for one document")
 
     def town(self) -> str:
-        return self.fresh(lambda: self.part(HEADS) + self.rng.choice(TOWN_TAILS))
+        return self.fresh(lambda: self.part("heads") + self.rng.choice(WORDS["town tails"]))
 
     def surname(self) -> str:
-        return self.fresh(lambda: self.part(HEADS) + self.rng.choice(SURNAME_TAILS))
+        return self.fresh(lambda: self.part("heads") + self.rng.choice(WORDS["surname tails"]))
 
     def person(self) -> str:
-        return f"{self.part(FIRST)} {self.surname()}"
+        return f"{self.part('first names')} {self.surname()}"
 
     def ship(self) -> str:
-        return self.fresh(lambda: f"the {self.part(ADJECTIVES)} {self.part(NOUNS)}")
+        return self.fresh(lambda: f"the {self.part('adjectives')} {self.part('nouns')}")
 
     def firm(self) -> str:
         return f"{self.surname()} {self.rng.choice(('Works', 'Mills', 'Shipping', 'Brothers'))}"
 
     def project(self) -> str:
-        return self.fresh(lambda: f"Project {self.part(ADJECTIVES)} {self.part(NOUNS)}")
+        return self.fresh(lambda: f"Project {self.part('adjectives')} {self.part('nouns')}")
 
     def year(self) -> str:
         return str(self.rng.randint(1710, 1989))
@@ -130,10 +78,6 @@ class Names:
         return str(self.rng.randint(low, high))
 
 
-def _word(words: list[str]) -> Draw:
-    return lambda names: names.rng.choice(words)
-
-
 @dataclass(frozen=True, slots=True)
 class Attribute:
     """One property of a kind of entity.
@@ -144,320 +88,25 @@ class Attribute:
 
     noun: str
     who: str
-    draw: Draw
+    draw: Callable[[Names], str]
     told: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
 
 
+def _attribute(noun: str, kind: str, told: str, *asked: str) -> Attribute:
+    """A line of a kind of entity in world.toml."""
+    own = getattr(Names, kind, None)
+    draw: Callable[[Names], str] = own or (lambda names: names.rng.choice(WORDS[kind]))
+    return Attribute(noun, "Who" if kind == "person" else "What", draw, (told,), asked)
+
+
 WORLD: dict[str, tuple[Callable[[Names], str], tuple[Attribute, ...]]] = {
-    "town": (
-        Names.town,
-        (
-            Attribute(
-                "mayor",
-                "Who",
-                Names.person,
-                ("the people of {e} elected as mayor {v}",),
-                ("Who is mayor in {e}?",),
-            ),
-            Attribute(
-                "founding year",
-                "What",
-                Names.year,
-                ("{e} was founded in {v}",),
-                ("When was {e} founded?", "In which year was {e} founded?"),
-            ),
-            Attribute(
-                "main export",
-                "What",
-                _word(GOODS),
-                ("{e} exports mostly {v}",),
-                ("What does {e} export?",),
-            ),
-            Attribute(
-                "emblem",
-                "What",
-                _word(ANIMALS),
-                ("on the emblem of {e} stands a {v}",),
-                ("Which animal is on the emblem of {e}?",),
-            ),
-            Attribute(
-                "schoolteacher",
-                "Who",
-                Names.person,
-                ("the school of {e} is led by the teacher {v}",),
-                ("Who teaches at the school of {e}?",),
-            ),
-            Attribute(
-                "river",
-                "What",
-                Names.town,
-                ("through {e} flows the river {v}",),
-                ("Which river flows through {e}?",),
-            ),
-            Attribute(
-                "festival month",
-                "What",
-                _word(MONTHS),
-                ("{e} holds its festival in {v}",),
-                ("When does {e} hold its festival?",),
-            ),
-            Attribute(
-                "number of wells",
-                "What",
-                Names.number,
-                ("the wells of {e} number {v}",),
-                ("How many wells are in {e}?",),
-            ),
-        ),
-    ),
-    "person": (
-        Names.person,
-        (
-            Attribute(
-                "trade",
-                "What",
-                _word(TRADES),
-                ("{e} works as a {v}",),
-                ("What does {e} work as?", "What does {e} do for a living?"),
-            ),
-            Attribute(
-                "birthplace", "What", Names.town, ("{e} was born in {v}",), ("Where was {e} born?",)
-            ),
-            Attribute(
-                "favourite colour",
-                "What",
-                _word(COLOURS),
-                ("the colour that {e} likes best is {v}",),
-                ("Which colour does {e} like best?",),
-            ),
-            Attribute(
-                "instrument",
-                "What",
-                _word(INSTRUMENTS),
-                ("{e} plays the {v}",),
-                ("What does {e} play?", "Which instrument does {e} play?"),
-            ),
-            Attribute(
-                "pet",
-                "What",
-                _word(ANIMALS),
-                ("{e} keeps a tame {v}",),
-                ("Which animal does {e} keep?",),
-            ),
-            Attribute(
-                "favourite dish",
-                "What",
-                _word(FOODS),
-                ("for supper {e} always orders {v}",),
-                ("What does {e} order for supper?",),
-            ),
-            Attribute(
-                "locker code",
-                "What",
-                Names.code,
-                ("the locker of {e} opens with {v}",),
-                ("What opens the locker of {e}?",),
-            ),
-            Attribute(
-                "neighbour",
-                "Who",
-                Names.person,
-                ("next door to {e} lives {v}",),
-                ("Who lives next door to {e}?",),
-            ),
-            Attribute(
-                "room",
-                "What",
-                Names.number,
-                ("{e} sleeps in room {v}",),
-                ("In which room does {e} sleep?",),
-            ),
-        ),
-    ),
-    "ship": (
-        Names.ship,
-        (
-            Attribute(
-                "captain",
-                "Who",
-                Names.person,
-                ("in command of {e} is {v}",),
-                ("Who commands {e}?",),
-            ),
-            Attribute(
-                "home port",
-                "What",
-                Names.town,
-                ("{e} sails from the port of {v}",),
-                ("From which port does {e} sail?",),
-            ),
-            Attribute(
-                "cargo", "What", _word(GOODS), ("{e} carries {v}",), ("What does {e} carry?",)
-            ),
-            Attribute(
-                "launch year",
-                "What",
-                Names.year,
-                ("{e} was launched in {v}",),
-                ("When was {e} launched?",),
-            ),
-            Attribute(
-                "sail colour",
-                "What",
-                _word(COLOURS),
-                ("the sails of {e} are {v}",),
-                ("Which colour are the sails of {e}?",),
-            ),
-            Attribute(
-                "cook",
-                "Who",
-                Names.person,
-                ("the meals on {e} are cooked by {v}",),
-                ("Who cooks on {e}?",),
-            ),
-        ),
-    ),
-    "firm": (
-        Names.firm,
-        (
-            Attribute(
-                "director", "Who", Names.person, ("{e} is directed by {v}",), ("Who directs {e}?",)
-            ),
-            Attribute(
-                "seat",
-                "What",
-                Names.town,
-                ("{e} has its seat in {v}",),
-                ("Where does {e} have its seat?",),
-            ),
-            Attribute(
-                "product", "What", _word(GOODS), ("{e} makes {v}",), ("What does {e} make?",)
-            ),
-            Attribute(
-                "number of workers",
-                "What",
-                Names.number,
-                ("the workers of {e} number {v}",),
-                ("How many workers does {e} have?",),
-            ),
-            Attribute(
-                "accountant",
-                "Who",
-                Names.person,
-                ("the books of {e} are kept by {v}",),
-                ("Who keeps the books of {e}?",),
-            ),
-        ),
-    ),
-    "project": (
-        Names.project,
-        (
-            Attribute("leader", "Who", Names.person, ("{e} is led by {v}",), ("Who leads {e}?",)),
-            Attribute(
-                "code word",
-                "What",
-                _word(CODEWORDS),
-                ("{e} goes by the code word {v}",),
-                ("Which code word stands for {e}?",),
-            ),
-            Attribute(
-                "site",
-                "What",
-                Names.town,
-                ("{e} is being built in {v}",),
-                ("Where is {e} being built?",),
-            ),
-            Attribute(
-                "budget", "What", Names.code, ("{e} may spend {v}",), ("How much may {e} spend?",)
-            ),
-            Attribute(
-                "start month",
-                "What",
-                _word(MONTHS),
-                ("{e} begins in {v}",),
-                ("When does {e} begin?",),
-            ),
-        ),
-    ),
+    kind: (getattr(Names, kind), tuple(_attribute(noun, *row) for noun, row in rows.items()))
+    for kind, rows in _DATA["world"].items()
 }
-
-TOLD = (
-    "the {n} of {e} is {v}",
-    "{e} has a {n}, which is {v}",
-    "as for {e}, the {n} is {v}",
-    "the records give the {n} of {e} as {v}",
-    "the {n} of {e}, as everyone knows, is {v}",
-    "a note says that the {n} of {e} is {v}",
-)
-ASKED = (
-    "{w} is the {n} of {e}?",
-    "Tell me the {n} of {e}.",
-    "According to the text, {lw} is the {n} of {e}?",
-    "{w} is given as the {n} of {e}?",
-    "Please find the {n} of {e}.",
-)
-OPENERS = (
-    "it is said that",
-    "the clerk wrote that",
-    "by all accounts",
-    "in those days",
-    "it turned out that",
-    "the letter adds that",
-    "as before,",
-    "to nobody's surprise,",
-)
-
-TELLINGS = 3  # how often a fact is stated, at most
-
-FILLER = (
-    "the weather turned {adj} before the end of the week",
-    "the {thing} was left near the {place} and nobody came for it",
-    "a {adj} wind blew over the {place} for most of the {time}",
-    "the committee met in the {place} and spoke about the {thing} until {time}",
-    "some of the older people still remember the {adj} {thing}",
-    "nothing in the {place} had changed since the last {time}",
-    "the road to the {place} was {adj} and the carts moved slowly",
-    "they repaired the {thing}, painted the door and went home",
-    "a {adj} visitor asked about the {thing} and then left without a word",
-    "every {time} the {place} fills with people who want to see the {thing}",
-    "there was a long talk about the price of the {thing}",
-    "the children found a {adj} {thing} behind the {place}",
-    "no decision was taken, and the {thing} stayed where it was",
-    "the {place} is {adj} at this time of the year",
-    "after the {time} the {place} was closed for a while",
-    "the report on the {thing} was {adj} and rather short",
-    "several guests complained about the {adj} {thing}",
-    "the night was {adj} and the {place} lay in the dark",
-    "a meeting about the {place} was put off until the next {time}",
-    "whoever wants to borrow the {thing} should ask in the {place}",
-    "the bells rang twice, and then the {place} was quiet again",
-    "the new {thing} is more {adj} than the old one",
-    "it rained so much that the {place} had to be cleared",
-    "the inspector looked at the {thing} and wrote a {adj} note",
-)
-MENTION = (
-    "visitors to {e} often speak of the {adj} {thing}",
-    "there is more to say about {e}, but not in this {time}",
-    "the {thing} has nothing to do with {e}",
-    "a letter about {e} was lost in the {place}",
-    "nobody mentioned {e} during the {time}",
-)
-SLOTS = {
-    "adj": (
-        "cold warm dry strange heavy narrow pleasant dull bright noisy gentle rough careful broken "
-        "simple famous empty modest curious plain"
-    ).split(),
-    "thing": (
-        "wagon clock fence barrel ledger map stove bench bell carpet statue gate parcel wheel mill "
-        "boat roof painting kettle tower"
-    ).split(),
-    "place": (
-        "market square harbour garden kitchen chapel station yard library cellar hall valley "
-        "meadow forest office street inn warehouse courtyard island"
-    ).split(),
-    "time": "week month season morning evening winter summer autumn spring year".split(),
-}
+"""How each kind of entity is named, and what may be told of it."""
+_SAID: dict[str, tuple[str, ...]] = {name: tuple(of) for name, of in _DATA["sentences"].items()}
+_SLOTS = ("adj", "thing", "place", "time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,26 +133,26 @@ def _sentence(text: str) -> str:
 def filler(rng: random.Random, entities: Sequence[str] = ()) -> str:
     """A sentence without a fact. It may mention one of `entities`."""
     if entities and rng.random() < 0.15:
-        pattern = rng.choice(MENTION)
+        pattern = rng.choice(_SAID["mention"])
     else:
-        pattern = rng.choice(FILLER)
-    slots = {key: rng.choice(words) for key, words in SLOTS.items()}
+        pattern = rng.choice(_SAID["filler"])
+    slots = {key: rng.choice(WORDS[key]) for key in _SLOTS}
     return _sentence(pattern.format(e=rng.choice(entities) if entities else "", **slots))
 
 
 def stated(rng: random.Random, entity: str, attribute: Attribute, value: str) -> Fact:
     """The fact that `value` is the `attribute` of `entity`, stated up to `TELLINGS` times."""
     told_as = []
-    for pattern in rng.sample(TOLD + attribute.told * 4, rng.randint(1, TELLINGS)):
+    for pattern in rng.sample(_SAID["told"] + attribute.told * 4, rng.randint(1, TELLINGS)):
         text = pattern.format(n=attribute.noun, e=entity, v=value)
         if value[0] in "aeiou":
             text = text.replace(f" a {value}", f" an {value}")
         if rng.random() < 0.25:
-            text = f"{rng.choice(OPENERS)} {text}"
+            text = f"{rng.choice(_SAID['openers'])} {text}"
         told_as.append(_sentence(text))
     shapes = [
         a.format(w=attribute.who, lw=attribute.who.lower(), n=attribute.noun, e=entity)
-        for a in ASKED
+        for a in _SAID["asked"]
     ] + [a.format(e=entity) for a in attribute.asked * 3]
     return Fact(tuple(told_as), tuple(shapes), value)
 

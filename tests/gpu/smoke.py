@@ -53,8 +53,7 @@ from minikv.kernels.attention.plain import last_rows_attention
 from minikv.kernels.decode import plain as decode
 from minikv.kernels.dispatch import on_gpu
 from minikv.kernels.mass import plain as attention_mass
-from minikv.models.linear import Plain
-from minikv.models.linear_gpu import Int4OnGpu, Int8OnGpu, as_read, kept_on
+from minikv.models.linear import Int4, Int8, Plain, as_read, kept
 from minikv.pages import Pages
 from minikv.policies.hashevict import HashEvict
 
@@ -461,10 +460,10 @@ def packed(s: Sizes, form: str) -> str:
     said = []
     for rows, columns in ((s.hidden + s.hidden // 2, s.hidden), (s.hidden, s.mlp)):
         plain = Plain(s.normal(rows, columns) / columns**0.5)
-        kind = Int8OnGpu if form == "int8" else Int4OnGpu
-        matrix = kind(plain, Pages(s.device).empty)
+        kind = Int8 if form == "int8" else Int4
+        matrix = kind(plain, Pages(s.device).empty, packing=None)
         dense = matrix.dense()
-        if isinstance(matrix, Int4OnGpu):
+        if isinstance(matrix, Int4):
             matrix.unpack = on_gpu().unpack_int4_rows
         for t in (1, 40):
             x = s.normal(t, columns)
@@ -486,8 +485,8 @@ def behind_attention(s: Sizes, form: str) -> str:
         (following, hidden),
     ):
         plain = Plain(s.normal(rows, columns) / columns**0.5)
-        there = torch.device("cuda")  # also in the interpreter: a CPU has other layouts
-        matrices.append(as_read(kept_on(there, plain, form, Pages(s.device).empty)))
+        # As on a GPU also in the interpreter: a CPU has other layouts.
+        matrices.append(as_read(kept(plain, form, Pages(s.device).empty, packing=None)))
     norms = [s.normal(hidden) for _ in range(2)]
     x, mixed = s.normal(1, hidden), s.normal(1, attended)
     said, again = "", [] if s.interprets else [on_gpu().rest]

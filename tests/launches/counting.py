@@ -60,8 +60,7 @@ from minikv.engine.sampling import Sampling
 from minikv.engine.warmup import warm
 from minikv.kernels.dispatch import FORMS, Kernels, on_gpu
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Plain
-from minikv.models.linear_gpu import kept_on, unpack_int4_rows
+from minikv.models.linear import Plain, kept, unpack_int4_rows
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 
@@ -279,7 +278,7 @@ def packed(net: Llama, form: str) -> Llama:
         for name in ("qkv", "out", "gate_up", "down"):
             plain = getattr(layer, name)
             assert isinstance(plain, Plain)
-            setattr(layer, name, kept_on(GPU, plain, form, room))
+            setattr(layer, name, kept(plain, form, room, packing=None))
     return net
 
 

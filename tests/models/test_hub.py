@@ -17,12 +17,12 @@ import lying_hub
 import pytest
 from checkpoints import Spec, write
 from huggingface_hub import errors, file_download
+from loaded import refused
 
 import minikv.models.hub as hub
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
-from minikv.models.errors import ModelError
-from minikv.models.hub import resolve, wanted_files
+from minikv.models.hub import resolve
 from minikv.models.weights import load_network
 
 REPO = "owner/some-model"
@@ -98,15 +98,6 @@ class FakeHub:
         self.asked = allow_patterns
         chosen = {name: self.files[name] for name in allow_patterns}
         return str(put_in_cache(self.cache, chosen, ref=revision or "main"))
-
-
-def refused(act: Callable[[], object]) -> ModelError:
-    with pytest.raises(ModelError) as caught:
-        act()
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.isprintable()
-    return caught.value
 
 
 def test_a_directory_is_used_as_it_is(tmp_path: Path, cache: Path) -> None:
@@ -221,29 +212,6 @@ def test_only_the_needed_files_are_fetched(
     assert fake.revisions == ["v2"]
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: pytest.fail("asked again"))
     assert resolve(REPO, revision="v2") == source
-
-
-def test_which_weights_are_wanted() -> None:
-    config = "config.json"
-    assert wanted_files([config, "model.safetensors", "consolidated.safetensors"]) == [
-        config,
-        "model.safetensors",
-    ]
-    assert wanted_files(["params.json", "consolidated.safetensors", "x.bin"]) == [
-        "consolidated.safetensors",
-        "params.json",
-    ]
-    index = "model.safetensors.index.json"
-    assert wanted_files([config, index, "part-a.safetensors", "consolidated.00.safetensors"]) == [
-        config,
-        index,
-        "part-a.safetensors",
-    ]
-    template = "additional_chat_templates/tools.jinja"
-    assert template in wanted_files([config, "model.safetensors", template, "x/y.jinja"])
-    versioned = "tokenizer.model.v3"
-    assert versioned in wanted_files([config, "model.safetensors", versioned])
-    assert versioned not in wanted_files([config, "model.safetensors", versioned, "tokenizer.json"])
 
 
 @pytest.mark.parametrize(
@@ -366,60 +334,6 @@ def test_offline_is_set_before_the_library_is_imported(
     )
     assert done.stderr == ""
     assert done.stdout.strip() == COMMIT
-
-
-def test_json_is_read_from_regular_files_only(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")
-    assert refused(lambda: hub.read_json(tmp_path / "config.json")).exit_code == 6
-    assert refused(lambda: hub.read_json(Path("/dev/zero"))).exit_code == 6
-    assert refused(lambda: hub.read_json(tmp_path / "absent.json")).exit_code == 3
-    (tmp_path / "long.json").write_text(json.dumps({"a": "x" * 100}))
-    assert hub.read_json(tmp_path / "long.json") == {"a": "x" * 100}
-    (tmp_path / "long.json").write_text(json.dumps({"a": "x" * (1 << 20)}))
-    assert refused(lambda: hub.read_json(tmp_path / "long.json")).exit_code == 6
-
-
-@pytest.mark.parametrize(
-    ("name", "start", "many", "end"),
-    [
-        ("tokenizer.json", b'{"a": [', b"{},", b"0]}"),
-        ("tokenizer.json", b'{"a": [', b"0,", b"0]}"),
-        ("tokenizer.json", b'{"a": {', b'"":0,', b'"":0}}'),
-        ("tokenizer.json", b'{"a": "', b":", b'"}'),
-        (hub.INDEX, b'{"a": [', b"[],", b"0]}"),
-        ("tokenizer_config.json", b'{"a": [', b"[],", b"0]}"),
-    ],
-)
-def test_json_that_would_fill_the_memory_is_not_parsed(
-    tmp_path: Path, name: str, start: bytes, many: bytes, end: bytes
-) -> None:
-    """A file just small enough to be read, of nothing but lists: forty bytes of memory for each of
-    its own."""
-    room = hub.JSON_LIMITS[name] - len(start) - len(end)
-    (tmp_path / name).write_bytes(start + many * (room // len(many)) + end)
-    error = refused(lambda: hub.read_json(tmp_path / name))
-    assert error.exit_code == 6
-    assert "lists and objects" in str(error)
-
-
-def test_pairs_are_counted_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One object of 2.9 million pairs took 1.2 GB."""
-    pairs = b",".join(b'"%x":0' % i for i in range(1_000_001))
-    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("it was parsed"))
-    error = refused(lambda: hub.parse_json(b"{" + pairs + b"}", "tokenizer.json"))
-    assert error.exit_code == 6
-    assert "1,000,001 pairs" in str(error)
-
-
-def test_json_as_of_the_largest_vocabularies_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """262,144 pieces, 515,000 merges in lists, and 6,400 added tokens of seven pairs; and twice as
-    many."""
-    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: {})
-    for times in (1.0, 1.9):
-        pieces = b'"a": 1, ' * round(times * 262_144)
-        merges = b'["a", "b"], ' * round(times * 515_000)
-        added = b"{" + b'"a": 1, ' * 7 + b"}, "
-        assert hub.parse_json(pieces + merges + added * round(times * 6_400), "x") == {}
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a/" + "b" * 5000, "~nobody-at-all/x", "\0"])

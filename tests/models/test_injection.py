@@ -31,8 +31,9 @@ from minikv.models.builtin_templates import (
     BuiltIn,
 )
 from minikv.models.errors import UnsupportedModel
-from minikv.models.templates import ChatTemplate, Message
+from minikv.models.templates import ChatTemplate, Message, _Shield
 from minikv.models.tokenizer import Tokenizer
+from minikv.models.vocabulary import TokenSearch
 
 CHATS, MANY = 5_000, 50_000  # by day a part, and all at night
 SOURCES: dict[str, tuple[BuiltIn, str | Callable[..., dict[str, Any]], *tuple[Any, ...]]] = {
@@ -210,8 +211,7 @@ def test_placeholders_survive_what_templates_do_to_text(change: str) -> None:
 
 
 def test_placeholder_names_are_not_reused() -> None:
-    _, template = with_source("{{ messages[0].content }}", "<|end|>")
-    names = {template._shields.new().mark("x") for _ in range(50)}
+    names = {_Shield(TokenSearch(["<|end|>"])).mark("x") for _ in range(50)}
     assert len(names) == 50
 
 

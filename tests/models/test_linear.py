@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 
 import checkpoints
 import forked
+import peaks
 import pytest
 import torch
 from checkpoints import Spec, edit_tensors, write
@@ -42,11 +44,21 @@ ROWS = [1, 2, *linear.FEW.values(), *(few + 1 for few in linear.FEW.values()), 4
 PACKED = {"int8": Int8, "int4": Int4}
 
 
+ON_GPU = ["int8 for a GPU", "int4 for a GPU"]
+
+
+def packed(plain: Plain, form: str) -> Linear:
+    """In this form; what is for a GPU is computed here by torch."""
+    if form in ON_GPU:
+        return kept(plain, form.partition(" ")[0], packing=None)
+    return kept(plain, form)
+
+
 def matrix(rows: int, columns: int, form: str = "auto", bias: bool = True) -> Linear:
     generator = torch.Generator().manual_seed(rows + columns)
     weight = torch.randn(rows, columns, generator=generator).bfloat16()
     added = torch.randn(rows, generator=generator).bfloat16() if bias else None
-    return kept(Plain(weight, added), form)
+    return packed(Plain(weight, added), form)
 
 
 def right(made: Linear, x: Tensor, got: Tensor) -> bool:
@@ -58,20 +70,24 @@ def right(made: Linear, x: Tensor, got: Tensor) -> bool:
     return bool(((got.float() - want - added).abs() <= room).all())
 
 
-@pytest.fixture(params=[True, False], ids=["bf16 processor", "older processor"])
+@pytest.fixture(params=[(True, True), (True, False), (False, False)])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "bf16_products", lambda: request.param)
+    """One that multiplies tiles of bfloat16, one that multiplies bfloat16, and an older one."""
+    products, tiles = request.param
+    monkeypatch.setattr(linear, "bf16_products", lambda: products)
+    monkeypatch.setattr(linear, "has_tiles", lambda: tiles)
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("form", ["auto", "int8", "int4", *ON_GPU])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @torch.no_grad()
 def test_products_are_those_of_the_dense_values(shape: tuple[int, int], form: str) -> None:
     for bias in (True, False):
         made = matrix(*shape, form, bias)
         assert made.dense().shape == shape
-        assert made.nbytes == kept_bytes(*shape, form, 2) + 2 * shape[0] * bias
+        if form not in ON_GPU:
+            assert made.nbytes == kept_bytes(*shape, form, 2) + 2 * shape[0] * bias
         for rows in ROWS:
             x = torch.randn(rows, 2 * shape[1]).bfloat16()[:, : shape[1]]  # not contiguous
             got = made(x)
@@ -145,13 +161,14 @@ def test_memory_that_is_used_again_gives_the_same(
         assert all(pool.map(same, [*range(4)] * 5))
 
 
-@pytest.mark.parametrize(("form", "steps"), [("int8", 254), ("int4", 15)])
-def test_a_value_is_at_most_half_a_step_off(form: str, steps: int) -> None:
+@pytest.mark.parametrize("form", ["int8", "int4", *ON_GPU])
+def test_a_value_is_at_most_half_a_step_off(form: str) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(96, 256, generator=generator).mul_(0.02).bfloat16()
-    made = kept(Plain(weight), form)
-    values = weight.float().view(96, 2 if form == "int4" else 1, -1)
-    if form == "int8":
+    made = packed(Plain(weight), form)
+    values = weight.float().view(96, 2 if "int4" in form else 1, -1)
+    steps = 15 if "int4" in form else 254
+    if "int8" in form:
         step = 2 * values.abs().amax(2, keepdim=True) / steps
     else:
         step = (values.amax(2, keepdim=True) - values.amin(2, keepdim=True)) / steps
@@ -160,6 +177,15 @@ def test_a_value_is_at_most_half_a_step_off(form: str, steps: int) -> None:
     slack = 2**-7 * values.abs().amax(2, keepdim=True)
     assert (off <= step / 2 + slack).all()
     assert off.max() > step.min() / 8  # it is not just a copy
+
+
+def test_the_layout_of_four_bits_for_a_gpu() -> None:
+    """Byte i of a group: column i below, column group / 2 + i above."""
+    steps = torch.cat((torch.arange(16), 15 - torch.arange(16)))  # scale 1, offset 0
+    made = packed(Plain((steps.float() - 8)[None].bfloat16()), "int4 for a GPU")
+    assert isinstance(made, Int4)
+    assert made.scales.flatten().tolist() == [1.0, 0.0]
+    assert made.packed[0].tolist() == [i | (15 - i) << 4 for i in range(16)]
 
 
 def test_rows_of_zeros_and_extremes_survive() -> None:
@@ -194,7 +220,7 @@ def test_int4_without_a_known_layout_still_multiplies(monkeypatch: pytest.Monkey
 
 
 @torch.no_grad()
-def test_one_row_does_not_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_does_not_go_through_onednn_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     honest = linear.F.linear
 
@@ -211,35 +237,6 @@ def test_one_row_does_not_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch._C._get_mkldnn_enabled() is True
     Plain(torch.ones(4, 4))(torch.ones(1, 4))  # float32 is left to torch
     assert seen[-1] is True
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("tiles", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_one_row_is_right_with_tiles_and_without(
-    shape: tuple[int, int], tiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(linear, "has_tiles", lambda: tiles)
-    x = torch.randn(1, shape[1], generator=torch.Generator().manual_seed(shape[0])).bfloat16()
-    made = matrix(*shape)
-    got = made(x)
-    assert got.shape == (1, shape[0])
-    assert right(made, x, got)
-
-
-@torch.no_grad()
-def test_with_tiles_onednn_stays_on_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    honest = torch.mv
-
-    def spy(*args: Tensor) -> Tensor:
-        seen.append(torch._C._get_mkldnn_enabled())
-        return honest(*args)
-
-    monkeypatch.setattr(torch, "mv", spy)
-    monkeypatch.setattr(linear, "has_tiles", lambda: True)
-    matrix(64, 64)(torch.randn(1, 64).bfloat16())
-    assert seen == [True]
 
 
 # -- loading --------------------------------------------------------------------------------
@@ -476,20 +473,8 @@ def test_the_bundled_model_answers_with_a_head_of_eight_bits(number: int, length
 
 def test_the_flag_takes_the_forms_that_there_are() -> None:
     assert settings.WEIGHTS == linear.FORMS
-    assert [linear.split(form) for form in linear.FORMS] == [
-        ("auto", "auto"),
-        ("plain", "auto"),
-        ("int8", "auto"),
-        ("int4", "auto"),
-        ("int8", "int8"),
-        ("int4", "int8"),
-    ]
-    assert [linear.packs(form) for form in linear.FORMS[1:]] == [
-        (),
-        ("int8",),
-        ("int4",),
-        ("int8",),
-        ("int4", "int8"),
+    assert [linear.packs(form) for form in linear.FORMS] == [
+        *((), (), ("int8",), ("int4",), ("int8",), ("int4", "int8"))
     ]
 
 
@@ -550,74 +535,36 @@ def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert word in ask("int8")
 
 
-def test_room_is_counted_in_the_form_and_the_hint_names_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "free", "form", "offered"),
+    [
+        ({"layers": 20_000, "windows": (None,) * 20_000}, "int8", "auto", ["int8", "int4"]),
+        ({"layers": 20_000, "windows": (None,) * 20_000}, "int4", "int8", ["int4"]),
+        ({"vocab": 20_000_000}, "int8+head", "auto", ["int8+head", "int4+head"]),
+        ({"vocab": 20_000_000}, "int4+head", "auto", ["int4+head"]),
+        ({"vocab": 20_000_000}, "int4+head", "int8+head", ["int4+head"]),
+        ({"vocab": 20_000_000}, "", "auto", []),
+    ],
+)
+def test_the_hint_names_the_forms_that_fit(
+    changes: dict[str, Any],
+    free: str,
+    form: str,
+    offered: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The head is packed only if packing the layers is not enough."""
     _, config = stored(tmp_path, WIDE)
-    config = replace(config, layers=20_000, windows=(None,) * 20_000)
-    sizes = {form: weights.loading_bytes(config, torch.bfloat16, form) for form in linear.FORMS}
-    assert sizes["int4"] < sizes["int8"] < sizes["plain"] == sizes["auto"]
-    monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int8"])
+    config = replace(config, **changes)
+    room = weights.loading_bytes(config, torch.bfloat16, free) if free else 1 << 20
+    monkeypatch.setattr(weights, "free_memory", lambda device: room)
     with pytest.raises(ModelError) as caught:
-        weights._check_room(config, torch.device("cpu"), torch.bfloat16, "auto")
+        weights._check_room(config, torch.device("cpu"), torch.bfloat16, form)
     assert caught.value.exit_code == 4
-    assert '`weights="int8"` would need' in caught.value.hint
-    assert '`weights="int4"` would need' in caught.value.hint
-    weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
-    monkeypatch.setattr(weights, "free_memory", lambda device: sizes["int4"])
-    with pytest.raises(ModelError) as caught:
-        weights._check_room(config, torch.device("cpu"), torch.bfloat16, "int8")
-    assert "int8" not in caught.value.hint
-    assert '`weights="int4"` would need' in caught.value.hint
-
-
-def test_where_a_large_vocabulary_does_not_fit_the_hint_packs_the_head(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, config = stored(tmp_path, WIDE)
-    config = replace(config, vocab=20_000_000)
-    sizes = {form: weights.loading_bytes(config, torch.bfloat16, form) for form in linear.FORMS}
-    assert sizes["int8+head"] < sizes["int4"] < sizes["int8"]
-
-    def hint(free: int, form: str = "auto") -> str:
-        monkeypatch.setattr(weights, "free_memory", lambda device: free)
-        with pytest.raises(ModelError) as caught:
-            weights._check_room(config, torch.device("cpu"), torch.bfloat16, form)
-        assert caught.value.exit_code == 4
-        return caught.value.hint
-
-    both = hint(sizes["int8+head"])
-    assert '`weights="int8+head"` would need' in both
-    assert '`weights="int4+head"` would need' in both
-    one = hint(sizes["int8+head"] - 1)
-    assert "int8" not in one
-    assert '`weights="int4+head"` would need' in one
-    assert 'weights="int4+head"' in hint(sizes["int4+head"], "int8+head")
-    assert "weights=" not in hint(sizes["int4+head"] - 1)
-
-
-PROBE = r"""
-import re, sys, torch
-from minikv.models import linear, load, weights
-from minikv.models.config import ModelConfig
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.weights import load_network
-def highest():
-    # Not ru_maxrss: that begins with what the process which started this one held.
-    with open("/proc/self/status") as file:
-        return int(re.search(r"VmHWM:\s*(\d+) kB", file.read())[1]) * 1024
-
-folder, form, *small = sys.argv[1:]
-if small:
-    linear.PACKED = weights.STAGING = int(small[0])
-checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
-load(None, dtype="bfloat16", weights=form)  # what the code itself takes
-before = highest()
-network = load_network(checkpoint, config, form=form)
-after = highest()
-needs = weights.loading_bytes(config, torch.bfloat16, form)
-print(after - before, network.weight_bytes, needs)
-"""
+    assert re.findall(r'weights="(.*?)"` would need', caught.value.hint) == offered
+    if free:
+        weights._check_room(config, torch.device("cpu"), torch.bfloat16, free)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -625,26 +572,11 @@ print(after - before, network.weight_bytes, needs)
 def test_packing_never_holds_a_second_copy(layers: int, tmp_path: Path) -> None:
     """170 MB of bfloat16 in layers by day, 230 at night, int4: the peak is the packed weights and
     one matrix's work."""
-    from safetensors.torch import save_file
-
-    config = {
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "vocab_size": 1000,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    made = Llama(ModelConfig.from_folder(tmp_path), dtype=torch.bfloat16)
-    state = {name: tensor.fill_(0.5).clone() for name, tensor in made.tensors()}
-    save_file(state, tmp_path / "model.safetensors")
-    del state
-    grown, size, needs = map(int, forked.run(str(tmp_path), "int4", code=PROBE).out.split())
-    assert size < made.weight_bytes / 3
-    assert grown < needs + weights.STAGING
-    assert needs + weights.STAGING < made.weight_bytes  # else this would say nothing
+    plain = peaks.write(tmp_path, layers, 1000)
+    made = peaks.loading(tmp_path, "bfloat16", "int4")
+    assert made.size < plain / 3
+    assert made.grown < made.needs + weights.STAGING
+    assert made.needs + weights.STAGING < plain  # else this would say nothing
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -655,19 +587,18 @@ def test_a_packed_head_is_never_beside_its_bfloat16(tied: bool, tmp_path: Path) 
     model = checkpoints.build(spec).bfloat16()
     checkpoints.save(model, spec, tmp_path)
     del model
-    done = forked.run(str(tmp_path), "int8+head", str(1 << 18), code=PROBE)
-    grown, size, needs = map(int, done.out.split())
+    made = peaks.loading(tmp_path, "bfloat16", "int8+head", 1 << 18)
     head = 75_000 * 256
-    assert size < (1.1 if tied else 3.1) * head
+    assert made.size < (1.1 if tied else 3.1) * head
     terminal = Terminal()
     terminal.out = io.StringIO()
     settings = Settings(model=str(tmp_path), policy="", weights="int8+head", device="cpu")
     plan(settings, "100", terminal, as_json=True)
     planned = json.loads(terminal.out.getvalue())
-    assert (planned["weights"], planned["kept"]) == (size, "int8+head")
+    assert (planned["weights"], planned["kept"]) == (made.size, "int8+head")
     slack = 8 << 20
-    assert grown < needs + slack
-    assert needs + slack < size + 2 * head  # else this would say nothing
+    assert made.grown < made.needs + slack
+    assert made.needs + slack < made.size + 2 * head  # else this would say nothing
 
 
 @pytest.mark.parametrize("capability", some_by_day(["default", "avx2", ""], bool))

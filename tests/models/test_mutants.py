@@ -5,7 +5,7 @@ A mutant either raises or changes the logits by at least a hundred times the par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 import minikv.models.checkpoint as checkpoint
 import minikv.models.weights as weights
-from minikv.cli.selftest import one_thread
 from minikv.kernels.dispatch import Kernels
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
@@ -29,12 +28,6 @@ from minikv.models.rope import Rotary
 from minikv.models.weights import load_network
 
 CUTS = [17, 1, 22]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def run(folder: Path, config: ModelConfig | None = None) -> Tensor:

@@ -7,7 +7,6 @@ token, relative to the largest logit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
@@ -15,16 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from checkpoints import ROPES, Spec, build, edit_json, edit_tensors, save, write
+from checkpoints import ROPES, Spec, write
 from dense import DenseCache
+from loaded import network_of
 from pairwise import covering, some_by_day
 from torch import Tensor
 
-from minikv.cli.selftest import one_thread
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
-from minikv.models.weights import load_network
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,16 +79,6 @@ def _matrix() -> list[Spec]:
 
 
 SPECS = _matrix()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-def network_of(folder: Path, dtype: torch.dtype | None = None) -> Llama:
-    return load_network(Checkpoint.open(folder), ModelConfig.from_folder(folder), dtype=dtype)
 
 
 def tokens(vocab: int, count: int = TOKENS, seed: int = 0) -> Tensor:
@@ -164,31 +150,6 @@ def test_bfloat16_agrees_where_the_choice_is_clear(family: str, tmp_path: Path) 
         agree += int((ours.argmax(-1) == theirs.argmax(-1))[sure].sum())
     assert clear >= 200
     assert agree >= 0.99 * clear
-
-
-def test_a_head_that_differs_is_not_tied_whatever_the_flag_says(tmp_path: Path) -> None:
-    spec = Spec(tied=False)
-    oracle = build(spec)
-    save(oracle, spec, tmp_path)
-    edit_json(tmp_path / "config.json", lambda raw: raw.update(tie_word_embeddings=True))
-    network = network_of(tmp_path)
-    assert not network.config.tied
-    assert any("not tied" in note for note in network.config.notes)
-    ids = tokens(spec.vocab)
-    assert difference(our_logits(network, ids, [TOKENS]), oracle_logits(oracle, ids)) <= LIMIT
-
-
-def test_an_equal_second_head_is_dropped(tmp_path: Path) -> None:
-    oracle = write(Spec(tied=True), tmp_path)
-    edit_tensors(
-        tmp_path / "model.safetensors",
-        lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
-    )
-    network = network_of(tmp_path)
-    assert network.config.tied
-    assert network.head.dense() is network.embedding
-    ids = tokens(67)
-    assert difference(our_logits(network, ids, [TOKENS]), oracle_logits(oracle, ids)) <= LIMIT
 
 
 def test_an_export_under_our_names_loads_in_transformers(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from pairwise import some_by_day
 
-from minikv.models import rendering, templates
+from minikv.models import rendering
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -47,7 +47,7 @@ from minikv.models.rendering import (
     _Process,
     process,
 )
-from minikv.models.templates import ChatTemplate, Message, _Shields
+from minikv.models.templates import ChatTemplate, Message, _Shield
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary
 from minikv.models.vocabulary import TokenSearch
@@ -57,92 +57,8 @@ if TYPE_CHECKING:
 
 # In the style of the published ones: white space control, macros, dates, refusals, tools, tags.
 PUBLISHED = {
-    "llama-3": (
-        "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
-        "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | "
-        "trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
-        "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
-        "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-    ),
-    "llama-3.2": (
-        "{{- bos_token }}\n{%- if not date_string is defined %}\n    {%- if strftime_now is "
-        "defined %}\n        {%- set date_string = strftime_now('%d %b %Y') %}\n    {%- endif %}\n"
-        "{%- endif %}\n{%- if not tools is defined %}\n    {%- set tools = none %}\n{%- endif %}\n"
-        "{%- if messages[0]['role'] == 'system' %}\n    {%- set system_message = "
-        "messages[0]['content']|trim %}\n    {%- set messages = messages[1:] %}\n{%- else %}\n"
-        "    {%- set system_message = '' %}\n{%- endif %}\n"
-        "{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}\n"
-        "{%- if tools is not none %}\n    {{- 'Environment: ipython\n' }}\n{%- endif %}\n"
-        "{{- 'Today Date: ' + date_string + '\n\n' }}\n{{- system_message }}\n{{- '<|eot_id|>' }}\n"
-        "{%- for message in messages %}\n    {%- if not (message.role == 'ipython' or 'tool_calls' "
-        "in message) %}\n        {{- '<|start_header_id|>' + message['role'] + "
-        "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}\n    {%- endif %}\n"
-        "{%- endfor %}\n{%- if add_generation_prompt %}\n"
-        "    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}\n"
-    ),
-    "chatml": (
-        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-        "{{ '<|im_start|>system\nYou are a helpful assistant<|im_end|>\n' }}{% endif %}"
-        "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    ),
-    "chatml-macro": (
-        "{%- macro turn(role, text) -%}\n<|im_start|>{{ role }}\n{{ text }}<|im_end|>\n"
-        "{% endmacro -%}\n{%- for m in messages %}\n  {%- if m.role == 'assistant' %}\n    "
-        "{%- generation %}{{ turn(m.role, m.content) }}{%- endgeneration %}\n  {%- else %}\n"
-        "    {{- turn(m.role, m.content) }}\n  {%- endif %}\n{%- endfor %}\n"
-        "{%- if add_generation_prompt -%}\n<|im_start|>assistant\n{% endif %}"
-    ),
-    "llama-2": (
-        "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
-        "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = "
-        "messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
-        "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
-        "'Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-        "{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\\n' + "
-        "system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = "
-        "message['content'] %}{% endif %}{% if message['role'] == 'user' %}{{ bos_token + '[INST] "
-        "' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ ' '  + "
-        "content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
-    ),
-    "mistral-first": (
-        "{%- if messages[0]['role'] == 'system' %}\n    {%- set system_message = "
-        "messages[0]['content'] %}\n    {%- set loop_messages = messages[1:] %}\n{%- else %}\n"
-        "    {%- set loop_messages = messages %}\n{%- endif %}\n"
-        "{%- set ns = namespace() %}\n{%- set ns.index = 0 %}\n"
-        "{%- for message in loop_messages %}\n    {%- if (message['role'] == 'user') != (ns.index "
-        "% 2 == 0) %}\n        {{- raise_exception('roles must alternate') }}\n    {%- endif %}\n"
-        "    {%- set ns.index = ns.index + 1 %}\n{%- endfor %}\n{{- bos_token }}\n"
-        "{%- for message in loop_messages %}\n    {%- if message['role'] == 'user' %}\n"
-        "        {%- if loop.last and system_message is defined %}\n            {{- '[INST] ' + "
-        "system_message + '\n\n' + message['content'] + '[/INST]' }}\n        {%- else %}\n"
-        "            {{- '[INST] ' + message['content'] + '[/INST]' }}\n        {%- endif %}\n"
-        "    {%- elif message['role'] == 'assistant' %}\n"
-        "        {{- ' ' + message['content']|trim + eos_token}}\n    {%- else %}\n"
-        "        {{- raise_exception('Only user and assistant roles are supported!') }}\n"
-        "    {%- endif %}\n{%- endfor %}\n"
-    ),
-    "mistral-v1": (
-        "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != "
-        "(loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate') }}"
-        "{% endif %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' "
-        "[/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
-        "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}"
-        "{% endif %}{% endfor %}"
-    ),
-    "zephyr": (
-        "{% for message in messages %}\n{% if message['role'] == 'user' %}\n{{ '<|user|>\n' + "
-        "message['content'] + eos_token }}\n{% elif message['role'] == 'system' %}\n{{ "
-        "'<|system|>\n' + message['content'] + eos_token }}\n{% elif message['role'] == "
-        "'assistant' %}\n{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
-        "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n"
-        "{% endfor %}"
-    ),
-    "own": (
-        "{{ '<|bos|>' }}{% for message in messages %}{{ '<|' + message.role + '|>' + "
-        "message.content + '<|end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-    ),
+    path.stem: path.read_text("utf-8")
+    for path in sorted(Path(__file__).with_name("templates").glob("*.jinja"))
 }
 OWN = ("<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 SP = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -313,85 +229,6 @@ def test_following_with_built_in_formats(format: BuiltIn, part: float) -> None:
         chat = random_chat(rng, system=format is not MISTRAL_V3, strip=True)
         if len(chat) > 2:
             follows(tokenizer, template, chat)
-
-
-def long_chat(turns: int) -> list[Message]:
-    """Questions and answers, with a document that spells control tokens in the first."""
-    chat = [Message("system", "Be brief. " * 30), Message("user", "<|eot_id|> a mill " * 500)]
-    for turn in range(turns):
-        chat += [Message("assistant", f"answer {turn}"), Message("user", f"question {turn}?")]
-    return chat
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_long_chat_goes_on_as_if_all_of_it_were_shown(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(templates, "_WHOLE", 32)
-    _, template = prepared(case)
-    for turns in (1, 2, 20, 33, 34, 60):
-        chat = long_chat(turns)
-        assert template.following(chat) == template._compose(chat, follow=True), turns
-
-
-def test_what_goes_on_with_a_long_chat_does_not_render_all_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every question after 10,000 turns took seconds; what is shown of them is bounded, but once
-    for every time that the chat is twice as long."""
-    monkeypatch.setattr(templates, "_WHOLE", 32)
-    template = with_source(PUBLISHED["chatml"])
-    shown: list[int] = []
-    real = template._render
-
-    def render(messages: Sequence[Message]) -> str:
-        shown.append(len(messages))
-        return real(messages)
-
-    monkeypatch.setattr(template, "_render", render)
-    chat = long_chat(1)
-    for turn in range(150):
-        chat += [Message("assistant", f"answer {turn}"), Message("user", f"question {turn}?")]
-        template.following(chat)
-    assert 5 <= len([count for count in shown if count > 40]) <= 16
-    assert len(shown) >= 300
-
-
-def test_another_conversation_is_looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that turns something off where a message says so, however far back."""
-    monkeypatch.setattr(templates, "_WHOLE", 8)
-    source = (
-        "{% set n = namespace(off='') %}{% for m in messages %}[{{ m.content }}]"
-        "{% if '/off' in m.content %}{% set n.off = 'off' %}{% endif %}{% endfor %}{{ n.off }}>"
-    )
-    template, plain = with_source(source), long_chat(20)
-    template.following(plain)
-    for at in (0, 1, 9, 15):
-        chat = [*plain]
-        chat[at] = Message(chat[at].role, "first /off last")
-        other = with_source(source)
-        other.following(plain)
-        assert other.following(chat) == other._compose(chat, follow=True)
-        assert other.following(chat) != template.following(plain)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ messages|length }}>",
-        "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ messages[0].content|length }}>",
-        "{% for m in messages %}{{ loop.index }}[{{ m.content }}]{% endfor %}>",
-    ],
-)
-def test_a_template_that_looks_back_is_shown_all(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it writes after the last answer depends on what was said before."""
-    monkeypatch.setattr(templates, "_WHOLE", 32)
-    template = with_source(source)
-    for turns in (3, 40, 41, 90):
-        chat = long_chat(turns)
-        assert template.following(chat) == template._compose(chat, follow=True)
 
 
 def test_following_survives_what_a_template_trims() -> None:
@@ -1128,28 +965,13 @@ def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == [{"stopped": "it ran for too long"}]
 
 
-def test_shields_know_the_beginnings_and_ends_of_control_tokens() -> None:
-    rng = random.Random(27)
-    for _ in range(200):
-        count = rng.randrange(9)
-        texts = ["".join(rng.choices("ab\U0001f600", k=rng.randrange(1, 7))) for _ in range(count)]
-        heads = {text[:n] for text in texts for n in range(1, len(text))}
-        tails = {text[n:] for text in texts for n in range(1, len(text))}
-        shields = _Shields(TokenSearch(texts))
-        for text in {"a", "b", *heads, *tails, *texts, *(text + "a" for text in texts)}:
-            assert shields.is_head(text) == (text in heads)
-            assert shields.is_tail(text) == (text in tails)
-
-
 def test_shields_take_memory_for_the_control_tokens_only() -> None:
     """Every beginning and end of 100 tokens of 500 characters took 54 MB."""
-    search = TokenSearch(f"{i:03}" + "\U0001f600" * 497 for i in range(100))
-    shield = _Shields(search).new()
-    shield.hide("x")
+    texts = [f"{i:03}" + "\U0001f600" * 497 for i in range(100)]
+    _Shield(TokenSearch(texts)).hide("x")
     tracemalloc.start()
     try:
-        shield = _Shields(search).new()
-        shield.hide("\U0001f600" * 600)
+        _Shield(TokenSearch(texts)).hide("\U0001f600" * 600)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

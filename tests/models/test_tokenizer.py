@@ -27,7 +27,7 @@ from minikv.models.builtin_templates import PLAIN
 from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, UnsupportedModel
 from minikv.models.templates import ChatTemplate
 from minikv.models.tokenizer import Tokenizer, well_formed
-from minikv.models.vocabulary import TokenSearch, _states, check_added
+from minikv.models.vocabulary import TokenSearch, check_added
 
 STRINGS = 25_000
 TEKKEN_NAMES = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
@@ -839,15 +839,6 @@ def test_special_tokens_that_other_files_name_have_the_same_limits(
 )
 def test_many_short_added_tokens_are_within_the_limits(texts: list[str]) -> None:
     check_added(texts, "t")
-
-
-def test_states_are_counted_as_the_different_beginnings() -> None:
-    rng = random.Random(11)
-    for _ in range(200):
-        texts = ["".join(rng.choices("ab\u00e9\U0001f600", k=rng.randrange(6))) for _ in range(9)]
-        data = [text.encode() for text in texts]
-        expected = {one[:n] for one in data for n in range(1, len(one) + 1)}
-        assert _states(texts) == len(expected)
 
 
 @pytest.mark.parametrize(

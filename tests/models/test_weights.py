@@ -8,17 +8,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 import forked
+import peaks
 import pytest
 import torch
 from checkpoints import Spec, edit_json, edit_tensors, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from loaded import network_of, refused
 from pairwise import some_by_day
 from safetensors.torch import load_file, save_file
 
@@ -26,33 +28,13 @@ import minikv.models as models
 import minikv.models.checkpoint as checkpoint
 import minikv.models.weights as weights
 from minikv.cli.bench import machine as devices
-from minikv.cli.selftest import one_thread
 from minikv.models.checkpoint import Checkpoint, read_header
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
-from minikv.models.hub import open_regular, read_json
+from minikv.models.files import open_regular
 from minikv.models.linear import bf16_products
 from minikv.models.llama import Llama
 from minikv.models.weights import load_network
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_thread():
-        yield
-
-
-def network_of(folder: Path, dtype: torch.dtype | None = None) -> Llama:
-    return load_network(Checkpoint.open(folder), ModelConfig.from_folder(folder), dtype=dtype)
-
-
-def refused(act: Callable[[], object]) -> ModelError:
-    with pytest.raises(ModelError) as caught:
-        act()
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.isprintable()
-    return caught.value
 
 
 def raw_file(path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
@@ -380,8 +362,8 @@ def test_what_the_network_computes_is_not_read(layout: str, tmp_path: Path) -> N
         set_map(tmp_path, names[0], ONES[0])
         set_map(tmp_path, "model.layers.7.self_attn.rotary_emb.inv_freq", ONES[1])
     after = network_of(tmp_path)
-    pairs = zip(before.parameters(), after.parameters(), strict=True)
-    assert all(torch.equal(one, two) for one, two in pairs)
+    pairs = zip(before.tensors(), after.tensors(), strict=True)
+    assert all(torch.equal(one, two) for (_, one), (_, two) in pairs)
 
 
 @pytest.mark.parametrize("name", ["model.rotary_embed.weight", "xrope.freqs", "my_freqs_cis"])
@@ -392,68 +374,6 @@ def test_what_only_looks_like_it_is_refused(name: str, tmp_path: Path) -> None:
     assert "unexpected tensor" in str(refused(lambda: network_of(tmp_path)))
     edit_tensors(path, lambda _: {"rope.freqs": torch.ones(6)})
     assert "no weights" in str(refused(lambda: network_of(tmp_path)))
-
-
-STAND_INS = [
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d4d\nsize 2\n", "a Git LFS pointer"),
-    (b"version https://hawser.github.com/spec/v1\noid sha256:4d4d\nsize 2\n", "a Git LFS pointer"),
-    (b"<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>", "a web page"),
-    (b"\xef\xbb\xbf\r\n <!-- saved -->\n<HTML lang=en><body></body></HTML>", "a web page"),
-    (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
-    (b"<Error><Code>AccessDenied</Code></Error>", "a web page"),
-    (b"<head><title>404</title></head>", "a web page"),
-    ("<!DOCTYPE html><html>".encode("utf-16"), "a web page"),
-    (b"/annex/objects/SHA256E-s1--4d4d\n", "a git-annex or DVC pointer"),
-    (b"../.git/annex/objects/Xx/yY/SHA256E-s1--4d4d", "a git-annex or DVC pointer"),
-    (b"outs:\n- md5: 4d4d\n  size: 1\n", "a git-annex or DVC pointer"),
-]
-
-
-@pytest.mark.parametrize(("data", "words"), STAND_INS)
-@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json", "tokenizer.json"])
-def test_what_a_download_left_in_place_of_a_file(
-    name: str, data: bytes, words: str, tmp_path: Path
-) -> None:
-    write(Spec(), tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / name).write_bytes(data)
-    error = refused(lambda: models.load(tmp_path))
-    assert error.exit_code == 6
-    assert f"{name} is {words}" in str(error)
-    assert "hf download" in error.hint
-
-
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (b"Entry not found", "'Entry not found'"),
-        (b"404\n", "'404'"),
-        (b'{"error": "Repository not found"}', "Repository not found"),
-        ("Zugriff verweigert: 401 ".encode("utf-16") + b"\n", "'Zugriff verweigert: 401'"),
-        (b"\xef\xbb\xbf" + "é".encode() * 600, r"\xe9"),  # a character is cut in two
-        (b"Access to it is restricted.\r\n" * 99, "restricted. Access to it is restricted. Acce'"),
-        (b"Latin-1: \xe9 and more", ""),
-        (b"\x1f\x8bpacked", ""),
-        (b"Not a text\0", ""),
-        (b"\0\1", ""),
-        (b"", ""),
-    ],
-)
-def test_a_text_in_place_of_weights_is_quoted(tmp_path: Path, data: bytes, said: str) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(data)
-    error = refused(lambda: read_header(path))
-    assert ("holds a text in place of the weights: " in str(error)) == bool(said)
-    assert said in str(error)
-    assert len(str(error)) < 150
-    assert "download the file again" in error.hint
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
-@pytest.mark.parametrize("data", [b"Entry not found", b'"Not found"'])
-def test_json_that_is_none_is_to_be_fetched_again(tmp_path: Path, name: str, data: bytes) -> None:
-    (tmp_path / name).write_bytes(data)
-    assert "hf download" in refused(lambda: read_json(tmp_path / name)).hint
 
 
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
@@ -503,7 +423,9 @@ def test_consolidated_in_two_parts_with_an_index(tmp_path: Path) -> None:
 
 
 def assert_equal(one: Llama, two: Llama) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(one.tensors(), two.tensors(), strict=True)
+    )
 
 
 def drop(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -642,16 +564,6 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_allocated(
     load_network(checkpoint, config)
 
 
-def test_a_processor_without_products_of_bfloat16_is_no_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`minikv doctor` names it; no chat begins with it."""
-    monkeypatch.setattr(weights, "bf16_products", lambda: False, raising=False)
-    write(Spec(), tmp_path)
-    config, checkpoint = ModelConfig.from_folder(tmp_path), Checkpoint.open(tmp_path)
-    assert load_network(checkpoint, config, dtype=torch.bfloat16).config.notes == config.notes
-
-
 def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
@@ -762,35 +674,6 @@ def test_the_package_and_its_errors_import_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-PROBE = r"""
-import re, sys, torch
-from minikv.models.config import ModelConfig
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.weights import load_network
-def highest():
-    # Not ru_maxrss: that begins with what the process which started this one held.
-    with open("/proc/self/status") as file:
-        return int(re.search(r"VmHWM:\s*(\d+) kB", file.read())[1]) * 1024
-
-folder = sys.argv[1]
-dtype = getattr(torch, sys.argv[2])
-checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
-torch.set_num_threads(1)  # a thread's stack is memory, too
-torch.ones(8, 8) @ torch.ones(8, 8)
-torch.ones(1 << 20).copy_(torch.ones(1 << 20, dtype=torch.bfloat16))
-slow = "sympy" in sys.modules
-before = highest()
-network = load_network(checkpoint, config, dtype=dtype)
-after = highest()
-maps = open("/proc/self/maps").read()
-import os
-files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-         if os.path.exists(f"/proc/self/fd/{fd}")]
-print(after - before, network.weight_bytes, "safetensors" in maps,
-      any(name.endswith(".safetensors") for name in files), slow != ("sympy" in sys.modules))
-"""
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("layers", some_by_day([3, 6], lambda layers: layers == 3))
 @pytest.mark.parametrize("wanted", ["bfloat16", "float32"])
@@ -799,24 +682,12 @@ def test_loading_peaks_at_one_copy_and_keeps_no_file(
 ) -> None:
     """100 MB of bfloat16 by day, 200 at night: the peak above the start is the weights and the
     staging buffer."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "vocab_size": 8000,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    made = Llama(ModelConfig.from_folder(tmp_path), dtype=torch.bfloat16)
-    state = {name: tensor.zero_().clone() for name, tensor in made.tensors()}
-    save_file(state, tmp_path / "model.safetensors")
-    grown, size, mapped, held, slow = forked.run(str(tmp_path), wanted, code=PROBE).out.split()
-    assert int(size) > layers * 25 * 2**20
+    peaks.write(tmp_path, layers, 8000)
+    made = peaks.loading(tmp_path, wanted)
+    assert made.size > layers * 25 * 2**20
     staging = weights.STAGING if wanted == "float32" else 0  # what stays as it is needs none
-    assert int(grown) < int(size) + staging + 16 * 2**20
-    assert (mapped, held, slow) == ("False", "False", "False")
+    assert made.grown < made.size + staging + 16 * 2**20
+    assert (made.mapped, made.held, made.sympy) == (False, False, False)
 
 
 READING = """
@@ -951,17 +822,3 @@ def test_weights_that_this_processor_cannot_pack_are_not_offered(
     assert offered("") == ["int4+head"]
     assert offered("int8") == []  # the head would be int8
     assert offered("int4") == []
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [
-        (0, "0 MiB"),
-        (3 << 20, "3 MiB"),
-        (2**30 // 10 - 1, "102 MiB"),
-        (2**30 // 10, "0.1 GiB"),
-        (5 << 30, "5.0 GiB"),
-    ],
-)
-def test_sizes_are_shown_in_gib_from_a_tenth_on(size: int, shown: str) -> None:
-    assert weights._shown(size) == shown

@@ -275,7 +275,7 @@ def _models(folder: Path) -> list[Target]:
     from minikv.models.checkpoint import read_header
     from minikv.models.config import ModelConfig
     from minikv.models.errors import ModelError
-    from minikv.models.hub import weight_map
+    from minikv.models.files import weight_map
 
     refusals = (ModelError,)
 

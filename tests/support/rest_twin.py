@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minikv.kernels.layer import plain as layer
 from minikv.kernels.product.matrix import Matrix
-from minikv.models.linear_gpu import unpack_int4_rows
+from minikv.models.linear import unpack_int4_rows
 
 
 def dense(matrix: Matrix) -> Tensor:

@@ -23,8 +23,7 @@ from triton_device import DEVICE, draw, guarded, kernel, on_device, untouched
 from minikv.cache.attend import DenseAttend
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.product.matrix import Matrix
-from minikv.models.linear import Plain
-from minikv.models.linear_gpu import as_read, kept_on
+from minikv.models.linear import Plain, as_read, kept
 from minikv.models.llama import Llama
 
 pytest.importorskip("triton", reason="no Triton on this system")
@@ -44,7 +43,7 @@ def matrix(
     """Random weights as the kernels read them, in guarded memory; and as they are."""
     bias = draw(seed + 50, (outs,), dtype) if biased else None
     plain = Plain(draw(seed, (outs, n), dtype) / n**0.5, bias)
-    made = as_read(kept_on(torch.device("cuda"), plain, form, _room))
+    made = as_read(kept(plain, form, _room, packing=None))
     assert made is not None
     assert (made.scales is None) == (form == "auto")
     there = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton_device import INTERPRETED, close, draw, guarded, kernel, on_device
 
-from minikv.models.linear_gpu import pack_int4_rows, unpack_int4_rows
+from minikv.models.linear import pack_int4_rows, unpack_int4_rows
 
 pytest.importorskip("triton", reason="no Triton on this system")
 

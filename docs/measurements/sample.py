@@ -1,4 +1,4 @@
-"""Write the sample document and its questions: `python -m minikv.models.bundled.sample`.
+"""Write the sample document and its questions: `python docs/measurements/sample.py`.
 
 A document of about 7,000 tokens that the model was not trained on (another seed), and one question
 of every kind of fact in it.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
+from minikv.models import BUNDLED
 from minikv.models.bundled import world
 
-FOLDER = Path(__file__).parent
 SEED, SENTENCES, FACTS = 20_000_001, 560, 36
 
 
@@ -22,8 +21,8 @@ def main() -> None:
     order = list(doc.facts)
     rng.shuffle(order)
     questions = [{"question": rng.choice(f.questions), "answer": f.answer} for f in order[:12]]
-    (FOLDER / "sample.txt").write_text(doc.text + "\n")
-    (FOLDER / "questions.json").write_text(json.dumps(questions, indent=1) + "\n")
+    (BUNDLED / "sample.txt").write_text(doc.text + "\n")
+    (BUNDLED / "questions.json").write_text(json.dumps(questions, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,371 @@
+"""The files of a model's folder: which of them are read, and how they are read safely."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import json
+import os
+import re
+import stat
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from minikv.models.errors import (
+    CorruptModel,
+    ModelError,
+    ModelUnavailable,
+    UnsupportedModel,
+    quote,
+)
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ORIGINAL_INDEX = "consolidated.safetensors.index.json"
+ORIGINAL = re.compile(r"consolidated[A-Za-z0-9._-]*\.safetensors")
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,242}\.safetensors")
+"""A file name without a folder, of at most 255 bytes. The real path is not checked, because the
+hub's cache consists of links into blobs/."""
+
+JSON_LIMITS = {
+    "tokenizer.json": 64 << 20,
+    "model.safetensors.index.json": 16 << 20,
+    "consolidated.safetensors.index.json": 16 << 20,
+    "tokenizer_config.json": 8 << 20,
+    "added_tokens.json": 8 << 20,
+}
+"""The largest JSON files that are read, in bytes; 1 MiB for any other. Real files have at most
+about half of it."""
+_JSON_LIMIT = 1 << 20
+TENSOR_LIMIT, _SHARD_LIMIT = 100_000, 4096
+"""The most tensors and files of a model. The largest real ones have a tenth of it."""
+_CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
+"""The most lists and objects, commas, and colons of one file. When a file is parsed, a list or an
+item of one takes some tens of bytes, and a pair of an object up to 350. The largest real
+vocabularies have half as many lists and items, and six tenths as many pairs."""
+
+CONFIGS = ("config.json", "params.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+_TEXT_FILES = {
+    *(*CONFIGS, *_TOKENIZERS, "generation_config.json", "tokenizer_config.json", "tekken.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+}
+_SHARD = r"model-\d+-of-\d+\.safetensors"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
+
+
+def wanted_files(names: Iterable[str]) -> list[str]:
+    """The files of a repository that minikv reads. names: all its files.
+
+    Only top-level files, and additional chat templates. If both layouts of the weights exist, the
+    Hugging Face one; never pickles. Raises ModelUnavailable or UnsupportedModel if nothing can be
+    loaded.
+    """
+    present = {name for name in names if "/" not in name}
+    wanted = present & _TEXT_FILES
+    shards = {name for name in present if re.fullmatch(_SHARD, name)}
+    original = {name for name in present if ORIGINAL.fullmatch(name)}
+    if INDEX in present:
+        # Shards may have unusual names. A missing one is found when the index is read.
+        other = {n for n in present if SHARD_NAME.fullmatch(n)} - original - {SINGLE}
+        wanted |= {INDEX} | (shards or other)
+    elif SINGLE in present:
+        wanted |= {SINGLE}
+    elif original:
+        wanted |= original | (present & {ORIGINAL_INDEX})
+    else:
+        raise no_weights(present)
+    if not wanted & {*CONFIGS}:
+        raise no_config()
+    if not wanted & {*_TOKENIZERS}:
+        wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
+    wanted |= {n for n in names if re.fullmatch(r"additional_chat_templates/[\w.-]+\.jinja", n)}
+    return sorted(wanted)
+
+
+def no_config() -> ModelUnavailable:
+    """The error for a repository without a configuration."""
+    return ModelUnavailable("the repository has no config.json: it holds no model")
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a file of this name is a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
+def gguf(name: str) -> UnsupportedModel:
+    """The error for a GGUF file, if there are no weights of another kind."""
+    return UnsupportedModel(
+        f"{quote(name)} is a GGUF file, which minikv does not read",
+        "use the model that it was made from, in the repository with the .safetensors files; "
+        '`weights="int4"` makes that small while it is loaded',
+    )
+
+
+def no_weights(names: Collection[str]) -> ModelError:
+    """The error for a folder with these file names: it has weights in an unsupported format, or
+    none at all."""
+    bad = sorted(name for name in names if name.lower().endswith(_PICKLED))
+    weights = [n for n in bad if n.lower() != "training_args.bin"]
+    shards = sorted(name for name in names if re.fullmatch(_SHARD, name))
+    if shards:
+        return ModelUnavailable(
+            f"{_and_more(shards)} hold weights, but {INDEX} is missing",
+            "download it, too: it says which file holds what",
+        )
+    if weights:
+        name = weights[0]
+        if all(map(is_gguf, weights)):
+            return gguf(name)
+        if name.lower().endswith((".msgpack", ".h5")):
+            why = "Flax and TensorFlow weights are not supported"
+        else:
+            why = "pickled weights are refused, because loading them can run code"
+        return UnsupportedModel(
+            f"{quote(name)}: {why}", "use a repository that has .safetensors files"
+        )
+    return ModelUnavailable("no weights found: neither model.safetensors nor an index of shards")
+
+
+def model_files(folder: Path) -> list[str]:
+    """The names of the files in `folder` that minikv reads, also of links to files that are not
+    there. Raises ModelError if there is no model."""
+    try:
+        names = [
+            path.relative_to(folder).as_posix()
+            for parent in (folder, folder / "additional_chat_templates")
+            if parent.is_dir()
+            for path in parent.iterdir()
+        ]
+    except OSError as error:
+        raise unreadable(folder, error) from None
+    return wanted_files(names)
+
+
+def unfinished(folder: Path) -> str:
+    """The first link to a file that is not there, among the files that minikv reads; "" if there is
+    none. Such a file is a part of the model, and its download did not end."""
+    with contextlib.suppress(ModelError):
+        return next((n for n in model_files(folder) if not os.path.exists(folder / n)), "")
+    return ""
+
+
+def missing_files(folder: Path) -> str:
+    """The first file that `folder` lacks for a complete model; "" if it lacks none. Checks names,
+    not contents."""
+
+    def has(name: str) -> bool:
+        return os.path.exists(folder / name)
+
+    if lacks := unfinished(folder):
+        return lacks
+    if not any(map(has, CONFIGS)):
+        return "config.json"
+    names = (*_TOKENIZERS, "tekken.json")
+    if not any(map(has, names)) and not any(folder.glob("tokenizer.model.v*")):
+        return "tokenizer.json"
+    for index in (INDEX, ORIGINAL_INDEX):
+        if has(index):
+            try:
+                shards = weight_map(folder / index).values()
+            except ModelError:
+                return ""  # the file exists; loading it reports what is wrong with it
+            return next((name for name in sorted(set(shards)) if not has(name)), "")
+        if index == INDEX and has(SINGLE):
+            return ""
+    if any(ORIGINAL.fullmatch(path.name) for path in folder.iterdir()):
+        return ""
+    return SINGLE
+
+
+def weight_map(path: Path) -> dict[str, str]:
+    """Read an index file: the file name of the shard of each tensor, by tensor name. Raises
+    CorruptModel."""
+    data = read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT))
+    if data.count(b":") > TENSOR_LIMIT + 1000:
+        raise CorruptModel(f"{path.name}: more than {TENSOR_LIMIT:,} tensors are not read")
+    mapping = parse_json(data, path.name).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise CorruptModel(f"{path.name}: weight_map is missing or empty")
+    for tensor, shard in mapping.items():
+        if not isinstance(shard, str) or SHARD_NAME.fullmatch(shard) is None:
+            raise CorruptModel(
+                f"{path.name}: {quote(shard)} (for {quote(tensor)}) is not a plain shard name"
+            )
+    if len(set(mapping.values())) > _SHARD_LIMIT:
+        raise CorruptModel(f"{path.name}: more than {_SHARD_LIMIT:,} files are not read")
+    return mapping
+
+
+def refuse_missing(index: Path, shards: Iterable[str]) -> None:
+    """Raise ModelUnavailable if a file that an index names is not beside it. The message says
+    whether other files are, which it does not name."""
+    named, folder = set(shards), index.parent
+    missing = sorted(name for name in named if not os.path.exists(folder / name))
+    if not missing:
+        return
+    other = sorted(
+        name
+        for name in os.listdir(folder)
+        if name not in named
+        and name.endswith(".safetensors")
+        and not name.startswith("adapter")
+        and (ORIGINAL.fullmatch(name) is not None) == (index.name == ORIGINAL_INDEX)
+        and os.path.exists(folder / name)
+    )
+    if not other:
+        raise ModelUnavailable(
+            f"{missing[0]} is missing ({len(missing)} of {len(named)} shards are)",
+            "complete the download",
+        )
+    raise ModelUnavailable(
+        f"{index.name} does not fit the files here: it names {_and_more(missing)}, which are "
+        f"missing, and not {_and_more(other)}, which are here",
+        f"if {SINGLE} is the whole model, delete the index; if not, complete the download"
+        if other == [SINGLE]
+        else "get the index that belongs to these files, or the files that belong to the index",
+    )
+
+
+def _and_more(names: Sequence[str]) -> str:
+    """The first name, and how many more there are."""
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"{quote(names[0])[1:-1]}{more}"
+
+
+_AGAIN = "download the file again; `hf download NAME` fetches a whole model"
+_STAND_INS = (
+    (
+        re.compile(rb"version https?://(git-lfs|hawser|git-media)\b|# xet version "),
+        "is a Git LFS pointer, not the file that it stands for",
+        "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
+    ),
+    (
+        re.compile(rb"(/|(\.\./)*\.git/)annex/objects/|outs:\s+- md5:"),
+        "is a git-annex or DVC pointer, not the file that it stands for",
+        "run `git annex get` or `dvc pull` there, or `hf download NAME`",
+    ),
+    (
+        re.compile(
+            rb"\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b",
+            re.IGNORECASE | re.DOTALL,
+        ),
+        "is a web page, not the file that was to be downloaded",
+        _AGAIN,
+    ),
+)
+
+
+def refuse_stand_in(data: bytes, name: str) -> None:
+    """Raise CorruptModel if a file holds what some downloads leave in its place. data: at least its
+    first bytes."""
+    first = _beginning(data[:1024]).encode("utf-8", "surrogateescape")
+    for pattern, what, hint in _STAND_INS:
+        if pattern.match(first) and not (name.endswith(".jinja") and _is_template(first, data)):
+            raise CorruptModel(f"{name} {what}", hint)
+
+
+def _is_template(first: bytes, data: bytes) -> bool:
+    """Whether tags at the beginning of a file are those that its chat template writes. No template
+    writes a doctype, and the scripts of a web page may have two braces."""
+    return b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
+
+
+def refuse_text(data: bytes, name: str) -> None:
+    """Raise CorruptModel if a file of weights begins as a text. data: at least its first bytes."""
+    refuse_stand_in(data, name)
+    text = _beginning(data[:512])
+    if text and all(sign.isprintable() or sign.isspace() for sign in text):
+        said = quote(" ".join(text.split())[:60])
+        raise CorruptModel(f"{name} holds a text in place of the weights: {said}", _AGAIN)
+
+
+def _beginning(data: bytes) -> str:
+    """The first bytes of a file as text, but for a character that is cut at their end. What is not
+    valid becomes surrogates."""
+    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    encoding, errors = ("utf-16", "replace") if wide else ("utf-8-sig", "surrogateescape")
+    return codecs.getincrementaldecoder(encoding)(errors).decode(data)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file (links are followed), unbuffered. Raises ModelUnavailable, CorruptModel.
+
+    Devices and pipes are refused, because reading them could block for ever.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise ModelUnavailable(f"{quote(path.name)} is missing from {path.parent}") from None
+    except OSError as error:
+        raise ModelUnavailable(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptModel(f"{path} is not a regular file")
+    return open(fd, "rb", buffering=0)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a regular UTF-8 file. `JSON_LIMITS` limits its size.
+
+    Raises CorruptModel, which names the file, also for NaN, a duplicate key, or a top level that is
+    not an object; and ModelUnavailable.
+    """
+    return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT)), path.name)
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read a regular file of at most `limit` bytes. Raises ModelUnavailable or CorruptModel."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CorruptModel(f"{path.name}: {size:,} bytes; at most {limit:,} are read")
+        try:
+            data = file.read(limit + 1) or b""
+        except OSError as error:
+            raise unreadable(path, error) from None
+    refuse_stand_in(data, path.name)
+    return data
+
+
+def unreadable(path: Path, error: OSError) -> ModelUnavailable:
+    """The error if the system cannot read a file or a folder of a model."""
+    return ModelUnavailable(
+        f"{quote(path.name)[1:-1]} cannot be read: {error.strerror}",
+        "the disk or the network drive that it is on does not answer as it should",
+    )
+
+
+def parse_json(data: bytes, name: str) -> dict[str, Any]:
+    """`read_json` for bytes that were already read. name: of the file, for messages."""
+    containers = data.count(b"{") + data.count(b"[")
+    items, pairs = data.count(b","), data.count(b":")
+    if containers > _CONTAINERS or items > _ITEMS or pairs > _PAIRS:
+        raise CorruptModel(
+            f"{name}: {containers:,} lists and objects, {items:,} items and {pairs:,} pairs: no "
+            "model has so many"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+        del data  # usually the last reference: `text` is enough, and parsing takes much memory
+        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise CorruptModel(f"{name}: not valid JSON ({quote(what)[1:-1]})", _AGAIN) from None
+    if not isinstance(value, dict):
+        raise CorruptModel(f"{name}: expected a JSON object, got {type(value).__name__}", _AGAIN)
+    return value
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"key {quote(key)} is given twice")
+        made[key] = value
+    return made
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")

@@ -1,0 +1,152 @@
+"""The files of a model's folder: what is read of them, and what a download left in their place."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from checkpoints import Spec, write
+from loaded import refused
+
+import minikv.models as models
+from minikv.models import files
+from minikv.models.checkpoint import read_header
+from minikv.models.files import INDEX, read_json, wanted_files
+
+
+def test_which_weights_are_wanted() -> None:
+    config = "config.json"
+    assert wanted_files([config, "model.safetensors", "consolidated.safetensors"]) == [
+        config,
+        "model.safetensors",
+    ]
+    assert wanted_files(["params.json", "consolidated.safetensors", "x.bin"]) == [
+        "consolidated.safetensors",
+        "params.json",
+    ]
+    index = "model.safetensors.index.json"
+    assert wanted_files([config, index, "part-a.safetensors", "consolidated.00.safetensors"]) == [
+        config,
+        index,
+        "part-a.safetensors",
+    ]
+    template = "additional_chat_templates/tools.jinja"
+    assert template in wanted_files([config, "model.safetensors", template, "x/y.jinja"])
+    versioned = "tokenizer.model.v3"
+    assert versioned in wanted_files([config, "model.safetensors", versioned])
+    assert versioned not in wanted_files([config, "model.safetensors", versioned, "tokenizer.json"])
+
+
+def test_json_is_read_from_regular_files_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert refused(lambda: files.read_json(tmp_path / "config.json")).exit_code == 6
+    assert refused(lambda: files.read_json(Path("/dev/zero"))).exit_code == 6
+    assert refused(lambda: files.read_json(tmp_path / "absent.json")).exit_code == 3
+    (tmp_path / "long.json").write_text(json.dumps({"a": "x" * 100}))
+    assert files.read_json(tmp_path / "long.json") == {"a": "x" * 100}
+    (tmp_path / "long.json").write_text(json.dumps({"a": "x" * (1 << 20)}))
+    assert refused(lambda: files.read_json(tmp_path / "long.json")).exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "many", "end"),
+    [
+        ("tokenizer.json", b'{"a": [', b"{},", b"0]}"),
+        ("tokenizer.json", b'{"a": [', b"0,", b"0]}"),
+        ("tokenizer.json", b'{"a": {', b'"":0,' + b" " * 50, b'"":0}}'),  # only pairs are many
+        ("tokenizer.json", b'{"a": "', b":", b'"}'),
+        (files.INDEX, b'{"a": [', b"[],", b"0]}"),
+        ("tokenizer_config.json", b'{"a": [', b"[],", b"0]}"),
+    ],
+)
+def test_json_that_would_fill_the_memory_is_not_parsed(
+    tmp_path: Path,
+    name: str,
+    start: bytes,
+    many: bytes,
+    end: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file just small enough to be read, of nothing but lists, or of pairs: forty bytes of memory
+    and more for each of its own."""
+    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: pytest.fail("it was parsed"))
+    room = files.JSON_LIMITS[name] - len(start) - len(end)
+    (tmp_path / name).write_bytes(start + many * (room // len(many)) + end)
+    error = refused(lambda: files.read_json(tmp_path / name))
+    assert error.exit_code == 6
+    assert "lists and objects" in str(error)
+
+
+def test_json_as_of_the_largest_vocabularies_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """262,144 pieces, 515,000 merges in lists, and 6,400 added tokens of seven pairs; and twice as
+    many."""
+    monkeypatch.setattr(json, "loads", lambda *args, **kwargs: {})
+    for times in (1.0, 1.9):
+        pieces = b'"a": 1, ' * round(times * 262_144)
+        merges = b'["a", "b"], ' * round(times * 515_000)
+        added = b"{" + b'"a": 1, ' * 7 + b"}, "
+        assert files.parse_json(pieces + merges + added * round(times * 6_400), "x") == {}
+
+
+STAND_INS = [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d4d\nsize 2\n", "a Git LFS pointer"),
+    (b"version https://hawser.github.com/spec/v1\noid sha256:4d4d\nsize 2\n", "a Git LFS pointer"),
+    (b"<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>", "a web page"),
+    (b"\xef\xbb\xbf\r\n <!-- saved -->\n<HTML lang=en><body></body></HTML>", "a web page"),
+    (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
+    (b"<Error><Code>AccessDenied</Code></Error>", "a web page"),
+    (b"<head><title>404</title></head>", "a web page"),
+    ("<!DOCTYPE html><html>".encode("utf-16"), "a web page"),
+    (b"/annex/objects/SHA256E-s1--4d4d\n", "a git-annex or DVC pointer"),
+    (b"../.git/annex/objects/Xx/yY/SHA256E-s1--4d4d", "a git-annex or DVC pointer"),
+    (b"outs:\n- md5: 4d4d\n  size: 1\n", "a git-annex or DVC pointer"),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), STAND_INS)
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json", "tokenizer.json"])
+def test_what_a_download_left_in_place_of_a_file(
+    name: str, data: bytes, words: str, tmp_path: Path
+) -> None:
+    write(Spec(), tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / name).write_bytes(data)
+    error = refused(lambda: models.load(tmp_path))
+    assert error.exit_code == 6
+    assert f"{name} is {words}" in str(error)
+    assert "hf download" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"Entry not found", "'Entry not found'"),
+        (b"404\n", "'404'"),
+        (b'{"error": "Repository not found"}', "Repository not found"),
+        ("Zugriff verweigert: 401 ".encode("utf-16") + b"\n", "'Zugriff verweigert: 401'"),
+        (b"\xef\xbb\xbf" + "é".encode() * 600, r"\xe9"),  # a character is cut in two
+        (b"Access to it is restricted.\r\n" * 99, "restricted. Access to it is restricted. Acce'"),
+        (b"Latin-1: \xe9 and more", ""),
+        (b"\x1f\x8bpacked", ""),
+        (b"Not a text\0", ""),
+        (b"\0\1", ""),
+        (b"", ""),
+    ],
+)
+def test_a_text_in_place_of_weights_is_quoted(tmp_path: Path, data: bytes, said: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    error = refused(lambda: read_header(path))
+    assert ("holds a text in place of the weights: " in str(error)) == bool(said)
+    assert said in str(error)
+    assert len(str(error)) < 150
+    assert "download the file again" in error.hint
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
+@pytest.mark.parametrize("data", [b"Entry not found", b'"Not found"'])
+def test_json_that_is_none_is_to_be_fetched_again(tmp_path: Path, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    assert "hf download" in refused(lambda: read_json(tmp_path / name)).hint
