@@ -639,29 +639,6 @@ def test_what_the_query_of_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [[*held, 60] for held in before]
 
 
-def test_rows_take_the_old_ones_place_where_addresses_are_kept() -> None:
-    """As on a GPU; not where somebody may go back to the old rows."""
-    run, twin = (engine(network(), "snapkv", "roco", 44) for _ in range(2))
-    run.kv.keeps_addresses = True
-    for each in (run, twin):
-        each.prompt(ids(80))
-    place = run.kv.arena.columns["k"].data_ptr()
-    for turn, marked in enumerate((False, True)):
-        held = run.kv.share() if marked else None
-        for each in (run, twin):
-            each.prompt(ids(6, seed=turn))
-        assert (run.kv.arena.columns["k"].data_ptr() == place) != marked
-        for name in twin.kv.arena.columns:
-            for layer in range(3):
-                for head in range(3):
-                    mine = run.kv.arena.segment(name, layer, head)
-                    assert torch.equal(mine, twin.kv.arena.segment(name, layer, head))
-    assert held is not None
-    run.kv.restore(held)
-    assert run.kv.position == 86
-    assert run.kv.arena.columns["k"].data_ptr() == place
-
-
 def test_a_shared_snapshot_holds_the_tiers_rows_too() -> None:
     """Of two recalls after it the second is not wanted, and what it added to the tier is not."""
     run = tiered(engine(network(), "snapkv", "roco", 44))

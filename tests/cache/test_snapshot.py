@@ -124,7 +124,7 @@ def test_a_cache_goes_on_under_other_policies_as_if_they_were_set_after_it() -> 
     before = other.kv.snapshot()
     with pytest.raises(UsageError, match="too small"):
         other.kv.restore(held, then, under=Rules(later.prompt, later.step, Budget.parse(1)))
-    assert other.kv.position == before.position
+    assert other.kv.position == before.state.position
     assert other.kv.rules.prompt is later.prompt
 
 
@@ -229,9 +229,9 @@ def test_a_full_cache_of_a_whole_context_is_taken() -> None:
     shape = run.kv.shape
     run.prompt(ids(shape.max_context - 8))
     held = run.kv.snapshot()
-    assert held.region[-1] >= shape.layers * shape.kv_heads * held.position
+    assert held.region[-1] >= shape.layers * shape.kv_heads * held.state.position
     put_back(run.kv, held)
-    assert run.kv.stats().seen == held.position
+    assert run.kv.stats().seen == held.state.position
 
 
 def through_json(held: CacheSnapshot) -> CacheSnapshot:
@@ -279,7 +279,6 @@ def spoil(record: dict[str, Any], key: str, value: object) -> None:
         ("turns", [[0, "a"]]),
         ("pinned", None),
         ("rows", "48"),
-        ("open", 1),
         ("peak", "much"),
         ("evict_s", "1"),
         ("lost", {"0": 1}),
