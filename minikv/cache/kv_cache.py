@@ -280,7 +280,7 @@ class KVCache:
             if tier is not None:
                 tier.open(plan.tokens)
             reading = Prefill(setup, plan, arena, target, tier)
-        staged = None if tier is None else tier.staging_nbytes
+        staged = None if tier is None else tier.staging(plan.tokens)
         in_file = scoring is not None and scoring.kind == "file"
         rows = self._rows_after(prompt.position, prompt.tokens)
         most = peak(plan, setup, staged=staged, in_file=in_file).reading

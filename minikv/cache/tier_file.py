@@ -386,11 +386,6 @@ class FileRows:
         """Bytes of the file `rows` up to the end of its last segment."""
         return self._at(self._segments[-1], self.header.layers) if self._segments else 0
 
-    @property
-    def working(self) -> int:
-        """See `RamRows`: the memory of at most two layers."""
-        return 0 if self._slots is None else self._slots.nbytes
-
     def _slot(self, layer: int, count: int) -> Mapping[str, Tensor]:
         """The layer's rows in memory that has room for `count` rows, for the prompt's and for all
         stored ones: the unused last rows of a segment are read with the others."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest

@@ -356,8 +356,7 @@ def test_the_planned_bytes_are_those_of_a_real_run(
 def test_what_is_read_twice_stays_below_its_plan(
     which: str, policy: str, decode: str, tier: str, request: pytest.FixtureRequest
 ) -> None:
-    """The request is counted with more tokens than it has, and what is never there at the same
-    time is added up: at most a third above."""
+    """The request is counted with more tokens than it has."""
     session: ChatSession = request.getfixturevalue(which)
     config = session.engine.network.config  # type: ignore[attr-defined]
     text = "The mill on the river is run by Ada, who came from Velgate. " * 20
@@ -378,7 +377,7 @@ def test_what_is_read_twice_stays_below_its_plan(
         in_file = peak(made, setup, in_file=True).reading
         assert in_file < planned
         planned = in_file
-    assert kv_bytes.peak_prefill <= planned <= 1.35 * kv_bytes.peak_prefill
+    assert kv_bytes.peak_prefill <= planned <= 1.05 * kv_bytes.peak_prefill
     assert kv_bytes.allocated <= peak(made, setup).writing
 
 
