@@ -18,7 +18,8 @@ from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.errors import ContextError, UsageError
-from minikv.kernels.dispatch import Kernels
+from minikv.kernels.dispatch import GPU_BLOCK, Kernels
+from minikv.kernels.evict import cpu
 from minikv.policies.repeats import Wording
 
 USEFUL = 512
@@ -107,6 +108,17 @@ class Machine:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if fits(steps[middle]) else (low, middle)
         return steps[low - 1] if low else least
+
+
+def likely(name: str, *, gpu: bool) -> Kernels:
+    """The kernels that a chat with the setting `kernels` of this name will have, as far as memory
+    depends on them. Nothing is compiled."""
+    ops = Kernels()
+    if gpu:
+        ops.block = GPU_BLOCK
+    elif name != "torch":
+        ops.evict = cpu.evict
+    return ops
 
 
 def usable(free: int) -> int:
