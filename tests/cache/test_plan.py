@@ -119,13 +119,6 @@ def test_a_later_prompt_that_fits_behind_the_rows_of_before_stays_there() -> Non
     assert not shares(60, 5, rules("snapkv+global"))
 
 
-def test_rows_that_slid_out_of_a_window_are_not_among_those_of_before() -> None:
-    """Before anything was read, nothing is asked of the device."""
-    empty = RowsBefore.none(SHAPE)
-    assert empty.seen == [0, 0]
-    assert not empty.held.held.any()
-
-
 def test_rows_before_are_those_that_the_first_token_after_the_prompt_sees() -> None:
     """Of a layer whose window slides by then; of the others all that are held."""
     arena = filled([60, 60], [[10, 20, 5], [10, 20, 5]], None)

@@ -252,11 +252,6 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
         torch.testing.assert_close(view.lengths, want)
 
 
-def test_a_tier_does_not_serve_a_policy_that_asks_for_probabilities() -> None:
-    run, _, _ = asking()
-    assert run.kv.rules.cannot_recall == "asks needs the probabilities of all tokens"
-
-
 @pytest.mark.parametrize("kv", [None, torch.int8])
 @pytest.mark.parametrize("free", [None, 0, 1])
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 3, 5], [1, 5, 2], [1, 1, 1]])

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from minikv import policies
 from minikv.cache.budget import Budget
-from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Copies, Tier, TierSteps
@@ -197,12 +196,6 @@ def test_the_bytes_are_those_of_the_rows() -> None:
     wide = replace(shape, head_dim=64)
     share = row_nbytes(wide, torch.bfloat16, True) / row_nbytes(wide, torch.bfloat16)
     assert share <= 0.52
-
-
-@pytest.mark.parametrize("policy", sorted(UNSERVED))
-def test_a_policy_that_needs_every_query_is_named(policy: str) -> None:
-    kv: KVCache = small.engine(small.network(layers=1), policy, "none", 60).kv
-    assert policy in str(kv.rules.cannot_recall)
 
 
 def test_memory_for_rows_grows_by_whole_steps_and_keeps_what_there_is() -> None:

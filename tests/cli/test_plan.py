@@ -117,7 +117,9 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
     assert made.dtype == "float32"
     half = of(EvictionConfig.read(), None, 1000, dtype="bfloat16")
     assert half.weights == made.weights // 2
-    assert made.token_bytes - half.token_bytes == ModelConfig.from_folder(BUNDLED).kv_row_bytes(2)
+    config = ModelConfig.from_folder(BUNDLED)
+    numbers = 2 * config.layers * config.kv_heads * config.head_dim
+    assert made.token_bytes - half.token_bytes == 2 * numbers
 
 
 @pytest.mark.parametrize(
@@ -314,7 +316,8 @@ def measured_and_planned(
         (
             kv_bytes.full,
             sum(min(session.engine.kv.position, (w or 1 << 40) - 1) for w in config.windows)
-            * (config.kv_row_bytes(4) // config.layers + 4 * config.kv_heads),
+            * config.kv_heads
+            * (2 * config.head_dim * 4 + 4),
         ),
     ]
 
