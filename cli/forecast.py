@@ -124,7 +124,7 @@ def forecast(
     import torch
 
     from minikv.cache.plan import PassCost, held_after, peak
-    from minikv.chat.fitting import Machine, tier_beside, too_much, usable
+    from minikv.chat.fitting import Machine, likely, tier_beside, too_much, usable
     from minikv.loader import shape_of, workspace
     from minikv.models.config import ModelConfig
     from minikv.models.packed import LEAST
@@ -172,7 +172,8 @@ def forecast(
         dtype, cuda = settings.tier_dtype, where.type == "cuda"
         return tier_beside(shape, kind, tokens, settings.tier, dtype, cuda=cuda)
 
-    machine = Machine(shape, kind, cached, work_space, beside, where.type == "cuda")
+    ops = likely(settings.kernels, gpu=where.type == "cuda")
+    machine = Machine(shape, kind, cached, work_space, beside, where.type == "cuda", ops)
     left = None if free is None else max(0, free - weights)
 
     def row(name: str, stride: int, eviction: EvictionConfig | UsageError) -> Row:

@@ -129,7 +129,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     def beside(tokens: int) -> int:
         return tier_beside(kv.shape, kv.dtype, tokens, recall.kind, recall.dtype, cuda=cuda)
 
-    machine = Machine(kv.shape, kv.dtype, kv.kv, work, beside, cuda)
+    machine = Machine(kv.shape, kv.dtype, kv.kv, work, beside, cuda, kv.ops)
     return ChatSession(
         Engine(network, kv),
         loaded.tokenizer,

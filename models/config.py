@@ -91,10 +91,6 @@ class ModelConfig:
             )
         return _with_generation(config, folder / "generation_config.json")
 
-    def kv_row_bytes(self, element_size: int) -> int:
-        """Bytes of keys and values that one token takes over all layers and heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * element_size
-
     @property
     def parameters(self) -> int:
         """Number of weights; a tied lm_head is counted once."""

@@ -194,7 +194,7 @@ def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
         held, pending = CacheSnapshot.read(state["held"], columns), state["owed"]
         fed = saved.tokens if pending is None else saved.tokens[:-1]
         if (
-            held.position != len(fed)
+            held.state.position != len(fed)
             or saved.tokens[len(fed) :] != (pending,)[: pending is not None]
         ):
             raise ValueError("the tokens in the cache are not those of the chat")

@@ -11,10 +11,8 @@ never changed.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from minikv.cache.plan import PassCost, Prompt, RowsBefore, Setup, peak, plan_pr
 from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules
 from minikv.cache.second_pass import SecondPass, TextPass
-from minikv.cache.snapshot import CacheSnapshot, Outcome, SharedSnapshot
+from minikv.cache.snapshot import CacheSnapshot, SharedSnapshot, State
 from minikv.cache.stats import (
     CacheStats,
     PromptFigures,
@@ -56,10 +54,9 @@ class KVCache:
     snapshot. A step is not undone: after an error inside of one the cache is dropped. It is then
     empty, and the conversation must be read or recalled again.
 
-    pinned: positions below it are never evicted. budget_rows: the budget in rows per head; None
-    where there is none or it is not known yet. reading: the prompt under way. keeps_addresses: a
-    prompt's rows are written over the old ones where that is possible, as a CUDA graph holds
-    addresses.
+    reading: the prompt under way. state: what the cache is between two turns. keeps_addresses: if
+    possible, the steps after a prompt find their rows at the addresses that the steps before it
+    used, as a CUDA graph holds addresses.
     """
 
     def __init__(
@@ -85,15 +82,13 @@ class KVCache:
         self.kv = kv or dtype
         self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)
         self.rules: Rules
-        self.budget_rows: int | None
-        self._open: bool
+        self.state: State
         self._arena: Arena
         self.decode = DecodeStep(shape, self.device, self.ops)
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
         self._stepping = False  # a step was begun, and its token is not counted yet
         self._full = 0  # see `full_at`
-        self._shared: weakref.WeakSet[SharedSnapshot] = weakref.WeakSet()
         self.keeps_addresses = self.device.type == "cuda"
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
@@ -114,7 +109,7 @@ class KVCache:
         assert self.reading is None
         rows = self.check(rules)
         _declare(self.arena, self.rules.step, rules)
-        self._set(rules, rows)
+        self.rules, self.state = rules, replace(self.state, rows=rows)
 
     def check(self, rules: Rules) -> int | None:
         """The budget in rows per head; None if there is none or it depends on the prompt. Raises
@@ -122,11 +117,6 @@ class KVCache:
         if rules.budget is None or rules.takes_share:
             return None
         return rules.budget_rows(0, self.shape, self.kv)
-
-    def _set(self, rules: Rules, rows: int | None) -> None:
-        self.rules, self.budget_rows = rules, rows
-        # A share counts all tokens read when the next prompt ends. Until then it is not known.
-        self._open = rules.takes_share
 
     def reset(self, rules: Rules | None = None) -> None:
         """Forget the conversation and free its memory. rules: to use from then on; by default the
@@ -136,28 +126,37 @@ class KVCache:
         rows, empty = self.check(rules), self._empty(rules)
         self.settle()
         # From here on nothing fails.
-        self._set(rules, rows)
-        self._restart(empty)
+        self.rules = rules
+        self._restart(empty, rows)
 
     def drop(self) -> None:
         """Forget the rows: a step failed, and may have changed some."""
         empty = self._empty(self.rules)
         self.decode.close()
-        self._restart(empty)
+        self._restart(empty, None if self.rules.takes_share else self.state.rows)
 
-    def _restart(self, empty: Arena) -> None:
-        self.position = 0  # first: whoever is interrupted here sees that the cache is empty
+    def _restart(self, empty: Arena, rows: int | None) -> None:
+        self.state = State(rows=rows)  # first: whoever is interrupted here sees an empty cache
         self._arena = empty
-        self._turns: list[tuple[int, int]] = []
-        self.pinned = 0
-        if self.rules.takes_share:
-            self._open, self.budget_rows = True, None
+        self._before: Arena | None = None  # that of the steps before the last prompt
         self.reading: Prefill | BlockPrefill | SecondPass | None = None
-        self._last = Outcome()
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._stepping = False
-        self._peak = 0
-        self._evict_s = 0.0
+
+    @property
+    def position(self) -> int:
+        """See `Attend`."""
+        return self.state.position
+
+    @property
+    def pinned(self) -> int:
+        """Positions below it are never evicted."""
+        return self.state.pinned
+
+    @property
+    def budget_rows(self) -> int | None:
+        """The budget in rows per head; None where there is none or it is not known yet."""
+        return self.state.rows
 
     def use(self, ops: Kernels) -> None:
         """Compute with these kernels from now on. Between turns only."""
@@ -174,16 +173,11 @@ class KVCache:
         assert self.position == 0
         if self.rules.budget is not None and self.rules.budget.unit == "rows":
             self.rules.refuse_pins(rows, int(self.rules.budget.value))
-        self.pinned = rows
+        self.state = replace(self.state, pinned=rows)
 
     # -- a prompt ---------------------------------------------------------------------------
 
-    def recall(
-        self,
-        tokens: int,
-        room: int = _ROOM,
-        begins: int | None = None,
-    ) -> int:
+    def recall(self, tokens: int, room: int = _ROOM, begins: int | None = None) -> int:
         """As `begin`, for the whole conversation of `tokens` tokens; the tier gives the rows that
         it has. Returns the position from which on tokens must be fed: those that the tier does not
         have, and at least the tokens of the last turn whose queries the policies observe.
@@ -194,20 +188,12 @@ class KVCache:
         assert self.tier is not None
         assert self.rules.cannot_recall is None, self.rules.cannot_recall
         if begins is None:
-            begins = max((end for _, end in self._turns if end < tokens), default=0)
+            begins = max((end for _, end in self.state.turns if end < tokens), default=0)
         given = min(self.tier.length, max(0, tokens - self.observed(tokens, begins)))
-        rows = self._rows_after(tokens, anew=True)
-        prompt = Prompt(
-            position=0,
-            tokens=tokens,
-            rows=self._usable(rows),
-            room=room,
-            turns=[*(t for t in self._turns if t[1] <= begins), (begins, tokens)],
-            pinned=self.pinned,
-            given=given,
-            turn_tokens=max(1, tokens - begins),
+        prompt = self._prompt(0, tokens, begins)
+        self._begin(
+            replace(prompt, room=room, given=given, turn_tokens=max(1, tokens - begins)), self.tier
         )
-        self._begin(prompt, self.tier, rows)
         return given
 
     def observed(self, tokens: int, begins: int) -> int:
@@ -234,21 +220,27 @@ class KVCache:
         small, and ContextError where no position is left for a second pass. After an error, also
         for lack of memory, nothing has changed.
         """
-        rows = self._rows_after(self.position + tokens, anew=False)
-        prompt = self._prompt(tokens, self.position, asks=asks, rows=rows)
-        prompt = replace(prompt, room=room, turn_tokens=turn_tokens)
-        self._begin(prompt, None, rows)
+        prompt = self._prompt(self.position, tokens, self.position)
+        self._begin(replace(prompt, room=room, asks=asks, turn_tokens=turn_tokens))
 
-    def _prompt(self, tokens: int, position: int, *, asks: bool, rows: int | None) -> Prompt:
-        """A prompt behind what was read. rows: see `_rows_after`."""
+    def _prompt(self, position: int, tokens: int, begins: int) -> Prompt:
+        """A prompt at `position`, whose last turn begins at `begins`."""
+        end, rows = position + tokens, self._rows_after(position, tokens)
         return Prompt(
             position=position,
             tokens=tokens,
-            rows=self._usable(rows),
-            turns=[*(t for t in self._turns if t[1] <= position), (position, position + tokens)],
+            rows=None if rows is None else min(rows, self.shape.max_context),
+            turns=[*(turn for turn in self.state.turns if turn[1] <= begins), (begins, end)],
             pinned=self.pinned,
-            asks=asks,
         )
+
+    def _rows_after(self, position: int, tokens: int) -> int | None:
+        """The budget in rows per head for a prompt of `tokens` tokens at `position`. A share
+        becomes a number of rows with the first prompt under it; one at 0 counts anew."""
+        known, rules = self.budget_rows, self.rules
+        if rules.budget is None or (known is not None and (position or not rules.takes_share)):
+            return known
+        return rules.budget_rows(position + tokens, self.shape, self.kv)
 
     def _setup(self) -> Setup:
         return Setup(
@@ -263,11 +255,12 @@ class KVCache:
             self.device.type == "cuda",
         )
 
-    def _begin(self, prompt: Prompt, tier: Tier | None, rows: int | None) -> None:
-        """tier: keeps the rows, and gives the first ones. rows: the budget from then on."""
+    def _begin(self, prompt: Prompt, tier: Tier | None = None) -> None:
+        """tier: keeps the rows, and gives the first ones."""
         assert prompt.tokens > 0
         assert self.reading is None, "a prompt is under way"
-        arena, setup = self.arena, self._setup()
+        arena, setup, scoring = self.arena, self._setup(), self.scoring_tier
+        self._before = None
         before = RowsBefore.read(self.shape, arena, prompt.position, prompt.tokens)
         plan = plan_prompt(prompt, setup, before)
         columns = policy_columns(self.rules.prompt, self.rules.step)
@@ -276,7 +269,6 @@ class KVCache:
         else:
             target = arena.fresh(plan.needed, columns, filled=plan.kept)
         reading: Prefill | BlockPrefill | SecondPass
-        scoring = self.scoring_tier
         if self.rules.stride and plan.rows is not None:
             reading = BlockPrefill(setup, plan, arena, target)
         elif plan.repeats:
@@ -288,24 +280,12 @@ class KVCache:
             if tier is not None:
                 tier.open(plan.tokens)
             reading = Prefill(setup, plan, arena, target, tier)
-        staged = None if tier is None else tier.staging_nbytes
+        staged = None if tier is None else tier.staging(plan.tokens)
         in_file = scoring is not None and scoring.kind == "file"
-        coming = peak(plan, setup, staged=staged, in_file=in_file).reading
-        self._evicting = Stopwatch(self.device)
-        self.budget_rows, self._coming, self.reading = rows, coming, reading
-
-    def _rows_after(self, tokens: int, *, anew: bool) -> int | None:
-        """The budget in rows per head for a prompt after which `tokens` tokens have been read. A
-        share becomes a number of rows once, with the first prompt under it; `anew` counts it
-        again."""
-        counted = self.budget_rows is not None and not self._open
-        if self.rules.budget is None or (counted and not (anew and self.rules.takes_share)):
-            return self.budget_rows
-        return self.rules.budget_rows(tokens, self.shape, self.kv)
-
-    def _usable(self, rows: int | None) -> int | None:
-        """`rows`, but at most one per position of the context."""
-        return None if rows is None else min(rows, self.shape.max_context)
+        rows = self._rows_after(prompt.position, prompt.tokens)
+        most = peak(plan, setup, staged=staged, in_file=in_file).reading
+        self._coming = State(plan.end, tuple(plan.turns), plan.pinned, rows, most)
+        self._evicting, self.reading = Stopwatch(self.device), reading
 
     def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
         """Texts to feed after the prompt of these ids went through the network and before
@@ -328,8 +308,8 @@ class KVCache:
     def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost:
         """What the second pass costs for a prompt of `tokens` tokens at this position; all 0 if
         there is none. Raises as `begin`."""
-        rows, setup = self._rows_after(position + tokens, anew=False), self._setup()
-        prompt = self._prompt(tokens, position, asks=asks, rows=rows)
+        setup = self._setup()
+        prompt = replace(self._prompt(position, tokens, position), asks=asks)
         return PassCost.of(prompt, setup, repeats(prompt, setup))
 
     @property
@@ -410,17 +390,15 @@ class KVCache:
             self.tier.commit(plan.tokens)
         if self.scoring_tier is not None:
             self.scoring_tier.drop()
-        turns = list(plan.turns)
+        state = replace(self._coming, evict_s=evict_s, outcome=outcome)
         # From here on nothing fails.
-        self.reading = None
-        old = self._arena
-        if not (self.keeps_addresses and not self._shared and old.take(reading.target)):
-            self._arena = reading.target
-        self._last, self._evict_s, self._turns = outcome, evict_s, turns
+        self.state = state  # first: an interrupt from here on leaves another position
+        self._arena, old = reading.target, self._arena
         self._exact = reading.exact if isinstance(reading, Prefill) else []
-        self._open = False
-        self.position, self._peak = plan.end, self._coming
-        much = old is not self._arena and old.nbytes > _MUCH
+        self.reading = None
+        if self.keeps_addresses:
+            self._before = old
+        much = old.nbytes > _MUCH
         del old, reading  # both hold the old arena
         if much:
             self._give_back()
@@ -433,8 +411,6 @@ class KVCache:
 
     def abandon(self) -> None:
         """Undo a prompt under way: rows then exist for exactly the tokens fed before it."""
-        if self._open:
-            self.budget_rows = None
         for tier in (self.tier, self.scoring_tier):
             if tier is not None:
                 tier.drop()
@@ -469,13 +445,16 @@ class KVCache:
     def _open_steps(self, *, captured: bool) -> None:
         self._exact = []
         with torch.inference_mode(False):  # these tensors are also written outside of a forward
-            before = self._arena.nbytes
-            grown = self._with_room()
-            if grown is not self._arena:
-                self._arena = grown  # the same rows
-                if before > _MUCH:
-                    self._give_back()
-            arena = self._arena
+            arena, kept, self._before = self._arena, self._before, None
+            size, frees = arena.nbytes, kept is not None
+            if kept is not None and kept.take(arena):
+                arena = kept
+            del kept
+            arena = self._with_room(arena)
+            frees = frees or arena is not self._arena
+            self._arena = arena  # the same rows
+            if frees and size > _MUCH:
+                self._give_back()
             self.decode.open(
                 arena,
                 self.rules.step,
@@ -488,13 +467,13 @@ class KVCache:
 
     def count_step(self) -> None:
         """The token of the step counts."""
-        self.position += 1
+        self.state = replace(self.state, position=self.state.position + 1)
         self._stepping = False
 
-    def _with_room(self) -> Arena:
+    def _with_room(self, arena: Arena) -> Arena:
         """The arena, or a copy of it, in which every head has room for a row and holds no more rows
         than its policy allows."""
-        arena, step = self._arena, self.rules.step
+        step = self.rules.step
         if step is not None:
             block = 0 if step.evict_first else step.block
             # Between two evictions a head may be up to block - 1 rows over its cap. It holds more
@@ -528,14 +507,14 @@ class KVCache:
     @property
     def last_turn(self) -> int:
         """The position at which the last prompt's turn begins."""
-        return self._turns[-1][0] if self._turns else 0
+        return self.state.turns[-1][0] if self.state.turns else 0
 
     def _leaves_last(self, arena: Arena) -> Tensor | None:
         """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""
         prefers = self.rules.prompt.prefer if self.rules.prompt is not None else None
         if prefers is None:
             return None
-        return prefers.prefers(arena.columns["pos"].to(torch.int64), self._turns)
+        return prefers.prefers(arena.columns["pos"].to(torch.int64), self.state.turns)
 
     # -- snapshots ----------------------------------------------------------------------------
 
@@ -545,34 +524,13 @@ class KVCache:
         place."""
         arena = self.arena
         assert self.reading is None
-        rows = 0 if self.tier is None else self.tier.length
-        made = SharedSnapshot(**self._facts(), arena=arena, tier=rows)
-        self._shared.add(made)
-        return made
+        return SharedSnapshot(self.state, arena, 0 if self.tier is None else self.tier.length)
 
     def snapshot(self) -> CacheSnapshot:
         """A copy of the cache, without its policies. Between turns only."""
         arena = self.arena
         assert self.reading is None
-        return CacheSnapshot(
-            **self._facts(),
-            region=tuple(arena.region),
-            layout=arena.layout(),
-            columns=arena.pack(),
-        )
-
-    def _facts(self) -> dict[str, Any]:
-        """The fields of a snapshot beside its rows."""
-        return {
-            "position": self.position,
-            "turns": tuple(self._turns),
-            "pinned": self.pinned,
-            "rows": self.budget_rows,
-            "open": self._open,
-            "peak": self._peak,
-            "evict_s": self._evict_s,
-            "outcome": self._last,
-        }
+        return CacheSnapshot(self.state, tuple(arena.region), arena.layout(), arena.pack())
 
     def restore(
         self,
@@ -595,12 +553,13 @@ class KVCache:
                 self.tier.drop()
                 self.tier.truncate(held.tier)  # prompts after it may have been committed
             self.decode.close()
-            self._return(held, held.arena)
-            self._shared.discard(held)
+            self._return(held.state, held.arena)
             return
         assert self.reading is None
-        rules = rules or self.rules
-        rows, later = self.check(rules), None if under is None else self.check(under)
+        rules, state = rules or self.rules, held.state
+        self.check(rules)
+        if under is not None:
+            state = replace(state, rows=self.check(under))
         if not self.accepts(held, rules):
             raise ValueError("the cache is not one of this network and policy")
         arena = self._empty(rules).unpack(held.layout, held.region, held.columns)
@@ -608,15 +567,11 @@ class KVCache:
             _declare(arena, rules.step, under)
         self.settle()
         # From here on nothing fails.
-        self._set(rules, rows)
-        self._return(held, arena)
-        if under is not None:
-            self._set(under, later)
+        self.rules = rules if under is None else under
+        self._return(state, arena)
 
-    def _return(self, held: CacheSnapshot | SharedSnapshot, arena: Arena) -> None:
-        self._arena, self.position, self._turns = arena, held.position, list(held.turns)
-        self.pinned, self.budget_rows, self._open = held.pinned, held.rows, held.open
-        self._peak, self._evict_s, self._last = held.peak, held.evict_s, held.outcome
+    def _return(self, state: State, arena: Arena) -> None:
+        self.state, self._arena, self._before = state, arena, None
         self._exact = []  # of the prompt that is undone
 
     def accepts(self, held: CacheSnapshot, rules: Rules) -> bool:
@@ -624,7 +579,7 @@ class KVCache:
         a real cache could have: at most 4 * (context + position) per head."""
         arena, shape = self._empty(rules), self.shape
         if held.region[-1] > 4 * shape.layers * shape.kv_heads * (
-            shape.max_context + held.position
+            shape.max_context + held.state.position
         ):
             return False
         kinds = [
@@ -658,11 +613,12 @@ class KVCache:
     def last_prompt(self) -> PromptFigures:
         """What the last prompt cost. Uses only numbers that are already on the host: it cannot
         fail."""
-        lost = [(s, i) for i, s in enumerate(self._last.lost) if s is not None]
+        state, outcome = self.state, self.state.outcome
+        lost = [(s, i) for i, s in enumerate(outcome.lost) if s is not None]
         return PromptFigures(
-            self._evict_s,
-            max(self._peak, self._allocated),
-            self._last.shaped,
+            state.evict_s,
+            max(state.peak, self._allocated),
+            outcome.shaped,
             sum(s for s, _ in lost) / len(lost) if lost else None,
             max(lost)[0] if lost else None,
             max(lost)[1] if lost else None,
@@ -672,7 +628,7 @@ class KVCache:
     def lost(self) -> tuple[float | None, ...]:
         """Per layer, the share of the attention mass of the last observed queries that fell on
         evicted rows; None: not measured."""
-        return self._last.lost
+        return self.state.outcome.lost
 
     def last_token(self) -> tuple[LastToken, Tensor] | None:
         """For measuring what a recall lost (see `minikv.cache.fidelity`): an `Attend` for feeding

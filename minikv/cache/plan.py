@@ -332,12 +332,18 @@ class Peak:
     rows: int
 
 
-def peak(plan: Plan, setup: Setup, *, staged: int | None = None, in_file: bool = False) -> Peak:
+def peak(
+    plan: Plan,
+    setup: Setup,
+    *,
+    staged: tuple[int, int] | None = None,
+    in_file: bool = False,
+) -> Peak:
     """What a prompt will take, and the steps after it.
 
-    staged: bytes of the staging buffers of a tier; None if there is no tier. in_file: the rows of a
-    prompt with a second pass are kept in a file. What a chunk and its attention take is part of the
-    network's work space.
+    staged: what `Tier.staging` says; None if there is no tier. in_file: the rows of a prompt with a
+    second pass are kept in a file. What a chunk and its attention take is part of the network's
+    work space.
     """
     rules, before = setup.rules, plan.before
     columns = policy_columns(rules.prompt, rules.step).values()
@@ -350,7 +356,8 @@ def peak(plan: Plan, setup: Setup, *, staged: int | None = None, in_file: bool =
     elif plan.repeats:
         reading = _twice(plan, setup, state, in_file=in_file)
     else:
-        reading = _fixed(plan, setup, staged) + _most_of_a_layer(plan, setup, state)
+        buffers, coding = staged or (None, 0)
+        reading = _fixed(plan, setup, buffers) + max(_most_of_a_layer(plan, setup, state), coding)
     return Peak(held + reading, rows * row + _steps(plan, setup), rows * row)
 
 
@@ -413,18 +420,17 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     always += state * every
     if step is not None:
         always += (sum(dtype.itemsize for dtype in step.columns.values()) + step.scratch) * every
-    copies = len(evidence.copies) if evicts else 0
-    if step is not None and step.has_key_columns:
-        copies = max(copies, 1)
-    scoring = copies * _keys(rows, setup) if early else 0
+    copies = _keys(rows, setup) if early else 0
+    scoring = copies if step is not None and step.has_key_columns else 0
     if evicts:
         wide = shape.heads * size  # about as wide as the network
         some = largest_block(heads, group * size * wide, setup.ops.block) // (group * size * wide)
         queries = block(group * observed * rows) if evidence.each_query else 0
         projected = 4 * wide * min(_PROJECTED, some * rows) + queries if evidence.projects else 0
-        scoring += max(
-            _CHOOSING * every + max(2 * queries, projected),
-            12 * every + evidence.vectors * block(rows * size),
+        vectors = 12 * every + evidence.vectors * block(rows * size)
+        scoring = max(
+            scoring + _CHOOSING * every + 2 * queries,
+            len(evidence.copies) * copies + max(_CHOOSING * every + projected, vectors),
         )
     coding = 0
     if coded:
@@ -472,22 +478,17 @@ def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
 
 def _steps(plan: Plan, setup: Setup) -> int:
     """Bytes that the steps of an answer work with."""
-    shape, step = setup.shape, setup.rules.step
-    prompt = setup.rules.prompt
+    shape, step, prompt = setup.shape, setup.rules.step, setup.rules.prompt
     prefers = prompt is not None and prompt.prefer is not None
-    work = (
-        5 * sum(plan.needed) if prefers else 0
-    )  # which rows leave last, and as the policy sees it
+    work = 5 * sum(plan.needed) if prefers else 0  # which rows leave last, as the policy sees them
     if step is None:
         return work
-    width = max(plan.needed) // shape.kv_heads
-    if plan.pool is not None:
-        width = sum(plan.needed) // (shape.layers * shape.kv_heads)
-    if not setup.gpu and step.name not in setup.ops.evict and not step.needs_query:
-        work += 9 * shape.layers * shape.kv_heads * (width + 16)  # which rows a head uses
-    if step.evict_first:
-        return work
-    return work + 4 * shape.layers * shape.heads * (width + 16)
+    heads = shape.layers * shape.kv_heads
+    width = max(plan.needed) // shape.kv_heads if plan.pool is None else sum(plan.needed) // heads
+    by_kernel = step.name in setup.ops.evict or step.needs_query
+    if not setup.gpu and (prefers or any(shape.windows) or not by_kernel):
+        work += 9 * heads * (width + 16)  # which rows a head uses
+    return work if step.evict_first else work + 4 * shape.layers * shape.heads * (width + 16)
 
 
 def held_after(plan: Plan, setup: Setup, steps: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,45 +28,45 @@ class Outcome:
     shaped: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _State:
+@dataclass(frozen=True, slots=True)
+class State:
     """What a cache is between two turns, beside its rows and its policies.
 
     position: tokens counted.
     turns: first position and end of each turn.
     pinned: positions below it are never evicted.
-    rows: the budget in rows per head, or None.
-    open: the budget is a share, and the next prompt turns it into rows.
+    rows: the budget in rows per head; None where there is none or it is not known yet.
     peak: bytes, and evict_s: seconds, of the last prompt.
     """
 
-    position: int
-    turns: tuple[tuple[int, int], ...]
-    pinned: int
-    rows: int | None
-    open: bool
-    peak: int
-    evict_s: float
-    outcome: Outcome
+    position: int = 0
+    turns: tuple[tuple[int, int], ...] = ()
+    pinned: int = 0
+    rows: int | None = None
+    peak: int = 0
+    evict_s: float = 0.0
+    outcome: Outcome = Outcome()
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class SharedSnapshot(_State):
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedSnapshot:
     """A snapshot whose rows are those of the cache, which copies nothing: a prompt writes to other
-    memory while it exists. tier: how many rows the tier had."""
+    memory. tier: how many rows the tier had."""
 
+    state: State
     arena: Arena
     tier: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CacheSnapshot(_State):
+class CacheSnapshot:
     """A snapshot with a copy of the rows.
 
     layout and region: the arena's tables.
     columns: the rows in use, layer by layer and head by head, on the host.
     """
 
+    state: State
     region: tuple[int, ...]
     layout: Layout
     columns: Mapping[str, Tensor]
@@ -77,45 +78,44 @@ class CacheSnapshot(_State):
 
     def record(self) -> dict[str, object]:
         """Everything except the columns, ready for JSON."""
+        state = self.state
         return {
-            "position": self.position,
-            "turns": [list(turn) for turn in self.turns],
-            "pinned": self.pinned,
-            "rows": self.rows,
-            "open": self.open,
-            "peak": self.peak,
-            "evict_s": self.evict_s,
-            "lost": list(self.outcome.lost),
-            "shaped": self.outcome.shaped,
+            "position": state.position,
+            "turns": [list(turn) for turn in state.turns],
+            "pinned": state.pinned,
+            "rows": state.rows,
+            "peak": state.peak,
+            "evict_s": state.evict_s,
+            "lost": list(state.outcome.lost),
+            "shaped": state.outcome.shaped,
             "region": list(self.region),
             **{_KEYS.get(name, name): getattr(self.layout, name).tolist() for name in TABLES},
         }
 
     @staticmethod
     def read(record: Mapping[str, object], columns: Mapping[str, Tensor]) -> CacheSnapshot:
-        """The reverse of `record`. Raises ValueError, TypeError or KeyError if no cache can have
-        written the record or the columns."""
+        """The reverse of `record`, out of JSON. Raises ValueError, TypeError or KeyError if no
+        cache can have written the record or the columns."""
         try:
             tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in TABLES]
         except RuntimeError as error:  # pragma: no cover - of more than 64 bits, in older torch
             raise ValueError(f"the layout is none: {error}") from None
-        region = tuple(_count(n) for n in _list(record["region"]))
-        rows, lost = record["rows"], _list(record["lost"])
-        held = CacheSnapshot(
+        turns = [_of(turn, list) for turn in _of(record["turns"], list)]
+        rows, lost = record["rows"], _of(record["lost"], list)
+        state = State(
             position=_count(record["position"]),
-            turns=tuple((_count(a), _count(b)) for a, b in map(_list, _list(record["turns"]))),
+            turns=tuple((_count(a), _count(b)) for a, b in turns),
             pinned=_count(record["pinned"]),
             rows=None if rows is None else _count(rows),
-            open=_flag(record["open"]),
             peak=_count(record["peak"]),
-            evict_s=_number(record["evict_s"]),
+            evict_s=float(_of(record["evict_s"], float, int)),
             outcome=Outcome(
-                tuple(None if x is None else _number(x) for x in lost), _flag(record["shaped"])
+                tuple(None if x is None else float(_of(x, float, int)) for x in lost),
+                _of(record["shaped"], bool),
             ),
-            region=region,
-            layout=Layout(*tables),
-            columns=dict(columns),
         )
+        region = tuple(map(_count, _of(record["region"], list)))
+        held = CacheSnapshot(state, region, Layout(*tables), dict(columns))
         held.check()
         return held
 
@@ -146,29 +146,18 @@ class CacheSnapshot(_State):
             raise ValueError("a column has not a value for every row")
         if "pos" in self.columns:
             pos = self.columns["pos"]
-            if not ((pos >= 0) & (pos < self.position)).all():
+            if not ((pos >= 0) & (pos < self.state.position)).all():
                 raise ValueError("a row has a position that was not read")
 
 
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"not a list: {value!r:.40}")
+def _of(value: object, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise TypeError(f"not a {kinds[0].__name__}: {value!r:.40}")
     return value
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise ValueError(f"not a count: {value!r:.40}")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"not a yes or no: {value!r:.40}")
-    return value
-
-
-def _number(value: object) -> float:
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"not a number: {value!r:.40}")
-    return float(value)
+    count: int = _of(value, int)
+    if not 0 <= count < 1 << 62:
+        raise ValueError(f"not a count: {count}")
+    return count

@@ -26,7 +26,15 @@ from torch import Tensor
 from minikv import kernels
 from minikv.cache.stats import Shape
 from minikv.cache.tier_file import FileRows
-from minikv.cache.tier_rows import SCALE, RamRows, Slots, TierError, columns_of, copy_heads
+from minikv.cache.tier_rows import (
+    SCALE,
+    RamRows,
+    Slots,
+    TierError,
+    columns_of,
+    copy_heads,
+    row_nbytes,
+)
 from minikv.kernels.dispatch import Kernels
 
 Rows = RamRows | FileRows
@@ -135,11 +143,20 @@ class Tier:
         """Bytes of the rows, in memory or in a file."""
         return self.rows.nbytes
 
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes on the device, in addition to `nbytes`, while a prompt is read."""
-        staged = 0 if self._staging is None else self._staging.nbytes
-        return staged + (self.rows.working if self.device.type == "cpu" else 0)
+    def staging(self, rows: int) -> tuple[int, int]:
+        """Bytes in addition to `nbytes`, on the device, while a prompt after which there are `rows`
+        rows is read: all the time; and for a moment, where a layer is converted."""
+        shape, codes = self.shape, row_nbytes(self.shape, self.dtype, self.coded)
+        layer = row_nbytes(shape, self.dtype) // shape.layers
+        all_direct = all(map(self._is_direct, range(shape.layers)))
+        buffers = 0 if all_direct else self._copies.slots * layer * rows
+        if self.kind == "file" and self.device.type == "cpu":
+            buffers += min(2, shape.layers) * codes // shape.layers * rows
+        if not self.coded:
+            return buffers, 0
+        heads, size = shape.kv_heads, shape.head_dim
+        read = self.length * heads * (size * (1 + self.dtype.itemsize) + 8)
+        return buffers, max(read, (rows - self.length) * heads * (6 * size + 8))
 
     def open(self, rows: int) -> None:
         """Begin a prompt after which the tier will have `rows` rows. Raises TierError, or what
@@ -251,12 +268,6 @@ class Tier:
     def truncate(self, rows: int) -> None:
         """Keep only the first `rows` rows: the conversation has become shorter. Cannot fail."""
         self.length = min(self.length, rows)
-
-    def clear(self) -> None:
-        """Forget the conversation and free its memory."""
-        self.length = 0  # first: after an interrupt no row counts
-        self._close()
-        self.rows.clear()
 
 
 def copy_rows(source: Rows, into: Rows, layers: int, rows: int, ids: Sequence[int] = ()) -> None:

@@ -47,7 +47,6 @@ _ROWS, _MANIFEST, _NEXT = "rows", "manifest", "manifest.next"
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = _SAFE | os.O_RDONLY | os.O_DIRECTORY
 _NEW = _SAFE | os.O_RDWR | os.O_CREAT | os.O_EXCL
-_MOST = 512  # buffers in one preadv or pwritev; systems allow 1,024
 _MOST_BYTES = 64 << 20  # of a manifest: that of 5,000 prompts, 100 layers and 1M rows has 14 MB
 
 _KINDS = {
@@ -248,18 +247,15 @@ class FileRows:
             _lock(folder, path)
             header, segments, ids = parsed(_read_manifest(folder), path.name)
             handle = _opened(_ROWS, _SAFE | os.O_RDWR, opened, folder)
+            size = os.fstat(handle).st_size
             made = cls(path, header, handle, folder, opened.pop_all(), pinned=pinned)
-        made._take(segments, ids)
-        return made
-
-    def _take(self, segments: Sequence[Segment], ids: list[int]) -> None:
-        """Take the segments of a manifest, but not what is behind the end of the file."""
-        size, self._stated, self.ids = os.fstat(self._handle).st_size, len(ids), ids
-        self._segments = [one for one in segments if self._at(one, self.header.layers) <= size]
-        if len(self._segments) < len(segments):
-            first = segments[len(self._segments)].begin
-            self.damage = f"from token {first:,} on it is damaged"
+        made._segments = [one for one in segments if made._at(one, header.layers) <= size]
+        made.ids, made._stated = ids, len(ids)
+        if len(made._segments) < len(segments):  # the rest is behind the end of the file
+            first = segments[len(made._segments)].begin
+            made.damage = f"from token {first:,} on it is damaged"
             del ids[first:]
+        return made
 
     def close(self) -> None:
         """Wait for writes under way, then close and unlock the tier; delete it unless `kept`.
@@ -326,6 +322,11 @@ class FileRows:
             self._state(self._segments, self.ids)
             self._stated = rows
 
+    def _state(self, segments: Sequence[Segment], ids: Sequence[int]) -> None:
+        """Replace the manifest; not that of a tier without a name, which nobody opens again."""
+        if self._folder is not None:
+            _replace_manifest(self._folder, written(self.header, segments, ids))
+
     def first(self, layer: int) -> int:
         """See `RamRows`."""
         return 0
@@ -368,14 +369,6 @@ class FileRows:
             self.memory.release(slot)
         self._slots = None
 
-    def clear(self) -> None:
-        """See `RamRows`."""
-        self.drop()
-        self._new = Segment(0, 0, 0, [])
-        with contextlib.suppress(OSError):
-            self._cut(0)
-            os.ftruncate(self._handle, 0)
-
     def sync(self) -> None:
         """Wait until everything committed is on disk. Raises TierError if a write has failed."""
         writes, self._writes, self._saves = self._writes + self._saves, [], []
@@ -392,11 +385,6 @@ class FileRows:
     def nbytes(self) -> int:
         """Bytes of the file `rows` up to the end of its last segment."""
         return self._at(self._segments[-1], self.header.layers) if self._segments else 0
-
-    @property
-    def working(self) -> int:
-        """See `RamRows`: the memory of at most two layers."""
-        return 0 if self._slots is None else self._slots.nbytes
 
     def _slot(self, layer: int, count: int) -> Mapping[str, Tensor]:
         """The layer's rows in memory that has room for `count` rows, for the prompt's and for all
@@ -439,11 +427,6 @@ class FileRows:
         if self._folder is not None:
             getattr(os, "fdatasync", os.fsync)(self._handle)
         self._state(segments, ids)
-
-    def _state(self, segments: Sequence[Segment], ids: Sequence[int]) -> None:
-        """Replace the manifest; not that of a tier without a name, which nobody opens again."""
-        if self._folder is not None:
-            _replace_manifest(self._folder, written(self.header, segments, ids))
 
     def _at(self, one: Segment, layer: int) -> int:
         """The offset of a layer's part of a segment; that of its end for the number of layers."""
@@ -517,18 +500,15 @@ def _transfer(
     pieces: Sequence[memoryview],
     at: int,
 ) -> None:
-    """Repeat `call`, which is `preadv` or `pwritev`, until all of `pieces` is transferred. Raises
-    OSError, also if the file ends early."""
-    left = [piece for piece in pieces if len(piece)]
-    while left:
-        done = call(handle, left[:_MOST], at)
-        if not done:
-            raise OSError(errno.EIO, "the file is shorter than it was")
-        at += done
-        while left and done >= len(left[0]):
-            done -= len(left.pop(0))
-        if done:
-            left[0] = left[0][done:]
+    """Transfer all of `pieces` by `call`, which is `preadv` or `pwritev`. Raises OSError, also if
+    the file ends early."""
+    for piece in pieces:
+        left = piece
+        while len(left):
+            done = call(handle, [left], at)
+            if not done:
+                raise OSError(errno.EIO, "the file is shorter than it was")
+            at, left = at + done, left[done:]
 
 
 def _pieces(columns: Mapping[str, Tensor], one: Segment) -> list[memoryview]:

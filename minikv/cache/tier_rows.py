@@ -225,12 +225,6 @@ class RamRows:
     def drop(self) -> None:
         """End the prompt: discard rows that were not committed. Cannot fail."""
 
-    def clear(self) -> None:
-        """Discard all rows and free their memory."""
-        for i in range(len(self._layers)):
-            self._replace(i, self._blank(0))
-        self._capacity = self._used = 0
-
     @property
     def nbytes(self) -> int:
         """Bytes of memory, or of the file, that the rows take. Pinned memory is held whole, other
@@ -239,11 +233,6 @@ class RamRows:
             return sum(column.nbytes for layer in self._layers for column in layer.values())
         each = self._heads * width(self._columns)
         return each * sum(seen(self._used, window) for window in self._windows)
-
-    @property
-    def working(self) -> int:
-        """Bytes of memory in addition to `nbytes`, while a prompt is read."""
-        return 0
 
 
 def seen(tokens: int, window: int | None) -> int:

@@ -7,7 +7,7 @@ The figures for the cache are those with which the engine itself plans a prompt
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +19,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.errors import ContextError, UsageError
 from minikv.kernels.dispatch import GPU_BLOCK, Kernels
+from minikv.kernels.evict import cpu
 from minikv.policies.repeats import Wording
 
 USEFUL = 512
@@ -34,7 +35,7 @@ class Machine:
 
     dtype: of the network. kv: of stored keys and values. work(tokens): bytes that the network needs
     to read so many tokens. beside(tokens): bytes of a tier in the cache's own memory. gpu: that is
-    a GPU's.
+    a GPU's. ops: the kernels, as far as memory depends on them.
     """
 
     shape: Shape
@@ -43,14 +44,13 @@ class Machine:
     work: Callable[[int], int]
     beside: Callable[[int], int] = lambda tokens: 0
     gpu: bool = False
+    ops: Kernels = field(default_factory=Kernels)
 
     def plan(self, eviction: EvictionConfig, tokens: int, answer: int) -> tuple[Plan, Setup]:
         """The engine's plan for a first prompt of `tokens` tokens. Raises UsageError and
         ContextError."""
         rules, shape = eviction.rules(), self.shape
-        ops = Kernels()
-        ops.block = GPU_BLOCK if self.gpu else ops.block
-        setup = Setup(shape, rules, self.dtype, self.kv, ops, words=_WORDS, gpu=self.gpu)
+        setup = Setup(shape, rules, self.dtype, self.kv, self.ops, words=_WORDS, gpu=self.gpu)
         rows = None
         if rules.budget is not None:
             rows = min(rules.budget_rows(tokens, shape, self.kv), shape.max_context)
@@ -108,6 +108,17 @@ class Machine:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if fits(steps[middle]) else (low, middle)
         return steps[low - 1] if low else least
+
+
+def likely(name: str, *, gpu: bool) -> Kernels:
+    """The kernels that a chat with the setting `kernels` of this name will have, as far as memory
+    depends on them. Nothing is compiled."""
+    ops = Kernels()
+    if gpu:
+        ops.block = GPU_BLOCK
+    elif name != "torch":
+        ops.evict = cpu.evict
+    return ops
 
 
 def usable(free: int) -> int:

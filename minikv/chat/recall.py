@@ -370,9 +370,5 @@ class Recall:
 
     def clear(self) -> None:
         """Forget the conversation and free its memory. The file of a saved chat stays."""
-        self.scored()
-        if self.file is not None:
-            self.leave()
-        elif self.tier is not None:
-            self.tier.clear()
+        self.leave()
         self._told, self._broken = False, ""

@@ -152,18 +152,6 @@ def test_a_budget_above_the_length_changes_nothing(name: str) -> None:
         assert kept(run.kv) == kept(full.kv)
 
 
-def test_every_row_begins_without_attention() -> None:
-    """Each query gives the rows of a head 1 in all, so their sums are the number of queries."""
-    run = strided(network(), "h2o", 400, 16)
-    for turn in range(2):
-        run.prompt(ids(90, seed=turn))
-        arena, queries = run.kv.arena, 90 * (turn + 1)
-        for layer, head in product(range(3), range(3)):
-            begin, length = int(arena.start[layer, head]), int(arena.length[layer, head])
-            rows = arena.columns["sum"][begin : begin + length]
-            assert float(rows.sum()) == pytest.approx(queries, rel=1e-4)
-
-
 @pytest.mark.parametrize("name", ["roco", "hashevict"])
 def test_a_stopped_prompt_leaves_no_trace(name: str) -> None:
     net = network(rows=16)
@@ -185,17 +173,6 @@ def test_a_stopped_prompt_leaves_no_trace(name: str) -> None:
             stopped.prompt(ids(60, seed=2), progress=stop)
     assert torch.equal(stopped.prompt(ids(60, seed=1)), want)
     assert kept(stopped.kv) == kept(plain.kv)
-
-
-def test_memory_is_bounded_by_the_budget() -> None:
-    """Peak bytes of the cache do not grow with the prompt, but for the positions of its tokens."""
-    net = network()
-    peaks = []
-    for length in (200, 1600):
-        run = strided(net, "roco", 64, 16)
-        run.prompt(ids(length))
-        peaks.append(run.kv.stats().peak_bytes - 8 * length)
-    assert peaks[0] == peaks[1]
 
 
 def feed(kv: KVCache, query: Tensor, key: Tensor) -> None:
@@ -319,19 +296,6 @@ def test_the_smallest_budget_counts_the_block(blocks: list[int]) -> None:
     run.prompt(ids(200))
     assert {len(rows) for rows in kept(run.kv)} == {46}
     assert blocks == split(200, 32) * 3
-
-
-def test_what_a_block_prompt_is_written_to_has_the_size_of_the_budget() -> None:
-    """However long the prompt is, and also where the rows of before would have room for more."""
-    run = strided(network(), "roco", 64, 16)
-    for tokens in (20, 40, 500):
-        run.kv.begin(tokens)
-        assert run.kv.reading is not None
-        target = run.kv.reading.target
-        assert target is not run.kv._arena
-        assert target.rows == 3 * 3 * (64 + 1)
-        run.kv.abandon()
-        run.prompt(ids(tokens))
 
 
 @pytest.mark.parametrize("pinned", [0, 5, 6])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_heads_over_their_cap_are_trimmed_when_steps_begin() -> None:
     made = engine(network(layers=2), None, "full", "roco", 40)
     made.prompt(ids(30))
     made.kv.arena.cap -= 18  # 22 rows, of which 4 first ones and 8 pinned ones are not to go
-    made.kv.pinned = 8
+    made.kv.state = replace(made.kv.state, pinned=8)
     made.step(7)
     held = made.kv.arena.held
     assert bool((held <= made.kv.arena.cap + 1).all())

@@ -140,33 +140,11 @@ def test_nothing_leaves_under_the_budget_and_heads_may_grow_to_it() -> None:
     assert run.kv.stats().kept_max == 60
 
 
-def test_no_more_is_held_than_the_budget_and_a_layer() -> None:
-    net = network(layers=6)
-    prompt, _ = policy("snapkv")
-    run = Engine(net, over(net, Rules(prompt, None, Budget.parse(50))))
-    run.prompt(ids(2000), room=1)
-    stats = run.kv.stats()
-    row = 2 * 8 * 4 * 3  # k and v of one token in one layer
-    layer, budget = 2000 * row, 50 * 6 * row
-    assert stats.peak_bytes < 2 * (layer + budget) + 2000 * row
-    assert stats.peak_bytes < 0.8 * 6 * layer
-
-
 def test_what_shares_rows_among_heads_does_not_go_with_it() -> None:
     made = policies.prompt_policy("adakv")
     assert made is not None
     with pytest.raises(UsageError, match="one budget for all layers"):
         replace(made, layers=GlobalBudget())
-
-
-def test_the_pool_has_the_rows_that_heads_will_own_and_one_more() -> None:
-    net = network()
-    prompt, _ = policy("snapkv")
-    for step, spare in ((None, 7), ("roco", 1), ("streaming", 0)):
-        made = policies.step_policy(step) if step else None
-        run = Engine(net, over(net, Rules(prompt, made, Budget.parse(40))))
-        run.prompt(ids(90), room=7)
-        assert run.kv.arena.rows == 9 * (40 + spare) + 1
 
 
 @pytest.mark.parametrize("windows", [None, (24, None, 60)])

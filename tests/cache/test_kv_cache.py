@@ -402,28 +402,6 @@ def test_window_layers_hold_no_more_than_their_window() -> None:
     assert stats.saved == 0
 
 
-def test_memory_comes_back_although_nothing_was_evicted() -> None:
-    """The next turn needs less room (a shorter answer, a smaller budget), but every row stays."""
-    net = network()
-    run, oracle = engine(net, "full", "none", None), Dense(net)
-    run.prompt(ids(10), room=2000)
-    oracle.prompt(ids(10))
-    big = run.kv.stats().allocated_bytes
-    assert torch.equal(run.prompt(ids(5, seed=1), room=1), oracle.prompt(ids(5, seed=1)))
-    assert run.kv.stats().allocated_bytes < big / 50
-    assert torch.equal(run.step(3), oracle.step(3))
-
-    run = engine(net, "adakv", "roco", 512)
-    run.prompt(ids(10))
-    small = scheduler(net, "adakv", "roco", 64)
-    run.kv.configure(small.rules)
-    oracle = Dense(net)
-    oracle.prompt(ids(10))
-    assert torch.equal(run.prompt(ids(5, seed=1)), oracle.prompt(ids(5, seed=1)))
-    assert torch.equal(run.step(3), oracle.step(3))
-    assert (run.kv.arena.capacity == 65).all()
-
-
 @pytest.mark.parametrize("step", policies.step_names())
 def test_official_rounding_may_exceed_the_budget(step: str) -> None:
     """The authors' rounding drifts by up to half a row a head, and the arena has place for it."""
@@ -487,68 +465,6 @@ def test_a_budget_beyond_the_context_takes_no_more_than_the_context(
     assert (arena.held == 100).all()
 
 
-@pytest.mark.parametrize("survives", range(4))
-def test_no_memory_for_a_longer_cache(monkeypatch: pytest.MonkeyPatch, survives: int) -> None:
-    """An allocation fails while columns move: every row is where it was."""
-    net = network()
-    run, oracle = engine(net, "full", "none", None), Dense(net)
-    run.prompt(ids(50), room=4)
-    oracle.prompt(ids(50))
-    empty, calls = torch.empty, 0
-
-    def full(*args: object, **kwargs: object) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == survives + 1:
-            raise MemoryError
-        return empty(*args, **kwargs)  # type: ignore[call-overload,no-any-return]
-
-    monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(MemoryError):
-        run.prompt(ids(90, seed=1))
-    monkeypatch.undo()
-    assert run.kv.position == 50
-    assert torch.equal(run.step(7), oracle.step(7))
-    assert torch.equal(run.prompt(ids(90, seed=1)), oracle.prompt(ids(90, seed=1)))
-
-
-def test_reading_more_with_nothing_evicted_copies_no_old_row_twice() -> None:
-    """A longer cache exists beside the old one; where there is room, there is only one."""
-    run = engine(network(), "full", "none", None)
-    run.prompt(ids(2000), room=4)
-    before = run.kv.stats().allocated_bytes
-    run.prompt(ids(30), room=4)
-    stats = run.kv.stats()
-    # With heads so narrow, the indices of a layer's rows are a third of all rows.
-    assert stats.peak_bytes < before + 1.5 * stats.allocated_bytes
-    run.prompt(ids(10), room=40)
-    held = run.kv.stats().allocated_bytes
-    run.prompt(ids(10), room=30)
-    stats = run.kv.stats()
-    assert stats.allocated_bytes == held
-    assert stats.peak_bytes < 1.5 * held
-    for token in ids(20):  # out of room: the cache grows while it answers
-        assert run.step(token).isfinite().all()
-    assert run.kv.stats().kept_min == 2070
-
-
-def test_a_cache_that_grew_in_a_forward_can_be_rolled_back() -> None:
-    net = network()
-    run, plain = (engine(net, "adakv", "none", 48) for _ in range(2))
-    for one in (run, plain):
-        one.prompt(ids(100), room=4)
-        for token in ids(30):
-            one.step(token)
-
-    def stop(done: int, total: int) -> None:
-        if done > 40:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run.prompt(ids(70, seed=1), progress=stop)
-    assert torch.equal(run.prompt(ids(70, seed=2)), plain.prompt(ids(70, seed=2)))
-
-
 def test_what_slid_out_of_a_window_is_not_counted_as_lost() -> None:
     """Of the 69 rows that the next token sees, two that were little looked at leave."""
     net = network(windows=(70, 70, 70))
@@ -573,22 +489,6 @@ def test_a_layer_without_room_for_what_is_protected_is_refused() -> None:
     run = engine(network(), "pyramidkv", "none", 12, prompt_options=options)
     run.prompt(ids(90))
     assert run.kv.stats().kept_min == 9
-
-
-def test_why_a_tier_cannot_be_chosen_from() -> None:
-    net = network()
-
-    def why(prompt: str, step: str = "none") -> str:
-        return str(scheduler(net, prompt, step, 60).rules.cannot_recall)
-
-    assert why("snapkv") == why("full", "roco") == "None"
-    assert why("h2o") == "h2o needs the queries of all tokens"
-    assert why("expected") == "expected needs the queries of all tokens"
-    assert why("kvzip") == "kvzip reads everything twice"
-    assert why("queryspan") == "queryspan needs the probabilities of all tokens"
-    step = policies.step_policy("roco")
-    kv = KVCache(_shape(net), Rules(None, step, Budget.parse(60), 8))
-    assert kv.rules.cannot_recall == "with a stride rows are evicted while it reads"
 
 
 def _shape(net: Llama) -> Shape:
@@ -639,29 +539,6 @@ def test_what_the_query_of_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [[*held, 60] for held in before]
 
 
-def test_rows_take_the_old_ones_place_where_addresses_are_kept() -> None:
-    """As on a GPU; not where somebody may go back to the old rows."""
-    run, twin = (engine(network(), "snapkv", "roco", 44) for _ in range(2))
-    run.kv.keeps_addresses = True
-    for each in (run, twin):
-        each.prompt(ids(80))
-    place = run.kv.arena.columns["k"].data_ptr()
-    for turn, marked in enumerate((False, True)):
-        held = run.kv.share() if marked else None
-        for each in (run, twin):
-            each.prompt(ids(6, seed=turn))
-        assert (run.kv.arena.columns["k"].data_ptr() == place) != marked
-        for name in twin.kv.arena.columns:
-            for layer in range(3):
-                for head in range(3):
-                    mine = run.kv.arena.segment(name, layer, head)
-                    assert torch.equal(mine, twin.kv.arena.segment(name, layer, head))
-    assert held is not None
-    run.kv.restore(held)
-    assert run.kv.position == 86
-    assert run.kv.arena.columns["k"].data_ptr() == place
-
-
 def test_a_shared_snapshot_holds_the_tiers_rows_too() -> None:
     """Of two recalls after it the second is not wanted, and what it added to the tier is not."""
     run = tiered(engine(network(), "snapkv", "roco", 44))
@@ -690,20 +567,6 @@ def test_a_step_that_an_interrupt_left_drops_the_cache(then: str) -> None:
     else:
         getattr(run.kv, then)()
     assert (run.kv.position, run.kv.stats().kept_max) == (0, 0)
-
-
-def test_after_a_reset_a_share_is_of_the_next_prompt() -> None:
-    run = engine(network(), "snapkv", "none", "50%", prompt_options={"window": 4})
-    run.prompt(ids(100))
-    assert run.kv.budget_rows == 50
-    run.reset()
-    assert run.kv.budget_rows is None
-    run.prompt(ids(40))
-    assert (run.kv.budget_rows, run.kv.stats().kept_mean) == (20, 20)
-    counted = engine(network(), "snapkv", "none", 30, prompt_options={"window": 4})
-    counted.prompt(ids(100))
-    counted.reset()
-    assert counted.kv.budget_rows == 30
 
 
 def test_a_cache_never_keeps_more_than_twice_the_memory_that_it_needs() -> None:

@@ -4,15 +4,13 @@ the device."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import small
 import torch
-from layouts import HEADS, SIZE, Silent, empty, even, filled, random, uneven
-from pairwise import beside
+from layouts import HEADS, SIZE, filled, random
 from spy import Spy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,10 +20,8 @@ from minikv.cache.arena import Arena, Layout
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.plan import Plan, RowsBefore, Setup
 from minikv.cache.prefill import EarlierRows, Prefill
 from minikv.cache.rules import Rules
-from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import Evidence, PromptView, Scorer
@@ -101,50 +97,6 @@ CHOICES = [
     ("nacl", "h2o"),
     ("adakv+pyramid+turns", None),
 ]
-
-
-@pytest.mark.parametrize(
-    ("name", "step", "before", "window"),
-    [*beside(CHOICES, (empty, even, uneven), (None, 50))],
-)
-def test_no_layer_asks_the_device(
-    name: str, step: str | None, before: Callable[[int, int], Layout], window: int | None
-) -> None:
-    """On a device without memory, every question for a value is an error."""
-    ops, device = Silent(), torch.device("meta")
-    chosen = policies.prompt_policy(name)
-    stepper = policies.step_policy(step) if step else None
-    columns = stepper.columns if stepper else {}
-    arena = Arena(2, 3, 8, torch.float32, device, columns, rows=[400, 400])
-    total = None if chosen is None else [120, 120]
-    visible = [160, 160] if before is not empty else [150 if window else 180, 180]
-    shares = name == "full" and before is even and window is None
-    held = before(2, 3)
-    plan = Plan(
-        position=30,
-        tokens=60,
-        before=RowsBefore(held, [0, 0]),
-        totals=total,
-        spare=1,
-        needed=[400, 400],
-        visible=visible,
-        shares=shares,
-    )
-    target = arena.sharing(columns) if shares else arena.fresh(plan.needed, columns)
-    shape = Shape(2, 3, 6, 8, (window, None), 4096)
-    rules = Rules(chosen, stepper, Budget.parse(40))
-    setup = Setup(shape, rules, torch.float32, torch.float32, ops)
-    read = Prefill(setup, plan, arena, target)
-    for layer in range(2):
-        for rows in (40, 20):
-            q, k, v = (torch.empty((rows, n, 8), device="meta") for n in (6, 3, 3))
-            read.stage(layer, q, k, v)
-        read.finish(layer)
-    slid = before is not empty and window is not None
-    assert ("segments" in ops.called) == (before is uneven or slid)
-    assert {"rows", *(["columns"] if columns else [])} <= {*ops.called}
-    with pytest.raises(NotImplementedError):  # the end of the prompt asks
-        read.complete()
 
 
 def test_a_prompt_asks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,15 +209,6 @@ def test_nothing_is_read_twice_where_nothing_leaves() -> None:
     assert set(scorer.seen) == {0, 1, 2}
 
 
-def test_progress_goes_once_from_nothing_to_all() -> None:
-    run, _, _ = asking()
-    seen: list[tuple[int, int]] = []
-    run.prompt(small.ids(50), progress=lambda done, total: seen.append((done, total)))
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (50, 50)
-    assert any(done == 25 for done, _ in seen)
-
-
 def test_a_glance_that_fails_leaves_the_cache_as_it_was() -> None:
     run, _, _ = asking()
     run.prompt(small.ids(50))
@@ -307,11 +250,6 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
         torch.testing.assert_close(given.sum(2), view.mass)
         want = torch.cat(states[at])[-5:].norm(dim=-1)
         torch.testing.assert_close(view.lengths, want)
-
-
-def test_a_tier_does_not_serve_a_policy_that_asks_for_probabilities() -> None:
-    run, _, _ = asking()
-    assert run.kv.rules.cannot_recall == "asks needs the probabilities of all tokens"
 
 
 @pytest.mark.parametrize("kv", [None, torch.int8])

@@ -6,15 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 from pairwise import beside
-from small import PAIRS, by_day, engine, ids, network, over, shape
+from small import PAIRS, by_day, engine, ids, network
 
-from minikv import policies
 from minikv.cache import stats
-from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.rules import Rules
-from minikv.cache.stats import Stopwatch, full_cache_bytes, share_saved
-from minikv.engine.engine import Engine
+from minikv.cache.stats import Stopwatch, share_saved
 
 WINDOWS = (None, (20, None, 70))
 LENGTHS = (1, 5, 40, 48, 49, 60, 150)
@@ -62,26 +58,6 @@ def test_a_full_cache_saves_exactly_nothing(
             assert stats.saved == 0
             assert not stats.gaps
             run.step(token)
-
-
-def test_a_prompt_read_in_blocks_saves_a_share_too() -> None:
-    """Rows slide out of a window when the next block begins, so that more may be held for a
-    moment than a full cache holds between prompts."""
-    net = network(windows=(20, None, 70))
-    kv = over(net, Rules(None, policies.step_policy("roco"), Budget.parse(48), 16))
-    run = Engine(net, kv)
-    for length in LENGTHS:
-        run.reset()
-        run.prompt(ids(length))
-        assert 0 <= kv.stats().saved <= 1
-
-
-def test_a_full_cache_by_hand() -> None:
-    """Two layers of 3 heads: 12 tokens beside a window that shows 5 tokens to the next one; 8
-    numbers of 4 bytes in a key and in a value, and 4 bytes of position."""
-    sizes = shape(network(layers=2, windows=(None, 6), head_dim=8))
-    assert full_cache_bytes(sizes, 12, 4) == (12 + 5) * 3 * (8 * 4 + 8 * 4 + 4)
-    assert full_cache_bytes(sizes, 0, 4) == 0
 
 
 def test_a_share_is_never_below_zero() -> None:

@@ -156,15 +156,15 @@ def test_a_turn_begins_where_it_began_whatever_the_tier_has(policy: str, undo_tu
     ends = [first.prompt_new]
     want, held = say(session, "Why?")[0], held_of(session)
     kv: Any = session.engine.kv
-    assert kv._turns == [(0, ends[0]), (first.seen_total, kv._turns[1][1])]
+    assert kv.state.turns == ((0, ends[0]), (first.seen_total, kv.state.turns[1][1]))
     if undo_turns:  # without a copy the borders of earlier turns are not known
         session.undo()
         assert say(session, "Why?")[0] == want
         assert held_of(session) == held
     session.refresh_every = 2
     say(session, "And?")
-    assert [begin for begin, _ in kv._turns][:2] == [0, first.seen_total]
-    assert len(kv._turns) == 3
+    assert [begin for begin, _ in kv.state.turns][:2] == [0, first.seen_total]
+    assert len(kv.state.turns) == 3
 
 
 def test_a_tier_that_fails_within_an_answer_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,8 @@ def test_strips_of_a_chat(width: int, plain: bool) -> None:
     assert strips.strips(session, width) == ""
     session.attach(STORY + HOSTILE, "story.txt")
     list(session.ask("Who?", 3))
-    session.engine.kv._last = Outcome((0.5, None, 0.25))
+    kv = session.engine.kv
+    kv.state = replace(kv.state, outcome=Outcome((0.5, None, 0.25)))
     text = strips.strips(session, width, plain=plain)
     lines = text.split("\n")
     assert all(cell_len(line) <= width for line in lines)

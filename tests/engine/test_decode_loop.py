@@ -152,14 +152,19 @@ def test_a_capture_that_fails_leaves_torch_able_to_go_on(
 def test_a_turn_is_recorded_anew_only_where_addresses_are(
     keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt is written to an arena of its own. On a GPU its rows then take the place of the old
-    ones, so that a graph holds for the whole chat; elsewhere nobody holds addresses."""
+    """A prompt is written to an arena of its own, and until then a chat can go back to the old one.
+    On a GPU the first step then moves its rows to the place of the old ones, so that a graph holds
+    for the whole chat; elsewhere nobody holds addresses."""
     monkeypatch.setattr(decode_step, "_MULTIPLE", 64)  # the caps change from turn to turn
     tape = Tape()
     run = pair(tape, "adakv", "roco", 44)
     run.there.kv.keeps_addresses = keeps
     for turn in range(3):
+        before = run.there.kv.share()
         run.prompt(ids(50 if turn == 0 else 6, turn))
+        if turn == 1:  # a turn that an error ends, and that is asked again
+            run.there.kv.restore(before)
+            run.there.prompt(ids(6, turn))
         run.write(6)
         run.agree()
     recorded = 1 if keeps else 3

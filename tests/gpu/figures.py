@@ -249,7 +249,9 @@ class Bench:
 
     def _planned(self, eviction: EvictionConfig, net: Llama, tokens: int) -> int:
         """Bytes beside the weights, as `minikv plan` has them."""
-        machine = Machine(shape_of(net.config), net.dtype, net.dtype, lambda _: 0, gpu=True)
+        machine = Machine(
+            shape_of(net.config), net.dtype, net.dtype, lambda _: 0, gpu=True, ops=on_gpu()
+        )
         found = peak(*machine.plan(eviction, tokens, ROOM))
         work = workspace(net.config, tokens, net.dtype.itemsize, cuda=True)
         return max(found.reading, found.writing) + work

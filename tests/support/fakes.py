@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minikv.cache.arena import Layout
 from minikv.cache.rules import Rules
-from minikv.cache.snapshot import CacheSnapshot, Outcome
+from minikv.cache.snapshot import CacheSnapshot, State
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import NumericsError, UsageError
 from minikv.kernels.dispatch import Kernels
@@ -186,14 +186,7 @@ class FakeKv:
         none, rows = torch.zeros((1, 1), dtype=torch.int64), len(self.fed)
         some, ids = none + rows, torch.tensor(self.fed, dtype=torch.int64)
         return CacheSnapshot(
-            self.position,
-            (),
-            0,
-            None,
-            False,
-            0,
-            0.0,
-            Outcome(),
+            State(self.position),
             (0, rows),
             Layout(none, some, some, some, none - 1),
             {"ids": ids},
@@ -211,7 +204,7 @@ class FakeKv:
             self.fed[:] = held.fed
             return
         self.check(rules)
-        self.fed, self.position = held.columns["ids"].tolist(), held.position
+        self.fed, self.position = held.columns["ids"].tolist(), held.state.position
 
 
 class FakeEngine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,9 +49,15 @@ class Watch(TorchDispatchMode):
         self.now -= self.live.pop(key)
 
 
-def measured(kv: KVCache, begin: Callable[[], object], fed: int, seed: int = 0) -> int:
+def measured(
+    kv: KVCache,
+    begin: Callable[[], object],
+    fed: int,
+    seed: int = 0,
+    outside: Iterable[Tensor] = (),
+) -> int:
     """The most bytes at once while a prompt is read, of which `fed` tokens go through the network;
-    with those that the cache had before."""
+    with those that the cache had before. outside: not counted."""
     made = torch.Generator().manual_seed(seed)
     wide = (kv.shape.heads, kv.shape.kv_heads, kv.shape.kv_heads)
     given = [torch.empty(CHUNK, n, kv.shape.head_dim, dtype=kv.dtype) for n in wide]
@@ -65,7 +71,7 @@ def measured(kv: KVCache, begin: Callable[[], object], fed: int, seed: int = 0) 
                 to.attend(layer, *(x.normal_(generator=made)[:rows] for x in given))
 
     assert kv.output is not None
-    with torch.inference_mode(), Watch(kv.output(0), *given) as watch:
+    with torch.inference_mode(), Watch(kv.output(0), *given, *outside) as watch:
         for column in kv.arena.columns.values():
             watch.note(column)
         begin()

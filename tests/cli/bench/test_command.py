@@ -113,8 +113,8 @@ def test_a_real_model_takes_the_place_of_a_shape() -> None:
     made = json.loads(out.stdout)
     assert made["wanted"]["random_weights"] is False
     config = networks.ModelConfig.from_folder(BUNDLED)
-    positions = 4 * config.layers * config.kv_heads
-    assert made["rows"][0]["kv_bytes"]["full"] == 64 * (config.kv_row_bytes(4) + positions)
+    row = config.layers * config.kv_heads * (2 * config.head_dim * 4 + 4)
+    assert made["rows"][0]["kv_bytes"]["full"] == 64 * row
     long = bench("decode", *model, "--length", str(config.max_context))
     assert long.exit_code == ContextError.exit_code
     assert "smaller --length" in long.stderr
