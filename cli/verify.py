@@ -18,7 +18,7 @@ from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.chat.verify import Verification
+    from minikv.chat.answer import Verification
 
 _TOKEN = 24  # most cells of a token that is quoted
 

@@ -20,11 +20,9 @@ from minikv.chat.protocols import Template
 from minikv.chat.reading import Read
 from minikv.chat.recall import Recall
 from minikv.chat.report import (
-    UNKNOWN,
     AgainstFull,
     DeviceMemory,
     KvBytes,
-    Loss,
     Rates,
     Seconds,
     Tokens,
@@ -76,16 +74,11 @@ class Warnings:
         self.lines: list[str] = []
         self._words, self._notice = words, notice
 
-    def tell(self, line: str) -> None:
-        """Rewrite a line, keep it for the record and pass it to `notice`."""
-        line = self._words(line)
-        self.lines.append(line)
-        self.say([line])
-
-    def tell_all(self, lines: Iterable[str]) -> None:
-        """`tell` each of them."""
-        for line in lines:
-            self.tell(line)
+    def tell(self, *lines: str) -> None:
+        """Rewrite each line, keep it for the record and pass it to `notice`."""
+        for line in map(self._words, lines):
+            self.lines.append(line)
+            self.say([line])
 
     def say(self, lines: Iterable[str]) -> None:
         """Pass lines to `notice` that are already in the record."""
@@ -139,19 +132,25 @@ def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:
 
 
 def prompt_report(
-    begun: Conversation,
+    now: Conversation,
     plan: PromptPlan,
     read: Read,
+    stats: CacheStats,
     settings: AnswerSettings,
     seed: int,
     eviction: EvictionConfig,
     facts: Facts,
     baseline_tok_s: float | None,
+    here: int,
 ) -> TurnReport:
-    """The record of a turn whose answer is not written yet; `turn_report` adds the rest."""
-    reused = plan.given if plan.anew else begun.log.seen - plan.length
+    """The record of a turn whose answer is not written yet; `turn_report` adds the rest. now: the
+    conversation before. stats: of the cache once the prompt was read. here: bytes of the tier in
+    the cache's own memory."""
+    shaped_by = None if plan.anew else now.evicted_for_turn
+    if shaped_by is None and (read.blind or stats.shaped):
+        shaped_by = 0 if read.blind else now.turn + 1
     return TurnReport(
-        turn=begun.turn,
+        turn=now.turn + 1,
         policy=eviction.policy,
         policy_options=eviction.options_record(),
         budget=eviction.budget_record(),
@@ -160,26 +159,19 @@ def prompt_report(
         kv_dtype=facts.kv,
         weights=facts.form,
         device=facts.device,
-        tokens=Tokens(plan.tokens, reused, 0, 0, 0, 0.0, 0, 0),
-        kv_bytes=KvBytes(0, 0, 0, peak_prefill=read.peak, policy_state=0),
+        tokens=Tokens(plan.tokens, plan.given if plan.anew else now.log.seen),
+        kv_bytes=KvBytes(peak_prefill=read.peak + here, tier_here=here),
         time_s=Seconds(
-            load=facts.load_s,
-            compile=None,
-            first_token=0.0,
-            prefill=read.seconds,
-            evict=read.evict_s,
-            decode=0.0,
-            total=0.0,
-            fidelity=read.fidelity_s,
+            facts.load_s, prefill=read.seconds, evict=read.evict_s, fidelity=read.fidelity_s
         ),
-        rate=Rates(plan.tokens / read.seconds if read.seconds else None, None, baseline_tok_s),
-        loss=_loss(read),
-        shaped_by_turn=begun.evicted_for_turn,
-        stop_reason="",
+        rate=Rates(
+            plan.tokens / read.seconds if read.seconds else None,
+            baseline_decode_tok_s=baseline_tok_s,
+        ),
+        loss=read.loss,
+        shaped_by_turn=shaped_by,
         seed=seed,
         sampling=settings.record(),
-        device_mem=DeviceMemory(None, None),
-        warnings=(),
         reuse=plan.reuse,
         fidelity=read.fidelity,
     )
@@ -241,10 +233,3 @@ def against_full(stats: CacheStats, recall: Recall) -> AgainstFull:
     was missing before. Rows of an int8 tier are not those that were read."""
     rounded = recall.tokens > 0 and recall.dtype == "int8"
     return AgainstFull(None if stats.gaps or rounded else True)
-
-
-def _loss(read: Read) -> Loss:
-    """The loss for the turn record."""
-    if read.gaps:
-        return Loss(None, None, None, UNKNOWN)
-    return Loss(*read.lost, None if read.lost[0] is None else "window")

@@ -39,23 +39,23 @@ class Tokens:
 
     prompt_new: int
     prompt_reused: int
-    generated: int
-    seen_total: int
-    evicted_total: int
-    kept_mean: float
-    kept_min: int
-    kept_max: int
+    generated: int = 0
+    seen_total: int = 0
+    evicted_total: int = 0
+    kept_mean: float = 0.0
+    kept_min: int = 0
+    kept_max: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class KvBytes:
     """Bytes of the KV cache, over all layers."""
 
-    full: int  # what the same tokens take in a cache without eviction
-    held: int  # rows held, with the policies' columns
-    allocated: int  # memory allocated for the cache
-    peak_prefill: int  # the most that existed at once while the prompt was read, tier_here included
-    policy_state: int  # the part of `held` that is the policies' columns
+    full: int = 0  # what the same tokens take in a cache without eviction
+    held: int = 0  # rows held, with the policies' columns
+    allocated: int = 0  # memory allocated for the cache
+    peak_prefill: int = 0  # the most at once while the prompt was read, tier_here included
+    policy_state: int = 0  # the part of `held` that is the policies' columns
     tier: int = 0  # the tier, in addition to held and allocated
     tier_here: int = 0  # the part of `tier` that is in the cache's own memory
 
@@ -77,12 +77,12 @@ class Seconds:
     loses."""
 
     load: float
-    compile: float | None
-    first_token: float
-    prefill: float
-    evict: float
-    decode: float
-    total: float
+    compile: float | None = None
+    first_token: float = 0.0
+    prefill: float = 0.0
+    evict: float = 0.0
+    decode: float = 0.0
+    total: float = 0.0
     refresh: float = 0.0
     fidelity: float = 0.0
 
@@ -92,8 +92,8 @@ class Rates:
     """Tokens per second. The baseline is that of a full cache; None if it was not run."""
 
     prefill_tok_s: float | None
-    decode_tok_s: float | None
-    baseline_decode_tok_s: float | None
+    decode_tok_s: float | None = None
+    baseline_decode_tok_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,10 @@ class Loss:
     cannot be measured; None if the policy observes no attention or nothing was evicted.
     """
 
-    est_mass_lost_mean: float | None
-    est_mass_lost_max: float | None
-    est_mass_lost_argmax_layer: int | None
-    method: str | None
+    est_mass_lost_mean: float | None = None
+    est_mass_lost_max: float | None = None
+    est_mass_lost_argmax_layer: int | None = None
+    method: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ class AgainstFull:
 class DeviceMemory:
     """On CUDA, what torch's allocator says. On a CPU, the peak resident memory of the process."""
 
-    peak_bytes: int | None
-    reserved_bytes: int | None
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnReport:
     """One turn of a chat. stop_reason is a key of `STOPS`.
 
@@ -172,11 +172,11 @@ class TurnReport:
     rate: Rates
     loss: Loss
     shaped_by_turn: int | None
-    stop_reason: str
+    stop_reason: str = ""
     seed: int
     sampling: Mapping[str, object]
-    device_mem: DeviceMemory
-    warnings: tuple[str, ...]
+    device_mem: DeviceMemory = DeviceMemory()
+    warnings: tuple[str, ...] = ()
     reuse: str = "once"
     kv_dtype: str = ""
     weights: str = ""

@@ -31,7 +31,7 @@ def checked(value: str) -> str:
     return value
 
 
-def shared(*runs: Sequence[int]) -> int:
+def shared(*runs: Sequence[object]) -> int:
     """The length of the longest common prefix."""
     least, at = min(map(len, runs)), 0
     while at < least:  # whole blocks at once: conversations have up to a million tokens
@@ -107,7 +107,7 @@ class TokenLog:
         """The tokens that the cache has seen, and the pending token."""
         return self.ids if self.seen else []
 
-    def read(self, ids: Iterable[int], *, anew: bool) -> TokenLog:
+    def read(self, ids: Iterable[int], anew: bool) -> TokenLog:
         """The log after a prompt was read: after the tokens that the cache had seen, or, with
         `anew`, instead of them."""
         whole = [*(() if anew else self.fed), *ids]

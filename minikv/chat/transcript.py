@@ -55,6 +55,12 @@ class Turn:
         return user_message(self.documents, self.question), Message("assistant", self.answer)
 
 
+def said(system: str, turns: Iterable[Turn]) -> list[Message]:
+    """The messages of a conversation that begins with this system prompt, or with none."""
+    opening = [Message("system", system)] if system else []
+    return [*opening, *(message for turn in turns for message in turn.messages())]
+
+
 def rendered(documents: Iterable[Document]) -> str:
     """The documents as part of the user message."""
     return "".join(document.rendered() for document in documents)

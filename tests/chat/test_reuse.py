@@ -65,7 +65,7 @@ def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> N
     session.refresh()
     got = say(session, "Why?")
     fresh = chat(system="be brief", seed=4)
-    fresh.restore(replace(before, held=None, fed=(), pending_token=None))
+    fresh.restore(replace(before, held=None, tokens=()))
     assert say(fresh, "Why?") == got
     assert cache(fresh) == cache(session)
     assert session.fed[: session.reports[1].tokens.prompt_new] == session.template.opening(
@@ -89,8 +89,7 @@ def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> N
     session.refresh()
     say(session, "Why?")
     fresh = chat()
-    known = (*before.fed, *([] if before.pending_token is None else [before.pending_token]))
-    fresh.restore(replace(before, held=None, fed=(), pending_token=None, known=known))
+    fresh.restore(replace(before, held=None))
     say(fresh, "Why?")
     one, two = session.reports[1], fresh.reports[1]
     assert one.tokens == two.tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +73,7 @@ def test_a_snapshot_without_a_cache_is_read_again_with_the_next_question() -> No
     session.attach("A mill stands by the river. " * 4, "mill.txt")
     say(session, "Who?")
     snapshot = session.snapshot()
-    again = type(snapshot)(
-        None,
-        snapshot.eviction,
-        snapshot.seed,
-        snapshot.messages,
-        snapshot.documents,
-        turns=snapshot.turns,
-        curve=snapshot.curve,
-    )
-    plain.restore(again)
+    plain.restore(replace(snapshot, held=None, tokens=()))
     assert plain.fed == []
     assert len(plain.turns) == 1
     say(plain, "Why?")
@@ -112,19 +103,19 @@ def test_snapshots_stay_under_their_limit_and_are_made_only_if_wanted() -> None:
     session = chat(undo_turns=16)
     say(session, "a long first question " * 5)
     one = session.snapshot().nbytes
-    session.history.nbytes = 3 * one + one // 2
+    session.undo_bytes = 3 * one + one // 2
     for i in range(6):
         say(session, f"question {i}")
-        kept = session.history.before
-        assert sum(snapshot.nbytes for snapshot in kept.values()) <= session.history.nbytes
+        kept = session._now.copies
+        assert sum(snapshot.nbytes for snapshot in kept.values()) <= session.undo_bytes
         assert 0 in kept
     assert len(kept) == 4
-    session.history.nbytes = one // 2  # as with --policy full over a long document
+    session.undo_bytes = one // 2  # as with --policy full over a long document
     say(session, "more")
-    assert list(session.history.before) == [0]
+    assert list(session._now.copies) == [0]
     plain = chat()
     say(plain, "q")
-    assert plain.history.before == {}
+    assert plain._now.copies == {}
 
 
 TEXT = "a story of a crane and a tiger, told twice. " * 4
@@ -211,7 +202,7 @@ def test_the_pieces_read_on_within_a_character() -> None:
     whole, cut = ask(40), 0
     for first in range(1, 40):
         session, said = ask(first)
-        ids = bytes(session._log.tokens[-first:])
+        ids = bytes(session.log.tokens[-first:])
         cut += said != ids.decode("utf-8", "replace")
         said += "".join(session.continue_answer(40 - first, 1.0))
         assert said == whole[1], first
