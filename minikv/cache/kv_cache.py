@@ -88,6 +88,7 @@ class KVCache:
         self.budget_rows: int | None
         self._open: bool
         self._arena: Arena
+        self._spare: Arena
         self.decode = DecodeStep(shape, self.device, self.ops)
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
@@ -112,9 +113,9 @@ class KVCache:
         prompt. Raises UsageError, and changes nothing, if the budget is too small for the policies.
         """
         assert self.reading is None
-        rows = self.check(rules)
+        rows, spare = self.check(rules), self._empty(rules)
         _declare(self.arena, self.rules.step, rules)
-        self._set(rules, rows)
+        self._set(rules, rows, spare)
 
     def check(self, rules: Rules) -> int | None:
         """The budget in rows per head; None if there is none or it depends on the prompt. Raises
@@ -123,8 +124,9 @@ class KVCache:
             return None
         return rules.budget_rows(0, self.shape, self.kv)
 
-    def _set(self, rules: Rules, rows: int | None) -> None:
-        self.rules, self.budget_rows = rules, rows
+    def _set(self, rules: Rules, rows: int | None, spare: Arena) -> None:
+        """spare: without rows, for `drop`, which must need no memory."""
+        self.rules, self.budget_rows, self._spare = rules, rows, spare
         # A share counts all tokens read when the next prompt ends. Until then it is not known.
         self._open = rules.takes_share
 
@@ -136,18 +138,17 @@ class KVCache:
         rows, empty = self.check(rules), self._empty(rules)
         self.settle()
         # From here on nothing fails.
-        self._set(rules, rows)
-        self._restart(empty)
+        self._set(rules, rows, empty)
+        self._restart()
 
     def drop(self) -> None:
-        """Forget the rows: a step failed, and may have changed some."""
-        empty = self._empty(self.rules)
+        """Forget the rows: a step failed, and may have changed some. Cannot fail."""
         self.decode.close()
-        self._restart(empty)
+        self._restart()
 
-    def _restart(self, empty: Arena) -> None:
+    def _restart(self) -> None:
         self.position = 0  # first: whoever is interrupted here sees that the cache is empty
-        self._arena = empty
+        self._arena = self._spare
         self._turns: list[tuple[int, int]] = []
         self.pinned = 0
         if self.rules.takes_share:
@@ -604,14 +605,15 @@ class KVCache:
         if not self.accepts(held, rules):
             raise ValueError("the cache is not one of this network and policy")
         arena = self._empty(rules).unpack(held.layout, held.region, held.columns)
+        spare = self._empty(under or rules)
         if under is not None:
             _declare(arena, rules.step, under)
         self.settle()
         # From here on nothing fails.
-        self._set(rules, rows)
+        self._set(rules, rows, spare)
         self._return(held, arena)
         if under is not None:
-            self._set(under, later)
+            self._set(under, later, spare)
 
     def _return(self, held: CacheSnapshot | SharedSnapshot, arena: Arena) -> None:
         self._arena, self.position, self._turns = arena, held.position, list(held.turns)

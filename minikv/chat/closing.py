@@ -149,6 +149,7 @@ def prompt_report(
     shaped_by = None if plan.anew else now.evicted_for_turn
     if shaped_by is None and (read.blind or stats.shaped):
         shaped_by = 0 if read.blind else now.turn + 1
+    earlier = now.report.tokens.seen_total if now.report is not None else 0
     return TurnReport(
         turn=now.turn + 1,
         policy=eviction.policy,
@@ -159,7 +160,11 @@ def prompt_report(
         kv_dtype=facts.kv,
         weights=facts.form,
         device=facts.device,
-        tokens=Tokens(plan.tokens, plan.given if plan.anew else now.log.seen),
+        tokens=Tokens(
+            plan.tokens,
+            plan.given if plan.anew else now.log.seen,
+            prompt_reread=max(0, earlier - plan.given) if plan.anew else 0,
+        ),
         kv_bytes=KvBytes(peak_prefill=read.peak + here, tier_here=here),
         time_s=Seconds(
             facts.load_s, prefill=read.seconds, evict=read.evict_s, fidelity=read.fidelity_s

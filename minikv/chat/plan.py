@@ -286,12 +286,13 @@ def _auto(
 
 
 def reads_again(history: History, held: CacheStats, tier: Stored, settings: PlanSettings) -> int:
-    """How many tokens `auto` would read again with the next question, if it is not empty."""
-    fed = history.fed
+    """How many tokens of the conversation `auto` reads again with the next question."""
+    ids = (history.fed or history.known)[: history.seen]
     if tier.room:
-        has = shared(tier.ids, fed)
-        return len(fed) - has if has < history.read else 0
-    return len(fed) if _auto(history, held, tier, settings)[0] == "refresh" else 0
+        has = shared(tier.ids, ids)
+        return len(ids) - has if has < history.read or not history.fed else 0
+    again = not history.fed or _auto(history, held, tier, settings)[0] == "refresh"
+    return len(ids) if again else 0
 
 
 def _last_turn(history: History, ids: Sequence[int]) -> int:

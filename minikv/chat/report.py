@@ -35,7 +35,8 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens. kept_*: per KV head and layer."""
+    """Numbers of tokens. kept_*: per KV head and layer. prompt_reread: of `prompt_new`, those that
+    earlier turns had read or written."""
 
     prompt_new: int
     prompt_reused: int
@@ -45,6 +46,7 @@ class Tokens:
     kept_mean: float = 0.0
     kept_min: int = 0
     kept_max: int = 0
+    prompt_reread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,7 @@ class TurnReport:
         if not self.whole:
             memory.append(f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head")
         if self.reuse == "refresh":
-            memory.append("read again")
+            memory.append(f"{tokens.prompt_reread:,} tokens read again")
         elif self.shaped_by_turn == 0:
             memory.append("evicted before any question")
         memory.append(self.against_full.words)

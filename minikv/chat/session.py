@@ -357,12 +357,13 @@ class ChatSession(ConversationView):
 
     @property
     def reads_again(self) -> int:
-        """How many tokens `auto` would read again with the next question."""
-        if not self.log.seen or self.rereads or self.reuse != "auto":
+        """How many tokens `auto` would read again with the next question; where nothing is cached,
+        how many any question reads again."""
+        if self.rereads or (self.log.seen and self.reuse != "auto"):
             return 0
         history, settings = History.of(self.turns, self.log), self._plan_settings()
         held = self.engine.kv.stats()
-        tier = self._stored(history, held, settings, self.log.seen)
+        tier = self._stored(history, held, settings, len(self.log.ids))
         return reads_again(history, held, tier, settings)
 
     @property
@@ -607,8 +608,7 @@ class ChatSession(ConversationView):
         if kv.position != log.seen and self._before_reading is not None:
             kv.restore(self._before_reading)
         if kv.position != log.seen:
-            if kv.position:  # else it was dropped
-                self.engine.reset()
+            kv.drop()
             if _LOST not in self._new_notices():  # this, too, may have been interrupted
                 self.engine.notices.append(_LOST)
         if self._now.closing is not None:

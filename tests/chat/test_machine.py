@@ -255,7 +255,6 @@ class Machine:
             if self.fault is None or not (fault.fired or isinstance(error, MinikvError)):
                 raise  # not the fault, and no refusal
             self.fault = None
-            self.session.guard.change(lambda: None)  # without memory it is settled only now
             self._note(fault)
             self._failed(before, op)
             for each in (name, self.keeper.name):  # what was saved there may be older

@@ -70,6 +70,7 @@ def test_the_record_has_exactly_the_documented_keys() -> None:
                 "kept_mean",
                 "kept_min",
                 "kept_max",
+                "prompt_reread",
             ]
         ),
         "kv_bytes": sorted(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import vocabularies as v
 from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
+from lettered import lettered
 from small_chat import chat, chat_over, held_of, say
 from test_session import make
 from torch import Tensor
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 import minikv
 import minikv.cli.turn
 from minikv.chat import plan, reuse
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
 from minikv.cli import refresh, render
@@ -389,7 +391,7 @@ def test_commands_in_a_chat(world: World) -> None:
         "your next question reads the documents and all that was said again",
         "once: later questions find what the first question left; /refresh: the next one reads",
         "refresh: the whole conversation was read again for this question",
-        "· read again",
+        "tokens read again",
         "your next question is read as any other",
         "no /refresh was waiting",
         "/refresh takes nothing, or off",
@@ -429,3 +431,19 @@ def test_reading_again_judges_by_the_last_question_alone(monkeypatch: pytest.Mon
     assert b"Why?" in text
     assert b"Who?" not in text
     assert second[-4:] == session.template.opening(session.messages[:3])[-4:]
+
+
+@pytest.mark.parametrize(("tier", "reuse"), [("none", "auto"), ("ram", "auto"), ("none", "once")])
+def test_after_a_lost_cache_it_is_known_how_much_is_read_again(tier: str, reuse: str) -> None:
+    session = lettered(EvictionConfig.read("adakv", budget=48), tier=tier, reuse=reuse)
+    session.attach(MILL)
+    say(session, "Who?")
+    seen, written = len(session.fed), session.reports[0].tokens.generated
+    session.engine.kv.drop()
+    session.guard.change(lambda: None)
+    again = session.reads_again
+    assert abs(again - (written if tier == "ram" else seen)) <= 1
+    say(session, "Why?")
+    assert session.reports[1].tokens.prompt_reread == again
+    said = f"{again:,} tokens read again" in session.reports[1].lines()[1]
+    assert said == (tier == "none")

@@ -166,6 +166,10 @@ class FakeKv:
             arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
         )
 
+    def drop(self) -> None:
+        self.position = 0
+        self.fed.clear()
+
     def abandon(self) -> None: ...
 
     def settle(self) -> None: ...
