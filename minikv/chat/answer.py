@@ -16,11 +16,11 @@ from torch import Tensor
 from minikv import checks
 from minikv.cache.tier import TierSteps
 from minikv.cache.tier_rows import TierError
-from minikv.chat.protocols import TextStream, Tokenizer
 from minikv.chat.reading import Tools
 from minikv.chat.recall import Recall
 from minikv.chat.report import AgainstFull, TurnReport
 from minikv.chat.reuse import TokenLog, shared
+from minikv.chat.transcript import TextStream, Tokenizer
 from minikv.engine.sampling import WINDOW, Sampling, pick
 from minikv.errors import Interrupted, UsageError
 

@@ -16,7 +16,6 @@ from minikv.cache.stats import CacheStats, full_cache_bytes
 from minikv.chat.answer import Answer, AnswerSettings
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.plan import PromptPlan
-from minikv.chat.protocols import Template
 from minikv.chat.reading import Read
 from minikv.chat.recall import Recall
 from minikv.chat.report import (
@@ -29,7 +28,7 @@ from minikv.chat.report import (
     TurnReport,
 )
 from minikv.chat.snapshot import Conversation
-from minikv.chat.transcript import Document
+from minikv.chat.transcript import Document, Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,10 @@ def prompt_report(
     shaped_by = None if plan.anew else now.evicted_for_turn
     if shaped_by is None and (read.blind or stats.shaped):
         shaped_by = 0 if read.blind else now.turn + 1
-    earlier = now.report.tokens.seen_total if now.report is not None else 0
+    reused, reread = now.log.seen, 0
+    if plan.anew:
+        earlier = now.report.tokens.seen_total if now.report is not None else 0
+        reused, reread = plan.given, max(0, earlier - plan.given)
     return TurnReport(
         turn=now.turn + 1,
         policy=eviction.policy,
@@ -160,23 +162,19 @@ def prompt_report(
         kv_dtype=facts.kv,
         weights=facts.form,
         device=facts.device,
-        tokens=Tokens(
-            plan.tokens,
-            plan.given if plan.anew else now.log.seen,
-            prompt_reread=max(0, earlier - plan.given) if plan.anew else 0,
-        ),
-        kv_bytes=KvBytes(peak_prefill=read.peak + here, tier_here=here),
+        tokens=Tokens(plan.tokens, reused, 0, 0, 0, 0.0, 0, 0, reread),
+        kv_bytes=KvBytes(0, 0, 0, read.peak + here, 0, tier_here=here),
         time_s=Seconds(
-            facts.load_s, prefill=read.seconds, evict=read.evict_s, fidelity=read.fidelity_s
+            facts.load_s, None, 0.0, read.seconds, read.evict_s, 0.0, 0.0, fidelity=read.fidelity_s
         ),
-        rate=Rates(
-            plan.tokens / read.seconds if read.seconds else None,
-            baseline_decode_tok_s=baseline_tok_s,
-        ),
+        rate=Rates(plan.tokens / read.seconds if read.seconds else None, None, baseline_tok_s),
         loss=read.loss,
         shaped_by_turn=shaped_by,
+        stop_reason="",
         seed=seed,
         sampling=settings.record(),
+        device_mem=DeviceMemory(None, None),
+        warnings=(),
         reuse=plan.reuse,
         fidelity=read.fidelity,
     )

@@ -14,10 +14,9 @@ from itertools import pairwise
 from minikv.cache.rules import Rules
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.reuse import Stored, TokenLog, shared
 from minikv.chat.stopping import stoppable
-from minikv.chat.transcript import Document, Message, Turn, rendered
+from minikv.chat.transcript import Document, Message, Template, Tokenizer, Turn, rendered
 from minikv.errors import ContextError, MemoryShortError, UsageError
 
 Compose = Callable[[Sequence[Message]], list[int]]

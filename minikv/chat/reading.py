@@ -20,12 +20,11 @@ from minikv.cache.stats import Fidelity, PromptFigures
 from minikv.cache.tier_rows import TierError
 from minikv.chat.fitting import too_much
 from minikv.chat.plan import PROBES, PlanSettings, PromptPlan
-from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.recall import Recall
 from minikv.chat.report import UNKNOWN, Loss, size
 from minikv.chat.reuse import shared
 from minikv.chat.stopping import Cancelling
-from minikv.chat.transcript import Message
+from minikv.chat.transcript import Message, Template, Tokenizer
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, MemoryShortError, UsageError
 from minikv.policies.repeats import Wording
@@ -285,7 +284,7 @@ def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks:
 def _loss(figures: PromptFigures, *, gaps: bool) -> Loss:
     """An estimate, which does not include rows that had left before the prompt (`gaps`)."""
     if gaps:
-        return Loss(method=UNKNOWN)
+        return Loss(None, None, None, UNKNOWN)
     method = None if figures.lost_mean is None else "window"
     return Loss(figures.lost_mean, figures.lost_max, figures.lost_layer, method)
 

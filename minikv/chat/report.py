@@ -40,12 +40,12 @@ class Tokens:
 
     prompt_new: int
     prompt_reused: int
-    generated: int = 0
-    seen_total: int = 0
-    evicted_total: int = 0
-    kept_mean: float = 0.0
-    kept_min: int = 0
-    kept_max: int = 0
+    generated: int
+    seen_total: int
+    evicted_total: int
+    kept_mean: float
+    kept_min: int
+    kept_max: int
     prompt_reread: int = 0
 
 
@@ -53,11 +53,11 @@ class Tokens:
 class KvBytes:
     """Bytes of the KV cache, over all layers."""
 
-    full: int = 0  # what the same tokens take in a cache without eviction
-    held: int = 0  # rows held, with the policies' columns
-    allocated: int = 0  # memory allocated for the cache
-    peak_prefill: int = 0  # the most at once while the prompt was read, tier_here included
-    policy_state: int = 0  # the part of `held` that is the policies' columns
+    full: int  # what the same tokens take in a cache without eviction
+    held: int  # rows held, with the policies' columns
+    allocated: int  # memory allocated for the cache
+    peak_prefill: int  # the most at once while the prompt was read, tier_here included
+    policy_state: int  # the part of `held` that is the policies' columns
     tier: int = 0  # the tier, in addition to held and allocated
     tier_here: int = 0  # the part of `tier` that is in the cache's own memory
 
@@ -79,12 +79,12 @@ class Seconds:
     loses."""
 
     load: float
-    compile: float | None = None
-    first_token: float = 0.0
-    prefill: float = 0.0
-    evict: float = 0.0
-    decode: float = 0.0
-    total: float = 0.0
+    compile: float | None
+    first_token: float
+    prefill: float
+    evict: float
+    decode: float
+    total: float
     refresh: float = 0.0
     fidelity: float = 0.0
 
@@ -94,8 +94,8 @@ class Rates:
     """Tokens per second. The baseline is that of a full cache; None if it was not run."""
 
     prefill_tok_s: float | None
-    decode_tok_s: float | None = None
-    baseline_decode_tok_s: float | None = None
+    decode_tok_s: float | None
+    baseline_decode_tok_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ class Loss:
     cannot be measured; None if the policy observes no attention or nothing was evicted.
     """
 
-    est_mass_lost_mean: float | None = None
-    est_mass_lost_max: float | None = None
-    est_mass_lost_argmax_layer: int | None = None
-    method: str | None = None
+    est_mass_lost_mean: float | None
+    est_mass_lost_max: float | None
+    est_mass_lost_argmax_layer: int | None
+    method: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,11 @@ class AgainstFull:
 class DeviceMemory:
     """On CUDA, what torch's allocator says. On a CPU, the peak resident memory of the process."""
 
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
+    peak_bytes: int | None
+    reserved_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TurnReport:
     """One turn of a chat. stop_reason is a key of `STOPS`.
 
@@ -174,11 +174,11 @@ class TurnReport:
     rate: Rates
     loss: Loss
     shaped_by_turn: int | None
-    stop_reason: str = ""
+    stop_reason: str
     seed: int
     sampling: Mapping[str, object]
-    device_mem: DeviceMemory = DeviceMemory()
-    warnings: tuple[str, ...] = ()
+    device_mem: DeviceMemory
+    warnings: tuple[str, ...]
     reuse: str = "once"
     kv_dtype: str = ""
     weights: str = ""
@@ -252,7 +252,8 @@ class TurnReport:
         if not self.whole:
             memory.append(f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head")
         if self.reuse == "refresh":
-            memory.append(f"{tokens.prompt_reread:,} tokens read again")
+            again = f"{tokens.prompt_reread:,} tokens " if tokens.prompt_reread else ""
+            memory.append(f"{again}read again")
         elif self.shaped_by_turn == 0:
             memory.append("evicted before any question")
         memory.append(self.against_full.words)

@@ -42,7 +42,6 @@ from minikv.chat.plan import (
     refuse_without_tier,
     start,
 )
-from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.reading import Reader, Tools
 from minikv.chat.recall import Recall
 from minikv.chat.report import line, table
@@ -56,7 +55,15 @@ from minikv.chat.snapshot import (
     taken_back,
 )
 from minikv.chat.stopping import Cancelling, Guard, Pieces, answers, changes, closed, in_background
-from minikv.chat.transcript import Document, Message, Source, Turn, user_message
+from minikv.chat.transcript import (
+    Document,
+    Message,
+    Source,
+    Template,
+    Tokenizer,
+    Turn,
+    user_message,
+)
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
