@@ -36,6 +36,7 @@ from minikv.chat.plan import (
     MinTokens,
     PlanSettings,
     PromptPlan,
+    Question,
     plan,
     reads_again,
     recalls,
@@ -233,13 +234,10 @@ class ChatSession(ConversationView):
         """Raise the UsageError that `configure` would raise; change nothing."""
         self.engine.kv.check(eviction.rules())
 
+    @changes
     def snapshot(self) -> ChatSnapshot:
         """A copy of the chat between two turns. After `restore`, every answer is bit-identical.
         Copies the rows in use to host memory."""
-        return self.guard.change(self._snapshot)
-
-    def _snapshot(self) -> ChatSnapshot:
-        assert self._now.closing is None, "a turn is under way"
         return self._now.snapshot(self.engine.kv.snapshot(), self.eviction, self.seed)
 
     @changes
@@ -368,10 +366,7 @@ class ChatSession(ConversationView):
         how many any question reads again."""
         if self.rereads or (self.log.seen and self.reuse != "auto"):
             return 0
-        history, settings = History.of(self.turns, self.log), self._plan_settings()
-        held = self.engine.kv.stats()
-        tier = self._stored(history, held, settings, len(self.log.ids))
-        return reads_again(history, held, tier, settings)
+        return reads_again(*self._known(len(self.log.ids)))
 
     @property
     def room(self) -> int:
@@ -541,9 +536,8 @@ class ChatSession(ConversationView):
         self.continuable()  # again, because the chat may have changed since `continue_answer`
         turn, known, log = self.turns[-1], self.engine.kv.stats(), self.log
         if self.refresh_every:
-            limits = self._plan_settings()
             most = min(log.seen + 1 + settings.max_tokens, self.max_context)
-            tier = self._stored(History.of(self.turns, log), known, limits, most)
+            *_, tier, limits = self._known(most)
             refuse_without_tier(tier, limits, recalled=tier.room)
         begins = len(log.ids) - turn.report.tokens.generated
         answer = Answer.resumed(
@@ -629,17 +623,14 @@ class ChatSession(ConversationView):
     ) -> PromptPlan:
         """What to read for the last message. answer: its most tokens. told: None if this is planned
         again because the tier failed; then the answer does without what needs a tier."""
-        history = History.of(self.turns, self.log)
-        question = self._composer().question(history, messages, self.pending)
+        question = self._question(messages, self.pending)
         tokens = self.log.seen + len(question.ids)
         if told is not None:
             told.tell(*self._decide(tokens, answer))
-        held, settings = self.engine.kv.stats(), self._plan_settings(alone=told is None)
-        if settings.refresh_every and self.eviction.evicts:
+        if told is not None and self.refresh_every and self.eviction.evicts:
             tokens = min(tokens + answer, self.max_context)
-        return plan(
-            history, question, held, self._stored(history, held, settings, tokens), settings
-        )
+        history, held, tier, settings = self._known(tokens, alone=told is None)
+        return plan(history, question, held, tier, settings)
 
     def _before(self, found: PromptPlan, question: str) -> Iterator[str]:
         """What the user is told before the prompt is read. What `auto` does is told once, and again
@@ -658,7 +649,7 @@ class ChatSession(ConversationView):
         be too large, or memory runs out; the question is answered in any case."""
         if self.undo_turns > 0 and nbytes <= self.undo_bytes:
             with contextlib.suppress(MemoryError, RuntimeError):
-                return self._snapshot()
+                return self._now.snapshot(self.engine.kv.snapshot(), self.eviction, self.seed)
         return None
 
     def _copies(self, copy: ChatSnapshot | None) -> Mapping[int, ChatSnapshot]:
@@ -694,16 +685,20 @@ class ChatSession(ConversationView):
             0 if alone else self.refresh_every,
         )
 
-    def _stored(
-        self, history: History, held: CacheStats, settings: PlanSettings, tokens: int
-    ) -> Stored:
-        """What the tier has, with room for `tokens` tokens if a question may be answered from
-        it."""
-        tier = self.recall.stored()
-        return self.recall.stored(tokens) if recalls(history, held, tier, settings) else tier
+    def _known(
+        self, tokens: int, *, alone: bool = False
+    ) -> tuple[History, CacheStats, Stored, PlanSettings]:
+        """What a plan needs beside the question. tokens: those for which the tier must have room,
+        if a question may be answered from it. alone: see `_plan_settings`."""
+        history, held = History.of(self.turns, self.log), self.engine.kv.stats()
+        tier, settings = self.recall.stored(), self._plan_settings(alone=alone)
+        if recalls(history, held, tier, settings):
+            tier = self.recall.stored(tokens)
+        return history, held, tier, settings
 
-    def _composer(self) -> Composer:
-        return Composer(self.template, lambda: self.recall.free, self._cancelling.cancelled)
+    def _question(self, messages: Sequence[Message], documents: Sequence[Document]) -> Question:
+        composer = Composer(self.template, lambda: self.recall.free, self._cancelling.cancelled)
+        return composer.question(History.of(self.turns, self.log), messages, documents)
 
     @property
     def _tools(self) -> Tools:
@@ -728,7 +723,7 @@ class ChatSession(ConversationView):
         if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
             return ""
         messages = [*self.messages, user_message(self.pending, "?")]
-        question = self._composer().question(History.of(self.turns, self.log), messages, ())
+        question = self._question(messages, ())
         tokens = self.log.seen + len(question.ids)
         return fit_words(self._rows_for(tokens, answer), tokens)
 

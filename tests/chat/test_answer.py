@@ -14,7 +14,7 @@ import torch
 from fakes import ByteStream, FakeEngine
 from hypothesis import example, given
 from hypothesis import strategies as st
-from small_chat import chat, chat_over
+from small_chat import chat, chat_over, reported, verified
 from test_session import check, make
 from tiers import MILL, recalling
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -85,8 +85,7 @@ def test_nan_in_an_answer_stops_it_and_keeps_what_was_written() -> None:
     with pytest.raises(NumericsError):
         pieces.extend(chat.ask("q"))
     assert len(pieces) == 3
-    assert chat.report is not None
-    assert chat.report.stop_reason == "error"
+    assert reported(chat).stop_reason == "error"
     assert chat.messages[-1].content == "".join(pieces)
     engine.nan_at = None
     check(chat)
@@ -117,8 +116,7 @@ def test_a_token_whose_text_cannot_be_had_is_not_in_the_conversation(
     monkeypatch.setattr(chat.tokenizer, "stream", Broken)
     with pytest.raises(RuntimeError, match="no text"):
         list(chat.ask("q"))
-    report = chat.report
-    assert report is not None
+    report = reported(chat)
     assert report.tokens.generated > 0
     assert chat.pending_token is None
     assert len(chat.tokenizer.encode(chat.turns[0].answer)) == report.tokens.generated
@@ -200,10 +198,9 @@ def test_an_answer_ends_before_a_stop_text_over_several_tokens() -> None:
     chat = make()
     pieces = list(chat.ask("tell me", stop=[whole[4:7], "no such text"]))
     assert "".join(pieces) == whole[:4]
-    assert chat.report is not None
-    assert chat.report.stop_reason == "stop"
-    assert chat.report.sampling["stop"] == [whole[4:7], "no such text"]
-    assert chat.report.tokens.generated == 7
+    assert reported(chat).stop_reason == "stop"
+    assert reported(chat).sampling["stop"] == [whole[4:7], "no such text"]
+    assert reported(chat).tokens.generated == 7
     assert chat.messages[-1].content == chat.turns[-1].answer == whole[:4]
     # The last token of the stop text was not fed, and is not fed later.
     assert chat.pending_token is None
@@ -360,12 +357,9 @@ def test_the_penalty_of_a_chat_looks_at_prompt_and_answer(temperature: float) ->
     assert unbent != whole
     session = recalling()
     tokens = asked(session, [40])
-    list(session.verify())
-    assert session.verified is not None
-    assert [*session.verified.tokens] == whole[-90:][:40]
+    assert [*verified(session).tokens] == whole[-90:][:40]
     assert tokens[:-40] == whole[:-90]
-    assert session.report is not None
-    assert session.report.sampling["repeat_penalty"] == how.repeat_penalty
+    assert reported(session).sampling["repeat_penalty"] == how.repeat_penalty
 
 
 def asked_without(temperature: float) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import vocabularies as v
 from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
 from lettered import lettered
-from small_chat import chat, chat_over, held_of, say
+from small_chat import chat, chat_over, held_of, reported, say
 from test_session import make
 from torch import Tensor
 from typer.testing import CliRunner
@@ -59,51 +60,33 @@ def cache(session: ChatSession) -> tuple[object, ...]:
 
 
 def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> None:
-    session = chat(system="be brief", seed=4)
+    """Its rows, its answers, and its figures, which count the old cache that is kept meanwhile."""
+    session, fresh = (chat(system="be brief", seed=4) for _ in range(2))
     session.attach(MILL, "mill.txt")
     say(session, "Who?", 5)
     session.attach(WELL, "well.txt")
     before = session.snapshot()
     session.refresh()
-    got = say(session, "Why?")
-    fresh = chat(system="be brief", seed=4)
-    fresh.restore(replace(before, held=None, tokens=()))
-    assert say(fresh, "Why?") == got
-    assert cache(fresh) == cache(session)
-    assert session.fed[: session.reports[1].tokens.prompt_new] == session.template.opening(
-        session.messages[:-1]
-    )
-    assert session.evicted_for_turn == fresh.evicted_for_turn == 2
-    assert [r.shaped_by_turn for r in session.reports] == [1, 2]
-    # It was for one question: the next goes on from there.
-    again = say(session, "And?"), say(fresh, "And?")
-    assert again[0] == again[1]
-    assert [r.reuse for r in session.reports] == ["once", "refresh", "once"]
-    assert [r.shaped_by_turn for r in session.reports] == [1, 2, 2]
-
-
-def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> None:
-    session = chat()
-    session.attach(MILL)
-    say(session, "Who?")
-    first, before = session.reports[0], session.snapshot()
-    assert before.held is not None
-    session.refresh()
-    say(session, "Why?")
-    fresh = chat()
     fresh.restore(replace(before, held=None))
-    say(fresh, "Why?")
+    assert say(fresh, "Why?") == say(session, "Why?")
+    assert cache(fresh) == cache(session)
     one, two = session.reports[1], fresh.reports[1]
+    assert session.fed[: one.tokens.prompt_new] == session.template.opening(session.messages[:-1])
+    assert session.evicted_for_turn == fresh.evicted_for_turn == 2
     assert one.tokens == two.tokens
     assert one.tokens.prompt_reused == 0
-    assert one.tokens.prompt_new > first.tokens.prompt_new
     assert one.tokens.seen_total == len(session.fed)
     assert one.tokens.evicted_total == round(len(session.fed) - one.tokens.kept_mean)
+    assert before.held is not None
     assert one.kv_bytes.peak_prefill == two.kv_bytes.peak_prefill + before.held.nbytes
     assert one.kv_bytes.full == two.kv_bytes.full
     assert one.time_s.evict > 0
     assert one.rate.prefill_tok_s == pytest.approx(one.tokens.prompt_new / one.time_s.prefill)
     assert one.lines()[1].endswith("read again · not checked")
+    # It was for one question: the next goes on from there.
+    assert say(session, "And?")[0] == say(fresh, "And?")[0]
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "once"]
+    assert [r.shaped_by_turn for r in session.reports] == [1, 2, 2]
 
 
 def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
@@ -116,8 +99,7 @@ def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
     session.refresh(wanted=False)
     fed = len(session.fed)
     list(session.ask("r"))
-    assert session.report is not None
-    assert session.report.tokens.prompt_reused == fed
+    assert reported(session).tokens.prompt_reused == fed
     session.refresh()
     session.reset()
     assert not session.rereads
@@ -135,43 +117,40 @@ def test_pinned_rows_stay_pinned() -> None:
 
 
 def test_blind_documents_are_judged_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays of the document is the same for any question, which costs as many rows as it
+    brings: the policy's budget, and nothing on top."""
     kept = []
     for question in ("Who?", "What is the name of the river?"):
-        session = chat(reuse="blind")
-        read, seen = session.engine.prompt, []
-        before: list[list[list[int]]] = []
+        session, fed, held = chat(reuse="blind"), list[list[int]](), list[list[set[int]]]()
+        read = session.engine.prompt
 
         def prompt(
             ids: Any,
             *more: Any,
-            seen: Any = seen,
             read: Any = read,
-            before: Any = before,
+            fed: Any = fed,
+            held: Any = held,
             session: Any = session,
         ) -> Any:
-            seen.append(list(ids))
             out = read(ids, *more)
-            before.append(held_of(session))
+            fed.append(list(ids))
+            held.append([{*head} for head in held_of(session)])
             return out
 
         monkeypatch.setattr(session.engine, "prompt", prompt)
         session.attach(MILL, "mill.txt")
         say(session, question, 1)
-        document, rest = seen
-        assert bytes(document[2:]).decode() == f"Document: mill.txt\n\n{MILL}\n\n"
+        document, rest = fed
         assert document[:2] == [BOS, USER]
+        assert bytes(document[2:]).decode() == f"Document: mill.txt\n\n{MILL}\n\n"
         assert document + rest == session.template.opening(session.messages[:1])
-        kept.append(before[0])
-        # The question costs as many rows as it brings: the policy's budget, and nothing on top.
-        left = [set(head) & set(range(len(document))) for head in before[1]]
-        assert all(now <= set(was) for now, was in zip(left, before[0], strict=True))
+        kept.append(held[0])
+        left = [head & {*range(len(document))} for head in held[1]]
+        assert all(now <= was for now, was in zip(left, held[0], strict=True))
         for layer in (0, 2):
-            rows = [sum(map(len, one[layer : layer + 2])) for one in before]
-            assert rows == [96, 96]
-            new = sum(len(head) for head in before[1][layer : layer + 2]) - sum(
-                map(len, left[layer : layer + 2])
-            )
-            assert rows[0] - sum(map(len, left[layer : layer + 2])) == new <= 2 * len(rest)
+            before, after, old = (sum(map(len, one[layer : layer + 2])) for one in (*held, left))
+            assert (before, after) == (96, 96)
+            assert before - old == after - old <= 2 * len(rest)
     assert kept[0] == kept[1]
 
 
@@ -192,8 +171,7 @@ def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
     session = chat(reuse="blind", budget=600)
     session.attach(MILL)
     say(session, "Who?")
-    assert session.report is not None
-    assert session.report.shaped_by_turn is None
+    assert reported(session).shaped_by_turn is None
 
 
 FORMATS = [LLAMA_2, LLAMA_3, MISTRAL_V1, MISTRAL_V3, MISTRAL_V7, CHATML, ZEPHYR, PLAIN]
@@ -294,30 +272,20 @@ def test_the_loss_is_against_all_that_was_read_or_not_known() -> None:
     assert UNKNOWN not in [r.loss.method for r in whole.reports]
 
 
-# -- undo, saved chats ------------------------------------------------------------------------
-
-
 def test_a_saved_chat_keeps_the_setting() -> None:
     session = chat(reuse="blind")
     session.attach(MILL)
     say(session, "Who?")
-    keeper = Keeper(Terminal())
-    keeper.save(session, "one")
-    keeper.close()
+    with contextlib.closing(Keeper(Terminal())) as keeper:
+        keeper.save(session, "one")
     for given, want in (((), "blind"), (("reuse",), "refresh")):
         other = chat(reuse="refresh")
-        again = Keeper(Terminal())
-        again.load(other, "one", given=given)
-        again.close()
-        assert other.reuse == want
-        assert other.evicted_for_turn == 0
-        assert other.report == session.report
-    other.reuse = "once"
-    keeper = Keeper(Terminal())
-    keeper.load(other, "one", given=("reuse",))
-    other.reuse = "auto"
-    keeper.keep(other)
-    keeper.close()
+        with contextlib.closing(Keeper(Terminal())) as keeper:
+            keeper.load(other, "one", given=given)
+            assert (other.reuse, other.evicted_for_turn) == (want, 0)
+            assert other.report == session.report
+            other.reuse = "auto"
+            keeper.keep(other)
     assert header("one")["reuse"] == "auto"
 
 
