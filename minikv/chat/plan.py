@@ -379,8 +379,7 @@ def too_long(verb: str, tokens: int, used: int, seen: int, max_context: int) -> 
 
 
 class MinTokens:
-    """A lower bound for the number of tokens in a text, so that a text that is too long is refused
-    without tokenizing it. The first call of `of` looks through the vocabulary.
+    """Refuses a text that is too long without tokenizing it, by a lower bound of its tokens.
 
     No token stands for more bytes than the longest one, so a text has at least `bytes / longest`
     tokens. This is true only if tokenizing loses nothing. A tokenizer that drops characters, or
@@ -389,20 +388,17 @@ class MinTokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._longest: float | None = None
-
-    def of(self, size: int) -> int:
-        """The least number of tokens in a text of `size` bytes."""
-        if self._longest is None:
-            self._longest = longest_token(self._tokenizer) or math.inf
-        return int(size / self._longest)
+        self._longest: float | None = None  # known once the vocabulary was looked through
 
     def refuse(self, text: str, seen: int, left: int, max_context: int) -> None:
         """Raise ContextError for a text that cannot fit. seen: tokens that the cache has seen.
         left: positions that are left, with the pending token counted as used."""
         size = len(text.encode())
-        # Within `left` it fits even with one token per byte, so the bound is not needed.
-        if size > left and (least := self.of(size)) > left:
+        if size <= left:  # it fits even with one token per byte
+            return
+        if self._longest is None:
+            self._longest = longest_token(self._tokenizer) or math.inf
+        if (least := int(size / self._longest)) > left:
             raise too_long("needs at least", least, seen, seen, max_context)
 
 

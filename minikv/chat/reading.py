@@ -321,7 +321,7 @@ def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
     """
     recall.scored()
     holds = f"{policy} holds all keys and values until they are scored"
-    short = too_much(cost.most.ram, recall.free)
+    short = too_much(cost.most.ram, recall.free())
     if recall.kind in ("none", "ram") and short:
         raise MemoryShortError(
             f"{holds}: {short}",
@@ -330,7 +330,7 @@ def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
         )
     if recall.kind in ("none", "ram") or (recall.kind == "auto" and not short):
         return False
-    unfit = recall.broken or too_much(cost.most.file_ram, recall.free)
+    unfit = recall.broken or too_much(cost.most.file_ram, recall.free())
     disk = unfit or recall.keep_in_file(cost.longest)
     if not disk:
         return True

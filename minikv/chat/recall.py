@@ -73,7 +73,7 @@ class Recall:
     ) -> None:
         """dtype: one of `reuse.TIER_DTYPES`. free(): free bytes of host memory, None if not
         known."""
-        self._kv, self._coded, self._free = kv, dtype == "int8", free
+        self._kv, self._coded, self.free = kv, dtype == "int8", free
         self._chunk = 0  # see `lent`
         self.kind = kind
         self.where: Callable[[], Place] = somewhere
@@ -194,16 +194,11 @@ class Recall:
     def _bytes(self, tokens: int) -> int:
         return row_nbytes(self._kv.shape, self._kv.dtype, self._coded) * tokens
 
-    @property
-    def free(self) -> int | None:
-        """Free bytes of host memory; None if not known."""
-        return self._free()
-
     def _no_ram(self, tokens: int, because: str) -> str:
         """Have a tier in host memory with room for `tokens` tokens. Returns "", or why there is no
         room. because: why it cannot be in a file, for the message. Raises UsageError if there is no
         room and `kind` is "ram"."""
-        have, free = self.nbytes, self._free()
+        have, free = self.nbytes, self.free()
         need = self._bytes(RamRows.room(tokens, self._kv.shape.max_context))
         if free is not None and need - have > free - free // 8:
             no = f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"

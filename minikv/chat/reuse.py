@@ -102,11 +102,6 @@ class TokenLog:
         """The tokens with which the next prompt begins: the pending token, if there is one."""
         return [] if self.pending is None else [self.pending]
 
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens that the cache has seen, and the pending token."""
-        return self.ids if self.seen else []
-
     def read(self, ids: Iterable[int], anew: bool) -> TokenLog:
         """The log after a prompt was read: after the tokens that the cache had seen, or, with
         `anew`, instead of them."""

@@ -697,7 +697,7 @@ class ChatSession(ConversationView):
         return history, held, tier, settings
 
     def _question(self, messages: Sequence[Message], documents: Sequence[Document]) -> Question:
-        composer = Composer(self.template, lambda: self.recall.free, self._cancelling.cancelled)
+        composer = Composer(self.template, self.recall.free, self._cancelling.cancelled)
         return composer.question(History.of(self.turns, self.log), messages, documents)
 
     @property

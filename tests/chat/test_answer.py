@@ -337,7 +337,7 @@ def test_the_penalty_of_a_chat_looks_at_prompt_and_answer(temperature: float) ->
         list(session.ask("Who mills?", parts[0], temperature, **filters))
         for more in parts[1:]:
             list(session.continue_answer(more, temperature, **filters))
-        return session.log.tokens
+        return session.log.ids
 
     whole = asked(chat(policy="full"), [90])
     assert asked(chat(policy="full"), [1, 30, 59]) == whole
@@ -366,7 +366,7 @@ def asked_without(temperature: float) -> list[int]:
     session = chat(policy="full")
     session.attach(MILL[:90])
     list(session.ask("Who mills?", 90, temperature, top_k=20, top_p=0.95, min_p=0.01))
-    return session.log.tokens
+    return session.log.ids
 
 
 @pytest.mark.parametrize("first", [0.5, "auto"])

@@ -441,7 +441,7 @@ def test_ctrl_c_is_heard_while_a_text_is_tokenized(endless: Any) -> None:
 
 def test_a_text_that_memory_does_not_suffice_for_is_refused(endless: Any) -> None:
     """The library's allocator would end the process."""
-    endless.recall._free = lambda: 1000
+    endless.recall.free = lambda: 1000
     endless.attach("a mill " * 300)
     with pytest.raises(MemoryShortError, match="tokenizing") as caught:
         list(endless.ask("What?"))

@@ -72,7 +72,7 @@ def test_it_is_what_a_full_cache_answers(
     assert found is not None
     assert list(found.tokens) == full_answer(session, 12, temperature)[: len(found.tokens)]
     assert (found.text, found.complete) == (text, True)
-    mine = session.log.tokens[-report.tokens.generated :]
+    mine = session.log.ids[-report.tokens.generated :]
     same = [a == b for a, b in zip(mine, found.tokens, strict=False)]
     assert found.same == (same.index(False) if False in same else len(same))
     assert found.differs == (False in same or len(found.tokens) != len(mine))
