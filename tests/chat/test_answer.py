@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -169,27 +170,17 @@ def test_nothing_that_may_become_a_stop_text_is_given_out() -> None:
     assert found.stopped
 
 
-@pytest.mark.parametrize("given", [[""], "", ["a", ""]])
-def test_an_empty_stop_text_is_refused(given: str | list[str]) -> None:
-    with pytest.raises(UsageError, match="empty"):
-        stop_texts(given)
+@pytest.mark.parametrize("given", [5, 0, True, b"x", [b"x"], [None], object(), 1.5, "", ["a", ""]])
+def test_what_is_no_stop_text_is_refused(given: Any) -> None:
+    for use in (partial(make().ask, "tell me"), make().continue_answer):
+        with pytest.raises(UsageError, match=r"`stop`|empty"):
+            use(stop=given)
 
 
-@pytest.mark.parametrize("given", [5, 0, True, b"x", [b"x"], [None], object(), 1.5])
-def test_what_is_no_text_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match="`stop`"):
-        make().ask("tell me", stop=given)
-    with pytest.raises(UsageError, match="`stop`"):
-        make().continue_answer(stop=given)
-
-
-def test_none_is_no_stop_text() -> None:
-    assert list(make().ask("tell me", stop=None)) == list(make().ask("tell me"))
-
-
-def test_one_text_may_stand_alone() -> None:
+def test_one_text_may_stand_alone_and_none_is_no_text() -> None:
     assert stop_texts("ab") == ("ab",)
     assert stop_texts(["x", "y", "x"]) == ("x", "y")
+    assert list(make().ask("tell me", stop=None)) == list(make().ask("tell me"))
 
 
 def test_an_answer_ends_before_a_stop_text_over_several_tokens() -> None:
