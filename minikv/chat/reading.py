@@ -322,14 +322,14 @@ def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
     recall.scored()
     holds = f"{policy} holds all keys and values until they are scored"
     short = too_much(cost.most.ram, recall.free())
-    if recall.kind in ("none", "ram") and short:
+    if recall.kind != "file" and not short:
+        return False
+    if recall.kind in ("none", "ram"):
         raise MemoryShortError(
             f"{holds}: {short}",
             'nothing was read; `tier="file"` keeps them in a file instead, or take another '
             "`policy` or a shorter document",
         )
-    if recall.kind in ("none", "ram") or (recall.kind == "auto" and not short):
-        return False
     unfit = recall.broken or too_much(cost.most.file_ram, recall.free())
     disk = unfit or recall.keep_in_file(cost.longest)
     if not disk:

@@ -500,7 +500,8 @@ class ChatSession(ConversationView):
         self._min_tokens.refuse(text, self.log.seen, self.room, self.max_context)
         try:  # after an error in here, the chat is as it was
             found = self._plan(messages, tokens, told)
-            told.tell(*self._before(found, question))
+            for warning in self._before(found, question):
+                told.tell(warning)
             copy = self._copy(known.held_bytes)
             self._before_reading = self.engine.kv.share()
             reader = Reader(
