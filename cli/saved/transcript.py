@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
-from minikv.chat.reuse import REUSES
+from minikv.chat.transcript import REUSES
 from minikv.cli.paths import chats_folder
 from minikv.cli.records import report_of
 from minikv.cli.saved import old

@@ -19,8 +19,7 @@ from minikv.cache.tier_rows import TierError
 from minikv.chat.reading import Tools
 from minikv.chat.recall import Recall
 from minikv.chat.report import AgainstFull, TurnReport
-from minikv.chat.reuse import TokenLog, shared
-from minikv.chat.transcript import TextStream, Tokenizer
+from minikv.chat.transcript import TextStream, Tokenizer, TokenLog, shared
 from minikv.engine.sampling import WINDOW, Sampling, pick
 from minikv.errors import Interrupted, UsageError
 

@@ -14,9 +14,18 @@ from itertools import pairwise
 from minikv.cache.rules import Rules
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.reuse import Stored, TokenLog, shared
 from minikv.chat.stopping import stoppable
-from minikv.chat.transcript import Document, Message, Template, Tokenizer, Turn, rendered
+from minikv.chat.transcript import (
+    Document,
+    Message,
+    Stored,
+    Template,
+    Tokenizer,
+    TokenLog,
+    Turn,
+    rendered,
+    shared,
+)
 from minikv.errors import ContextError, MemoryShortError, UsageError
 
 Compose = Callable[[Sequence[Message]], list[int]]
@@ -73,7 +82,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The settings that decide. rules: those of `eviction`. reuse: one of `reuse.REUSES`. rereads:
+    """The settings that decide. rules: those of `eviction`. reuse: one of `REUSES`. rereads:
     read everything again with this question. keeps_cache: `auto` must not read anything again.
     pinned: tokens at the beginning that must never be evicted. max_context: positions that the
     model was trained for. refresh_every: see `ChatSession`."""

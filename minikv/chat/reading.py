@@ -22,9 +22,8 @@ from minikv.chat.fitting import too_much
 from minikv.chat.plan import PROBES, PlanSettings, PromptPlan
 from minikv.chat.recall import Recall
 from minikv.chat.report import UNKNOWN, Loss, size
-from minikv.chat.reuse import shared
 from minikv.chat.stopping import Cancelling
-from minikv.chat.transcript import Message, Template, Tokenizer
+from minikv.chat.transcript import Message, Template, Tokenizer, shared
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, MemoryShortError, UsageError
 from minikv.policies.repeats import Wording

@@ -19,7 +19,7 @@ from minikv.cache.tier import Tier, copy_rows
 from minikv.cache.tier_file import FileRows
 from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, row_nbytes
 from minikv.chat.report import size
-from minikv.chat.reuse import Stored, shared
+from minikv.chat.transcript import Stored, shared
 from minikv.errors import MinikvError, UsageError
 
 
@@ -60,7 +60,7 @@ def _in_memory(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
 class Recall:
     """Manages the tier of a chat.
 
-    kind: one of `reuse.TIERS`; may be set between turns. why: why there is no tier, after one was
+    kind: one of `TIERS`; may be set between turns. why: why there is no tier, after one was
     needed; else "". where(): where to create a file; raises UsageError. say(line): called once per
     conversation, with a line about where its tier is, or why there is none."""
 
@@ -71,7 +71,7 @@ class Recall:
         dtype: str = "same",
         free: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """dtype: one of `reuse.TIER_DTYPES`. free(): free bytes of host memory, None if not
+        """dtype: one of `TIER_DTYPES`. free(): free bytes of host memory, None if not
         known."""
         self._kv, self._coded, self.free = kv, dtype == "int8", free
         self._chunk = 0  # see `lent`
@@ -110,7 +110,7 @@ class Recall:
 
     @property
     def dtype(self) -> str:
-        """The number format of the tier's rows, one of `reuse.TIER_DTYPES`."""
+        """The number format of the tier's rows, one of `TIER_DTYPES`."""
         return "int8" if self._coded else "same"
 
     @property

@@ -46,7 +46,6 @@ from minikv.chat.plan import (
 from minikv.chat.reading import Reader, Tools
 from minikv.chat.recall import Recall
 from minikv.chat.report import line, table
-from minikv.chat.reuse import Stored, TokenLog, checked
 from minikv.chat.snapshot import (
     ChatSnapshot,
     Conversation,
@@ -60,9 +59,12 @@ from minikv.chat.transcript import (
     Document,
     Message,
     Source,
+    Stored,
     Template,
     Tokenizer,
+    TokenLog,
     Turn,
+    checked,
     user_message,
 )
 from minikv.engine.engine import Engine
@@ -93,7 +95,7 @@ class ChatSession(ConversationView):
     max_context: positions that the model was trained for. seed: of every random draw.
 
     These settings may be changed between turns:
-    - reuse: what later questions find in the cache (see `minikv.chat.reuse`).
+    - reuse: what later questions find in the cache (see `minikv.chat.transcript`).
     - undo_turns: how many turns `undo` can take back. Each needs a copy of the cache in host
       memory; all copies together take at most `UNDO_BYTES`.
     - refresh_every: after every so many tokens of an answer, the rows under the budget are selected
@@ -181,7 +183,7 @@ class ChatSession(ConversationView):
 
     @property
     def reuse(self) -> str:
-        """What later questions find in the cache, one of `reuse.REUSES`. May be set between turns;
+        """What later questions find in the cache, one of `REUSES`. May be set between turns;
         raises UsageError for other values."""
         return self._reuse
 

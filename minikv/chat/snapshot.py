@@ -12,8 +12,7 @@ from minikv.cache.snapshot import CacheSnapshot
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import TurnReport
-from minikv.chat.reuse import TokenLog
-from minikv.chat.transcript import Document, Message, Template, Turn, said
+from minikv.chat.transcript import Document, Message, Template, TokenLog, Turn, said
 from minikv.errors import UsageError
 
 T = TypeVar("T")

@@ -28,8 +28,7 @@ from minikv.chat.plan import (
     plan,
     reads_again,
 )
-from minikv.chat.reuse import Stored
-from minikv.chat.transcript import Document, Message
+from minikv.chat.transcript import Document, Message, Stored
 from minikv.errors import ContextError, Interrupted, MemoryShortError, UsageError
 
 MILL = "A mill stands by the river and grinds. " * 8

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 import minikv
 import minikv.cli.turn
-from minikv.chat import plan, reuse
+from minikv.chat import plan
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
+from minikv.chat.transcript import REUSES, shared
 from minikv.cli import refresh, render
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
@@ -221,16 +222,16 @@ def test_the_bundled_template_is_cut_where_the_document_ends(bundled: ChatSessio
 
 
 def test_what_runs_have_in_common() -> None:
-    assert reuse.shared([1, 2, 3], [1, 2, 4], [1, 2]) == 2
-    assert reuse.shared([1, 2], [1, 2]) == 2
-    assert reuse.shared([5], [6]) == 0
-    assert reuse.shared([], [1]) == 0
+    assert shared([1, 2, 3], [1, 2, 4], [1, 2]) == 2
+    assert shared([1, 2], [1, 2]) == 2
+    assert shared([5], [6]) == 0
+    assert shared([], [1]) == 0
     long = list(range(10_000))
     for at in (0, 1, 4095, 4096, 4097, 8191, 8192, 9999):
         other = [*long]
         other[at] = -1
-        assert reuse.shared(long, tuple(long), other) == at
-    assert reuse.shared(long, tuple(long[:8192])) == 8192
+        assert shared(long, tuple(long), other) == at
+    assert shared(long, tuple(long[:8192])) == 8192
 
 
 # -- auto -----------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def test_commands_in_a_chat(tmp_path: Path) -> None:
 
 
 def test_every_value_is_put_into_words() -> None:
-    for value in reuse.REUSES:
+    for value in REUSES:
         line = refresh.line(make(reuse=value))
         assert line.split()[0] == f"{value}:"
         assert len(line) <= 80
