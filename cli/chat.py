@@ -180,7 +180,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     with terminal.silent():
                         commands.execute(context, line)
                 else:
-                    if typed and not asked and session.reads_again > LONG:
+                    if typed and not asked and session.fed and session.reads_again > LONG:
                         asked = True
                         with terminal.anew():
                             session.keeps_cache = not _rereads(context, read_line)

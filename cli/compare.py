@@ -233,7 +233,7 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
     Raises UsageError if policy and budget do not go together.
     """
     from minikv.cache.kv_cache import KVCache
-    from minikv.chat.lent import Lent
+    from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
     from minikv.engine.engine import Engine
 
@@ -264,7 +264,7 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
         facts=session.facts,
     )
     if session.recall.tokens and session.recall.dtype == "same":
-        other.recall = Lent(session.recall, own, getattr(session.engine.network, "rows", 1))
+        other.recall = Recall.lent(session.recall, own, getattr(session.engine.network, "rows", 1))
     other.words = session.words
     return other
 

@@ -104,8 +104,8 @@ def _drop(context: Context, arguments: list[str]) -> None:
         terminal.say(f"{_name(document)} is dropped; it had not been read")
         return
     was = left(context)
-    del session.documents[at]
     session.reset(keep_documents=True)
+    del session.pending[at]
     rest = len(session.pending)
     others = "no other document"
     if rest:

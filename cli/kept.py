@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from minikv.chat.protocols import Tokenizer
     from minikv.chat.session import ChatSession
-    from minikv.chat.transcript import Document
+    from minikv.chat.transcript import Document, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from minikv.cli.wording import worded
 from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
+    from minikv.chat.answer import Verification
     from minikv.chat.session import ChatSession
-    from minikv.chat.verify import Verification
 
 _TOKEN = 24  # most cells of a token that is quoted
 

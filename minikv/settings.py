@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from minikv import checks
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig, read_budget
-from minikv.chat.reuse import REUSES, TIER_DTYPES, TIERS
+from minikv.chat.transcript import REUSES, TIER_DTYPES, TIERS
 from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies import (

@@ -15,7 +15,6 @@ ELSEWHERE = {
     "minikv/cache/attend.py": "cache/test_kv_cache.py",
     "minikv/cache/tier_rows.py": "cache/test_tier.py",
     "minikv/chat/eviction_config.py": "cli/test_settings.py",
-    "minikv/chat/lent.py": "cli/test_compare.py",
     "minikv/chat/transcript.py": "chat/test_session.py",
     "minikv/engine/engine.py": "engine/test_decode_loop.py",
     "minikv/engine/threads.py": "cli/test_threads.py",

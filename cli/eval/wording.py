@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from minikv.chat import plan
-from minikv.chat.protocols import Template
 from minikv.chat.session import ChatSession
-from minikv.chat.transcript import Document, Message
+from minikv.chat.transcript import Document, Message, Template
 from minikv.cli.eval.files import Item
 from minikv.models.tokenizer import Tokenizer
 

@@ -203,10 +203,10 @@ class Keeper:
                     self._terminal.warn(f"{error}; the tier is used in its place")
         snapshot = saved.without_cache()
         if reread:
-            snapshot = replace(snapshot, known=())
+            snapshot = replace(snapshot, tokens=())
         vocab = session.tokenizer.vocab
         with damage(saved.name):
-            if not all(0 <= id < vocab for id in snapshot.known):
+            if not all(0 <= id < vocab for id in snapshot.tokens):
                 raise ValueError("its tokens are not those of this model")
         if set(stated) & set(POLICY):
             snapshot = replace(snapshot, eviction=session.eviction)

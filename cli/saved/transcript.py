@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
-from minikv.chat.reuse import REUSES
+from minikv.chat.transcript import REUSES
 from minikv.cli.paths import chats_folder
 from minikv.cli.records import report_of
 from minikv.cli.saved import old
@@ -26,7 +26,7 @@ from minikv.settings import Settings
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
     from minikv.chat.snapshot import ChatSnapshot
-    from minikv.chat.transcript import Document, Message, Turn
+    from minikv.chat.transcript import Document, Turn
 
 DOCUMENT_BYTES = 64 << 20
 """A chat whose documents have more text than this is not saved."""
@@ -52,13 +52,9 @@ class Saved:
         return tuple(document for turn in self.turns for document in turn.documents)
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """The messages, as a session has them."""
-        from minikv.chat.transcript import Message
-
-        opened_with = str(self.facts["opened_with"])
-        system = [Message("system", opened_with)] if opened_with else []
-        return (*system, *(message for turn in self.turns for message in turn.messages()))
+    def opened_with(self) -> str:
+        """The system prompt at the beginning; "" if there was none."""
+        return str(self.facts["opened_with"])
 
     @property
     def curve(self) -> tuple[tuple[int, int, int], ...]:
@@ -74,12 +70,11 @@ class Saved:
             None,
             self.eviction,
             int(self.facts["seed"]),
-            self.messages,
-            self.documents,
+            self.opened_with,
+            self.turns,
             self.pending,
-            turns=self.turns,
-            curve=self.curve,
-            known=self.tokens,
+            self.tokens,
+            self.curve,
         )
 
 
@@ -152,7 +147,7 @@ def read_from(file: ChatFile) -> Saved:
         saved = Saved(file.name, facts, eviction, tuple(turns), pending, ids)
         # Check now what is used later, so that damage is found before anything is changed.
         _ = saved.curve, str(facts["system"]), int(facts["seed"]), bool(facts["pin_system"])
-        _ = saved.messages, int(facts["cache"]), str(facts["no_cache"])
+        _ = saved.opened_with, int(facts["cache"]), str(facts["no_cache"])
         if facts["reuse"] not in REUSES:
             raise ValueError(f"reuse {facts['reuse']!r:.20} is none")
     return saved
@@ -201,10 +196,6 @@ def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
         return replace(
             saved.without_cache(),
             held=held,
-            known=(),
-            fed=fed,
-            pending_token=pending,
-            evicted_for_turn=state["shaped_by"],
             rereads=bool(state["rereads"]),
         )
 
@@ -274,8 +265,8 @@ def _cache(session: ChatSession) -> tuple[bytes, str]:
     assert snapshot.held is not None
     state = {
         "held": snapshot.held.record(),
-        "owed": snapshot.pending_token,
-        "shaped_by": snapshot.evicted_for_turn,
+        "owed": session.pending_token,
+        "shaped_by": session.evicted_for_turn,
         "rereads": snapshot.rereads,
     }
     tensors = {f"column.{name}": column for name, column in snapshot.held.columns.items()}

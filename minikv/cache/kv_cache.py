@@ -84,6 +84,7 @@ class KVCache:
         self.rules: Rules
         self.state: State
         self._arena: Arena
+        self._spare: Arena
         self.decode = DecodeStep(shape, self.device, self.ops)
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
@@ -107,9 +108,10 @@ class KVCache:
         prompt. Raises UsageError, and changes nothing, if the budget is too small for the policies.
         """
         assert self.reading is None
-        rows = self.check(rules)
+        rows, spare = self.check(rules), self._empty(rules)
         _declare(self.arena, self.rules.step, rules)
-        self.rules, self.state = rules, replace(self.state, rows=rows)
+        self._set(rules, spare)
+        self.state = replace(self.state, rows=rows)
 
     def check(self, rules: Rules) -> int | None:
         """The budget in rows per head; None if there is none or it depends on the prompt. Raises
@@ -117,6 +119,10 @@ class KVCache:
         if rules.budget is None or rules.takes_share:
             return None
         return rules.budget_rows(0, self.shape, self.kv)
+
+    def _set(self, rules: Rules, spare: Arena) -> None:
+        """spare: without rows, for `drop`, which must need no memory."""
+        self.rules, self._spare = rules, spare
 
     def reset(self, rules: Rules | None = None) -> None:
         """Forget the conversation and free its memory. rules: to use from then on; by default the
@@ -126,18 +132,17 @@ class KVCache:
         rows, empty = self.check(rules), self._empty(rules)
         self.settle()
         # From here on nothing fails.
-        self.rules = rules
-        self._restart(empty, rows)
+        self._set(rules, empty)
+        self._restart(rows)
 
     def drop(self) -> None:
-        """Forget the rows: a step failed, and may have changed some."""
-        empty = self._empty(self.rules)
+        """Forget the rows: a step failed, and may have changed some. Cannot fail."""
         self.decode.close()
-        self._restart(empty, None if self.rules.takes_share else self.state.rows)
+        self._restart(None if self.rules.takes_share else self.state.rows)
 
-    def _restart(self, empty: Arena, rows: int | None) -> None:
+    def _restart(self, rows: int | None) -> None:
         self.state = State(rows=rows)  # first: whoever is interrupted here sees an empty cache
-        self._arena = empty
+        self._arena = self._spare
         self._before: Arena | None = None  # that of the steps before the last prompt
         self.reading: Prefill | BlockPrefill | SecondPass | None = None
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
@@ -563,11 +568,12 @@ class KVCache:
         if not self.accepts(held, rules):
             raise ValueError("the cache is not one of this network and policy")
         arena = self._empty(rules).unpack(held.layout, held.region, held.columns)
+        spare = self._empty(under or rules)
         if under is not None:
             _declare(arena, rules.step, under)
         self.settle()
         # From here on nothing fails.
-        self.rules = rules if under is None else under
+        self._set(rules if under is None else under, spare)
         self._return(state, arena)
 
     def _return(self, state: State, arena: Arena) -> None:

@@ -1,23 +1,27 @@
 """Writing an answer: one token after another (`Writer`), as text (`Answer`), until a stop text, a
-stop token or a limit ends it; and whether it repeats itself (`loops`)."""
+stop token or a limit ends it; whether it repeats itself (`loops`); and writing it again without
+eviction, to compare (`rewritten`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from minikv import checks
+from minikv.cache.tier import TierSteps
 from minikv.cache.tier_rows import TierError
-from minikv.chat.protocols import TextStream, Tokenizer
+from minikv.chat.reading import Tools
 from minikv.chat.recall import Recall
-from minikv.chat.reuse import TokenLog
-from minikv.engine.engine import Engine
+from minikv.chat.report import AgainstFull, TurnReport
+from minikv.chat.transcript import TextStream, Tokenizer, TokenLog, shared
 from minikv.engine.sampling import WINDOW, Sampling, pick
-from minikv.errors import Interrupted
+from minikv.errors import Interrupted, UsageError
 
 _RUN = 32  # tokens in a row that were there before; rows of a table share fewer
 _LAST = 128  # tokens at the end that are looked at
@@ -62,14 +66,18 @@ class AnswerSettings:
         }
 
 
-def _beginning(texts: Sequence[str], text: str) -> int:
-    """The length of the longest end of `text` with which a stop text begins."""
-    longest = max((len(stop) for stop in texts), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
+def _certain(text: str, stop: Sequence[str], begins: int) -> tuple[int, bool]:
+    """How many characters of `text` belong to the answer, whatever comes next, and whether a stop
+    text is complete. No stop text begins before character `begins`."""
+    found = [(at + len(one), at) for one in stop if (at := text.find(one, begins)) >= 0]
+    if found:
+        return min(found)[1], True
+    longest = max(map(len, stop), default=1) - 1
+    for size in range(min(longest, len(text) - begins), 0, -1):
         end = text[-size:]
-        if any(len(stop) > size and stop.startswith(end) for stop in texts):
-            return size
-    return 0
+        if any(len(one) > size and one.startswith(end) for one in stop):
+            return len(text) - size, False
+    return len(text), False
 
 
 class Answer:
@@ -77,14 +85,13 @@ class Answer:
     tokens. Text that may be the beginning of a stop text is held back until that is decided. The
     result depends only on the text, not on how it is divided.
 
-    text: the text returned so far. ids: its tokens so far; generated: how many. stopped: whether a
-    stop text ended it. steps, decode_s: decode steps, and their seconds. passes, passes_s: how
-    often the conversation was recalled instead of a step, and the seconds of that. first_s: seconds
-    until the first token; None before it. reason: why the answer ended; "" before it ends.
+    ids: its tokens so far. stopped: whether a stop text ended it. steps, decode_s: decode steps,
+    and their seconds. passes, passes_s: how often the conversation was recalled instead of a step,
+    and the seconds of that. first_s: seconds until the first token; None before it. reason: why the
+    answer ended; "" before it ends.
     """
 
     def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
-        self.text = ""
         self.ids: list[int] = []
         self.stopped = False
         self.steps = self.passes = 0
@@ -93,6 +100,7 @@ class Answer:
         self.reason = ""
         self._stream, self._stop = stream, stop
         self._whole = ""  # the text of all tokens
+        self._end = 0  # characters of it that were returned
         self._before = 0  # characters of it before the last token
         self._shown = ""  # text of an earlier part, which is not returned again
 
@@ -104,13 +112,18 @@ class Answer:
         stop text is in it."""
         made = cls(stream, stop)
         made.ids = list(ids)
-        text = made._whole = "".join(map(stream.push, made.ids))
-        made._before = len(text)
-        made.text = text[: len(text) - _beginning(stop, text)]
+        made._whole = "".join(map(stream.push, made.ids))
+        made._before = len(made._whole)
+        made._end, _ = _certain(made._whole, stop, 0)
         # The rest of `shown` is text that `finish` returned at the end of the earlier part: what
         # was held back, and U+FFFD for an incomplete character.
-        made._shown = shown[len(made.text) :]
+        made._shown = shown[made._end :]
         return made
+
+    @property
+    def text(self) -> str:
+        """The text returned so far."""
+        return self._whole[: self._end]
 
     @property
     def generated(self) -> int:
@@ -120,12 +133,7 @@ class Answer:
     @property
     def overshot(self) -> bool:
         """Whether no text of the last token belongs to the answer."""
-        return self.stopped and len(self.text) <= self._before
-
-    @property
-    def held(self) -> str:
-        """The text that may be the beginning of a stop text."""
-        return "" if self.stopped else self._whole[len(self.text) :]
+        return self.stopped and self._end <= self._before
 
     def push(self, token: int) -> str:
         """Add a token. Returns the text that is now certain to belong to the answer."""
@@ -140,65 +148,58 @@ class Answer:
         if self.stopped:
             return ""
         certain = "" if more else self._add(self._stream.flush())
-        return certain + self._give(self.held)
+        return certain if self.stopped else certain + self._give(len(self._whole))
 
     def ended(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Answer:
         """This answer as it stays in the conversation, with the text that was held back as the
         possible beginning of a stop text, and the reason why it ended. ids: its tokens in the log;
         an interrupt may have come between the two."""
         made = copy(self)
-        made.text += self.held
         made.reason = self.reason or ("stop" if self.stopped else "error")
         if self.generated - self.overshot != len(ids):
             again = Answer.resumed(tokenizer.stream(), self._stop, ids, "")
-            made.text, made.ids = again.text + again.held, again.ids
+            made._whole, made.ids, made._end = again._whole, again.ids, len(again._whole)
             made.reason = self.reason or "error"
+        elif not self.stopped:
+            made._end = len(self._whole)
         return made
 
     def _add(self, piece: str) -> str:
         """Add text. Returns what is now certain to belong to the answer."""
         self._whole += piece
-        begins = len(self.text)  # no stop text begins before what is held back
-        found = [
-            (at + len(stop), at)
-            for stop in self._stop
-            if (at := self._whole.find(stop, begins)) >= 0
-        ]
-        if found:
-            self.stopped = True
-            return self._give(self._whole[begins : min(found)[1]])
-        return self._give(self.held[: len(self.held) - _beginning(self._stop, self.held)])
+        end, self.stopped = _certain(self._whole, self._stop, self._end)
+        return self._give(end)
 
-    def _give(self, text: str) -> str:
-        self.text += text
-        if not self._shown:
-            return text
-        same = 0
-        while same < min(len(text), len(self._shown)) and text[same] == self._shown[same]:
-            same += 1
+    def _give(self, end: int) -> str:
+        """The text up to `end` belongs to the answer: return what was not returned before."""
+        text, self._end = self._whole[self._end : end], end
+        same = shared(text, self._shown)
         self._shown = self._shown[same:] if same == len(text) else ""
         return text[same:]
+
+
+Step = Callable[[int, list[int], bool], int]
+"""step(token, recent, ahead): feed a token and return the next; see `Engine.next`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
     """Writes answers after the tokens of `log`, and adds their tokens to it.
 
-    every: after so many tokens of an answer, and again, the rows under the budget are selected by a
-    recall of the whole conversation; 0: never. max_context: positions that the model was trained
-    for. cancelled(): whether the answer must end. began: when the turn began, as `perf_counter`
-    seconds.
+    step: does a decode step; position(): how many tokens it has counted then. every: after so many
+    tokens of an answer, and again, the rows under the budget are selected by a recall of the whole
+    conversation; 0: never. max_context: positions that the model was trained for. began: when the
+    turn began, as `perf_counter` seconds.
     """
 
-    engine: Engine
-    tokenizer: Tokenizer
-    recall: Recall
+    tools: Tools
+    step: Step
+    position: Callable[[], int]
     log: TokenLog
     settings: AnswerSettings
     seed: int
     every: int
     max_context: int
-    cancelled: Callable[[], bool]
     began: float
 
     def write(self, answer: Answer, logits: Tensor | None) -> Generator[str, None, None]:
@@ -208,10 +209,10 @@ class Writer:
         logits: of the last token that was read, float32 [V]; None if the pending token is fed
         first. Raises what a step raises; the log is correct also then.
         """
-        log = self.log
+        log, cancelled = self.log, self.tools.cancelling.cancelled
         while not answer.reason:
-            token = None if self.cancelled() else self._next(answer, logits)
-            if token is None or token in self.tokenizer.stop_ids:
+            token = None if cancelled() else self._next(answer, logits)
+            if token is None or token in self.tools.tokenizer.stop_ids:
                 answer.reason = "user" if token is None else "eos"
                 break
             piece = answer.push(token)
@@ -238,36 +239,25 @@ class Writer:
             token = self._pick(logits)
             answer.first_s = perf_counter() - self.began
             return token
+        began = perf_counter()
         due = every > 0 and answer.generated > 0 and answer.generated % every == 0
-        if due and self.recall.tier is not None:
-            began = perf_counter()
+        if due and self.tools.recall.tier is not None:
             logits = self._recall(pending, self.settings.max_tokens - answer.generated)
             found = None if logits is None else self._pick(logits)
             answer.passes += found is not None
-            if found is not None or not self.cancelled():
+            if found is not None or not self.tools.cancelling.cancelled():
                 answer.passes_s += perf_counter() - began
-            if found is not None or self.cancelled():
+            if found is not None or self.tools.cancelling.cancelled():
                 return found
             # The tier failed: the answer goes on without it.
+            began = perf_counter()
         after = answer.generated + 1
         ahead = after < self.settings.max_tokens and not (every and after % every == 0)
-        return self._step(answer, pending, ahead=ahead)
-
-    def _step(self, answer: Answer, pending: int, *, ahead: bool) -> int:
-        """Do one decode step. If the engine fails, the cache's position says whether the pending
-        token was counted."""
-        began, engine, settings = perf_counter(), self.engine, self.settings
         try:
-            token = engine.next(
-                pending,
-                self.tokenizer.vocab,
-                settings.sampling,
-                self.seed,
-                ahead=ahead,
-                recent=self._recent(),
-            )
+            token = self.step(pending, self._recent(), ahead)
         finally:
-            self.log.step(engine.kv.position)
+            # If it failed, the position says whether the pending token was counted.
+            self.log.step(self.position())
         answer.steps += 1
         answer.decode_s += perf_counter() - began
         return token
@@ -276,28 +266,28 @@ class Writer:
         """Recall the whole conversation, with the answer so far, so that the rows under the budget
         are selected again. Returns the logits, float32 [V]; None if it was stopped or the tier
         failed, and then the cache has not changed."""
-        engine, whole = self.engine, [*self.log.fed, pending]
+        engine, recall, whole = self.tools.engine, self.tools.recall, [*self.log.fed, pending]
 
         def between_chunks(done: int, total: int) -> None:
-            if self.cancelled():
+            if self.tools.cancelling.cancelled():
                 raise Interrupted("stopped", "the answer ends here")
 
-        self.recall.given(whole)
+        recall.given(whole)
         try:
             return engine.recall(whole, between_chunks, room, engine.kv.last_turn)
         except Interrupted:
             return None
         except TierError as error:
-            engine.notices.append(self.recall.failed(error))
+            engine.notices.append(recall.failed(error))
             return None
         finally:
-            if self.log.step(engine.kv.position) and (line := self.recall.keep(whole)):
+            if self.log.step(engine.kv.position) and (line := recall.keep(whole)):
                 engine.notices.append(line)
 
     def _pick(self, logits: Tensor) -> int:
-        vocab, sampling, position = self.tokenizer.vocab, self.settings.sampling, self.log.seen
-        ops = self.engine.kv.ops
-        return pick(logits, vocab, sampling, self.seed, position, ops, self._recent())
+        vocab, ops = self.tools.tokenizer.vocab, self.tools.engine.kv.ops
+        how = self.settings.sampling, self.seed, self.log.seen
+        return pick(logits, vocab, *how, ops, self._recent())
 
     def _recent(self) -> list[int]:
         """The last tokens of the conversation, if their logits are penalized."""
@@ -331,3 +321,102 @@ def looping(ids: Sequence[int], sampling: Sampling, own: Sampling) -> list[str]:
     if sampling.temperature == 0.0:
         ways.append('`temperature="auto"`' if own.temperature > 0.0 else "`temperature=0.7`")
     return [f"the answer repeats itself{'; ' + ' or '.join(ways) + ' may help' if ways else ''}"]
+
+
+# -- the same answer without eviction ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Compares an answer with the one that was written without eviction.
+
+    tokens: ids of the second answer. text: its text. same: how many first tokens are equal in both.
+    differs: whether the answers differ after these. was and now: the text of the first token that
+    differs, in the first and in the second answer; None if that answer has ended. complete: False
+    if writing was stopped. seconds: wall time.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    same: int
+    differs: bool
+    was: str | None
+    now: str | None
+    complete: bool
+    seconds: float
+
+    @property
+    def against_full(self) -> AgainstFull | None:
+        """The result for the turn record; None if there is none."""
+        if not (self.differs or self.complete):
+            return None
+        tokens = self.same if self.differs else None
+        return AgainstFull(not self.differs, checked=True, tokens=tokens)
+
+
+def rewritten(
+    tools: Tools,
+    ids: Sequence[int],
+    report: TurnReport | None,
+    progress: Callable[[int, int], None] | None,
+) -> Generator[str, None, Verification]:
+    """Write the answer of `report` again, which is the last one of the conversation `ids`; yield
+    its text.
+
+    The chat and its cache do not change. Raises UsageError if there is no answer, or no tier that
+    has its question, and what a step raises.
+    """
+    began, engine, tokenizer = perf_counter(), tools.engine, tools.tokenizer
+    if report is None or not report.tokens.generated:
+        raise UsageError("there is no answer to verify", "ask something first")
+    read = report.tokens.prompt_reused + report.tokens.prompt_new
+    tier = tools.recall.tier
+    if tier is None or tools.recall.has(ids[:read]) < read:
+        why = _why_not(tools.recall)
+        raise UsageError(f"this answer cannot be verified: {why}", _HINT)
+    how: Any = report.sampling
+    # A chat that was saved by an earlier version has no penalty in its record.
+    sampling = Sampling(**{one.name: how[one.name] for one in fields(Sampling) if one.name in how})
+    # An answer that did not end by itself is compared up to its length.
+    itself = report.stop_reason in ("eos", "stop")
+    most = max(int(how["max_tokens"]), 1) if itself else report.tokens.generated
+    steps, ops = TierSteps(tier, read - 1, engine.kv.ops), engine.kv.ops
+    answer = Answer(tokenizer.stream(), how["stop"])
+
+    def step(token: int, recent: list[int], ahead: bool) -> int:
+        fed = torch.tensor([token], dtype=torch.int64, device=engine.kv.device)
+        logits, vocab = engine.network.forward(fed, steps), tokenizer.vocab
+        found = pick(logits, vocab, sampling, report.seed, steps.position, ops, recent)
+        if progress is not None:
+            progress(answer.generated + 1, report.tokens.generated)
+        return found
+
+    log = TokenLog(ids[:read], read - 1)
+    settings = AnswerSettings(sampling, most, tuple(how["stop"]))
+    context = engine.kv.shape.max_context
+    writer = Writer(
+        tools, step, lambda: steps.position, log, settings, report.seed, 0, context, began
+    )
+    try:
+        yield from writer.write(answer, None)
+    finally:
+        steps.close()
+    first, second = ids[read:], log.ids[read:]
+    same, complete = shared(first, second), answer.reason != "user"
+    differs = same < min(len(first), len(second)) or (complete and len(first) != len(second))
+    was, now = (
+        tokenizer.decode(run[same : same + 1]) if differs and same < len(run) else None
+        for run in (first, second)
+    )
+    took = perf_counter() - began
+    return Verification(tuple(second), answer.text, same, differs, was, now, complete, took)
+
+
+_HINT = "with `tier` and `reuse` at auto, the next answer can be"
+
+
+def _why_not(recall: Recall) -> str:
+    """Why an answer cannot be verified."""
+    if recall.tier is None or not recall.tokens:
+        return f"there is no tier that has what was read{f' ({recall.why})' if recall.why else ''}"
+    return "the tier does not have its question any more"

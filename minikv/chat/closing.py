@@ -16,22 +16,19 @@ from minikv.cache.stats import CacheStats, full_cache_bytes
 from minikv.chat.answer import Answer, AnswerSettings
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.plan import PromptPlan
-from minikv.chat.protocols import Template
 from minikv.chat.reading import Read
 from minikv.chat.recall import Recall
 from minikv.chat.report import (
-    UNKNOWN,
     AgainstFull,
     DeviceMemory,
     KvBytes,
-    Loss,
     Rates,
     Seconds,
     Tokens,
     TurnReport,
 )
 from minikv.chat.snapshot import Conversation
-from minikv.chat.transcript import Document
+from minikv.chat.transcript import Document, Template
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +73,11 @@ class Warnings:
         self.lines: list[str] = []
         self._words, self._notice = words, notice
 
-    def tell(self, line: str) -> None:
-        """Rewrite a line, keep it for the record and pass it to `notice`."""
-        line = self._words(line)
-        self.lines.append(line)
-        self.say([line])
-
-    def tell_all(self, lines: Iterable[str]) -> None:
-        """`tell` each of them."""
-        for line in lines:
-            self.tell(line)
+    def tell(self, *lines: str) -> None:
+        """Rewrite each line, keep it for the record and pass it to `notice`."""
+        for line in map(self._words, lines):
+            self.lines.append(line)
+            self.say([line])
 
     def say(self, lines: Iterable[str]) -> None:
         """Pass lines to `notice` that are already in the record."""
@@ -139,19 +131,29 @@ def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:
 
 
 def prompt_report(
-    begun: Conversation,
+    now: Conversation,
     plan: PromptPlan,
     read: Read,
+    stats: CacheStats,
     settings: AnswerSettings,
     seed: int,
     eviction: EvictionConfig,
     facts: Facts,
     baseline_tok_s: float | None,
+    here: int,
 ) -> TurnReport:
-    """The record of a turn whose answer is not written yet; `turn_report` adds the rest."""
-    reused = plan.given if plan.anew else begun.log.seen - plan.length
+    """The record of a turn whose answer is not written yet; `turn_report` adds the rest. now: the
+    conversation before. stats: of the cache once the prompt was read. here: bytes of the tier in
+    the cache's own memory."""
+    shaped_by = None if plan.anew else now.evicted_for_turn
+    if shaped_by is None and (read.blind or stats.shaped):
+        shaped_by = 0 if read.blind else now.turn + 1
+    reused, reread = now.log.seen, 0
+    if plan.anew:
+        earlier = now.report.tokens.seen_total if now.report is not None else 0
+        reused, reread = plan.given, max(0, earlier - plan.given)
     return TurnReport(
-        turn=begun.turn,
+        turn=now.turn + 1,
         policy=eviction.policy,
         policy_options=eviction.options_record(),
         budget=eviction.budget_record(),
@@ -160,21 +162,14 @@ def prompt_report(
         kv_dtype=facts.kv,
         weights=facts.form,
         device=facts.device,
-        tokens=Tokens(plan.tokens, reused, 0, 0, 0, 0.0, 0, 0),
-        kv_bytes=KvBytes(0, 0, 0, peak_prefill=read.peak, policy_state=0),
+        tokens=Tokens(plan.tokens, reused, 0, 0, 0, 0.0, 0, 0, reread),
+        kv_bytes=KvBytes(0, 0, 0, read.peak + here, 0, tier_here=here),
         time_s=Seconds(
-            load=facts.load_s,
-            compile=None,
-            first_token=0.0,
-            prefill=read.seconds,
-            evict=read.evict_s,
-            decode=0.0,
-            total=0.0,
-            fidelity=read.fidelity_s,
+            facts.load_s, None, 0.0, read.seconds, read.evict_s, 0.0, 0.0, fidelity=read.fidelity_s
         ),
         rate=Rates(plan.tokens / read.seconds if read.seconds else None, None, baseline_tok_s),
-        loss=_loss(read),
-        shaped_by_turn=begun.evicted_for_turn,
+        loss=read.loss,
+        shaped_by_turn=shaped_by,
         stop_reason="",
         seed=seed,
         sampling=settings.record(),
@@ -241,10 +236,3 @@ def against_full(stats: CacheStats, recall: Recall) -> AgainstFull:
     was missing before. Rows of an int8 tier are not those that were read."""
     rounded = recall.tokens > 0 and recall.dtype == "int8"
     return AgainstFull(None if stats.gaps or rounded else True)
-
-
-def _loss(read: Read) -> Loss:
-    """The loss for the turn record."""
-    if read.gaps:
-        return Loss(None, None, None, UNKNOWN)
-    return Loss(*read.lost, None if read.lost[0] is None else "window")

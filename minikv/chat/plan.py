@@ -14,10 +14,18 @@ from itertools import pairwise
 from minikv.cache.rules import Rules
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.protocols import Template, Tokenizer
-from minikv.chat.reuse import Stored, TokenLog, shared
 from minikv.chat.stopping import stoppable
-from minikv.chat.transcript import Document, Message, Turn, rendered
+from minikv.chat.transcript import (
+    Document,
+    Message,
+    Stored,
+    Template,
+    Tokenizer,
+    TokenLog,
+    Turn,
+    rendered,
+    shared,
+)
 from minikv.errors import ContextError, MemoryShortError, UsageError
 
 Compose = Callable[[Sequence[Message]], list[int]]
@@ -74,7 +82,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The settings that decide. rules: those of `eviction`. reuse: one of `reuse.REUSES`. rereads:
+    """The settings that decide. rules: those of `eviction`. reuse: one of `REUSES`. rereads:
     read everything again with this question. keeps_cache: `auto` must not read anything again.
     pinned: tokens at the beginning that must never be evicted. max_context: positions that the
     model was trained for. refresh_every: see `ChatSession`."""
@@ -286,12 +294,13 @@ def _auto(
 
 
 def reads_again(history: History, held: CacheStats, tier: Stored, settings: PlanSettings) -> int:
-    """How many tokens `auto` would read again with the next question, if it is not empty."""
-    fed = history.fed
+    """How many tokens of the conversation `auto` reads again with the next question."""
+    ids = (history.fed or history.known)[: history.seen]
     if tier.room:
-        has = shared(tier.ids, fed)
-        return len(fed) - has if has < history.read else 0
-    return len(fed) if _auto(history, held, tier, settings)[0] == "refresh" else 0
+        has = shared(tier.ids, ids)
+        return len(ids) - has if has < history.read or not history.fed else 0
+    again = not history.fed or _auto(history, held, tier, settings)[0] == "refresh"
+    return len(ids) if again else 0
 
 
 def _last_turn(history: History, ids: Sequence[int]) -> int:
@@ -379,8 +388,7 @@ def too_long(verb: str, tokens: int, used: int, seen: int, max_context: int) -> 
 
 
 class MinTokens:
-    """A lower bound for the number of tokens in a text, so that a text that is too long is refused
-    without tokenizing it. The first call of `of` looks through the vocabulary.
+    """Refuses a text that is too long without tokenizing it, by a lower bound of its tokens.
 
     No token stands for more bytes than the longest one, so a text has at least `bytes / longest`
     tokens. This is true only if tokenizing loses nothing. A tokenizer that drops characters, or
@@ -389,20 +397,17 @@ class MinTokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._longest: float | None = None
-
-    def of(self, size: int) -> int:
-        """The least number of tokens in a text of `size` bytes."""
-        if self._longest is None:
-            self._longest = longest_token(self._tokenizer) or math.inf
-        return int(size / self._longest)
+        self._longest: float | None = None  # known once the vocabulary was looked through
 
     def refuse(self, text: str, seen: int, left: int, max_context: int) -> None:
         """Raise ContextError for a text that cannot fit. seen: tokens that the cache has seen.
         left: positions that are left, with the pending token counted as used."""
         size = len(text.encode())
-        # Within `left` it fits even with one token per byte, so the bound is not needed.
-        if size > left and (least := self.of(size)) > left:
+        if size <= left:  # it fits even with one token per byte
+            return
+        if self._longest is None:
+            self._longest = longest_token(self._tokenizer) or math.inf
+        if (least := int(size / self._longest)) > left:
             raise too_long("needs at least", least, seen, seen, max_context)
 
 

@@ -7,7 +7,7 @@ that, what it costs, and where keys and values are kept meanwhile are here, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import gt
 from time import perf_counter
 
@@ -15,16 +15,15 @@ from torch import Tensor
 
 from minikv import pages
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.plan import PassCost
 from minikv.cache.stats import Fidelity, PromptFigures
 from minikv.cache.tier_rows import TierError
 from minikv.chat.fitting import too_much
 from minikv.chat.plan import PROBES, PlanSettings, PromptPlan
-from minikv.chat.protocols import Template, Tokenizer
 from minikv.chat.recall import Recall
-from minikv.chat.report import size
-from minikv.chat.reuse import shared
+from minikv.chat.report import UNKNOWN, Loss, size
 from minikv.chat.stopping import Cancelling
-from minikv.chat.transcript import Message
+from minikv.chat.transcript import Message, Template, Tokenizer, shared
 from minikv.engine.engine import Engine
 from minikv.errors import Interrupted, MemoryShortError, UsageError
 from minikv.policies.repeats import Wording
@@ -35,15 +34,24 @@ _FEW = 256  # of fewer tokens that are read twice nothing is said: a question al
 
 
 @dataclass(frozen=True, slots=True)
+class Tools:
+    """What a chat reads and writes with."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    template: Template
+    recall: Recall
+    cancelling: Cancelling
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """The result of reading a turn.
 
     seconds: wall time without `fidelity_s`. logits: of the last token, float32 [V]. evict_s:
     seconds of eviction. peak: the most bytes allocated at once. blind: a policy that scores with
-    the question evicted before a question was read. lost: share of attention mass that the last
-    part lost (mean, maximum, layer of the maximum), an estimate. gaps: rows had left before the
-    last part, which the estimate does not include. fidelity: of a recalled prompt, if it was
-    measured; fidelity_s: seconds of measuring.
+    the question evicted before a question was read. loss: of the last part. fidelity: of a recalled
+    prompt, if it was measured; fidelity_s: seconds of measuring.
     """
 
     seconds: float
@@ -51,8 +59,7 @@ class Read:
     evict_s: float
     peak: int
     blind: bool
-    lost: tuple[float | None, float | None, int | None]
-    gaps: bool
+    loss: Loss
     fidelity: Fidelity | None = None
     fidelity_s: float = 0.0
 
@@ -63,14 +70,10 @@ class Reader:
     what a recalled prompt loses. progress(done, total): called between chunks, in tokens; those
     that a policy reads twice count twice. warn(line): shows a line to the user."""
 
-    engine: Engine
-    tokenizer: Tokenizer
-    template: Template
-    recall: Recall
+    tools: Tools
     settings: PlanSettings
     room: int
     fidelity: bool
-    cancelling: Cancelling
     progress: Callable[[int, int], None] | None
     warn: Callable[[str], None]
 
@@ -81,7 +84,7 @@ class Reader:
         The user is told first what a second pass costs. After any error, the cache is as it was
         before. Otherwise the caller calls `Recall.scored` once the turn counts.
         """
-        cancelling = self.cancelling
+        cancelling, recall = self.tools.cancelling, self.tools.recall
         try:
             while True:
                 cancelling.rereading = plan.instead is not None
@@ -90,7 +93,7 @@ class Reader:
                         self.warn(line)
                     found = self._feed(plan)
                 except TierError as error:
-                    self.warn(self.recall.failed(error))
+                    self.warn(recall.failed(error))
                     plan = again()
                 except Interrupted:  # `progress` may raise it, too
                     if plan.instead is None or cancelling.cancelled() or not cancelling.skipped:
@@ -103,7 +106,7 @@ class Reader:
                     cancelling.skipped = False  # `skip` came after everything was read
                     return plan, found
         except BaseException:
-            self.recall.scored()
+            recall.scored()
             raise
         finally:
             cancelling.rereading = False
@@ -111,11 +114,9 @@ class Reader:
     def _feed(self, plan: PromptPlan) -> Read:
         """Feed the prompts. `Engine.prompt` undoes one prompt; if there are several, or they
         replace the content of the cache, the old cache is kept until all of them were read."""
-        began, engine, kv = perf_counter(), self.engine, self.engine.kv
-        done, evict_s, peak, blind = 0, 0.0, 0, False
-        coming, work = plan.length, 0  # tokens of the parts after this one, and of it
-        replaces = plan.anew and kv.position > 0
-        fidelity, fidelity_s = None, 0.0
+        began, engine, kv = perf_counter(), self.tools.engine, self.tools.engine.kv
+        replaces, gaps, found = plan.anew and kv.position > 0, False, list[PromptFigures]()
+        done, work, coming = 0, 0, plan.length  # tokens of the parts before, of this one, and after
 
         def between_chunks(so_far: int, of: int) -> None:
             nonlocal work
@@ -123,7 +124,7 @@ class Reader:
             # observe, and some prompts are read twice.
             work = of
             whole = done + of + coming
-            if self.cancelling.stopped():
+            if self.tools.cancelling.stopped():
                 raise Interrupted(
                     f"stopped reading at {done + so_far:,} of {whole:,} tokens",
                     "the chat is as it was" if replaces else "nothing was added",
@@ -131,7 +132,6 @@ class Reader:
             if self.progress is not None:
                 self.progress(done + so_far, whole)
 
-        gaps = not plan.anew and kv.stats().gaps
         before = kv.share()
         try:
             if replaces and not plan.recalled:
@@ -139,46 +139,51 @@ class Reader:
             if plan.anew and plan.pinned:
                 kv.pin(plan.pinned)
             for part in plan.parts:
-                last = part is plan.parts[-1]
-                coming -= len(part)
-                gaps = gaps or (done > 0 and kv.stats().gaps)
+                last, coming = part is plan.parts[-1], coming - len(part)
+                if found or not plan.anew:
+                    gaps = kv.stats().gaps
                 if plan.recalled:
-                    logits, figures, fidelity, fidelity_s = self._recall(plan, between_chunks)
+                    self.tools.recall.given(part)
+                    logits = engine.recall(part, between_chunks, self.room, plan.begins)
                 else:
                     turn = max(1, len(part) - plan.begins) if plan.begins else None
                     asks, room = plan.asks and last, self.room if last else 1
                     logits = engine.prompt(part, between_chunks, room, asks, turn)
-                    figures = kv.last_prompt
-                # Until the last prompt was read, the old cache is kept, in case of an error. A
-                # recall counts the old rows itself.
-                keeps = (replaces and not plan.recalled) or done
+                found.append(kv.last_prompt)
                 done += max(work, len(part))
-                evict_s += figures.evict_s
-                peak = max(peak, figures.peak_bytes + (before.arena.nbytes if keeps else 0))
-                blind = blind or (figures.shaped and not last)
+            read = perf_counter()
+            fidelity = self._fidelity(plan, logits)
+            fidelity_s = perf_counter() - read
         except BaseException:
             kv.restore(before)
             raise
         pages.give_back()
-        lost = figures.lost_mean, figures.lost_max, figures.lost_layer
-        seconds = perf_counter() - began - fidelity_s
-        return Read(seconds, logits, evict_s, peak, blind, lost, gaps, fidelity, fidelity_s)
+        # Until the last prompt was read, the old cache is kept, in case of an error. A recall
+        # counts the old rows itself.
+        kept = before.arena.nbytes
+        first = kept if replaces and not plan.recalled else 0
+        peaks = [each.peak_bytes + (kept if number else first) for number, each in enumerate(found)]
+        return Read(
+            read - began,
+            logits,
+            sum(each.evict_s for each in found),
+            max(peaks),
+            any(each.shaped for each in found[:-1]),
+            _loss(found[-1], gaps=gaps),
+            fidelity,
+            fidelity_s,
+        )
 
-    def _recall(
-        self, plan: PromptPlan, progress: Callable[[int, int], None]
-    ) -> tuple[Tensor, PromptFigures, Fidelity | None, float]:
-        """Recall the whole conversation, and measure what it loses. Returns the logits of the last
-        token, the figures of the pass, what was measured, and the seconds of that."""
-        engine, (ids,) = self.engine, plan.parts
-        self.recall.given(ids)
-        logits = engine.recall(ids, progress, self.room, plan.begins)
-        figures, found, began = engine.kv.last_prompt, None, perf_counter()
-        if self.fidelity:
-            try:
-                found = engine.fidelity(ids[-1], logits, self.tokenizer.vocab)
-            except (MemoryError, RuntimeError):  # the answer does not depend on it
-                found = Fidelity()
-        return logits, figures, found, perf_counter() - began
+    def _fidelity(self, plan: PromptPlan, logits: Tensor) -> Fidelity | None:
+        """Measure what the prompt lost, if it was recalled and that is wanted. logits: of its last
+        token."""
+        if not (plan.recalled and self.fidelity):
+            return None
+        try:
+            vocab = self.tools.tokenizer.vocab
+            return self.tools.engine.fidelity(plan.ids[-1], logits, vocab)
+        except (MemoryError, RuntimeError):  # the answer does not depend on it
+            return Fidelity()
 
     def _scoring(self, plan: PromptPlan) -> Iterator[str]:
         """If a second pass scores this prompt, prepare it: make the requests, and a place for keys
@@ -187,7 +192,8 @@ class Reader:
 
         Raises ContextError, UsageError if the budget is too small, and what `keep` raises.
         """
-        kv, policy = self.engine.kv, self.settings.eviction.policy
+        engine, kv = self.tools.engine, self.tools.engine.kv
+        policy = self.settings.eviction.policy
         if plan.recalled:
             return
         if not self.settings.scores_twice:
@@ -198,11 +204,11 @@ class Reader:
                     "takes about twice the time"
                 )
             return
-        prepare(kv, self.tokenizer, self.template)
-        cost = scoring(self.engine, plan.parts, plan.behind(kv.position), plan.asks)
+        prepare(kv, self.tools.tokenizer, self.tools.template)
+        cost = scoring(engine, plan.parts, plan.behind(kv.position), plan.asks)
         if not cost.tokens:
             return
-        line = cost.line(in_file=keep(self.recall, policy, cost))
+        line = cost.line(in_file=keep(self.tools.recall, policy, cost))
         if self.settings.reuse == "auto":
             yield (
                 f'`reuse="auto"` evicts before the question is seen, so that one cache serves all '
@@ -231,30 +237,23 @@ def prepare(kv: KVCache, tokenizer: Tokenizer, template: Template) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What scoring costs in addition to reading.
-
-    read: tokens of the prompts that are scored. longest: tokens of the longest one. tokens: of the
-    second pass. For the longest prompt: ram: bytes of RAM, if its keys and values are kept there;
-    file: bytes of the file, if they are kept in one; reads: how often the file is read; file_ram:
-    bytes of RAM in addition to the file.
-    """
+    """What scoring costs in addition to reading. read: tokens of the prompts that are scored.
+    longest: tokens of the longest one. tokens: of the second pass over all of them. most: the cost
+    of the prompt that takes the most memory."""
 
     read: int = 0
     longest: int = 0
     tokens: int = 0
-    reads: int = 0
-    ram: int = 0
-    file: int = 0
-    file_ram: int = 0
+    most: PassCost = field(default_factory=PassCost)
 
     def line(self, *, in_file: bool) -> str:
         """A line that tells the user the cost beforehand. in_file: keys and values are kept in a
         file."""
-        times = (self.read + self.tokens) / max(1, self.read)
-        held = f"{size(self.ram)} of RAM"
+        times, most = (self.read + self.tokens) / max(1, self.read), self.most
+        held = f"{size(most.ram)} of RAM"
         if in_file:
             held = (
-                f"{size(self.file)} in a file, read {self.reads} times, and {size(self.file_ram)} "
+                f"{size(most.file)} in a file, read {most.reads} times, and {size(most.file_ram)} "
                 "of RAM"
             )
         return (
@@ -266,21 +265,27 @@ class Scoring:
 def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks: bool) -> Scoring:
     """The cost of scoring the prompts `parts`, the first of which begins at `position`. asks: the
     last one is only a question. Raises ContextError if no position is left for a second pass."""
-    kv, made = engine.kv, Scoring()
+    made = Scoring()
     for part in parts:
-        cost = kv.scoring_cost(len(part), position, asks=asks and part is parts[-1])
+        only_asks = asks and part is parts[-1]
+        cost = engine.kv.scoring_cost(len(part), position, asks=only_asks)
         if cost.tokens:
             made = Scoring(
                 made.read + len(part),
                 max(made.longest, len(part)),
                 made.tokens + cost.tokens,
-                max(made.reads, cost.reads),
-                max(made.ram, cost.ram),
-                max(made.file, cost.file),
-                max(made.file_ram, cost.file_ram),
+                max(made.most, cost, key=lambda each: each.ram),
             )
         position += len(part)
     return made
+
+
+def _loss(figures: PromptFigures, *, gaps: bool) -> Loss:
+    """An estimate, which does not include rows that had left before the prompt (`gaps`)."""
+    if gaps:
+        return Loss(None, None, None, UNKNOWN)
+    method = None if figures.lost_mean is None else "window"
+    return Loss(figures.lost_mean, figures.lost_max, figures.lost_layer, method)
 
 
 def foreseen(kv: KVCache, plan: PromptPlan) -> int:
@@ -315,16 +320,16 @@ def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
     """
     recall.scored()
     holds = f"{policy} holds all keys and values until they are scored"
-    short = too_much(cost.ram, recall.free)
-    if recall.kind in ("none", "ram") and short:
+    short = too_much(cost.most.ram, recall.free())
+    if recall.kind != "file" and not short:
+        return False
+    if recall.kind in ("none", "ram"):
         raise MemoryShortError(
             f"{holds}: {short}",
             'nothing was read; `tier="file"` keeps them in a file instead, or take another '
             "`policy` or a shorter document",
         )
-    if recall.kind in ("none", "ram") or (recall.kind == "auto" and not short):
-        return False
-    unfit = recall.broken or too_much(cost.file_ram, recall.free)
+    unfit = recall.broken or too_much(cost.most.file_ram, recall.free())
     disk = unfit or recall.keep_in_file(cost.longest)
     if not disk:
         return True

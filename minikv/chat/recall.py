@@ -19,7 +19,7 @@ from minikv.cache.tier import Tier, copy_rows
 from minikv.cache.tier_file import FileRows
 from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, row_nbytes
 from minikv.chat.report import size
-from minikv.chat.reuse import Stored, shared
+from minikv.chat.transcript import Stored, shared
 from minikv.errors import MinikvError, UsageError
 
 
@@ -60,7 +60,7 @@ def _in_memory(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
 class Recall:
     """Manages the tier of a chat.
 
-    kind: one of `reuse.TIERS`; may be set between turns. why: why there is no tier, after one was
+    kind: one of `TIERS`; may be set between turns. why: why there is no tier, after one was
     needed; else "". where(): where to create a file; raises UsageError. say(line): called once per
     conversation, with a line about where its tier is, or why there is none."""
 
@@ -71,15 +71,32 @@ class Recall:
         dtype: str = "same",
         free: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """dtype: one of `reuse.TIER_DTYPES`. free(): free bytes of host memory, None if not
+        """dtype: one of `TIER_DTYPES`. free(): free bytes of host memory, None if not
         known."""
-        self._kv, self._coded, self._free = kv, dtype == "int8", free
+        self._kv, self._coded, self.free = kv, dtype == "int8", free
+        self._chunk = 0  # see `lent`
         self.kind = kind
         self.where: Callable[[], Place] = somewhere
         self.say: Callable[[str], None] = lambda line: None
         self._told = False
-        self._broken = ""  # why files are not tried again in this conversation
+        self.broken = ""  # why files are not tried again in this conversation
         self.why = ""
+
+    @classmethod
+    def lent(cls, lender: Recall, kv: KVCache, chunk: int) -> Recall:
+        """The tier of a chat, lent to another one over the same network for one question. That one
+        keeps no rows and counts none as its own, so the tier, which has exact rows, stays as it is.
+
+        chunk: how many tokens the network reads together. What the tier does not give is read from
+        the beginning of a chunk on: then the numbers are those of reading everything, to the last
+        bit, if the tier's rows were read in the same chunks.
+        """
+        assert lender.tier is not None
+        assert lender.dtype == "same"
+        made = cls(kv, lender.kind)
+        kv.tier = Tier(kv.shape, kv.dtype, kv.device, rows=lender.tier.rows, lent=True)
+        kv.tier.ids, kv.tier.length, made._chunk = lender.ids, lender.tokens, chunk
+        return made
 
     @property
     def tier(self) -> Tier | None:
@@ -93,13 +110,13 @@ class Recall:
 
     @property
     def dtype(self) -> str:
-        """The number format of the tier's rows, one of `reuse.TIER_DTYPES`."""
+        """The number format of the tier's rows, one of `TIER_DTYPES`."""
         return "int8" if self._coded else "same"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tier."""
-        return 0 if self.tier is None else self.tier.nbytes
+        """Bytes of the chat's own tier."""
+        return 0 if self.tier is None or self._chunk else self.tier.nbytes
 
     @property
     def here(self) -> int:
@@ -109,8 +126,8 @@ class Recall:
 
     @property
     def place(self) -> str:
-        """Where the tier is: "ram" or "file"; "" if it holds nothing."""
-        return self.tier.kind if self.tier is not None and self.tier.length else ""
+        """Where the chat's own tier is: "ram" or "file"; "" if it holds nothing."""
+        return self.tier.kind if self.tier is not None and self.tokens and not self._chunk else ""
 
     @property
     def file(self) -> FileRows | None:
@@ -138,12 +155,17 @@ class Recall:
         """What the tier has, for a plan. tokens: the question may be answered from it, and the
         conversation has so many tokens: then a tier is created if needed. Raises as `ready`."""
         room = tokens is not None and self.ready(tokens)
+        if self._chunk:  # a single token would be read as a step is, with other sums
+            least = max(2, self._kv.observed(tokens or 0, 0))
+            return Stored(self.ids, room, self.why, self.kind, least, self._chunk)
         return Stored(self.ids, room, self.why, self.kind)
 
     def ready(self, tokens: int) -> bool:
         """Whether there is a tier with room for a conversation of `tokens` tokens; creates one if
         needed. If not, `why` says why. Raises UsageError if `kind` is "ram" or "file" and there
         cannot be such a tier."""
+        if self._chunk:
+            return self.tier is not None and self._kv.rules.cannot_recall is None
         self.why = '`tier="none"`' if self.kind == "none" else self._kv.rules.cannot_recall or ""
         if self.why:
             return False
@@ -172,16 +194,11 @@ class Recall:
     def _bytes(self, tokens: int) -> int:
         return row_nbytes(self._kv.shape, self._kv.dtype, self._coded) * tokens
 
-    @property
-    def free(self) -> int | None:
-        """Free bytes of host memory; None if not known."""
-        return self._free()
-
     def _no_ram(self, tokens: int, because: str) -> str:
         """Have a tier in host memory with room for `tokens` tokens. Returns "", or why there is no
         room. because: why it cannot be in a file, for the message. Raises UsageError if there is no
         room and `kind` is "ram"."""
-        have, free = self.nbytes, self._free()
+        have, free = self.nbytes, self.free()
         need = self._bytes(RamRows.room(tokens, self._kv.shape.max_context))
         if free is not None and need - have > free - free // 8:
             no = f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
@@ -202,8 +219,8 @@ class Recall:
         """Move the tier to a file with room for `tokens` tokens. Returns "", or why that failed.
         because: why it cannot be in RAM, for the message. Raises UsageError if it failed for the
         first time in this conversation and `kind` is "file"."""
-        if self._broken:
-            return self._broken
+        if self.broken:
+            return self.broken
         try:
             rows = self._made(self.where(), self.tokens, max(tokens, self.tokens))
         except (TierError, UsageError) as error:
@@ -212,8 +229,8 @@ class Recall:
                     f'`tier="file"` is not possible: {error}',
                     '`tier="ram"` keeps it in memory, `tier="none"` reads again instead',
                 ) from None
-            self._broken = str(error)
-            return self._broken
+            self.broken = str(error)
+            return self.broken
         self._take(rows, self.ids)
         over = f", as {because}" if because else ""
         self._tell(f"tier: a file, {size(self._bytes(tokens))} for {tokens:,} tokens{over}")
@@ -263,7 +280,7 @@ class Recall:
         """How many of the first tokens of the conversation `ids` are in the tier. Drops the other
         rows from it."""
         assert self.tier is not None
-        self.tier.truncate(self.has(ids))
+        self.tier.truncate(self.stored(len(ids)).gives(ids) if self._chunk else self.has(ids))
         self.tier.ids = list(ids)
         return self.tier.length
 
@@ -273,6 +290,8 @@ class Recall:
         """The prompt was read: the tier has all tokens `ids`. Returns "", or a line for the user if
         it could not keep them."""
         assert self.tier is not None
+        if self._chunk:
+            return ""
         if self.tier.failed is not None:
             return self.failed(self.tier.failed)
         self.tier.ids = list(ids)
@@ -283,14 +302,17 @@ class Recall:
         user."""
         if self._kv.scoring_tier is not None:  # while it exists, the other tier is not read
             self.scored()
-            self._broken = str(error)
+            self.broken = str(error)
             return (
                 f"the file with what is to be scored cannot be used: {error}; the document is read "
                 "again"
             )
         assert self.tier is not None
+        if self._chunk:  # the damaged part stays in the other chat's file: nothing of it is used
+            self.leave()
+            return f"the tier is damaged: {error}; everything is read again"
         if error.rows is None:
-            self._broken = str(error)
+            self.broken = str(error)
             self.leave()
             return f"the tier cannot be used any more: {error}; this chat goes on without it"
         lost = self.tokens - error.rows
@@ -298,11 +320,6 @@ class Recall:
         return f"the tier is damaged: {error}; {lost:,} tokens are read again"
 
     # -- prompts with a second pass ---------------------------------------------------------------
-
-    @property
-    def broken(self) -> str:
-        """Why files are no longer used in this conversation; "" if they may be."""
-        return self._broken
 
     def keep_in_file(self, tokens: int) -> str:
         """Create a file without a name for the rows of prompts of up to `tokens` tokens, until they
@@ -371,4 +388,4 @@ class Recall:
     def clear(self) -> None:
         """Forget the conversation and free its memory. The file of a saved chat stays."""
         self.leave()
-        self._told, self._broken = False, ""
+        self._told, self.broken = False, ""

@@ -35,7 +35,8 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens. kept_*: per KV head and layer."""
+    """Numbers of tokens. kept_*: per KV head and layer. prompt_reread: of `prompt_new`, those that
+    earlier turns had read or written."""
 
     prompt_new: int
     prompt_reused: int
@@ -45,6 +46,7 @@ class Tokens:
     kept_mean: float
     kept_min: int
     kept_max: int
+    prompt_reread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class KvBytes:
     full: int  # what the same tokens take in a cache without eviction
     held: int  # rows held, with the policies' columns
     allocated: int  # memory allocated for the cache
-    peak_prefill: int  # the most that existed at once while the prompt was read, tier_here included
+    peak_prefill: int  # the most at once while the prompt was read, tier_here included
     policy_state: int  # the part of `held` that is the policies' columns
     tier: int = 0  # the tier, in addition to held and allocated
     tier_here: int = 0  # the part of `tier` that is in the cache's own memory
@@ -250,7 +252,8 @@ class TurnReport:
         if not self.whole:
             memory.append(f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head")
         if self.reuse == "refresh":
-            memory.append("read again")
+            again = f"{tokens.prompt_reread:,} tokens " if tokens.prompt_reread else ""
+            memory.append(f"{again}read again")
         elif self.shaped_by_turn == 0:
             memory.append("evicted before any question")
         memory.append(self.against_full.words)

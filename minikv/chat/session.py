@@ -7,6 +7,7 @@ steps of a turn in order: it plans the prompt (`plan`), reads it (`reading`), wr
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,14 @@ from torch import Tensor
 from minikv import checks
 from minikv.cache.snapshot import SharedSnapshot
 from minikv.cache.stats import CacheStats
-from minikv.chat.answer import Answer, AnswerSettings, Writer, looping
+from minikv.chat.answer import (
+    Answer,
+    AnswerSettings,
+    Verification,
+    Writer,
+    looping,
+    rewritten,
+)
 from minikv.chat.closing import Facts, Warnings, before, measured, prompt_report, turn_report
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import fit_words
@@ -28,29 +36,37 @@ from minikv.chat.plan import (
     MinTokens,
     PlanSettings,
     PromptPlan,
+    Question,
     plan,
     reads_again,
     recalls,
     refuse_without_tier,
     start,
 )
-from minikv.chat.protocols import Template, Tokenizer
-from minikv.chat.reading import Reader
+from minikv.chat.reading import Reader, Tools
 from minikv.chat.recall import Recall
 from minikv.chat.report import line, table
-from minikv.chat.reuse import Stored, TokenLog, checked
 from minikv.chat.snapshot import (
-    UNDO_BYTES,
     ChatSnapshot,
     Conversation,
     ConversationView,
-    UndoHistory,
+    affordable,
     refuse_continuation,
     taken_back,
 )
 from minikv.chat.stopping import Cancelling, Guard, Pieces, answers, changes, closed, in_background
-from minikv.chat.transcript import Document, Message, Source, Turn, user_message
-from minikv.chat.verify import Verification, rewritten
+from minikv.chat.transcript import (
+    Document,
+    Message,
+    Source,
+    Stored,
+    Template,
+    Tokenizer,
+    TokenLog,
+    Turn,
+    checked,
+    user_message,
+)
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
@@ -69,6 +85,8 @@ _PUBLIC = (
 
 Fit = Callable[[EvictionConfig, int, int], int]
 """See `ChatSession`."""
+UNDO_BYTES = 512 << 20
+"""Bytes of host memory that the copies of the cache for `undo` may take."""
 
 
 class ChatSession(ConversationView):
@@ -77,7 +95,7 @@ class ChatSession(ConversationView):
     max_context: positions that the model was trained for. seed: of every random draw.
 
     These settings may be changed between turns:
-    - reuse: what later questions find in the cache (see `minikv.chat.reuse`).
+    - reuse: what later questions find in the cache (see `minikv.chat.transcript`).
     - undo_turns: how many turns `undo` can take back. Each needs a copy of the cache in host
       memory; all copies together take at most `UNDO_BYTES`.
     - refresh_every: after every so many tokens of an answer, the rows under the budget are selected
@@ -142,8 +160,9 @@ class ChatSession(ConversationView):
         self.words: Callable[[str], str] = str
         self._min_tokens = MinTokens(tokenizer)
         self._cancelling = Cancelling()
+        self.undo_turns, self.undo_bytes = 0, UNDO_BYTES
         self._before_reading: SharedSnapshot | None = None
-        self._now = Conversation(0, UndoHistory(0, UNDO_BYTES), [])
+        self._now = Conversation(0)
         self.reset()
 
     @changes
@@ -159,16 +178,12 @@ class ChatSession(ConversationView):
         self._told_auto: object = None  # what `auto` did when the user was last told
         self._cancelling.forget()
         self._now = Conversation(
-            self.conversation + 1,
-            self.history.emptied(),
-            [Message("system", self.system)] if self.system else [],
-            documents,
-            noticed=self._now.noticed,
+            self.conversation + 1, self.system, pending=documents, noticed=self._now.noticed
         )
 
     @property
     def reuse(self) -> str:
-        """What later questions find in the cache, one of `reuse.REUSES`. May be set between turns;
+        """What later questions find in the cache, one of `REUSES`. May be set between turns;
         raises UsageError for other values."""
         return self._reuse
 
@@ -186,15 +201,6 @@ class ChatSession(ConversationView):
                 "there is nothing to read again", "your next question reads all there is"
             )
         self._now = replace(self._now, rereads=wanted)
-
-    @property
-    def undo_turns(self) -> int:
-        """How many turns `undo` can take back. May be set between turns."""
-        return self.history.turns
-
-    @undo_turns.setter
-    def undo_turns(self, turns: int) -> None:
-        self.history.turns = turns
 
     @changes
     def attach(self, text: str, name: str | None = None, source: Source | None = None) -> None:
@@ -230,15 +236,11 @@ class ChatSession(ConversationView):
         """Raise the UsageError that `configure` would raise; change nothing."""
         self.engine.kv.check(eviction.rules())
 
+    @changes
     def snapshot(self) -> ChatSnapshot:
         """A copy of the chat between two turns. After `restore`, every answer is bit-identical.
         Copies the rows in use to host memory."""
-        return self.guard.change(self._snapshot)
-
-    def _snapshot(self) -> ChatSnapshot:
-        assert self._now.closing is None, "a turn is under way"
-        held = self.engine.kv.snapshot()
-        return ChatSnapshot.of(self._now, self.eviction, self.seed, held)
+        return self._now.snapshot(self.engine.kv.snapshot(), self.eviction, self.seed)
 
     @changes
     def restore(self, snapshot: ChatSnapshot) -> None:
@@ -248,7 +250,7 @@ class ChatSession(ConversationView):
         UsageError if this chat cannot use its policies, and ValueError if its cache is not from
         this network. After these errors, and if memory runs out, nothing has changed.
         """
-        restored = snapshot.conversation(self._now)
+        restored = self._now.restored(snapshot)
         self._restore(snapshot, snapshot.eviction, snapshot.seed, restored)
 
     def _restore(
@@ -276,7 +278,7 @@ class ChatSession(ConversationView):
         reads the remaining conversation again. Raises UsageError if there are fewer turns; then
         nothing changes.
         """
-        now, baseline = ChatSnapshot.of(self._now, self.eviction, self.seed), self.baseline_tok_s
+        now, baseline = self._now.snapshot(None, self.eviction, self.seed), self.baseline_tok_s
         snapshot, restored = taken_back(self._now, turns, now, self.template)
         self._restore(snapshot, self.eviction, self.seed, restored)
         self.baseline_tok_s = baseline
@@ -316,7 +318,7 @@ class ChatSession(ConversationView):
             self.engine.reset()
             self.recall.leave()
             self.engine = cast(Engine, _Closed())
-            self._now = replace(self._now, history=self.history.emptied())
+            self._now = replace(self._now, copies={})
 
     def __enter__(self) -> Self:
         if self.guard.closed:
@@ -362,18 +364,16 @@ class ChatSession(ConversationView):
 
     @property
     def reads_again(self) -> int:
-        """How many tokens `auto` would read again with the next question."""
-        if not self._log.seen or self.rereads or self.reuse != "auto":
+        """How many tokens `auto` would read again with the next question; where nothing is cached,
+        how many any question reads again."""
+        if self.rereads or (self.log.seen and self.reuse != "auto"):
             return 0
-        history, settings = History.of(self.turns, self._log), self._plan_settings()
-        held = self.engine.kv.stats()
-        tier = self._stored(history, held, settings, self._log.seen)
-        return reads_again(history, held, tier, settings)
+        return reads_again(*self._known(len(self.log.ids)))
 
     @property
     def room(self) -> int:
         """Positions left in the model's context, with the pending token counted as used."""
-        return self.max_context - len(self._log.ids)
+        return self.max_context - len(self.log.ids)
 
     @answers
     def ask(
@@ -458,15 +458,7 @@ class ChatSession(ConversationView):
 
     def _verify(self, progress: Callable[[int, int], None] | None) -> Pieces:
         self.verified = None
-        self.verified = yield from rewritten(
-            self.engine,
-            self.tokenizer,
-            self.recall,
-            self._log.ids,
-            self.report,
-            progress,
-            self._cancelling.cancelled,
-        )
+        self.verified = yield from rewritten(self._tools, self.log.ids, self.report, progress)
         if (found := self.verified.against_full) is not None:
             *turns, last = self.turns
             last = replace(last, report=replace(last.report, against_full=found))
@@ -474,7 +466,7 @@ class ChatSession(ConversationView):
 
     def continuable(self) -> None:
         """Raise the UsageError that `continue_answer` would raise."""
-        refuse_continuation(self.report, self.eviction, self._log, self.max_context)
+        refuse_continuation(self.report, self.eviction, self.log, self.max_context)
 
     def _answer_settings(
         self,
@@ -507,37 +499,48 @@ class ChatSession(ConversationView):
         chosen, known, documents = self.eviction, self.engine.kv.stats(), tuple(self.pending)
         messages = [*self.messages, user_message(documents, question)]
         text, tokens = messages[-1].content, settings.max_tokens
-        self._min_tokens.refuse(text, self._log.seen, self.room, self.max_context)
+        self._min_tokens.refuse(text, self.log.seen, self.room, self.max_context)
         try:  # after an error in here, the chat is as it was
             found = self._plan(messages, tokens, told)
-            told.tell_all(self._before(found, question))
-            snapshot = self.history.copy(self._snapshot, known.held_bytes)
+            for warning in self._before(found, question):
+                told.tell(warning)
+            copy = self._copy(known.held_bytes)
             self._before_reading = self.engine.kv.share()
-            reader = self._reader(tokens, progress, told.tell)
+            reader = Reader(
+                self._tools, self._plan_settings(), tokens, self.fidelity, progress, told.tell
+            )
             found, read = reader.read(found, lambda: self._plan(messages, tokens))
         except BaseException:
             self._set(chosen)
             raise
         # The prompt is in the cache. From here on the turn counts, even if the answer fails.
         known = measured(self.engine.kv, known, self.engine.kv.position)
-        begun = self._now.begun(messages, documents, found, read, known, self.recall.here)
         record = prompt_report(
-            begun, found, read, settings, self.seed, self.eviction, self.facts, self.baseline_tok_s
+            self._now,
+            found,
+            read,
+            known,
+            settings,
+            self.seed,
+            self.eviction,
+            self.facts,
+            self.baseline_tok_s,
+            self.recall.here,
         )
-        writer = self._writer(begun.log, settings, self.refresh_every * found.recalled, began)
-        answer = Answer(self.tokenizer.stream(), settings.stop)
-        last, kept = Turn(question, "", documents, record), self._keep(found, snapshot)
-        yield from self._write(begun, begun, last, writer, answer, read.logits, known, told, kept)
+        asked, log = Turn(question, "", documents, record), self.log.read(found.ids, found.anew)
+        now = self._now.begun(asked, log, self._copies(copy), known)
+        writer = self._writer(log, settings, self.refresh_every * found.recalled, began)
+        answer, kept = Answer(self.tokenizer.stream(), settings.stop), self._keep(found)
+        yield from self._write(now, now, asked, writer, answer, read.logits, known, told, kept)
 
     def _longer(self, settings: AnswerSettings, notice: Callable[[str], None] | None) -> Pieces:
         """Continue the last answer. settings: `max_tokens` is that of the new part."""
         began = perf_counter()
         self.continuable()  # again, because the chat may have changed since `continue_answer`
-        turn, known, log = self.turns[-1], self.engine.kv.stats(), self._log
+        turn, known, log = self.turns[-1], self.engine.kv.stats(), self.log
         if self.refresh_every:
-            limits = self._plan_settings()
             most = min(log.seen + 1 + settings.max_tokens, self.max_context)
-            tier = self._stored(History.of(self.turns, log), known, limits, most)
+            *_, tier, limits = self._known(most)
             refuse_without_tier(tier, limits, recalled=tier.room)
         begins = len(log.ids) - turn.report.tokens.generated
         answer = Answer.resumed(
@@ -550,7 +553,7 @@ class ChatSession(ConversationView):
             turn, report=replace(turn.report, seed=writer.seed, sampling=settings.record())
         )
         now = replace(self._now, undone=[])
-        begun = replace(now, messages=now.messages[:-1], curve=now.curve[:-1], turns=now.turns[:-1])
+        begun = replace(now, curve=now.curve[:-1], turns=now.turns[:-1])
         told = Warnings(str, notice)
         yield from self._write(now, begun, last, writer, answer, None, known, told, ())
 
@@ -578,15 +581,14 @@ class ChatSession(ConversationView):
             lines = [*told.lines, *self._new_notices(), *map(self.words, circles)]
             took = perf_counter() - writer.began
             report = turn_report(last.report, ended, stats, took, self.recall, lines)
-            turn = replace(last, answer=ended.text, report=report)
-            closed = begun.closed([*begun.turns, turn], stats, self.recall.here)
+            closed = begun.closed(replace(last, answer=ended.text, report=report), stats)
             # After a step that failed, the cache has seen nothing.
             seen = TokenLog(log.ids, self.engine.kv.position)
             return replace(closed, log=seen, noticed=len(self.engine.notices))
 
         self._now = replace(now, closing=closing)
         try:
-            told.tell_all(kept)
+            told.tell(*kept)
             yield from writer.write(answer, logits)
         except GeneratorExit:
             answer.reason = answer.reason or "user"
@@ -602,7 +604,7 @@ class ChatSession(ConversationView):
         have come between any two of them. Otherwise this does nothing."""
         if isinstance(self.engine, _Closed) or sys.is_finalizing():  # nobody asks any more
             return
-        kv, log = self.engine.kv, self._log
+        kv, log = self.engine.kv, self.log
         self._cancelling.rereading = False
         kv.abandon()
         kv.settle()
@@ -610,13 +612,12 @@ class ChatSession(ConversationView):
         if kv.position != log.seen and self._before_reading is not None:
             kv.restore(self._before_reading)
         if kv.position != log.seen:
-            if kv.position:  # else it was dropped
-                self.engine.reset()
+            kv.drop()
             if _LOST not in self._new_notices():  # this, too, may have been interrupted
                 self.engine.notices.append(_LOST)
         if self._now.closing is not None:
             self._now = self._now.closing()
-        self._log.seen = kv.position
+        self.log.seen = kv.position
         self._before_reading = None
         self.recall.scored()
 
@@ -625,17 +626,14 @@ class ChatSession(ConversationView):
     ) -> PromptPlan:
         """What to read for the last message. answer: its most tokens. told: None if this is planned
         again because the tier failed; then the answer does without what needs a tier."""
-        history = History.of(self.turns, self._log)
-        question = self._composer().question(history, messages, self.pending)
-        tokens = self._log.seen + len(question.ids)
+        question = self._question(messages, self.pending)
+        tokens = self.log.seen + len(question.ids)
         if told is not None:
-            told.tell_all(self._decide(tokens, answer))
-        held, settings = self.engine.kv.stats(), self._plan_settings(alone=told is None)
-        if settings.refresh_every and self.eviction.evicts:
+            told.tell(*self._decide(tokens, answer))
+        if told is not None and self.refresh_every and self.eviction.evicts:
             tokens = min(tokens + answer, self.max_context)
-        return plan(
-            history, question, held, self._stored(history, held, settings, tokens), settings
-        )
+        history, held, tier, settings = self._known(tokens, alone=told is None)
+        return plan(history, question, held, tier, settings)
 
     def _before(self, found: PromptPlan, question: str) -> Iterator[str]:
         """What the user is told before the prompt is read. What `auto` does is told once, and again
@@ -649,11 +647,23 @@ class ChatSession(ConversationView):
         self._now = replace(self._now, noticed=len(self.engine.notices))
         yield from lines
 
-    def _keep(self, found: PromptPlan, snapshot: ChatSnapshot | None) -> Iterator[str]:
-        """Note what was read, and that the copies from before are needed no more or for `undo`
-        only. Yields lines for the user."""
+    def _copy(self, nbytes: int) -> ChatSnapshot | None:
+        """A copy of `nbytes` bytes from before a turn. None if turns cannot be taken back, it would
+        be too large, or memory runs out; the question is answered in any case."""
+        if self.undo_turns > 0 and nbytes <= self.undo_bytes:
+            with contextlib.suppress(MemoryError, RuntimeError):
+                return self._now.snapshot(self.engine.kv.snapshot(), self.eviction, self.seed)
+        return None
+
+    def _copies(self, copy: ChatSnapshot | None) -> Mapping[int, ChatSnapshot]:
+        """The copies to keep in the turn that begins. copy: from before it, if there is one."""
+        copies = {**self._now.copies, **({} if copy is None else {self.turn: copy})}
+        return affordable(copies, self.turn + 1 - self.undo_turns, self.undo_bytes)
+
+    def _keep(self, found: PromptPlan) -> Iterator[str]:
+        """Note what was read, and that what is from before is needed no more. Yields lines for the
+        user."""
         self._before_reading = None
-        self.history.keep(self.turn - 1, snapshot)
         failed = self.recall.keep(found.ids) if found.recalled else ""
         self.recall.scored()
         if failed:
@@ -678,49 +688,36 @@ class ChatSession(ConversationView):
             0 if alone else self.refresh_every,
         )
 
-    def _stored(
-        self, history: History, held: CacheStats, settings: PlanSettings, tokens: int
-    ) -> Stored:
-        """What the tier has, with room for `tokens` tokens if a question may be answered from
-        it."""
-        tier = self.recall.stored()
-        return self.recall.stored(tokens) if recalls(history, held, tier, settings) else tier
+    def _known(
+        self, tokens: int, *, alone: bool = False
+    ) -> tuple[History, CacheStats, Stored, PlanSettings]:
+        """What a plan needs beside the question. tokens: those for which the tier must have room,
+        if a question may be answered from it. alone: see `_plan_settings`."""
+        history, held = History.of(self.turns, self.log), self.engine.kv.stats()
+        tier, settings = self.recall.stored(), self._plan_settings(alone=alone)
+        if recalls(history, held, tier, settings):
+            tier = self.recall.stored(tokens)
+        return history, held, tier, settings
 
-    def _composer(self) -> Composer:
-        return Composer(self.template, lambda: self.recall.free, self._cancelling.cancelled)
+    def _question(self, messages: Sequence[Message], documents: Sequence[Document]) -> Question:
+        composer = Composer(self.template, self.recall.free, self._cancelling.cancelled)
+        return composer.question(History.of(self.turns, self.log), messages, documents)
 
-    def _reader(
-        self,
-        room: int,
-        progress: Callable[[int, int], None] | None,
-        warn: Callable[[str], None],
-    ) -> Reader:
-        return Reader(
-            self.engine,
-            self.tokenizer,
-            self.template,
-            self.recall,
-            self._plan_settings(),
-            room,
-            self.fidelity,
-            self._cancelling,
-            progress,
-            warn,
-        )
+    @property
+    def _tools(self) -> Tools:
+        return Tools(self.engine, self.tokenizer, self.template, self.recall, self._cancelling)
 
     def _writer(self, log: TokenLog, settings: AnswerSettings, every: int, began: float) -> Writer:
         """every: if the prompt was not recalled, the answer cannot recall anything either."""
+        engine, vocab, seed, kv = self.engine, self.tokenizer.vocab, self.seed, self.engine.kv
+
+        def step(token: int, recent: list[int], ahead: bool) -> int:
+            how = settings.sampling
+            return engine.next(token, vocab, how, seed, ahead=ahead, recent=recent)
+
+        most = self.max_context
         return Writer(
-            self.engine,
-            self.tokenizer,
-            self.recall,
-            log,
-            settings,
-            self.seed,
-            every,
-            self.max_context,
-            self._cancelling.cancelled,
-            began,
+            self._tools, step, lambda: kv.position, log, settings, seed, every, most, began
         )
 
     def fits(self, answer: int = MAX_TOKENS) -> str:
@@ -729,8 +726,8 @@ class ChatSession(ConversationView):
         if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
             return ""
         messages = [*self.messages, user_message(self.pending, "?")]
-        question = self._composer().question(History.of(self.turns, self._log), messages, ())
-        tokens = self._log.seen + len(question.ids)
+        question = self._question(messages, ())
+        tokens = self.log.seen + len(question.ids)
         return fit_words(self._rows_for(tokens, answer), tokens)
 
     def _rows_for(self, tokens: int, answer: int) -> int:

@@ -1,28 +1,24 @@
 """All that a turn changes in a chat (`Conversation`), copies of a chat between two turns
-(`ChatSnapshot`, `UndoHistory`), and what can be taken back or continued."""
+(`ChatSnapshot`), and what can be taken back or continued."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from minikv import checks
 from minikv.cache.snapshot import CacheSnapshot
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.plan import PromptPlan
-from minikv.chat.protocols import Template
-from minikv.chat.reading import Read
 from minikv.chat.report import TurnReport
-from minikv.chat.reuse import TokenLog
-from minikv.chat.transcript import Document, Message, Turn
+from minikv.chat.transcript import Document, Message, Template, TokenLog, Turn, said
 from minikv.errors import UsageError
 
+T = TypeVar("T")
+
 UNDO_TURNS = 16
-UNDO_BYTES = 512 << 20
-"""How many turns a chat on a terminal can take back, and the bytes of host memory for their
-caches."""
+"""How many turns a chat on a terminal can take back."""
 _ENDS = {
     "eos": "the model ended its answer",
     "stop": "the answer ended at a stop text",
@@ -33,61 +29,23 @@ _ANEW = "ask a question"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatSnapshot:
-    """A chat between two turns. held: its cache; None if the next question reads the whole
-    conversation again, or recalls it from the tier. The other fields are those of `ChatSession`."""
+    """A chat between two turns.
+
+    held: its cache, which has seen the first of its tokens; None if the next question reads the
+    whole conversation again, or recalls it from the tier. opened_with: the system prompt at the
+    beginning. tokens: of the conversation, as they were read and written, as far as they are known.
+    The other fields are those of `ChatSession`.
+    """
 
     held: CacheSnapshot | None
     eviction: EvictionConfig
     seed: int
-    messages: tuple[Message, ...] = ()
-    documents: tuple[Document, ...] = ()
-    pending: tuple[Document, ...] = ()
-    fed: tuple[int, ...] = ()
-    pending_token: int | None = None
-    evicted_for_turn: int | None = None
+    opened_with: str = ""
     turns: tuple[Turn, ...] = ()
+    pending: tuple[Document, ...] = ()
+    tokens: tuple[int, ...] = ()
     curve: tuple[tuple[int, int, int], ...] = ()
     rereads: bool = False
-    known: tuple[int, ...] = ()
-
-    @staticmethod
-    def of(
-        now: Conversation, eviction: EvictionConfig, seed: int, held: CacheSnapshot | None = None
-    ) -> ChatSnapshot:
-        """A copy of this conversation."""
-        return ChatSnapshot(
-            held,
-            eviction,
-            seed,
-            tuple(now.messages),
-            tuple(now.documents),
-            tuple(now.pending),
-            tuple(now.log.fed),
-            now.log.pending,
-            now.evicted_for_turn,
-            tuple(now.turns),
-            tuple(now.curve),
-            now.rereads,
-            tuple(now.log.known),
-        )
-
-    def conversation(self, now: Conversation) -> Conversation:
-        """The conversation of this snapshot, in place of `now` in the same chat."""
-        unfed = () if self.pending_token is None else (self.pending_token,)
-        return Conversation(
-            now.number,
-            now.history.emptied(),
-            list(self.messages),
-            list(self.pending),
-            list(self.documents),
-            TokenLog((*self.fed, *unfed) or self.known, len(self.fed)),
-            len(self.turns),
-            list(self.turns),
-            curve=list(self.curve),
-            evicted_for_turn=self.evicted_for_turn,
-            rereads=self.rereads,
-            noticed=now.noticed,
-        )
 
     @property
     def nbytes(self) -> int:
@@ -97,72 +55,27 @@ class ChatSnapshot:
     def before(self, finished: int, template: Template) -> ChatSnapshot:
         """The chat after its first `finished` turns, without its cache. The documents of the turn
         after these are pending for the next question."""
-        turns = self.turns[:finished]
         return ChatSnapshot(
             None,
             self.eviction,
             self.seed,
-            self.messages[: self._message(finished)],
-            tuple(document for turn in turns for document in turn.documents),
+            self.opened_with,
+            self.turns[:finished],
             self.turns[finished].documents,
-            turns=turns,
-            curve=self.curve[: 2 * finished],
-            known=self._tokens(finished, template),
+            self._tokens(finished, template),
+            self.curve[: 2 * finished],
         )
-
-    def _message(self, finished: int) -> int:
-        """The index of the question that comes after the first `finished` turns."""
-        return len(self.messages) - 2 * (len(self.turns) - finished)
 
     def _tokens(self, finished: int, template: Template) -> tuple[int, ...]:
         """The tokens of the conversation after its first `finished` turns, with the pending token
         if there was one. Empty if it is not clear where the later turns begin."""
         if not finished:
             return ()
-        messages = list(self.messages[: self._message(finished) + 1])
-        after = tuple(template.following(messages))
-        ids, seen = self.fed or self.known, self.turns[finished - 1].report.tokens.seen_total
-        ends = [end for end in (seen, seen + 1) if ids[end : end + len(after)] == after]
-        return ids[: ends[0]] if ends else ()
-
-
-class UndoHistory:
-    """At most `turns` snapshots, which take at most `nbytes` bytes together. The oldest are dropped
-    for new ones."""
-
-    def __init__(self, turns: int, nbytes: int) -> None:
-        self.turns, self.nbytes = turns, nbytes
-        self.before: dict[int, ChatSnapshot] = {}  # by the number of turns that were finished
-
-    def emptied(self) -> UndoHistory:
-        """An empty history with the same limits."""
-        return UndoHistory(self.turns, self.nbytes)
-
-    def copy(self, snapshot: Callable[[], ChatSnapshot], nbytes: int) -> ChatSnapshot | None:
-        """Call `snapshot`, for a copy of `nbytes` bytes from before a turn. Returns None if turns
-        cannot be taken back, the copy would be too large, or memory runs out; the question is
-        answered in any case."""
-        if self.turns > 0 and nbytes <= self.nbytes:
-            with contextlib.suppress(MemoryError, RuntimeError):
-                return snapshot()
-        return None
-
-    def keep(self, turn: int, snapshot: ChatSnapshot | None) -> None:
-        """Keep the snapshot from before turn `turn`, counted from 0, if there is one."""
-        if snapshot is not None:
-            self.before[turn] = snapshot
-        for n in sorted(self.before):
-            total = sum(each.nbytes for each in self.before.values())
-            old = n <= turn - self.turns
-            # An empty cache, as before the first question, costs nothing and stays.
-            if self.before[n].nbytes and (old or total > self.nbytes):
-                del self.before[n]
-
-    def until(self, finished: int) -> UndoHistory:
-        """The history without the snapshots from when `finished` or more turns were finished."""
-        made = self.emptied()
-        made.before = {n: each for n, each in self.before.items() if n < finished}
-        return made
+        question = said(self.opened_with, self.turns[: finished + 1])[:-1]
+        after = tuple(template.following(question))
+        seen = self.turns[finished - 1].report.tokens.seen_total
+        ends = [n for n in (seen, seen + 1) if self.tokens[n : n + len(after)] == after]
+        return self.tokens[: ends[0]] if ends else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,69 +83,147 @@ class Conversation:
     """A conversation; see `ChatSession` for what is not described here. It is replaced as a whole,
     by one assignment, so that an interrupt finds it as it was before the turn or as it is after it.
 
-    number: counts the conversations of a chat. turn: the number of the last question that was read;
-    0 before the first. noticed: how many notices of the engine the user has seen. closing(): the
-    conversation after the turn under way, however that ended; it changes nothing, so it may be
-    called again. None between turns.
+    conversation: counts those of a chat. opened_with: see `ChatSnapshot`. asked: the turn under
+    way, once its question was read; its record has no answer yet. copies: of the chat, by the
+    number of turns finished before. noticed: how many notices of the engine the user has seen.
+    closing(): the conversation after the turn under way, however that ended; it changes nothing, so
+    it may be called again. None between turns.
     """
 
-    number: int
-    history: UndoHistory
-    messages: list[Message]
-    pending: list[Document] = field(default_factory=list)
-    documents: list[Document] = field(default_factory=list)
-    log: TokenLog = field(default_factory=TokenLog)
-    turn: int = 0
+    conversation: int
+    opened_with: str = ""
     turns: list[Turn] = field(default_factory=list)
-    undone: list[Turn] = field(default_factory=list)
+    pending: list[Document] = field(default_factory=list)
+    log: TokenLog = field(default_factory=TokenLog)
     curve: list[tuple[int, int, int]] = field(default_factory=list)
-    evicted_for_turn: int | None = None
     rereads: bool = False
+    asked: Turn | None = None
+    undone: list[Turn] = field(default_factory=list)
+    copies: Mapping[int, ChatSnapshot] = field(default_factory=dict)
     noticed: int = 0
     closing: Callable[[], Conversation] | None = None
 
+    @property
+    def _begun(self) -> list[Turn]:
+        return self.turns if self.asked is None else [*self.turns, self.asked]
+
+    @property
+    def turn(self) -> int:
+        """The number of the last question that was read; 0 before the first."""
+        return len(self._begun)
+
+    @property
+    def documents(self) -> list[Document]:
+        """Documents that came with a question."""
+        return [document for turn in self._begun for document in turn.documents]
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, with the question that is being answered."""
+        messages = said(self.opened_with, self._begun)
+        return messages if self.asked is None else messages[:-1]
+
+    @property
+    def reports(self) -> list[TurnReport]:
+        """The records of all finished turns."""
+        return [turn.report for turn in self.turns]
+
+    @property
+    def report(self) -> TurnReport | None:
+        """The record of the last turn; None if there is none."""
+        return self.turns[-1].report if self.turns else None
+
+    @property
+    def evicted_for_turn(self) -> int | None:
+        """The record of the last question says for which one the cache was evicted."""
+        return self._begun[-1].report.shaped_by_turn if self._begun and self.log.seen else None
+
+    @property
+    def fed(self) -> list[int]:
+        """The ids of the tokens that the cache has seen."""
+        return self.log.fed
+
+    @property
+    def pending_token(self) -> int | None:
+        """The last token of an answer, which was not fed and begins the next prompt; None if there
+        is none."""
+        return self.log.pending
+
+    @property
+    def known(self) -> list[int]:
+        return self.log.known
+
+    def snapshot(
+        self, held: CacheSnapshot | None, eviction: EvictionConfig, seed: int
+    ) -> ChatSnapshot:
+        """A copy of this conversation."""
+        return ChatSnapshot(
+            held,
+            eviction,
+            seed,
+            self.opened_with,
+            tuple(self.turns),
+            tuple(self.pending),
+            tuple(self.log.ids),
+            tuple(self.curve),
+            self.rereads,
+        )
+
+    def restored(self, held: ChatSnapshot) -> Conversation:
+        """The conversation of this snapshot of the same chat."""
+        return Conversation(
+            self.conversation,
+            held.opened_with,
+            list(held.turns),
+            list(held.pending),
+            TokenLog(held.tokens, 0 if held.held is None else held.held.position),
+            list(held.curve),
+            held.rereads,
+            noticed=self.noticed,
+        )
+
     def begun(
-        self,
-        messages: list[Message],
-        documents: Iterable[Document],
-        plan: PromptPlan,
-        read: Read,
-        stats: CacheStats,
-        here: int,
+        self, asked: Turn, log: TokenLog, copies: Mapping[int, ChatSnapshot], stats: CacheStats
     ) -> Conversation:
-        """The conversation once the next question was read. messages: with it. documents: those
-        that came with it. plan and read: what was read. stats and here: as for `closed`."""
-        evicted_for = None if plan.anew else self.evicted_for_turn
-        if evicted_for is None and (read.blind or stats.shaped):
-            evicted_for = 0 if read.blind else self.turn + 1
+        """The conversation once the question of `asked` was read. stats: of the cache then."""
         return replace(
             self,
-            messages=messages,
-            documents=[*self.documents, *documents],
+            asked=asked,
+            log=log,
+            copies=copies,
+            curve=[*self.curve, mark(stats, asked.report)],
             pending=[],
             undone=[],
             rereads=False,
-            log=self.log.read(plan.ids, anew=plan.anew),
-            turn=self.turn + 1,
-            curve=[*self.curve, mark(stats, here)],
-            evicted_for_turn=evicted_for,
         )
 
-    def closed(self, turns: list[Turn], stats: CacheStats, here: int) -> Conversation:
-        """The conversation after these turns, the last of which was under way. stats: of the cache
-        then. here: bytes of the tier in the cache's own memory."""
+    def closed(self, turn: Turn, stats: CacheStats) -> Conversation:
+        """The conversation after this turn, which was under way. stats: of the cache then."""
         return replace(
             self,
-            messages=[*self.messages, Message("assistant", turns[-1].answer)],
-            turns=turns,
-            curve=[*self.curve, mark(stats, here)],
+            asked=None,
+            turns=[*self.turns, turn],
+            curve=[*self.curve, mark(stats, turn.report)],
             closing=None,
         )
 
 
-def mark(stats: CacheStats, here: int) -> tuple[int, int, int]:
-    """A point of `ChatSession.curve`. here: bytes of the tier in the cache's own memory."""
-    return stats.seen, stats.held_bytes + here, stats.full_bytes
+def mark(stats: CacheStats, report: TurnReport) -> tuple[int, int, int]:
+    """A point of `ChatSession.curve`."""
+    return stats.seen, stats.held_bytes + report.kv_bytes.tier_here, stats.full_bytes
+
+
+def affordable(
+    copies: Mapping[int, ChatSnapshot], oldest: int, nbytes: int
+) -> dict[int, ChatSnapshot]:
+    """Those of the copies from turn `oldest` on that take at most `nbytes` together: older ones are
+    dropped. An empty cache, as before the first question, takes nothing and stays."""
+    kept, total = dict[int, ChatSnapshot](), 0
+    for number in sorted(copies, reverse=True):
+        total += copies[number].nbytes
+        if not copies[number].nbytes or (number >= oldest and total <= nbytes):
+            kept[number] = copies[number]
+    return kept
 
 
 def refuse_continuation(
@@ -280,13 +271,13 @@ def taken_back(
         have = "1 turn" if count == 1 else f"{count:,} turns"
         raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
     finished = count - turns
-    snapshot = now.history.before.get(finished) or copy.before(finished, template)
-    restored, undone = snapshot.conversation(now), now.turns[finished:]
+    snapshot = now.copies.get(finished) or copy.before(finished, template)
+    restored, undone = now.restored(snapshot), now.turns[finished:]
     rereads = restored.rereads or now.rereads or undone[0].report.reuse == "refresh"
     waiting = [document for document in now.pending if document not in restored.pending]
     restored = replace(
         restored,
-        history=now.history.until(finished),
+        copies={number: each for number, each in now.copies.items() if number < finished},
         pending=[*restored.pending, *waiting],
         undone=undone,
         rereads=rereads and bool(restored.log.seen),
@@ -294,86 +285,37 @@ def taken_back(
     return snapshot, restored
 
 
+class _Now(Generic[T]):
+    """A read-only attribute of a chat: that of its conversation with the same name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, chat: Any, owner: type) -> T:
+        return cast(T, self if chat is None else getattr(chat._now, self._name))
+
+    def __set__(self, chat: object, value: object) -> NoReturn:
+        raise AttributeError(f"{self._name} cannot be set")
+
+
 class ConversationView:
-    """What a chat says of its conversation; see `ChatSession` for what is not described here."""
+    """What a chat says of its conversation; see `ChatSession` and `Conversation`."""
 
     _now: Conversation
 
-    @property
-    def conversation(self) -> int:
-        return self._now.number
-
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation, with the question that is being answered."""
-        return self._now.messages
-
-    @property
-    def pending(self) -> list[Document]:
-        """Documents that come with the next question."""
-        return self._now.pending
-
-    @property
-    def documents(self) -> list[Document]:
-        """Documents that came with a question."""
-        return self._now.documents
-
-    @property
-    def turn(self) -> int:
-        """The number of the last question that was read; 0 before the first."""
-        return self._now.turn
-
-    @property
-    def turns(self) -> list[Turn]:
-        return self._now.turns
-
-    @property
-    def undone(self) -> list[Turn]:
-        return self._now.undone
-
-    @property
-    def curve(self) -> list[tuple[int, int, int]]:
-        return self._now.curve
-
-    @property
-    def evicted_for_turn(self) -> int | None:
-        return self._now.evicted_for_turn
-
-    @property
-    def rereads(self) -> bool:
-        """Whether the next question reads the whole conversation again."""
-        return self._now.rereads
-
-    @property
-    def report(self) -> TurnReport | None:
-        """The record of the last turn; None if there is none."""
-        return self.turns[-1].report if self.turns else None
-
-    @property
-    def history(self) -> UndoHistory:
-        """Copies of the chat from before its turns."""
-        return self._now.history
-
-    @property
-    def _log(self) -> TokenLog:
-        return self._now.log
-
-    @property
-    def fed(self) -> list[int]:
-        """The ids of the tokens that the cache has seen."""
-        return self._log.fed
-
-    @property
-    def pending_token(self) -> int | None:
-        """The last token of an answer, which was not fed and begins the next prompt; None if there
-        is none."""
-        return self._log.pending
-
-    @property
-    def known(self) -> list[int]:
-        return self._log.known
-
-    @property
-    def reports(self) -> list[TurnReport]:
-        """The records of all turns so far."""
-        return [turn.report for turn in self.turns]
+    conversation = _Now[int]()
+    turn = _Now[int]()
+    turns = _Now[list[Turn]]()
+    undone = _Now[list[Turn]]()
+    messages = _Now[list[Message]]()
+    documents = _Now[list[Document]]()
+    pending = _Now[list[Document]]()
+    report = _Now[TurnReport | None]()
+    reports = _Now[list[TurnReport]]()
+    curve = _Now[list[tuple[int, int, int]]]()
+    evicted_for_turn = _Now[int | None]()
+    rereads = _Now[bool]()
+    fed = _Now[list[int]]()
+    known = _Now[list[int]]()
+    pending_token = _Now[int | None]()
+    log = _Now[TokenLog]()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from faults import Allocations, Fault
 from pairwise import beside
 from small import PAIRS, SOON, Dense, Walk, by_day, engine, ids, network, scheduler
 from tiers import tiered
@@ -233,7 +234,7 @@ def test_a_stopped_prompt_leaves_no_trace(prompt: str, step: str) -> None:
 @pytest.mark.parametrize("step", policies.step_names())
 def test_a_failed_step_drops_the_cache(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in any layer of a step: the cache is empty, its memory is free, and it is as good as
-    a new one."""
+    a new one. That needs no memory."""
     monkeypatch.setattr(KVCache, "attend_unrotated", None)
     net = network()
     run, other = engine(net, "adakv", step, 48), engine(net, "adakv", step, 48)
@@ -255,6 +256,10 @@ def test_a_failed_step_drops_the_cache(step: str, monkeypatch: pytest.MonkeyPatc
         run.kv.attend = attend  # type: ignore[method-assign]
         assert (run.kv.position, run.kv._arena.rows, run.kv.decode.nbytes) == (0, 0, 0)
         assert run.kv.stats().seen == 0
+    run.prompt(ids(100))
+    with Allocations(Fault("allocation", 1, lasting=True)):
+        run.kv.drop()
+    assert (run.kv.position, run.kv._arena.rows) == (0, 0)
     run.prompt(ids(100))
     check(run.kv, 48, exact=False)
     for token in ids(4):

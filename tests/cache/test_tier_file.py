@@ -26,7 +26,7 @@ from minikv.cache import tier_file
 from minikv.cache.tier import Rows, Tier, copy_rows
 from minikv.cache.tier_file import FileRows, Header, header_of, is_open
 from minikv.cache.tier_rows import Columns, Memory, RamRows, TierError, columns_of
-from minikv.chat.reuse import shared
+from minikv.chat.transcript import shared
 from minikv.models.llama import Llama
 
 LAYERS, HEADS = 3, 2

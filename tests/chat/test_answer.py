@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import torch
 from fakes import ByteStream, FakeEngine
 from hypothesis import example, given
 from hypothesis import strategies as st
-from small_chat import chat, chat_over
+from small_chat import chat, chat_over, reported, verified
 from test_session import check, make
 from tiers import MILL, recalling
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -85,8 +86,7 @@ def test_nan_in_an_answer_stops_it_and_keeps_what_was_written() -> None:
     with pytest.raises(NumericsError):
         pieces.extend(chat.ask("q"))
     assert len(pieces) == 3
-    assert chat.report is not None
-    assert chat.report.stop_reason == "error"
+    assert reported(chat).stop_reason == "error"
     assert chat.messages[-1].content == "".join(pieces)
     engine.nan_at = None
     check(chat)
@@ -117,8 +117,7 @@ def test_a_token_whose_text_cannot_be_had_is_not_in_the_conversation(
     monkeypatch.setattr(chat.tokenizer, "stream", Broken)
     with pytest.raises(RuntimeError, match="no text"):
         list(chat.ask("q"))
-    report = chat.report
-    assert report is not None
+    report = reported(chat)
     assert report.tokens.generated > 0
     assert chat.pending_token is None
     assert len(chat.tokenizer.encode(chat.turns[0].answer)) == report.tokens.generated
@@ -171,27 +170,17 @@ def test_nothing_that_may_become_a_stop_text_is_given_out() -> None:
     assert found.stopped
 
 
-@pytest.mark.parametrize("given", [[""], "", ["a", ""]])
-def test_an_empty_stop_text_is_refused(given: str | list[str]) -> None:
-    with pytest.raises(UsageError, match="empty"):
-        stop_texts(given)
+@pytest.mark.parametrize("given", [5, 0, True, b"x", [b"x"], [None], object(), 1.5, "", ["a", ""]])
+def test_what_is_no_stop_text_is_refused(given: Any) -> None:
+    for use in (partial(make().ask, "tell me"), make().continue_answer):
+        with pytest.raises(UsageError, match=r"`stop`|empty"):
+            use(stop=given)
 
 
-@pytest.mark.parametrize("given", [5, 0, True, b"x", [b"x"], [None], object(), 1.5])
-def test_what_is_no_text_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match="`stop`"):
-        make().ask("tell me", stop=given)
-    with pytest.raises(UsageError, match="`stop`"):
-        make().continue_answer(stop=given)
-
-
-def test_none_is_no_stop_text() -> None:
-    assert list(make().ask("tell me", stop=None)) == list(make().ask("tell me"))
-
-
-def test_one_text_may_stand_alone() -> None:
+def test_one_text_may_stand_alone_and_none_is_no_text() -> None:
     assert stop_texts("ab") == ("ab",)
     assert stop_texts(["x", "y", "x"]) == ("x", "y")
+    assert list(make().ask("tell me", stop=None)) == list(make().ask("tell me"))
 
 
 def test_an_answer_ends_before_a_stop_text_over_several_tokens() -> None:
@@ -200,10 +189,9 @@ def test_an_answer_ends_before_a_stop_text_over_several_tokens() -> None:
     chat = make()
     pieces = list(chat.ask("tell me", stop=[whole[4:7], "no such text"]))
     assert "".join(pieces) == whole[:4]
-    assert chat.report is not None
-    assert chat.report.stop_reason == "stop"
-    assert chat.report.sampling["stop"] == [whole[4:7], "no such text"]
-    assert chat.report.tokens.generated == 7
+    assert reported(chat).stop_reason == "stop"
+    assert reported(chat).sampling["stop"] == [whole[4:7], "no such text"]
+    assert reported(chat).tokens.generated == 7
     assert chat.messages[-1].content == chat.turns[-1].answer == whole[:4]
     # The last token of the stop text was not fed, and is not fed later.
     assert chat.pending_token is None
@@ -340,7 +328,7 @@ def test_the_penalty_of_a_chat_looks_at_prompt_and_answer(temperature: float) ->
         list(session.ask("Who mills?", parts[0], temperature, **filters))
         for more in parts[1:]:
             list(session.continue_answer(more, temperature, **filters))
-        return session._log.tokens
+        return session.log.ids
 
     whole = asked(chat(policy="full"), [90])
     assert asked(chat(policy="full"), [1, 30, 59]) == whole
@@ -360,19 +348,16 @@ def test_the_penalty_of_a_chat_looks_at_prompt_and_answer(temperature: float) ->
     assert unbent != whole
     session = recalling()
     tokens = asked(session, [40])
-    list(session.verify())
-    assert session.verified is not None
-    assert [*session.verified.tokens] == whole[-90:][:40]
+    assert [*verified(session).tokens] == whole[-90:][:40]
     assert tokens[:-40] == whole[:-90]
-    assert session.report is not None
-    assert session.report.sampling["repeat_penalty"] == how.repeat_penalty
+    assert reported(session).sampling["repeat_penalty"] == how.repeat_penalty
 
 
 def asked_without(temperature: float) -> list[int]:
     session = chat(policy="full")
     session.attach(MILL[:90])
     list(session.ask("Who mills?", 90, temperature, top_k=20, top_p=0.95, min_p=0.01))
-    return session._log.tokens
+    return session.log.ids
 
 
 @pytest.mark.parametrize("first", [0.5, "auto"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import small_chat
 from fakes import FakeEngine
+from small_chat import reported
 from test_session import make
 
 
@@ -124,8 +125,7 @@ def test_warnings_come_before_the_answer_and_stay_in_the_record() -> None:
     order: list[str] = []
     for piece in chat.ask("q <end>", notice=order.append):
         order.append(f"piece {piece}")
-    assert chat.report is not None
-    warnings = chat.report.warnings
+    warnings = reported(chat).warnings
     assert order[: len(warnings)] == list(warnings)
     assert warnings[0] == "no chat template: plain completion"
     assert warnings[1].startswith("2 strings in d.txt look like control tokens")
@@ -133,11 +133,11 @@ def test_warnings_come_before_the_answer_and_stay_in_the_record() -> None:
     assert len(warnings) == 3
     engine.kv.shaped = True
     list(chat.ask("second"))
-    assert chat.report.shaped_by_turn == 2
-    assert chat.report.warnings == ()  # notes are said once, and no document was new
+    assert reported(chat).shaped_by_turn == 2
+    assert reported(chat).warnings == ()  # notes are said once, and no document was new
     list(chat.ask("third"))
-    assert chat.report.warnings == ()  # the line under the answer says it
-    assert chat.report.shaped_by_turn == chat.report.misses == 2
+    assert reported(chat).warnings == ()  # the line under the answer says it
+    assert reported(chat).shaped_by_turn == reported(chat).misses == 2
 
 
 def test_strings_that_pass_for_control_or_for_turn_markers_are_told_apart() -> None:

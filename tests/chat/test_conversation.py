@@ -39,7 +39,7 @@ FILES = tuple(
     os.path.join(*path.split("/"))
     for path in (
         *("minikv/chat/session.py", "minikv/chat/stopping.py", "minikv/chat/closing.py"),
-        *("minikv/chat/snapshot.py", "minikv/chat/reuse.py", "minikv/chat/answer.py"),
+        *("minikv/chat/snapshot.py", "minikv/chat/transcript.py", "minikv/chat/answer.py"),
         *("minikv/chat/recall.py", "minikv/chat/reading.py", "minikv/chat/plan.py"),
         *("minikv/cache/kv_cache.py", "minikv/cache/tier.py"),
     )

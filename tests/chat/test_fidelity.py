@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from small_chat import chat, held_of, say
-from tiers import MILL, RIVER, recalling
+from tiers import MILL, recalling
 
 from minikv.chat.session import ChatSession
 from minikv.cli import render
-from minikv.errors import UsageError
 
 
 def talked(**given: Any) -> ChatSession:
@@ -76,22 +75,3 @@ def test_no_memory_to_measure_fails_no_turn(monkeypatch: pytest.MonkeyPatch) -> 
     assert lost is not None
     assert lost.kl_first_token is None
     assert "not measured" in render.stats(session.reports[0])
-
-
-def test_without_a_tier_refresh_every_is_refused_before_anything_is_read() -> None:
-    for given, why in (
-        ({"reuse": "refresh"}, 'reuse="refresh"'),
-        ({"kind": "none"}, 'tier="none"'),
-        ({"policy": "h2o"}, "queries of all tokens"),
-        ({"policy": "full"}, "nothing is evicted"),
-    ):
-        session = recalling(**given)
-        session.refresh_every = 4
-        session.attach(RIVER)
-        with pytest.raises(UsageError, match="`refresh_every=4` needs") as caught:
-            list(session.ask("Who?"))
-        assert why in str(caught.value)
-        assert not session.fed
-        assert session.pending
-        session.refresh_every = 0
-        list(session.ask("Who?", 3))

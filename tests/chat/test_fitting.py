@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small import network, shape
-from small_chat import chat, say
+from small_chat import chat, reported, say
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import USEFUL, Machine, fit_words, tier_beside, usable
@@ -133,8 +133,7 @@ def test_what_does_not_fit_any_more_is_said_and_stays_evicted() -> None:
     session.reset()
     session.attach(LONG)
     say(session, "Who?")
-    assert session.report is not None
-    assert session.report.budget == {"unit": "auto", "value": None}
+    assert reported(session).budget == {"unit": "auto", "value": None}
 
 
 def test_a_turn_that_reads_nothing_decides_nothing() -> None:
@@ -161,8 +160,7 @@ def test_refresh_every_has_nothing_to_do_where_nothing_is_lost() -> None:
     session.refresh_every = 4
     session.attach(LONG)
     say(session, "Who?")
-    assert session.report is not None
-    assert session.report.against_full.same
+    assert reported(session).against_full.same
 
 
 @pytest.mark.parametrize("tier", ["auto", "ram"])

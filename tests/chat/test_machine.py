@@ -184,21 +184,14 @@ def apply(session: ChatSession, op: Op) -> None:
         session.engine.kv.drop()
         session.guard.change(lambda: None)
     elif name == "undrawn":
-        session._log.pending = None
+        session.log.pending = None
         last = session.turns[-1]
         text = last.answer[:-1]
         counts = replace(last.report.tokens, generated=last.report.tokens.generated - 1)
         session.turns[-1] = replace(last, answer=text, report=replace(last.report, tokens=counts))
-        session.messages[-1] = replace(session.messages[-1], content=text)
     elif name == "forget":  # the cache is gone, the conversation is not
         snapshot = session.snapshot()
-        owed = () if snapshot.pending_token is None else (snapshot.pending_token,)
-        known = (*snapshot.fed, *owed) if session.fed else snapshot.known
-        session.restore(
-            replace(
-                snapshot, held=None, fed=(), pending_token=None, known=known, evicted_for_turn=None
-            )
-        )
+        session.restore(replace(snapshot, held=None))
     else:
         raise AssertionError(name)
 
@@ -262,7 +255,6 @@ class Machine:
             if self.fault is None or not (fault.fired or isinstance(error, MinikvError)):
                 raise  # not the fault, and no refusal
             self.fault = None
-            self.session.guard.change(lambda: None)  # without memory it is settled only now
             self._note(fault)
             self._failed(before, op)
             for each in (name, self.keeper.name):  # what was saved there may be older
@@ -425,7 +417,7 @@ class Machine:
         session, before = self.session, facts(self.session)
         now, pending, seed = session.eviction, list(session.pending), session.seed
         flag, count = session.rereads, len(session.turns)
-        copies = dict(session.history.before)
+        copies = dict(session._now.copies)
         try:
             with self.faults():
                 taken = session.undo(turns)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML
-from small_chat import chat, say
+from small_chat import chat, reported, say
 from test_session import check, make
 
 from minikv.cache.stats import CacheStats
@@ -28,8 +28,7 @@ from minikv.chat.plan import (
     plan,
     reads_again,
 )
-from minikv.chat.reuse import Stored
-from minikv.chat.transcript import Document, Message
+from minikv.chat.transcript import Document, Message, Stored
 from minikv.errors import ContextError, Interrupted, MemoryShortError, UsageError
 
 MILL = "A mill stands by the river and grinds. " * 8
@@ -344,9 +343,8 @@ def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
     session.keeps_cache = False
     list(session.ask("Last?", 3, notice=notes.append))
     assert len(notes) == 3
-    assert session.report is not None
-    assert session.report.reuse == "refresh"
-    assert session.report.warnings == (notes[2],)
+    assert reported(session).reuse == "refresh"
+    assert reported(session).warnings == (notes[2],)
 
 
 def test_auto_follows_the_policy_of_now() -> None:
@@ -379,8 +377,7 @@ def test_a_prompt_over_the_context_is_refused_with_numbers_and_nothing_is_fed() 
 def test_prompt_that_leaves_exactly_one_position_is_answered_to_the_end_of_the_context() -> None:
     chat = make(max_context=20)
     pieces = list(chat.ask("q" * 13))  # 13 + 4 = 17 fed; 3 positions left
-    assert chat.report is not None
-    assert chat.report.stop_reason == "context"
+    assert reported(chat).stop_reason == "context"
     assert len(chat.fed) == 20
     assert len("".join(pieces)) == 4  # the fourth is pending_token: no position is left to feed it
     check(chat)
@@ -443,7 +440,7 @@ def test_ctrl_c_is_heard_while_a_text_is_tokenized(endless: Any) -> None:
 
 def test_a_text_that_memory_does_not_suffice_for_is_refused(endless: Any) -> None:
     """The library's allocator would end the process."""
-    endless.recall._free = lambda: 1000
+    endless.recall.free = lambda: 1000
     endless.attach("a mill " * 300)
     with pytest.raises(MemoryShortError, match="tokenizing") as caught:
         list(endless.ask("What?"))

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML
-from small_chat import chat, held_of, say
+from small_chat import chat, held_of, reported, say
 from test_reuse import MILL, WELL, cache
 
 import minikv
 from minikv.cache.tier_file import FileRows
 from minikv.cache.tier_rows import TierError
 from minikv.chat import reading
-from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Place, Recall
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
@@ -199,8 +198,7 @@ def test_a_short_document_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> No
     list(session.ask("Who?", 4, notice=told.append))
     assert not [text for text in seen if "Repeat" in text]
     assert told == []
-    assert session.report is not None
-    assert session.report.saved == "nothing evicted"
+    assert reported(session).saved == "nothing evicted"
 
 
 def test_the_cost_is_told_before_it_is_paid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,25 +486,3 @@ def test_a_file_that_fails_costs_a_second_reading(
     # It is not tried again in this conversation.
     session.reset()
     assert session.recall.broken == ""
-
-
-def test_a_tier_of_another_policy_is_left_alone(tmp_path: Path) -> None:
-    """A chat under adakv has its tier in a file; under kvzip, that of what is scored is another."""
-    session = filed(tmp_path)
-    names = iter(("one.kv", "two.kv", "three.kv"))
-    session.recall.where = lambda: Place(tmp_path / next(names), named=True)
-    kvzip = session.eviction
-    session.configure(EvictionConfig.read("snapkv", "none", 60))
-    session.attach(MILL)
-    say(session, "Who?", 4)
-    had = session.recall.tokens
-    session.configure(kvzip)
-    session.attach(WELL)
-    say(session, "Why?", 4)
-    assert session.recall.tokens == had
-    session.configure(EvictionConfig.read("snapkv", "none", 60))
-    say(session, "When?", 4)
-    assert session.report is not None
-    assert session.report.reuse == "recall"
-    assert session.report.tokens.prompt_reused >= had
-    session.recall.leave()

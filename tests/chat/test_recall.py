@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_chat import chat, held_of, say
+from small_chat import chat, held_of, reported, say
 from tiers import MILL, RIVER, recalling
 
 import minikv
@@ -67,8 +67,7 @@ def test_progress_of_a_recalled_question_never_passes_its_total() -> None:
     session.undo()  # the tier has all of the question: no token of it is new
     seen.clear()
     list(session.ask("Why?", progress=lambda done, total: seen.append((done, total))))
-    assert session.report is not None
-    assert session.report.tokens.prompt_new == 0
+    assert reported(session).tokens.prompt_new == 0
     assert all(0 < done <= total for done, total in seen)
     session.undo()
     with pytest.raises(Interrupted, match=r"stopped reading at (\d+) of [1-9]\d* tokens"):

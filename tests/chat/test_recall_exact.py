@@ -12,6 +12,7 @@ import pytest
 import torch
 from fakes import PADDED
 from lettered import over
+from small_chat import reported
 from torch import Tensor
 
 from minikv import policies
@@ -203,8 +204,7 @@ def test_a_long_chat_takes_device_memory_once_and_host_memory_by_the_token(turns
     each = row_nbytes(kv.shape, kv.dtype)
     arena: list[int] = []
     for _ in run.say(turns, tokens=4, late=turns // 2):
-        report = chat.report
-        assert report is not None
+        report = reported(chat)
         arena.append(report.kv_bytes.allocated)
         assert kv.tier is not None
         assert kv.tier.length == len(run.ids[-1])

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from small_chat import chat, held_of, say
+from small_chat import chat, held_of, reported
 from tiers import MILL, recalling
 
 from minikv.cache.tier_rows import TierError
-from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import render
 from minikv.engine.decode_loop import Eager
@@ -29,8 +27,7 @@ def asked(*questions: str, tokens: int = 14, **given: Any) -> ChatSession:
 def test_the_rows_are_those_of_reading_everything_up_to_there() -> None:
     """At the last pass of the answer, and the steps after it."""
     session = asked("Who?", "Why?")
-    report = session.report
-    assert report is not None
+    report = reported(session)
     assert (report.refreshes, report.tokens.generated) == (3, 14)
     read = report.tokens.prompt_reused + report.tokens.prompt_new
     anew = chat()
@@ -57,8 +54,7 @@ def test_every_token_after_a_pass_is_that_of_a_full_cache() -> None:
 
 def test_the_record_counts_passes_and_their_time_apart_from_steps() -> None:
     session = asked("Who?")
-    report = session.report
-    assert report is not None
+    report = reported(session)
     assert report.refreshes == 3
     assert report.time_s.refresh > 0
     assert report.rate.decode_tok_s is not None
@@ -84,65 +80,6 @@ def test_an_answer_that_goes_on_is_the_longer_one() -> None:
     list(other.continue_answer(6))
     list(parts.continue_answer(6))
     assert other.fed == parts.fed
-
-
-def test_an_error_in_a_pass_ends_the_answer_and_keeps_what_was_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    session, whole = asked("Who?"), asked("Who?", "Why?")
-    recall, passes = session.engine.recall, 0
-
-    def fails(*args: Any) -> torch.Tensor:
-        nonlocal passes
-        passes += 1
-        if passes == 3:  # the question, then after 4 and after 8 tokens
-            raise MemoryError
-        return recall(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(session.engine, "recall", fails)
-        with pytest.raises(MemoryError):
-            list(session.ask("Why?", 14))
-    report = session.report
-    assert report is not None
-    assert (report.stop_reason, report.tokens.generated, report.refreshes) == ("error", 8, 1)
-    assert whole.turns[1].answer.startswith(session.turns[1].answer)
-    assert session.engine.kv.position == len(session.fed)
-    list(session.continue_answer(6))
-    assert session.turns[1].answer == whole.turns[1].answer
-    assert held_of(session) == held_of(whole)
-
-
-def test_a_stop_in_a_pass_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, whole = asked("Who?"), asked("Who?", "Why?")
-    recall, passes = session.engine.recall, 0
-
-    def stopping(*args: Any) -> torch.Tensor:
-        nonlocal passes
-        passes += 1
-        if passes == 2:
-            session.cancel()
-        return recall(*args)
-
-    monkeypatch.setattr(session.engine, "recall", stopping)
-    text = "".join(session.ask("Why?", 14))
-    report = session.report
-    assert report is not None
-    assert (report.stop_reason, report.tokens.generated, report.refreshes) == ("user", 4, 0)
-    assert session.turns[1].answer == text
-    list(session.continue_answer(10))
-    assert session.fed == whole.fed
-    assert held_of(session) == held_of(whole)
-
-
-def test_it_may_be_changed_between_turns() -> None:
-    session = asked("Who?", every=0)
-    session.refresh_every = 7
-    say(session, "Why not?", 14)
-    session.refresh_every = 0
-    session.configure(EvictionConfig.read("snapkv", budget=64))
-    say(session, "And?", 14)
-    assert [report.refreshes for report in session.reports] == [0, 1, 0]
 
 
 def test_steps_that_are_launched_ahead_change_nothing() -> None:
@@ -195,8 +132,7 @@ def test_a_file_that_cannot_be_written_any_more_ends_the_passes_and_not_the_answ
 
     monkeypatch.setattr(kind, "commit", fails)
     list(session.ask("More?", 14))
-    report = session.report
-    assert report is not None
+    report = reported(session)
     assert (report.refreshes, report.tokens.generated, report.stop_reason) == (2, 14, "length")
     rate = report.rate.decode_tok_s
     assert rate is not None

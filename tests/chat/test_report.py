@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from small_chat import chat
+from small_chat import chat, reported
 
 from minikv.chat import report as shown
 from minikv.chat.report import (
@@ -55,64 +55,30 @@ def report(**changes: Any) -> TurnReport:
     return replace(made, **changes)
 
 
+KEYS = {
+    "policy_options": "decode window",
+    "budget": "unit value",
+    "tokens": "prompt_new prompt_reused generated seen_total evicted_total kept_mean kept_min "
+    "kept_max prompt_reread",
+    "kv_bytes": "full held allocated peak_prefill policy_state tier tier_here",
+    "time_s": "load compile first_token prefill evict decode total refresh fidelity",
+    "rate": "prefill_tok_s decode_tok_s baseline_decode_tok_s",
+    "loss": "est_mass_lost_mean est_mass_lost_max est_mass_lost_argmax_layer method",
+    "sampling": "temperature",
+    "device_mem": "peak_bytes reserved_bytes",
+    "against_full": "same checked tokens",
+}
+PLAIN = (
+    "turn policy kernels dtype device shaped_by_turn stop_reason seed warnings reuse kv_dtype "
+    "weights tier refreshes fidelity"
+)
+
+
 def test_the_record_has_exactly_the_documented_keys() -> None:
     record = report().to_dict()
-    assert {key: sorted(value) for key, value in record.items() if isinstance(value, dict)} == {
-        "policy_options": ["decode", "window"],
-        "budget": ["unit", "value"],
-        "tokens": sorted(
-            [
-                "prompt_new",
-                "prompt_reused",
-                "generated",
-                "seen_total",
-                "evicted_total",
-                "kept_mean",
-                "kept_min",
-                "kept_max",
-            ]
-        ),
-        "kv_bytes": sorted(
-            ["full", "held", "allocated", "peak_prefill", "policy_state", "tier", "tier_here"]
-        ),
-        "time_s": sorted(
-            [
-                "load",
-                "compile",
-                "first_token",
-                "prefill",
-                "evict",
-                "decode",
-                "total",
-                "refresh",
-                "fidelity",
-            ]
-        ),
-        "rate": sorted(["prefill_tok_s", "decode_tok_s", "baseline_decode_tok_s"]),
-        "loss": sorted(
-            ["est_mass_lost_mean", "est_mass_lost_max", "est_mass_lost_argmax_layer", "method"]
-        ),
-        "sampling": ["temperature"],
-        "device_mem": sorted(["peak_bytes", "reserved_bytes"]),
-        "against_full": ["checked", "same", "tokens"],
-    }
-    assert {key for key, value in record.items() if not isinstance(value, dict)} == {
-        "turn",
-        "policy",
-        "kernels",
-        "dtype",
-        "device",
-        "shaped_by_turn",
-        "stop_reason",
-        "seed",
-        "warnings",
-        "reuse",
-        "kv_dtype",
-        "weights",
-        "tier",
-        "refreshes",
-        "fidelity",
-    }
+    inner = {key: {*value} for key, value in record.items() if isinstance(value, dict)}
+    assert inner == {key: {*names.split()} for key, names in KEYS.items()}
+    assert {*record} == {*KEYS, *PLAIN.split()}
     assert json.loads(json.dumps(record)) == record
 
 
@@ -285,8 +251,7 @@ def test_a_chat_and_its_report() -> None:
     session.attach("The mill of Orlin. " * 20, HOSTILE)
     assert repr(session) == "<minikv chat: adakv with h2o, budget 64, 0 turns, 0 of 2,048 tokens>"
     list(session.ask(HOSTILE.replace("\x00", ""), 4))
-    report = session.report
-    assert report is not None
+    report = reported(session)
     assert repr(session).endswith(f"1 turn, {len(session.fed):,} of 2,048 tokens>")
     assert repr(report).startswith(f"<minikv report: turn 1, {report.tokens.prompt_new:,} tokens")
     assert f"({report.saved})" in repr(report)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import vocabularies as v
-from fakes import ASSISTANT, BOS, PADDED, USER, ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat, chat_over, held_of, say
+from fakes import BOS, USER
+from lettered import lettered
+from small_chat import chat, held_of, reported, say
 from test_session import make
-from torch import Tensor
 from typer.testing import CliRunner
 
 import minikv
 import minikv.cli.turn
-from minikv.chat import plan, reuse
+from minikv.chat import plan
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
+from minikv.chat.transcript import REUSES, shared
 from minikv.cli import refresh, render
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
@@ -40,7 +42,6 @@ from minikv.models.builtin_templates import (
 )
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
-from minikv.settings import Settings
 
 MILL = "A mill stands by the river and grinds. " * 8
 WELL = "A well is deep and cold and dry. " * 6
@@ -57,52 +58,33 @@ def cache(session: ChatSession) -> tuple[object, ...]:
 
 
 def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> None:
-    session = chat(system="be brief", seed=4)
+    """Its rows, its answers, and its figures, which count the old cache that is kept meanwhile."""
+    session, fresh = (chat(system="be brief", seed=4) for _ in range(2))
     session.attach(MILL, "mill.txt")
     say(session, "Who?", 5)
     session.attach(WELL, "well.txt")
     before = session.snapshot()
     session.refresh()
-    got = say(session, "Why?")
-    fresh = chat(system="be brief", seed=4)
-    fresh.restore(replace(before, held=None, fed=(), pending_token=None))
-    assert say(fresh, "Why?") == got
+    fresh.restore(replace(before, held=None))
+    assert say(fresh, "Why?") == say(session, "Why?")
     assert cache(fresh) == cache(session)
-    assert session.fed[: session.reports[1].tokens.prompt_new] == session.template.opening(
-        session.messages[:-1]
-    )
-    assert session.evicted_for_turn == fresh.evicted_for_turn == 2
-    assert [r.shaped_by_turn for r in session.reports] == [1, 2]
-    # It was for one question: the next goes on from there.
-    again = say(session, "And?"), say(fresh, "And?")
-    assert again[0] == again[1]
-    assert [r.reuse for r in session.reports] == ["once", "refresh", "once"]
-    assert [r.shaped_by_turn for r in session.reports] == [1, 2, 2]
-
-
-def test_the_report_counts_all_that_was_read_again_and_the_copy_beside_it() -> None:
-    session = chat()
-    session.attach(MILL)
-    say(session, "Who?")
-    first, before = session.reports[0], session.snapshot()
-    assert before.held is not None
-    session.refresh()
-    say(session, "Why?")
-    fresh = chat()
-    known = (*before.fed, *([] if before.pending_token is None else [before.pending_token]))
-    fresh.restore(replace(before, held=None, fed=(), pending_token=None, known=known))
-    say(fresh, "Why?")
     one, two = session.reports[1], fresh.reports[1]
+    assert session.fed[: one.tokens.prompt_new] == session.template.opening(session.messages[:-1])
+    assert session.evicted_for_turn == fresh.evicted_for_turn == 2
     assert one.tokens == two.tokens
     assert one.tokens.prompt_reused == 0
-    assert one.tokens.prompt_new > first.tokens.prompt_new
     assert one.tokens.seen_total == len(session.fed)
     assert one.tokens.evicted_total == round(len(session.fed) - one.tokens.kept_mean)
+    assert before.held is not None
     assert one.kv_bytes.peak_prefill == two.kv_bytes.peak_prefill + before.held.nbytes
     assert one.kv_bytes.full == two.kv_bytes.full
     assert one.time_s.evict > 0
     assert one.rate.prefill_tok_s == pytest.approx(one.tokens.prompt_new / one.time_s.prefill)
     assert one.lines()[1].endswith("read again · not checked")
+    # It was for one question: the next goes on from there.
+    assert say(session, "And?")[0] == say(fresh, "And?")[0]
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "once"]
+    assert [r.shaped_by_turn for r in session.reports] == [1, 2, 2]
 
 
 def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
@@ -115,8 +97,7 @@ def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
     session.refresh(wanted=False)
     fed = len(session.fed)
     list(session.ask("r"))
-    assert session.report is not None
-    assert session.report.tokens.prompt_reused == fed
+    assert reported(session).tokens.prompt_reused == fed
     session.refresh()
     session.reset()
     assert not session.rereads
@@ -134,43 +115,40 @@ def test_pinned_rows_stay_pinned() -> None:
 
 
 def test_blind_documents_are_judged_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stays of the document is the same for any question, which costs as many rows as it
+    brings: the policy's budget, and nothing on top."""
     kept = []
     for question in ("Who?", "What is the name of the river?"):
-        session = chat(reuse="blind")
-        read, seen = session.engine.prompt, []
-        before: list[list[list[int]]] = []
+        session, fed, held = chat(reuse="blind"), list[list[int]](), list[list[set[int]]]()
+        read = session.engine.prompt
 
         def prompt(
             ids: Any,
             *more: Any,
-            seen: Any = seen,
             read: Any = read,
-            before: Any = before,
+            fed: Any = fed,
+            held: Any = held,
             session: Any = session,
         ) -> Any:
-            seen.append(list(ids))
             out = read(ids, *more)
-            before.append(held_of(session))
+            fed.append(list(ids))
+            held.append([{*head} for head in held_of(session)])
             return out
 
         monkeypatch.setattr(session.engine, "prompt", prompt)
         session.attach(MILL, "mill.txt")
         say(session, question, 1)
-        document, rest = seen
-        assert bytes(document[2:]).decode() == f"Document: mill.txt\n\n{MILL}\n\n"
+        document, rest = fed
         assert document[:2] == [BOS, USER]
+        assert bytes(document[2:]).decode() == f"Document: mill.txt\n\n{MILL}\n\n"
         assert document + rest == session.template.opening(session.messages[:1])
-        kept.append(before[0])
-        # The question costs as many rows as it brings: the policy's budget, and nothing on top.
-        left = [set(head) & set(range(len(document))) for head in before[1]]
-        assert all(now <= set(was) for now, was in zip(left, before[0], strict=True))
+        kept.append(held[0])
+        left = [head & {*range(len(document))} for head in held[1]]
+        assert all(now <= was for now, was in zip(left, held[0], strict=True))
         for layer in (0, 2):
-            rows = [sum(map(len, one[layer : layer + 2])) for one in before]
-            assert rows == [96, 96]
-            new = sum(len(head) for head in before[1][layer : layer + 2]) - sum(
-                map(len, left[layer : layer + 2])
-            )
-            assert rows[0] - sum(map(len, left[layer : layer + 2])) == new <= 2 * len(rest)
+            before, after, old = (sum(map(len, one[layer : layer + 2])) for one in (*held, left))
+            assert (before, after) == (96, 96)
+            assert before - old == after - old <= 2 * len(rest)
     assert kept[0] == kept[1]
 
 
@@ -191,8 +169,7 @@ def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
     session = chat(reuse="blind", budget=600)
     session.attach(MILL)
     say(session, "Who?")
-    assert session.report is not None
-    assert session.report.shaped_by_turn is None
+    assert reported(session).shaped_by_turn is None
 
 
 FORMATS = [LLAMA_2, LLAMA_3, MISTRAL_V1, MISTRAL_V3, MISTRAL_V7, CHATML, ZEPHYR, PLAIN]
@@ -245,16 +222,16 @@ def test_the_bundled_template_is_cut_where_the_document_ends(bundled: ChatSessio
 
 
 def test_what_runs_have_in_common() -> None:
-    assert reuse.shared([1, 2, 3], [1, 2, 4], [1, 2]) == 2
-    assert reuse.shared([1, 2], [1, 2]) == 2
-    assert reuse.shared([5], [6]) == 0
-    assert reuse.shared([], [1]) == 0
+    assert shared([1, 2, 3], [1, 2, 4], [1, 2]) == 2
+    assert shared([1, 2], [1, 2]) == 2
+    assert shared([5], [6]) == 0
+    assert shared([], [1]) == 0
     long = list(range(10_000))
     for at in (0, 1, 4095, 4096, 4097, 8191, 8192, 9999):
         other = [*long]
         other[at] = -1
-        assert reuse.shared(long, tuple(long), other) == at
-    assert reuse.shared(long, tuple(long[:8192])) == 8192
+        assert shared(long, tuple(long), other) == at
+    assert shared(long, tuple(long[:8192])) == 8192
 
 
 # -- auto -----------------------------------------------------------------------------------
@@ -293,78 +270,28 @@ def test_the_loss_is_against_all_that_was_read_or_not_known() -> None:
     assert UNKNOWN not in [r.loss.method for r in whole.reports]
 
 
-# -- undo, saved chats ------------------------------------------------------------------------
-
-
 def test_a_saved_chat_keeps_the_setting() -> None:
     session = chat(reuse="blind")
     session.attach(MILL)
     say(session, "Who?")
-    keeper = Keeper(Terminal())
-    keeper.save(session, "one")
-    keeper.close()
+    with contextlib.closing(Keeper(Terminal())) as keeper:
+        keeper.save(session, "one")
     for given, want in (((), "blind"), (("reuse",), "refresh")):
         other = chat(reuse="refresh")
-        again = Keeper(Terminal())
-        again.load(other, "one", given=given)
-        again.close()
-        assert other.reuse == want
-        assert other.evicted_for_turn == 0
-        assert other.report == session.report
-    other.reuse = "once"
-    keeper = Keeper(Terminal())
-    keeper.load(other, "one", given=("reuse",))
-    other.reuse = "auto"
-    keeper.keep(other)
-    keeper.close()
+        with contextlib.closing(Keeper(Terminal())) as keeper:
+            keeper.load(other, "one", given=given)
+            assert (other.reuse, other.evicted_for_turn) == (want, 0)
+            assert other.report == session.report
+            other.reuse = "auto"
+            keeper.keep(other)
     assert header("one")["reuse"] == "auto"
 
 
 # -- the command line -----------------------------------------------------------------------
 
 
-class Engine(FakeEngine):
-    """One that can be given a prompt that does not ask for an answer yet."""
-
-    def _logits(self) -> Tensor:
-        return super()._logits() if ASSISTANT in self.fed else torch.zeros(PADDED)
-
-
-class World:
-    """Chats over a fake engine, as the command line builds them."""
-
-    def __init__(self) -> None:
-        self.settings: Settings | None = None
-        self.session: ChatSession | None = None
-
-    def build(self, settings: Settings, progress: object = None) -> ChatSession:
-        self.settings = settings
-        tokenizer = ByteTokenizer()
-        self.session = chat_over(
-            Engine(),
-            tokenizer,
-            ChatML(tokenizer),
-            max_context=4096,
-            eviction=settings.eviction(),
-            reuse=settings.reuse,
-        )  # type: ignore[arg-type]
-        return self.session
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
-    world = World()
-    monkeypatch.setattr(minikv.cli.turn, "build", world.build)
-    (tmp_path / "report.txt").write_text("The mill is run by Ada.")
-    monkeypatch.chdir(tmp_path)
-    return world
-
-
-def run(*arguments: str, input: str | None = None, **environ: str) -> Any:
-    return CliRunner().invoke(app, list(arguments), input=input, env=environ)
-
-
-def test_commands_in_a_chat(world: World) -> None:
+def test_commands_in_a_chat(tmp_path: Path) -> None:
+    (tmp_path / "report.txt").write_text("The mill is run by Ada. " * 20)
     lines = [
         "/refresh",
         "/set reuse",
@@ -381,7 +308,9 @@ def test_commands_in_a_chat(world: World) -> None:
         "/set reuse never",
         "third",
     ]
-    done = run("chat", "report.txt", "--reuse", "once", input="\n".join(lines))
+    flags = ("--reuse", "once", "--policy", "adakv", "--budget", "64", "--max-tokens", "4")
+    called = ["chat", str(tmp_path / "report.txt"), *flags]
+    done = CliRunner().invoke(app, called, input="\n".join(lines))
     assert done.exit_code == 2  # of /refresh with nothing there
     err = " ".join(done.stderr.split())
     for text in (
@@ -390,7 +319,7 @@ def test_commands_in_a_chat(world: World) -> None:
         "your next question reads the documents and all that was said again",
         "once: later questions find what the first question left; /refresh: the next one reads",
         "refresh: the whole conversation was read again for this question",
-        "· read again",
+        "tokens read again",
         "your next question is read as any other",
         "no /refresh was waiting",
         "/refresh takes nothing, or off",
@@ -399,13 +328,11 @@ def test_commands_in_a_chat(world: World) -> None:
         "reuse must be one of auto, recall, refresh, once, blind, got 'never'",
     ):
         assert text in err, text
-    assert world.session is not None
-    assert [r.reuse for r in world.session.reports] == ["once", "refresh", "once"]
-    assert world.session.reuse == "blind"
+    assert err.count("tokens read again") == 1
 
 
 def test_every_value_is_put_into_words() -> None:
-    for value in reuse.REUSES:
+    for value in REUSES:
         line = refresh.line(make(reuse=value))
         assert line.split()[0] == f"{value}:"
         assert len(line) <= 80
@@ -430,3 +357,19 @@ def test_reading_again_judges_by_the_last_question_alone(monkeypatch: pytest.Mon
     assert b"Why?" in text
     assert b"Who?" not in text
     assert second[-4:] == session.template.opening(session.messages[:3])[-4:]
+
+
+@pytest.mark.parametrize(("tier", "reuse"), [("none", "auto"), ("ram", "auto"), ("none", "once")])
+def test_after_a_lost_cache_it_is_known_how_much_is_read_again(tier: str, reuse: str) -> None:
+    session = lettered(EvictionConfig.read("adakv", budget=48), tier=tier, reuse=reuse)
+    session.attach(MILL)
+    say(session, "Who?")
+    seen, written = len(session.fed), session.reports[0].tokens.generated
+    session.engine.kv.drop()
+    session.guard.change(lambda: None)
+    again = session.reads_again
+    assert abs(again - (written if tier == "ram" else seen)) <= 1
+    say(session, "Why?")
+    assert session.reports[1].tokens.prompt_reread == again
+    said = f"{again:,} tokens read again" in session.reports[1].lines()[1]
+    assert said == (tier == "none")

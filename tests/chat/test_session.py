@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes import BOS, END, ROLES, ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat_over
+from small_chat import chat_over, reported
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
@@ -63,8 +63,7 @@ def test_document_without_a_name_has_no_heading() -> None:
 def test_the_unfed_last_token_leads_the_next_prompt() -> None:
     chat = make()
     "".join(chat.ask("one", max_tokens=5))
-    assert chat.report is not None
-    assert chat.report.stop_reason == "length"
+    assert reported(chat).stop_reason == "length"
     assert chat.pending_token is not None
     assert len(chat.fed) == len("one") + 4 + 4  # bos, user, end, assistant; 4 of 5 answer tokens
     check(chat)
@@ -147,7 +146,5 @@ def test_bad_arguments_change_nothing(arguments: dict[str, Any], match: str) -> 
 
 @pytest.mark.parametrize("text", ["", " \n\t "])
 def test_an_empty_document_is_refused(text: str) -> None:
-    chat = make()
     with pytest.raises(UsageError, match=r"e\.txt is empty"):
-        chat.attach(text, "e.txt")
-    assert chat.pending == []
+        make().attach(text, "e.txt")

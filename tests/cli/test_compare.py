@@ -343,7 +343,8 @@ def test_nothing_to_compare() -> None:
 
 def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
     session = asked("Who?")
-    session.documents.append(Document("x" * 4000))  # came with a turn that is gone from the cache
+    (turn,) = session.turns
+    session.turns[0] = replace(turn, documents=(*turn.documents, Document("x" * 4000)))
     before = state(session)
     with pytest.raises(ContextError, match="this model was trained for 4,096 positions"):
         compared(session)

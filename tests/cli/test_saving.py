@@ -202,7 +202,7 @@ def test_a_retry_with_another_policy_answers_as_that_policy_does(real: Talk, reu
     real.ask("Who?")
     real.ask("Why?")
     before = real.session.snapshot()
-    other.restore(replace(before, held=None, fed=(), pending_token=None))
+    other.restore(replace(before, held=None, tokens=()))
     other.undo()
     other.configure(EvictionConfig.read("streaming", budget=40))
     want = "".join(other.ask("Why?", real.context.generation.max_tokens))

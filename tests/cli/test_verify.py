@@ -13,9 +13,9 @@ from rich.cells import cell_len
 from test_kept import context
 from tiers import MILL, recalling
 
+from minikv.chat.answer import Verification
 from minikv.chat.report import AgainstFull
 from minikv.chat.session import ChatSession
-from minikv.chat.verify import Verification
 from minikv.cli import commands
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.strips import Screen

@@ -166,6 +166,10 @@ class FakeKv:
             arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
         )
 
+    def drop(self) -> None:
+        self.position = 0
+        self.fed.clear()
+
     def abandon(self) -> None: ...
 
     def settle(self) -> None: ...
@@ -299,7 +303,7 @@ class Kept:
     """A copy of such a cache."""
 
     def __init__(self, fed: list[int]) -> None:
-        self.fed, self.nbytes = fed, len(fed)
+        self.fed, self.nbytes, self.position = fed, len(fed), len(fed)
 
 
 class FakeEngineWithMemory(FakeEngine):

@@ -9,7 +9,9 @@ from small import shape
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
+from minikv.chat.answer import Verification
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import TurnReport
 from minikv.chat.session import ChatSession
 from minikv.engine.engine import Engine
 from minikv.models.config import ModelConfig
@@ -74,3 +76,16 @@ def held_of(session: ChatSession) -> list[list[int]]:
     kv: Any = session.engine.kv
     assert isinstance(kv.shape, Shape)
     return [kv.kept(i, h).tolist() for i in range(kv.shape.layers) for h in range(2)]
+
+
+def reported(session: ChatSession) -> TurnReport:
+    """The record of the last turn."""
+    assert session.report is not None
+    return session.report
+
+
+def verified(session: ChatSession) -> Verification:
+    """The last answer, written again without eviction."""
+    list(session.verify())
+    assert session.verified is not None
+    return session.verified
