@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 from minikv.cache.budget import Budget
@@ -15,11 +16,11 @@ from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.confirm import confirmed
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.database import OpenElsewhere
+from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere
 from minikv.cli.saved.files import check_name
 from minikv.cli.saved.listing import listing, unknown
 from minikv.cli.saved.old import is_old, locked
-from minikv.cli.saved.transcript import opened, read
+from minikv.cli.saved.transcript import read
 from minikv.cli.tables import cells, cut, grid, padded
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.cli.turn import record
@@ -170,16 +171,11 @@ def remove(
 @contextlib.contextmanager
 def _held(name: str) -> Iterator[None]:
     """Keep a chat from being opened, unless it is damaged. Raises OpenElsewhere."""
-    with contextlib.ExitStack() as held:
-        try:
-            if is_old(chats_folder() / name):
-                held.enter_context(locked(chats_folder() / name))
-            else:
-                held.enter_context(opened(name, lock=True))
-        except OpenElsewhere:
-            raise
-        except (UsageError, OSError):
-            pass
+    folder = chats_folder() / name
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, *DAMAGE):
+            lock = locked(folder) if is_old(folder) else closing(ChatFile(name, lock=True))
+            stack.enter_context(lock)
         yield
 
 

@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import base64
 import copy
-import hashlib
 import json
 import random
 import resource
-import shutil
 import sqlite3
 import sys
 import tempfile
@@ -396,7 +394,6 @@ def _chats(folder: Path) -> list[Target]:
     from minikv.cache.tier_file import FileRows, header_of, sealed
     from minikv.cache.tier_rows import TierError
     from minikv.cli.kept import held
-    from minikv.cli.paths import chats_folder
     from minikv.cli.saved.database import damage
     from minikv.cli.saved.keeper import Keeper
     from minikv.cli.saved.listing import listing
@@ -463,21 +460,6 @@ def _chats(folder: Path) -> list[Target]:
         text = data.decode("utf-8", "replace")
         state(json.dumps(top | {"__metadata__": {**top["__metadata__"], "state": text}}).encode())
 
-    before = Path(__file__).parents[1] / "data" / "chat-1"
-    lines = (before / "chat.jsonl").read_bytes().splitlines(keepends=True)[:-1]
-
-    def earlier(data: bytes) -> None:
-        """A chat of an earlier version, with a checksum that fits."""
-        chosen = chats_folder() / "before"
-        shutil.rmtree(chosen, ignore_errors=True)
-        shutil.copytree(before, chosen)
-        end = {"kind": "end", "sha256": hashlib.sha256(data).hexdigest()}
-        (chosen / "chat.jsonl").write_bytes(data + json.dumps(end).encode() + b"\n")
-        try:
-            used("before")
-        finally:
-            shutil.rmtree(chosen)
-
     tier = folder / "tier.kv"
     import torch
 
@@ -501,7 +483,6 @@ def _chats(folder: Path) -> list[Target]:
         Target("chat.db", (whole,), database, (UsageError,), 1, False),
         Target("a chat's facts", (facts.encode(),), row("chat", 0), (UsageError,), 0.5),
         Target("a turn's facts", (turn.encode(),), row("turn", 0), (UsageError,), 0.5),
-        Target("chat.jsonl", (b"".join(lines),), earlier, (UsageError,), 0.3, True, True),
         Target("a chat's cache", (cache,), record, (UsageError,), 0.3, False),
         Target("its header", (cache[8 : 8 + length],), state, (UsageError,), 0.5),
         Target("its state", (json.dumps(inner).encode(),), inside, (UsageError,), 0.5),
