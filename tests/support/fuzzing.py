@@ -24,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -393,11 +394,11 @@ def _chats(folder: Path) -> list[Target]:
 
     from minikv.cache.tier_file import FileRows, header_of, sealed
     from minikv.cache.tier_rows import TierError
-    from minikv.cli.kept import held
+    from minikv.cli import kept
     from minikv.cli.saved.database import damage
     from minikv.cli.saved.keeper import Keeper
     from minikv.cli.saved.listing import listing
-    from minikv.cli.saved.transcript import header, opened, read_cache, read_from, resumed
+    from minikv.cli.saved.transcript import header, held, read_cache, read_from, resumed
     from minikv.cli.terminal import Terminal
     from minikv.errors import UsageError
     from minikv.settings import Settings
@@ -416,15 +417,15 @@ def _chats(folder: Path) -> list[Target]:
         ((cache,),) = db.execute("SELECT data FROM cache")
     db.close()
 
-    def used(name: str = "one") -> None:
+    def used() -> None:
         """As by `minikv chats` and `Keeper.load`."""
         listing()
-        resumed(Settings(), header(name), ())
-        with opened(name, lock=True) as file:
+        resumed(Settings(), header("one"), ())
+        with closing(held("one")) as file:
             found = read_from(file)
-            with damage(name):
+            with damage("one"):
                 session.restore(read_cache(file, found))
-        held(session)
+        kept.held(session)
         for one in found.turns:
             one.report.lines()
             one.report.to_dict()
