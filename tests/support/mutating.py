@@ -67,8 +67,9 @@ SOURCES = (
 )
 _OTHERS = (
     "Lt LtE GtE, LtE Lt Gt, Gt GtE LtE, GtE Gt Lt, Eq NotEq, NotEq Eq, Is IsNot, IsNot Is, "
-    "In NotIn, NotIn In, Add Sub, Sub Add, Mult Div, Div Mult, FloorDiv Mult, Mod FloorDiv, Pow Mult, "
-    "LShift RShift, RShift LShift, BitAnd BitOr, BitOr BitAnd, BitXor BitAnd, And Or, Or And"
+    "In NotIn, NotIn In, Add Sub, Sub Add, Mult Div, Div Mult, FloorDiv Mult, Mod FloorDiv, "
+    "Pow Mult, LShift RShift, RShift LShift, BitAnd BitOr, BitOr BitAnd, BitXor BitAnd, "
+    "And Or, Or And"
 )
 OTHERS = {
     getattr(ast, one): [getattr(ast, other) for other in others]
