@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from minikv.chat.report import PLACES, STOPS, TurnReport
+from minikv.chat.reuse import REUSES
 
 _T = TypeVar("_T")
 _NAMES: Mapping[type, str] = {
@@ -31,10 +32,9 @@ def report_of(record: object, *, known: bool = False) -> TurnReport:
     if known and (other := set(checked(dict, record, "record")) - names):
         raise Wrong(f"record has keys that are not known: {sorted(map(str, other))[:3]}")
     report = fields_of(TurnReport, record, "record")
-    if report.stop_reason not in STOPS:
-        raise Wrong(f"record.stop_reason is {report.stop_reason!r}")
-    if report.tier and report.tier not in PLACES:
-        raise Wrong(f"record.tier is {report.tier!r}")
+    for name, words in (("stop_reason", STOPS), ("tier", ("", *PLACES)), ("reuse", REUSES[1:])):
+        if getattr(report, name) not in words:
+            raise Wrong(f"record.{name} is {getattr(report, name)!r:.80}")
     return report
 
 

@@ -140,6 +140,7 @@ WRONG = [
     ("turns.0.documents", [9], "document"),
     ("turns.0.documents", [-1], "not there"),
     ("turns.0.record.stop_reason", "boredom", "stop_reason"),
+    ("turns.0.record.reuse", "auto", "reuse"),  # a record says what was read
     ("turns.0.record.rate.decode_tok_s", "fast", "number"),
     ("turns.0.record.tokens", None, "object"),
     ("curve.0", [1, 2], "2 numbers, not 3"),
