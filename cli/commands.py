@@ -15,7 +15,6 @@ from minikv.cli import (
     compare,
     completion,
     context_command,
-    document_commands,
     kept_view,
     refresh,
     render,
@@ -24,6 +23,7 @@ from minikv.cli import (
     verify,
 )
 from minikv.cli.command import Command, Context, Leave
+from minikv.cli.documents import commands as documents
 from minikv.cli.export import command as export
 from minikv.cli.values import read_pairs
 from minikv.errors import UsageError
@@ -197,7 +197,7 @@ def _after_budget(session: ChatSession, before: Sequence[str], word: str) -> Ite
 
 COMMANDS = (
     Command(("help", "?"), "[COMMAND]", "this list", _help, follows=_after_help),
-    *document_commands.COMMANDS,
+    *documents.COMMANDS,
     *answer_commands.COMMANDS,
     Command(("stats",), "", "what the last turn cost, measured", _stats),
     *kept_view.COMMANDS,

@@ -11,9 +11,9 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import completion, render
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS
+from minikv.cli.documents.origin import changes
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.listing import Entry, listing
-from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.settings_commands import reseeded
 from minikv.cli.tables import cut, grid

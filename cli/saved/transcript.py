@@ -200,7 +200,7 @@ def read_from(chat: Chat) -> Saved:
 
 def _one_line(name: str | None) -> str | None:
     """A document's name as the commands give it. Raises ValueError for any other: it is shown."""
-    from minikv.cli.documents import one_line
+    from minikv.cli.documents.text import one_line
 
     if name is not None and one_line(name) != name:
         raise ValueError(f"{name!r:.60} is no name of a document")

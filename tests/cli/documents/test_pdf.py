@@ -13,10 +13,11 @@ from pathlib import Path
 import pypdf
 import pytest
 
-from minikv.cli import documents, loaders, pdf
-from minikv.cli.documents import read_bytes, read_file
-from minikv.cli.loaders import TooMuch, TooSlow, command_for, run
-from minikv.cli.pdf import child, is_pdf, read_pdf
+from minikv.cli.documents import loaders, pdf
+from minikv.cli.documents import text as documents
+from minikv.cli.documents.loaders import TooMuch, TooSlow, command_for, run
+from minikv.cli.documents.pdf import child, is_pdf, read_pdf
+from minikv.cli.documents.text import read_bytes, read_file
 from minikv.errors import Interrupted, UsageError
 
 LIMIT = 1 << 20

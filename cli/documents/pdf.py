@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minikv.cli.loaders import Output, TooMuch, TooSlow, run
+from minikv.cli.documents.loaders import Output, TooMuch, TooSlow, run
 from minikv.errors import Interrupted, UsageError
 
 MAGIC = b"%PDF-"
@@ -148,7 +148,7 @@ def read_pdf(
     without pages or text, too slow, too large; Interrupted once `stopped()` is true.
     """
     # -P: nothing is imported from the directory that the user happens to be in.
-    arguments = (sys.executable, "-P", "-m", "minikv.cli.pdf")
+    arguments = (sys.executable, "-P", "-m", "minikv.cli.documents.pdf")
     try:
         output = run(
             arguments, _bare(data), limit=limit, timeout=timeout, memory=MEMORY, stopped=stopped
