@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
-import selectors
 import shlex
 import shutil
 import signal
@@ -16,6 +14,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import monotonic
 
 from minikv.cli.terminal import clean
@@ -25,8 +24,7 @@ TIMEOUT = 120.0
 """Seconds that a command may take."""
 
 _TICK = 0.1  # seconds between two looks at the clock and at Ctrl-C
-_PIECE = 1 << 16
-_TAIL = 4096  # bytes of stderr that are kept
+_TAIL = 4096  # bytes of stderr that are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,103 +112,39 @@ def run(
     *,
     limit: int,
     timeout: float,
-    memory: int | None = None,
     stopped: Callable[[], bool] | None = None,
 ) -> Output:
     """Run a command on `data` as its standard input, within limits of time and output.
 
-    `memory` bounds its address space in bytes, where the system can (Linux), and then `timeout`
-    its CPU time too. Raises TooSlow, TooMuch, Interrupted, OSError; the command and all it started
-    have then been killed.
+    Raises TooSlow, TooMuch, Interrupted, OSError; the command and all it started have then been
+    killed. What a child of the command prints after it has ended is not waited for.
     """
-    process = subprocess.Popen(
-        arguments,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        process_group=0,  # so that its own children can be killed with it
-    )
-    try:
-        # Before it gets any input.
-        if memory is not None and hasattr(resource, "prlimit"):
-            with contextlib.suppress(ProcessLookupError):
-                seconds = int(timeout) + 1
-                resource.prlimit(process.pid, resource.RLIMIT_AS, (memory, memory))
-                resource.prlimit(process.pid, resource.RLIMIT_CPU, (seconds, seconds + 5))
-        out, err = _pump(process, data, limit, monotonic() + timeout, stopped)
-    finally:
-        _end(process)
-    lines = clean(err.decode("utf-8", "replace")).strip().splitlines()
+    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+        given.write(data)
+        given.seek(0)
+        # In a group of its own, so that its children can be killed with it.
+        process = subprocess.Popen(arguments, stdin=given, stdout=out, stderr=err, process_group=0)
+        end = monotonic() + timeout
+        try:
+            while process.poll() is None:
+                if stopped is not None and stopped():
+                    raise Interrupted("stopped")
+                if monotonic() > end:
+                    raise TooSlow
+                if os.fstat(out.fileno()).st_size > limit:
+                    raise TooMuch
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_TICK)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        # The command moved the ends of the files that both have open.
+        printed = os.pread(out.fileno(), limit + 1, 0)
+        if len(printed) > limit:
+            raise TooMuch
+        size = os.fstat(err.fileno()).st_size
+        tail = os.pread(err.fileno(), _TAIL, max(0, size - _TAIL))
+    lines = clean(tail.decode("utf-8", "replace")).strip().splitlines()
     said = " ".join(lines[-1].split())[:200] if lines else ""
-    return Output(process.returncode, out, said)
-
-
-def _pump(
-    process: subprocess.Popen[bytes],
-    data: bytes,
-    limit: int,
-    deadline: float,
-    stopped: Callable[[], bool] | None,
-) -> tuple[bytes, bytes]:
-    """Write stdin and read stdout and stderr until the command ends. Returns stdout and the end of
-    stderr."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    out, err = bytearray(), bytearray()
-    rest = memoryview(data)
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(process.stderr, selectors.EVENT_READ)
-        os.set_blocking(process.stdin.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        # A child of the command may keep the pipes open; we do not wait for it.
-        while selector.get_map():
-            if stopped is not None and stopped():
-                raise Interrupted("stopped")
-            if monotonic() > deadline:
-                raise TooSlow
-            ended = process.poll() is not None  # before reading: nothing is missed
-            ready = selector.select(_TICK)
-            if not ready and ended:
-                break
-            for key, _ in ready:
-                if key.fileobj is process.stdin:
-                    try:
-                        sent = os.write(key.fd, rest[:_PIECE]) if rest else 0
-                    except BrokenPipeError:  # the command reads no more
-                        sent = len(rest)
-                    rest = rest[sent:]
-                    if not rest:
-                        selector.unregister(process.stdin)
-                        process.stdin.close()
-                    continue
-                piece = os.read(key.fd, _PIECE)
-                if not piece:
-                    selector.unregister(key.fileobj)
-                elif key.fileobj is process.stderr:
-                    err = (err + piece)[-_TAIL:]
-                else:
-                    out += piece
-                    if len(out) > limit:
-                        raise TooMuch
-        while process.poll() is None:  # it closed its output, and has not ended yet
-            if stopped is not None and stopped():
-                raise Interrupted("stopped")
-            if monotonic() > deadline:
-                raise TooSlow
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_TICK)
-    return bytes(out), bytes(err)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the command's group, and close the pipes."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    process.wait()
+    return Output(process.returncode, printed, said)
