@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.cli import commands, render, saving
-from minikv.cli.chats_command import read_limit, warn_of
+from minikv.cli import commands, render
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Interface
 from minikv.cli.documents.named import opened
@@ -25,6 +24,8 @@ from minikv.cli.failures import explain, show
 from minikv.cli.flags import Call
 from minikv.cli.interrupt import Interrupts, Terminated
 from minikv.cli.paths import history_file
+from minikv.cli.saved.chats import read_limit, warn_of
+from minikv.cli.saved.commands import origins_of, summary
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.transcript import header, resumed
@@ -104,8 +105,8 @@ def chat(
     if resume is not None:
         began = perf_counter()
         saved = keeper.load(session, resume, reread=reread, given=given)
-        origins |= saving.origins(saved, given, reread=reread)
-        terminal.note(saving.opened(session, saved, perf_counter() - began))
+        origins |= origins_of(saved, given, reread=reread)
+        terminal.note(summary(session, saved, perf_counter() - began))
         for line in changes(session.documents + session.pending):
             terminal.warn(line)
         for text in distinct(texts, [document.name for document in session.documents]):

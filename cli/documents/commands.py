@@ -12,7 +12,7 @@ from minikv.cli.command import Command, Context
 from minikv.cli.documents.named import Reader, read
 from minikv.cli.documents.text import distinct
 from minikv.cli.kept import counted
-from minikv.cli.saving import left
+from minikv.cli.saved.commands import left
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

@@ -221,8 +221,8 @@ class ChatFile:
             raise ValueError(f"format {version}, not {_VERSION}")
         if dict(found) != _SCHEMA or len(found) != len(_SCHEMA):
             raise ValueError("its tables are not those of a chat")
-        if whole and (found := self._value("PRAGMA quick_check(1)")) != "ok":
-            self.wrong = found
+        if whole and (wrong := self._value("PRAGMA quick_check(1)")) != "ok":
+            self.wrong = wrong
 
     def check(self) -> None:
         """Take the lock again if it was lost. Raises UsageError if another process has the chat

@@ -902,7 +902,7 @@ def test_a_new_process_gives_the_same_next_answer(tier: str) -> None:
 def test_the_list_and_the_header_need_no_torch() -> None:
     saved(talked()).close()
     code = (
-        "import sys; from minikv.cli import saving; "
+        "import sys; from minikv.cli.saved import commands; "
         "from minikv.cli.saved import listing, transcript; "
         "listing.listing(); transcript.header('one'); "
         "sys.exit('torch' in sys.modules)"
