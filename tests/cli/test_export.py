@@ -481,7 +481,7 @@ def test_export_refuses(
     ("broken", "error"),
     [
         *((name, OSError(errno.ENOSPC, "No space left")) for name in ("fsync", "replace")),
-        ("fchmod", KeyboardInterrupt("No space left")),
+        ("fsync", KeyboardInterrupt("No space left")),
     ],
 )
 def test_a_failed_write_leaves_what_was_there(
