@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Any
 
 from minikv.cache.budget import Budget
 from minikv.chat.report import size
@@ -26,15 +25,15 @@ from minikv.cli.terminal import Terminal, clean, columns
 from minikv.cli.turn import record
 from minikv.errors import UsageError
 
-_UNITS: tuple[tuple[Any, ...], ...] = (
-    (1, "s", "sec", "second", "seconds"),
-    (60, "min", "mins", "minute", "minutes"),
-    (3600, "h", "hour", "hours"),
-    (86400, "d", "day", "days"),
-    (7 * 86400, "w", "week", "weeks"),
-    (30 * 86400, "mo", "month", "months"),
-    (365 * 86400, "y", "year", "years"),
-)
+_UNITS = {
+    "s": (1, "sec second seconds"),
+    "min": (60, "mins minute minutes"),
+    "h": (3600, "hour hours"),
+    "d": (86400, "day days"),
+    "w": (7 * 86400, "week weeks"),
+    "mo": (30 * 86400, "month months"),
+    "y": (365 * 86400, "year years"),
+}
 _TITLE = 12
 """Columns that the first question must have at the least to be in the list."""
 
@@ -69,11 +68,10 @@ def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> N
         for e, nbytes in zip(entries, takes, strict=True)
     ]
     width = columns(terminal.out) if terminal.out.isatty() else 10_000
-    table = grid(lines, "<>>>>").split("\n")
-    while max(map(cells, table)) > width and len(lines[0]) > 2:
-        lines = [line[:-1] for line in lines]  # the last column does not fit
-        table = grid(lines, "<>>>>"[: len(lines[0])]).split("\n")
-    wide = max(map(cells, table))
+    for shown in range(5, 1, -1):  # without the last columns, where they do not fit
+        table = grid([line[:shown] for line in lines], "<>>>>"[:shown]).split("\n")
+        if (wide := max(map(cells, table))) <= width:
+            break
     room = width - wide - 2
     if room >= _TITLE:
         titles = ["FIRST QUESTION", *(clean(entry.title) for entry in entries)]
@@ -181,18 +179,18 @@ def _held(name: str) -> Iterator[None]:
 
 def age(seconds: float) -> str:
     """ "40 s", "5 min", "3 h", "12 d": whole numbers, rounded down."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{int(seconds // length):,} {unit}"
+    for unit in ("d", "h", "min"):
+        if seconds >= _UNITS[unit][0]:
+            return f"{int(seconds // _UNITS[unit][0]):,} {unit}"
     return f"{max(0, int(seconds))} s"
 
 
 def read_age(text: str) -> float:
     """ "30d", "12 h" or "1.5y" in seconds. Raises UsageError."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([a-z]+)", text.strip().lower())
-    for length, *words in _UNITS:
-        if found and found[2] in words:
-            return float(found[1]) * float(length)
+    for unit, (length, words) in _UNITS.items():
+        if found and found[2] in (unit, *words.split()):
+            return float(found[1]) * length
     raise UsageError(
         f"cannot read the age {quoted(text)}",
         "give a number with its unit: 90min, 12h, 30d, 8w, 6mo or 1y",
