@@ -250,10 +250,14 @@ def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Non
     folder = chats_folder() / name
     for leftover in (_NEW, f"{_NEW}-journal"):
         (folder / leftover).unlink(missing_ok=True)
-    with contextlib.closing(ChatFile(name, new=True, file=_NEW)) as new, new.saving():
-        for table in TABLES:
-            new.put(table, rows[table])
-    os.replace(folder / _NEW, folder / FILE)
+    try:
+        with contextlib.closing(ChatFile(name, new=True, file=_NEW)) as new, new.saving():
+            for table in TABLES:
+                new.put(table, rows[table])
+        os.replace(folder / _NEW, folder / FILE)
+    except BaseException:
+        (folder / _NEW).unlink(missing_ok=True)
+        raise
 
 
 def parts(data: bytes) -> Iterator[tuple[bytes]]:

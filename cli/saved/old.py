@@ -43,14 +43,14 @@ class OldChat:
 
     def rows(self, table: str) -> Iterator[Sequence[str | bytes]]:
         """As `ChatFile.rows`."""
-        cache = self._top["cache"] and self._file(self._top["cache"])
+        cache = self._top["cache"]
         if table == "chat":
             facts = {
                 **{key: self._top[key] for key in _FACTS},
                 "reuse": self._top.get("reuse", "once"),
                 "run": {"kv": "auto", "weights": "auto", **self._top["run"]},
                 "documents": [line["name"] for line in self._lines["document"]],
-                "cache": len(cache or b""),
+                "cache": cache["bytes"] if cache else 0,
             }
             tokens = [id for line in self._lines["tokens"] for id in line["ids"]]
             yield json.dumps(facts), array.array("i", tokens).tobytes()
@@ -63,7 +63,7 @@ class OldChat:
                 about = {"documents": line["documents"], "record": line["record"]}
                 yield json.dumps(about), line["question"], line["answer"]
         else:
-            yield from parts(cache or b"")
+            yield from parts(self._file(cache) if cache else b"")
 
     def _file(self, line: Mapping[str, Any]) -> bytes:
         """A file that a line names."""
