@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic
+from typing import IO
 
 from minikv.cli.terminal import clean
 from minikv.errors import Interrupted, UsageError
@@ -106,6 +107,13 @@ def load(
 _EXAMPLE = 'for example ".docx" = "pandoc -t plain {path}"'
 
 
+def _scratch() -> IO[bytes]:
+    """A file in memory, where the system has such: no document is written to a disk there."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("minikv"), "w+b")
+    return TemporaryFile()
+
+
 def run(
     arguments: Sequence[str],
     data: bytes = b"",
@@ -119,7 +127,7 @@ def run(
     Raises TooSlow, TooMuch, Interrupted, OSError; the command and all it started have then been
     killed. What a child of the command prints after it has ended is not waited for.
     """
-    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+    with _scratch() as given, _scratch() as out, _scratch() as err:
         given.write(data)
         given.seek(0)
         # In a group of its own, so that its children can be killed with it.

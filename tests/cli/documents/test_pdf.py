@@ -524,3 +524,10 @@ def test_large_input_and_output_do_not_block_each_other() -> None:
         run(["/bin/cat"], data, limit=len(data) - 1, timeout=60)
     # A command that takes nothing of it is no error.
     assert run(["/bin/echo", "hi"], data, limit=9, timeout=60).data == b"hi\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files in memory on this system")
+def test_no_document_is_written_to_a_disk() -> None:
+    names = "import os; print(*(os.readlink(f'/proc/self/fd/{n}') for n in (0, 1, 2)))"
+    said = run([sys.executable, "-c", names], b"secret", limit=999, timeout=60).data.decode()
+    assert said.count("/memfd:") == 3
