@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from minikv.chat.report import percent_saved
-from minikv.cli import documents, render
+from minikv.cli import render
 from minikv.cli.config import Interface
-from minikv.cli.documents import Text
+from minikv.cli.documents.named import opened
+from minikv.cli.documents.origin import changes
+from minikv.cli.documents.stdin import STDIN, read_stdin
+from minikv.cli.documents.text import Text, decode, distinct, read_bytes, read_file
 from minikv.cli.flags import Call
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.question import sorted_out
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
-from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
-from minikv.cli.sources import STDIN, opened, read_stdin
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import open_chat, run_turn
 from minikv.cli.verify import check
@@ -71,7 +72,7 @@ def ask(
         settings = replace(settings, reuse="once")
     name = (newest() if chat is None else chat) if go_on else ""
     if go_on and question != "-" and "-" not in files:  # the documents are in the chat
-        texts = [documents.read_file(path, errors, loaders) for path in files]
+        texts = [read_file(path, errors, loaders) for path in files]
     else:
         question, texts = _inputs(question, files, errors, loaders, terminal)
     interrupts = Interrupts()
@@ -124,7 +125,7 @@ def _take_up(
     terminal.note(f"in chat {name}, after {count:,} turn{'' if count == 1 else 's'}")
     for line in changes(session.documents + session.pending):
         terminal.warn(line)
-    for text in documents.distinct(texts, [document.name for document in session.documents]):
+    for text in distinct(texts, [document.name for document in session.documents]):
         if text.note:
             terminal.warn(text.note)
         session.attach(text.text, text.name, text.source)
@@ -146,7 +147,7 @@ def _inputs(
         if sys.stdin.isatty():
             raise UsageError("`minikv ask -` reads the message from standard input", "pipe one in")
         named = opened(files, errors, loaders, terminal, lambda: b"")
-        message, note = documents.decode(read_stdin(terminal), STDIN, errors)
+        message, note = decode(read_stdin(terminal), STDIN, errors)
         if note:
             terminal.warn(note)
         return re.sub(r"\r?\n\Z", "", message), named
@@ -161,7 +162,7 @@ def _inputs(
             'minikv ask "QUESTION" FILE, or pipe the document in; a message without a '
             "document goes through `minikv ask -`",
         )
-    return question, [documents.read_bytes(data, STDIN, errors)]
+    return question, [read_bytes(data, STDIN, errors)]
 
 
 def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.cli import commands, documents, render, saving, sources
-from minikv.cli.chats_command import read_limit, warn_of
+from minikv.cli import commands, render
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Interface
+from minikv.cli.documents.named import opened
+from minikv.cli.documents.origin import changes
+from minikv.cli.documents.stdin import PipedLines, piped_document
+from minikv.cli.documents.text import distinct
 from minikv.cli.failures import explain, show
 from minikv.cli.flags import Call
 from minikv.cli.interrupt import Interrupts, Terminated
 from minikv.cli.paths import history_file
+from minikv.cli.saved.chats import read_limit, warn_of
+from minikv.cli.saved.commands import origins_of, summary
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
-from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.terminal import OutputError, Terminal
 from minikv.cli.turn import note_report, open_chat, run_turn
@@ -66,7 +70,7 @@ def chat(
     """
     terminal, config, given = call.terminal, call.config, call.given
     errors, limit = interface.encoding_errors, read_limit(interface.chats_limit)
-    piped = sources.piped_document(terminal) if "-" in files else b""
+    piped = piped_document(terminal) if "-" in files else b""
     typed = sys.stdin.isatty()
     if first is not None and not first.strip():
         raise UsageError("--prompt is empty", 'chat -p "What is it about?" FILE')
@@ -86,7 +90,7 @@ def chat(
         settings = resumed(settings, header(resume), given)
     refuse_without_torch()
     settings.check_eviction()
-    texts = sources.opened(files, errors, config.loaders, terminal, lambda: piped)
+    texts = opened(files, errors, config.loaders, terminal, lambda: piped)
     from minikv.chat.snapshot import UNDO_TURNS
 
     if typed:
@@ -101,11 +105,11 @@ def chat(
     if resume is not None:
         began = perf_counter()
         saved = keeper.load(session, resume, reread=reread, given=given)
-        origins |= saving.origins(saved, given, reread=reread)
-        terminal.note(saving.opened(session, saved, perf_counter() - began))
+        origins |= origins_of(saved, given, reread=reread)
+        terminal.note(summary(session, saved, perf_counter() - began))
         for line in changes(session.documents + session.pending):
             terminal.warn(line)
-        for text in documents.distinct(texts, [document.name for document in session.documents]):
+        for text in distinct(texts, [document.name for document in session.documents]):
             if text.note:
                 terminal.warn(text.note)
             session.attach(text.text, text.name, text.source)
@@ -129,7 +133,7 @@ def chat(
             debug=interface.debug,
             checks=settings.check == "on",
         )
-        read_line: Callable[[], str] = sources.PipedLines()
+        read_line: Callable[[], str] = PipedLines()
         if typed:
             from minikv.cli.editor import open_reader
 

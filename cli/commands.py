@@ -15,16 +15,16 @@ from minikv.cli import (
     compare,
     completion,
     context_command,
-    document_commands,
     kept_view,
     refresh,
     render,
-    saving,
     settings_commands,
     verify,
 )
 from minikv.cli.command import Command, Context, Leave
+from minikv.cli.documents import commands as documents
 from minikv.cli.export import command as export
+from minikv.cli.saved import commands as saved
 from minikv.cli.values import read_pairs
 from minikv.errors import UsageError
 
@@ -121,7 +121,7 @@ def _exit(context: Context, arguments: list[str]) -> None:
 
 
 def _reset(context: Context, arguments: list[str]) -> None:
-    was = saving.left(context)
+    was = saved.left(context)
     context.session.reset()
     context.terminal.say("new conversation; documents and cache are gone")
     if was:
@@ -129,7 +129,7 @@ def _reset(context: Context, arguments: list[str]) -> None:
 
 
 def _clear(context: Context, arguments: list[str]) -> None:
-    was = saving.left(context)
+    was = saved.left(context)
     context.session.reset(keep_documents=True)
     count = len(context.session.pending)
     what = "no documents" if not count else f"{count} document{'s' if count > 1 else ''}"
@@ -197,7 +197,7 @@ def _after_budget(session: ChatSession, before: Sequence[str], word: str) -> Ite
 
 COMMANDS = (
     Command(("help", "?"), "[COMMAND]", "this list", _help, follows=_after_help),
-    *document_commands.COMMANDS,
+    *documents.COMMANDS,
     *answer_commands.COMMANDS,
     Command(("stats",), "", "what the last turn cost, measured", _stats),
     *kept_view.COMMANDS,
@@ -220,7 +220,7 @@ COMMANDS = (
     ),
     *settings_commands.COMMANDS,
     *context_command.COMMANDS,
-    *saving.COMMANDS,
+    *saved.COMMANDS,
     *export.COMMANDS,
     Command(("clear",), "", "new conversation about the same documents", _clear),
     Command(("reset",), "", "new conversation without documents", _reset),

@@ -6,8 +6,9 @@ import re
 import sys
 from dataclasses import dataclass
 
-from minikv.cli import commands, documents, render
+from minikv.cli import commands, render
 from minikv.cli.command import Context
+from minikv.cli.documents.text import read_file
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.tables import wrapped
@@ -104,7 +105,7 @@ def demo(terminal: Terminal, *, debug: bool = False) -> None:
     from minikv.models import BUNDLED
 
     person = sys.stdin.isatty() and terminal.err.isatty()
-    text = documents.read_file(str(BUNDLED / "sample.txt"))
+    text = read_file(str(BUNDLED / "sample.txt"))
     interrupts = Interrupts()
     session = open_chat(Settings(budget=BUDGET), [text], terminal, interrupts)
     context = Context(

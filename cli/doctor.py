@@ -5,12 +5,13 @@ Each check is one line that begins with ok, warning or failed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,9 +37,9 @@ _SHOWN = 8  # failing pairs that are named
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line. `state` is ok, warning or failed; `hint` says what to do."""
+    """One line, under the name of what was looked at. `state` is ok, warning or failed; `hint` says
+    what to do."""
 
-    name: str
     state: str
     detail: str
     hint: str = ""
@@ -51,58 +52,51 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     if offline:  # read by the hub library once, when it is imported
         os.environ["HF_HUB_OFFLINE"] = "1"
-    made: list[Check] = []
-    looks: tuple[tuple[str, Callable[[], list[Check]]], ...] = (
-        ("versions", versions),
-        ("cpu", cpu),
-        ("gpu", gpu),
-        ("kernels", kernels),
-        ("memory", memory),
-        ("models", disk),
-        ("token", token),
-        ("hub", lambda: login(offline)),
-        ("terminal", lambda: screen(terminal)),
-        ("settings", settings),
-        ("policies", lambda: policies(terminal.status)),
-    )
-    for name, look in looks:
-        found = _looked(name, look)
+    looks: Mapping[str, Callable[[], Check | list[Check]]] = {
+        "versions": versions,
+        "cpu": cpu,
+        "gpu": gpu,
+        "kernels": kernels,
+        "memory": memory,
+        "models": disk,
+        "token": token,
+        "hub": lambda: login(offline),
+        "terminal": lambda: screen(terminal),
+        "settings": settings,
+        "policies": lambda: policies(terminal.status),
+    }
+    made: list[tuple[str, Check]] = []
+    for name, look in looks.items():
+        try:
+            found = look()
+        except (BrokenPipeError, OutputError):
+            raise
+        except Exception as error:  # a check that raises an error has failed
+            found = Check(FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")
         terminal.clear_status()
-        made += found
-        if not as_json:
-            for check in found:
-                terminal.data(line(check, shutil.get_terminal_size().columns))
-    bad = [check for check in made if check.state == FAILED]
+        for check in found if isinstance(found, list) else [found]:
+            made.append((name, check))
+            if not as_json:
+                terminal.data(line(name, check, shutil.get_terminal_size().columns))
+    bad = any(check.state == FAILED for _, check in made)
     if as_json:
-        terminal.data(json.dumps({"ok": not bad, "checks": [asdict(check) for check in made]}))
+        checks = [{"name": name, **asdict(check)} for name, check in made]
+        terminal.data(json.dumps({"ok": not bad, "checks": checks}))
     if bad:
         raise typer.Exit(1)
 
 
-def line(check: Check, width: int) -> str:
+def line(name: str, check: Check, width: int) -> str:
     """A check as text, broken between words; the hint on a line of its own."""
-    first = f"{check.state:<8} {check.name:<9} {check.detail}"
-    margin = " " * 9
-    lines = wrapped(first, max(width, 30), margin)
-    if check.hint:
-        lines += wrapped(margin + check.hint, max(width, 30), margin)
-    return "\n".join(lines)
-
-
-def _looked(name: str, look: Callable[[], list[Check]]) -> list[Check]:
-    """The result of a check. A check that raises an error has failed."""
-    try:
-        return look()
-    except (BrokenPipeError, OutputError):
-        raise
-    except Exception as error:
-        return [Check(name, FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")]
+    margin, width = " " * 9, max(width, 30)
+    lines = wrapped(f"{check.state:<8} {name:<9} {check.detail}", width, margin)
+    return "\n".join([*lines, *(wrapped(margin + check.hint, width, margin) if check.hint else [])])
 
 
 # -- the machine ----------------------------------------------------------------------------
 
 
-def versions() -> list[Check]:
+def versions() -> Check:
     """minikv, Python, and the libraries that compute."""
     import torch
 
@@ -117,7 +111,7 @@ def versions() -> list[Check]:
         f"huggingface-hub {_version('huggingface-hub')}",
     ]
     hint = "pip install triton, for faster kernels on the GPU" if lacks else ""
-    return [Check("versions", WARNING if lacks else OK, ", ".join(parts), hint)]
+    return Check(WARNING if lacks else OK, ", ".join(parts), hint)
 
 
 def _version(name: str) -> str | None:
@@ -127,7 +121,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def cpu() -> list[Check]:
+def cpu() -> Check:
     """Cores that this process may use, and their instructions for half precision."""
     import torch
 
@@ -145,21 +139,17 @@ def cpu() -> list[Check]:
         "no products of bfloat16: prompts are multiplied in float32; answers are still written "
         "faster in bfloat16, which takes half the memory"
     )
-    return [Check("cpu", OK, detail, note if slow else "")]
+    return Check(OK, detail, note if slow else "")
 
 
 def _cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
-    name, known = "", set[str]()
-    try:
+    """The first processor's name and instructions, as far as the system says them."""
+    facts = dict[str, str]()
+    with contextlib.suppress(OSError):
         for text in path.read_text(errors="replace").splitlines():
             key, _, value = text.partition(":")
-            if key.strip() == "model name" and not name:
-                name = value.strip()
-            if key.strip() in ("flags", "Features") and not known:
-                known = set(value.split())
-    except OSError:
-        pass
-    return name, known
+            facts.setdefault(key.strip(), value.strip())
+    return facts.get("model name", ""), {*facts.get("flags", facts.get("Features", "")).split()}
 
 
 def gpu() -> list[Check]:
@@ -167,23 +157,18 @@ def gpu() -> list[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        return [Check("gpu", OK, "none that torch can use; minikv runs on the CPU")]
+        return [Check(OK, "none that torch can use; minikv runs on the CPU")]
     made = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         major, minor = torch.cuda.get_device_capability(index)
-        made.append(
-            Check(
-                "gpu",
-                OK,
-                f"cuda:{index} {torch.cuda.get_device_name(index)}, {size(free)} of {size(total)} "
-                f"free, compute capability {major}.{minor}",
-            )
-        )
+        named = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+        room = f"{size(free)} of {size(total)} free"
+        made.append(Check(OK, f"{named}, {room}, compute capability {major}.{minor}"))
     return made
 
 
-def kernels() -> list[Check]:
+def kernels() -> Check:
     """Which kernels a chat would use, and on a CPU the class of the processor, by which they were
     chosen. The first time, this compiles the C kernels of a CPU."""
     import torch
@@ -198,12 +183,12 @@ def kernels() -> list[Check]:
     if made.ops.choices:
         found = f"{found}; processor class {made.ops.choices}"
     if made.notice is None:
-        return [Check("kernels", OK, found)]
+        return Check(OK, found)
     hint = "install gcc or clang" if "compiler" in made.notice else ""
-    return [Check("kernels", WARNING, f"{found}: {made.notice}", hint)]
+    return Check(WARNING, f"{found}: {made.notice}", hint)
 
 
-def memory() -> list[Check]:
+def memory() -> Check:
     """Free memory, within a container's limit."""
     import torch
 
@@ -211,19 +196,13 @@ def memory() -> list[Check]:
 
     free = free_memory(torch.device("cpu"))
     if free is None:
-        return [Check("memory", WARNING, "the system does not say how much is free")]
-    little = free < 1 << 30
-    return [
-        Check(
-            "memory",
-            WARNING if little else OK,
-            f"{size(free)} free",
-            "only small models will load" if little else "",
-        )
-    ]
+        return Check(WARNING, "the system does not say how much is free")
+    if free < 1 << 30:
+        return Check(WARNING, f"{size(free)} free", "only small models will load")
+    return Check(OK, f"{size(free)} free")
 
 
-def disk() -> list[Check]:
+def disk() -> Check:
     """Where models are stored, and the free space there."""
     from huggingface_hub import constants
 
@@ -236,10 +215,10 @@ def disk() -> list[Check]:
     elif free < _LITTLE:
         hint = "a 7B model takes about 15 GiB; `hf cache rm` or another HF_HOME makes room"
     new = "" if folder.exists() else ", not there yet"
-    return [Check("models", WARNING if hint else OK, f"{folder}{new}, {size(free)} free", hint)]
+    return Check(WARNING if hint else OK, f"{folder}{new}, {size(free)} free", hint)
 
 
-def screen(terminal: Terminal) -> list[Check]:
+def screen(terminal: Terminal) -> Check:
     """What standard output can show."""
     out = terminal.out
     width = shutil.get_terminal_size().columns
@@ -252,72 +231,70 @@ def screen(terminal: Terminal) -> list[Check]:
         "colours" if terminal.colour else "no colours",
     ]
     hint = "" if wide else "other than ASCII characters are replaced; LANG=C.UTF-8 shows them"
-    return [Check("terminal", OK if wide else WARNING, ", ".join(parts), hint)]
+    return Check(OK if wide else WARNING, ", ".join(parts), hint)
 
 
-def settings() -> list[Check]:
+def settings() -> Check:
     """The configuration files and variables, read as a chat would."""
     from minikv.cli import config
 
     try:
         made = config.load()
     except MinikvError as error:
-        return [Check("settings", FAILED, worded(str(error)), worded(error.hint))]
+        return Check(FAILED, worded(str(error)), worded(error.hint))
     origins = sorted({value.origin for value in made.values.values()})
     detail = f"{len(made.values)} set, by {', '.join(origins)}" if origins else "none set"
     if made.notes:
-        return [Check("settings", WARNING, f"{detail}; {'; '.join(made.notes)}")]
-    return [Check("settings", OK, detail)]
+        return Check(WARNING, f"{detail}; {'; '.join(made.notes)}")
+    return Check(OK, detail)
 
 
 # -- the hub --------------------------------------------------------------------------------
 
 
-def token() -> list[Check]:
+def token() -> Check:
     """Whether there is a token, and from where. It is never shown."""
     import huggingface_hub
 
     names = [n for n in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(n)]
     if names:
-        return [Check("token", OK, f"set by {names[0]}")]
+        return Check(OK, f"set by {names[0]}")
     if huggingface_hub.get_token() is not None:
-        return [Check("token", OK, "stored by `hf auth login`")]
-    return [Check("token", OK, "none; open models need none, gated ones do (`hf auth login`)")]
+        return Check(OK, "stored by `hf auth login`")
+    return Check(OK, "none; open models need none, gated ones do (`hf auth login`)")
 
 
-def login(offline: bool) -> list[Check]:
+def login(offline: bool) -> Check:
     """Whether the hub answers, and takes the token if there is one."""
     if offline:
-        return [Check("hub", OK, "not asked: offline")]
+        return Check(OK, "not asked: offline")
     import huggingface_hub
 
     known = huggingface_hub.get_token() is not None
-    answer: list[str] = []
-    broken: list[Exception] = []
+    answer: list[str | Exception] = []
 
     def ask() -> None:
         try:
-            if known:
-                answer.append(str(huggingface_hub.HfApi().whoami().get("name", "")))
-            else:
-                huggingface_hub.HfApi().model_info("HuggingFaceTB/SmolLM2-135M-Instruct")
-                answer.append("")
+            hub = huggingface_hub.HfApi()
+            if not known:
+                hub.model_info("HuggingFaceTB/SmolLM2-135M-Instruct")
+            answer.append(str(hub.whoami().get("name", "")) if known else "")
         except Exception as error:
-            broken.append(error)
+            answer.append(error)
 
     # A thread, because the library has no time limit for every wait.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_PATIENCE)
-    if answer:
-        return [Check("hub", OK, f"the token works, as {answer[0]}" if known else "it answers")]
-    status = getattr(getattr(broken[0], "response", None), "status_code", None) if broken else None
+    if answer and isinstance(answer[0], str):
+        return Check(OK, f"the token works, as {answer[0]}" if known else "it answers")
+    status = getattr(getattr(answer[0], "response", None), "status_code", None) if answer else None
     if known and status in (401, 403):
-        return [Check("hub", FAILED, "it refuses the token", "`hf auth login` stores another")]
+        return Check(FAILED, "it refuses the token", "`hf auth login` stores another")
     if status is not None:
-        return [Check("hub", WARNING, f"it answers with HTTP status {status}", "try again later")]
+        return Check(WARNING, f"it answers with HTTP status {status}", "try again later")
     # The error's own text is left out: it may hold addresses with tokens.
-    return [Check("hub", WARNING, "it could not be reached; models in the cache still work")]
+    return Check(WARNING, "it could not be reached; models in the cache still work")
 
 
 # -- the policies ---------------------------------------------------------------------------
@@ -332,9 +309,9 @@ def policies(progress: Callable[[str], None]) -> list[Check]:
             f"{count} pairs in {perf_counter() - began:.1f} s: reading exact, budget held, "
             "positions unique, logits finite"
         )
-        return [Check("policies", OK, detail)]
+        return [Check(OK, detail)]
     more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     return [
-        Check("policies", FAILED, f"{len(bad)} of {count} pairs{more}"),
-        *(Check("policies", FAILED, text) for text in bad[:_SHOWN]),
+        Check(FAILED, f"{len(bad)} of {count} pairs{more}"),
+        *(Check(FAILED, text) for text in bad[:_SHOWN]),
     ]

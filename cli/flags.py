@@ -185,7 +185,7 @@ def _read(values: Mapping[str, Any], known: Mapping[str, Setting], call: Call) -
 def _file_text(path: str, *, typed: bool) -> str:
     """The text of a file; of a pipe only if the user typed its name. A configuration file may be
     anyone's, and would have minikv wait for ever."""
-    from minikv.cli.documents import read_file
+    from minikv.cli.documents.text import read_file
 
     if not path:
         raise UsageError("--system @ names no file")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from minikv.chat.report import PLACES, STOPS, TurnReport
+from minikv.chat.reuse import REUSES
 
 _T = TypeVar("_T")
 _NAMES: Mapping[type, str] = {
@@ -31,10 +32,9 @@ def report_of(record: object, *, known: bool = False) -> TurnReport:
     if known and (other := set(checked(dict, record, "record")) - names):
         raise Wrong(f"record has keys that are not known: {sorted(map(str, other))[:3]}")
     report = fields_of(TurnReport, record, "record")
-    if report.stop_reason not in STOPS:
-        raise Wrong(f"record.stop_reason is {report.stop_reason!r}")
-    if report.tier and report.tier not in PLACES:
-        raise Wrong(f"record.tier is {report.tier!r}")
+    for name, words in (("stop_reason", STOPS), ("tier", ("", *PLACES)), ("reuse", REUSES[1:])):
+        if getattr(report, name) not in words:
+            raise Wrong(f"record.{name} is {getattr(report, name)!r:.80}")
     return report
 
 
@@ -47,7 +47,8 @@ def fields_of(kind: Callable[..., _T], value: object, where: str) -> _T:
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]
         if field.name in record or field.default is dataclasses.MISSING  # keys that came later
     ]
-    return kind(**{n: _typed(hints[n], key(record, n, where), f"{where}.{n}") for n in names})
+    places = {name: f"{where}.{name}".lstrip(".") for name in names}
+    return kind(**{n: _typed(hints[n], key(record, n, where), places[n]) for n in names})
 
 
 def _typed(hint: Any, value: object, where: str) -> object:
@@ -56,10 +57,18 @@ def _typed(hint: Any, value: object, where: str) -> object:
             return None
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     origin = typing.get_origin(hint)
+    if hint is TurnReport:
+        return report_of(value)
     if dataclasses.is_dataclass(hint):
         return fields_of(typing.cast(type, hint), value, where)
     if origin is tuple:
-        return tuple(checked(str, item, where) for item in checked(list, value, where))
+        item = typing.get_args(hint)[0]  # of tuple[item, ...]
+        return tuple(_typed(item, one, where) for one in checked(list, value, where))
+    if hasattr(hint, "_fields"):  # a NamedTuple of counts, as a list
+        counts = [count(number, where) for number in checked(list, value, where)]
+        if len(counts) != len(hint._fields):
+            raise Wrong(f"{where} has {len(counts)} numbers, not {len(hint._fields)}")
+        return hint(*counts)
     return checked(dict if origin is Mapping else hint, value, where)
 
 

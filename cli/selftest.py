@@ -112,21 +112,15 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
 
 def _held(kv: KVCache, bound: int) -> str:
     """What is wrong with the tokens held, of which there may be `bound` per head on average."""
-    shape = kv.shape
-    total = 0
-    for layer in range(shape.layers):
-        for head in range(shape.kv_heads):
-            kept = kv.kept(layer, head).tolist()
-            total += len(kept)
-            if len(set(kept)) != len(kept) or not all(0 <= p < kv.position for p in kept):
-                return "positions are not unique"
-            policy = kv.rules.prompt
-            protects = policy is None or policy.evidence.window > 0
-            if protects and kv.position - 1 not in kept:
-                return "the newest token is gone"
-    if total > bound * shape.layers * shape.kv_heads:
-        return f"{total} tokens held, over the budget of {bound * shape.layers * shape.kv_heads}"
-    return ""
+    heads = [(layer, head) for layer in range(kv.shape.layers) for head in range(kv.shape.kv_heads)]
+    kept = [kv.kept(*place).tolist() for place in heads]
+    policy, total, most = kv.rules.prompt, sum(map(len, kept)), bound * len(heads)
+    for held in kept:
+        if len(set(held)) != len(held) or not all(0 <= p < kv.position for p in held):
+            return "positions are not unique"
+        if (policy is None or policy.evidence.window) and kv.position - 1 not in held:
+            return "the newest token is gone"
+    return f"{total} tokens held, over the budget of {most}" if total > most else ""
 
 
 @contextmanager

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import size
-from minikv.cli import completion, documents, refresh, render
+from minikv.cli import completion, refresh, render
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS
 from minikv.cli.config_command import listed, text
 from minikv.cli.context_command import count_tokens
+from minikv.cli.documents.text import read_file
 from minikv.cli.tables import cells, padded
 from minikv.errors import UsageError
 from minikv.policies import registry
@@ -147,7 +148,7 @@ def _change_system(context: Context, given: str) -> None:
     if given.startswith("@"):
         if given == "@":
             raise UsageError("/system @ names no file")
-        given = documents.read_file(given[1:], context.errors).text.strip()
+        given = read_file(given[1:], context.errors).text.strip()
     checks.unicode("the system prompt", given)
     session.system = given.strip()
     what = "system prompt set" if session.system else "no system prompt from here on"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING
 
-from minikv.cli.documents import Text, distinct
+from minikv.cli.documents.text import Text, distinct
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.progress import Live, Loading
 from minikv.cli.terminal import Terminal

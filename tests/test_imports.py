@@ -253,7 +253,7 @@ def test_light_commands_load_no_torch() -> None:
         f"{_GO}go('--help'); go('--version'); go('policies', '--help'); go('ask', '--help')\n"
         "go('ask', 'q', '--policy', 'nonsense', 'x'); go('chat', 'no/such/file')"
     )
-    assert "minikv.cli.sources" in loaded  # the commands did run
+    assert "minikv.cli.documents.named" in loaded  # the commands did run
     assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
 
 

@@ -27,9 +27,9 @@ def chats(
 ) -> None:
     if call.subcommand is not None:
         return
-    from minikv.cli import chats_command
+    from minikv.cli.saved import chats as saved
 
-    chats_command.chats(call.terminal, interface.chats_limit, as_json=as_json)
+    saved.chats(call.terminal, interface.chats_limit, as_json=as_json)
 
 
 @app.command("show", help="What was said in a saved chat.")
@@ -41,9 +41,9 @@ def show_chat(
     ],
     as_json: Json = False,
 ) -> None:
-    from minikv.cli import chats_command
+    from minikv.cli.saved import chats as saved
 
-    chats_command.show(name, call.terminal, as_json=as_json)
+    saved.show(name, call.terminal, as_json=as_json)
 
 
 @app.command(
@@ -67,6 +67,6 @@ def remove_chats(
     ] = None,
     yes: Yes = False,
 ) -> None:
-    from minikv.cli import chats_command
+    from minikv.cli.saved import chats as saved
 
-    chats_command.remove(names or [], call.terminal, older=older, yes=yes)
+    saved.remove(names or [], call.terminal, older=older, yes=yes)

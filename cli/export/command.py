@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import size
 from minikv.cli.command import Command, Context
+from minikv.cli.saved import files
 from minikv.cli.saved.listing import listing
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import UsageError
@@ -34,13 +33,13 @@ def export(context: Context, arguments: list[str]) -> None:
         )
     path = Path(os.path.expanduser(names[0]))
     # Refuse before reading the cache.
-    page = _format(path)
+    kind = _format(path)
     refuse(path, _FORCE in arguments)
     if not context.session.turns:
         raise UsageError("there is nothing to export yet", "ask a question first")
     from minikv.cli.export.facts import gather
 
-    written = write(path, page(gather(context.session)), _FORCE in arguments)
+    written = write(path, _rendered(gather(context.session), kind), _FORCE in arguments)
     context.terminal.say(f"{clean(str(path))}: {size(written)}")
 
 
@@ -53,15 +52,24 @@ def report(source: str, out: str | None, force: bool, terminal: Terminal) -> Non
             f"minikv chat --resume {source}, then /export chat.json",
         )
     path = Path(out) if out is not None else Path(source).with_suffix(".html")
-    page = _format(path)
+    kind = _format(path)
     refuse(path, force)
     from minikv.cli.export.read import read_file
 
-    written = write(path, page(read_file(source)), force)
+    written = write(path, _rendered(read_file(source), kind), force)
     terminal.say(f"{clean(str(path))}: {size(written)}")
 
 
-def _format(path: Path) -> Callable[[ChatFacts], str]:
+_FORMATS = {
+    ".html": "page",
+    ".htm": "page",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".json": "json",
+}
+
+
+def _format(path: Path) -> str:
     kind = _FORMATS.get(path.suffix.lower())
     if kind is None:
         raise UsageError(
@@ -71,29 +79,12 @@ def _format(path: Path) -> Callable[[ChatFacts], str]:
     return kind
 
 
-def _page(facts: ChatFacts) -> str:
-    from minikv.cli.export.page import render
+def _rendered(facts: ChatFacts, kind: str) -> str:
+    from minikv.cli.export import markdown, page
 
-    return render(facts)
-
-
-def _markdown(facts: ChatFacts) -> str:
-    from minikv.cli.export.markdown import render
-
-    return render(facts)
-
-
-def _json(facts: ChatFacts) -> str:
-    return json.dumps(facts.to_dict(), indent=1) + "\n"
-
-
-_FORMATS: Mapping[str, Callable[[ChatFacts], str]] = {
-    ".html": _page,
-    ".htm": _page,
-    ".md": _markdown,
-    ".markdown": _markdown,
-    ".json": _json,
-}
+    if kind == "json":
+        return json.dumps(facts.to_dict(), indent=1) + "\n"
+    return page.render(facts) if kind == "page" else markdown.render(facts)
 
 
 def _after_export(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
@@ -123,25 +114,10 @@ def write(path: Path, text: str, force: bool = False) -> int:
     changed."""
     refuse(path, force)
     data = text.encode()
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(prefix=".minikv-", dir=path.parent)
-        with open(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            # Set the mode that the user's new files have; that of mkstemp forbids others to read.
-            umask = os.umask(0)
-            os.umask(umask)
-            os.fchmod(file.fileno(), 0o666 & ~umask)
-        os.replace(temporary, path)
-        temporary = ""
+        files.write(path.parent, path.name, data, 0o666)
     except OSError as error:
         raise _cannot(path, error) from None
-    finally:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
     return len(data)
 
 

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import minikv
 from minikv.chat.report import TurnReport
@@ -91,13 +91,13 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question and its answer. documents: indices into those of the chat. report: what was
+    """A question and its answer. documents: indices into those of the chat. record: what was
     measured, or None."""
 
     question: str
     answer: str
     documents: tuple[int, ...]
-    report: TurnReport | None
+    record: TurnReport | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,14 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class Tokens:
+    """What each token added to the text, and the texts that they are."""
+
+    text: tuple[str | None, ...]
+    sections: tuple[Section, ...]
+
+
+class Point(NamedTuple):
     """Bytes of KV cache held after so many tokens, and what a full cache would hold."""
 
     tokens: int
@@ -121,7 +128,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class ChatFacts:
-    """All that a report shows. pieces and kept: as `text` and `kept` of the JSON."""
+    """All that a report shows: the keys of the JSON."""
 
     minikv: str
     made: str
@@ -130,43 +137,18 @@ class ChatFacts:
     system: str
     documents: tuple[Attached, ...]
     turns: tuple[Turn, ...]
-    pieces: tuple[str | None, ...]
-    sections: tuple[Section, ...]
+    tokens: Tokens
     kept: tuple[tuple[str, ...], ...]
     curve: tuple[Point, ...]
 
     @property
     def last(self) -> TurnReport | None:
         """The newest turn record; None if there is none."""
-        return next((turn.report for turn in reversed(self.turns) if turn.report), None)
+        return next((turn.record for turn in reversed(self.turns) if turn.record), None)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain dictionaries, lists, strings and numbers, with the keys documented above."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "minikv": self.minikv,
-            "made": self.made,
-            "model": asdict(self.model),
-            "policy": asdict(self.policy),
-            "system": self.system,
-            "documents": [asdict(document) for document in self.documents],
-            "turns": [
-                {
-                    "question": turn.question,
-                    "answer": turn.answer,
-                    "documents": list(turn.documents),
-                    "record": turn.report.to_dict() if turn.report else None,
-                }
-                for turn in self.turns
-            ],
-            "tokens": {
-                "text": list(self.pieces),
-                "sections": [asdict(section) for section in self.sections],
-            },
-            "kept": [list(heads) for heads in self.kept],
-            "curve": [[point.tokens, point.held, point.full] for point in self.curve],
-        }
+        """What `json.dumps` writes as documented above."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
 
 def gather(session: ChatSession) -> ChatFacts:
@@ -194,8 +176,7 @@ def gather(session: ChatSession) -> ChatFacts:
         system=session.system,
         documents=tuple(Attached(d.name, len(d.text)) for d in documents),
         turns=_turns(session.turns),
-        pieces=_pieces(spans, len(session.fed)),
-        sections=_sections(spans, session.turns),
+        tokens=Tokens(_pieces(spans, len(session.fed)), _sections(spans, session.turns)),
         kept=tuple(
             tuple(
                 bitmap(session.kept(layer, head), len(session.fed))
@@ -212,11 +193,6 @@ def _without_folder(name: str) -> str:
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     local = path.is_absolute() or name.startswith((".", "~")) or path.is_dir()
     return (path.name or path.resolve().name) if local else name
-
-
-def _without_paths(text: str) -> str:
-    """The text with the last part alone of each absolute path."""
-    return _PATH.sub(lambda found: found[1], text)
 
 
 def bitmap(positions: Tensor, tokens: int) -> str:
@@ -239,15 +215,16 @@ def _pieces(spans: Spans, tokens: int) -> tuple[str | None, ...]:
 
 
 def _turns(turns: Sequence[Asked]) -> tuple[Turn, ...]:
-    """The turns, with their documents as indices into those of the chat, in the same order."""
+    """The turns, with their documents as indices into those of the chat, in the same order. Of an
+    absolute path in a warning, only the last part stays."""
     shown: list[Turn] = []
     before = 0
     for turn in turns:
         brought = range(before, before + len(turn.documents))
         before = brought.stop
-        lines = tuple(_without_paths(line) for line in turn.report.warnings)
-        report = replace(turn.report, warnings=lines)
-        shown.append(Turn(turn.question, turn.answer, tuple(brought), report))
+        lines = tuple(_PATH.sub(r"\1", line) for line in turn.report.warnings)
+        record = replace(turn.report, warnings=lines)
+        shown.append(Turn(turn.question, turn.answer, tuple(brought), record))
     return tuple(shown)
 
 

@@ -44,12 +44,12 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> str:
     parts.append(_quote(turn.question))
     parts.append(f"**Answer {number}**")
     parts.append(_quote(turn.answer))
-    if turn.report is None:
+    if turn.record is None:
         parts.append("No figures were recorded for this turn.")
         return "\n\n".join(parts)
-    parts += [f"Warning: {_cell(line)}" for line in turn.report.warnings]
+    parts += [f"Warning: {_cell(line)}" for line in turn.record.warnings]
     table = ["| figure | value |", "|---|---|"]
-    table += [f"| {name} | {_cell(value)} |" for name, value in figures(turn.report)]
+    table += [f"| {name} | {_cell(value)} |" for name, value in figures(turn.record)]
     return "\n\n".join([*parts, "\n".join(table)])
 
 

@@ -115,7 +115,7 @@ def _text(facts: ChatFacts) -> Mapping[str, object]:
     tokens each head holds."""
     import numpy as np
 
-    count, heads = len(facts.pieces), facts.model.layers * facts.model.kv_heads
+    count, heads = len(facts.tokens.text), facts.model.layers * facts.model.kv_heads
     if not count or not heads:
         return {"parts": []}
     held = np.zeros(count, dtype=np.int64)  # by how many heads
@@ -149,7 +149,7 @@ def _text(facts: ChatFacts) -> Mapping[str, object]:
                 "width": round((section.end - section.start) / count * bars, 2),
                 "words": f"{section.label}: tokens {section.start:,} to {section.end - 1:,}",
             }
-            for section in facts.sections
+            for section in facts.tokens.sections
         ],
         "most": percent(largest),
         "kept": (
@@ -162,7 +162,7 @@ def _text(facts: ChatFacts) -> Mapping[str, object]:
 
 def _parts(facts: ChatFacts, held: np.ndarray, heads: int) -> Sequence[Mapping[str, object]]:
     """The tokens, from one beginning of a document, question or answer to the next."""
-    looks = ["mark " * (not piece) for piece in facts.pieces]
+    looks = ["mark " * (not piece) for piece in facts.tokens.text]
     levels = -(-LEVELS * held // heads)
     tokens = [
         {
@@ -171,10 +171,10 @@ def _parts(facts: ChatFacts, held: np.ndarray, heads: int) -> Sequence[Mapping[s
             "text": "·" if piece is None else piece,
         }
         for i, (piece, look, level, by) in enumerate(
-            zip(facts.pieces, looks, levels.tolist(), held.tolist(), strict=True)
+            zip(facts.tokens.text, looks, levels.tolist(), held.tolist(), strict=True)
         )
     ]
-    labels = {0: ""} | {section.start: section.label for section in facts.sections}
+    labels = {0: ""} | {section.start: section.label for section in facts.tokens.sections}
     starts = sorted(labels)
     return [
         {"label": labels[begin], "tokens": tokens[begin:end]}

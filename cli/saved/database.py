@@ -15,9 +15,9 @@ import os
 import sqlite3
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from minikv.chat.report import clipped
@@ -39,7 +39,7 @@ DAMAGE = (
 )
 """What reading a damaged file may raise. The checks find accidental changes, not a file that
 someone made with valid checksums."""
-_TABLES = {
+TABLES = {
     "chat": ("facts", "tokens"),
     "document": ("facts", "text"),
     "turn": ("facts", "question", "answer"),
@@ -48,17 +48,17 @@ _TABLES = {
 _BINARY = ("tokens", "data")
 _SCHEMA = {
     name: f"CREATE TABLE {name} (number INTEGER PRIMARY KEY, {', '.join(columns)}, seal)"
-    for name, columns in _TABLES.items()
+    for name, columns in TABLES.items()
 }
 _VERSION = 2  # PRAGMA user_version; before there were directories of files
-_PRAGMAS = ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = FAST")
+_PRAGMAS = ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON")
 _WAIT = 5  # seconds for which another process may read, or write
 _ASK = 0.3  # seconds after which a chat is open elsewhere
+_NEW = f"{FILE}.new"
 _MOST = 65 << 20  # bytes of a value
 _PART = 4 << 20  # bytes of a part of the cache
 _NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")
 """The end of a journal that names another file, which SQLite would delete after a rollback."""
-_UNUSED = "nothing of it was used; --reread works if only the cache is damaged"
 _ERRORS = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_READONLY: errno.EACCES,
@@ -78,14 +78,28 @@ class OpenElsewhere(UsageError):
         )
 
 
+class Chat(Protocol):
+    """A saved chat that can be read."""
+
+    name: str
+
+    def rows(self, table: str) -> Iterator[Any]:
+        """The rows of one of `TABLES` in order, each as its values. Raises `DAMAGE`."""
+
+    def close(self) -> None:
+        """Close and unlock it."""
+
+
 class ChatFile:
-    """An open file of a saved chat. locks: whether its file system can lock files."""
+    """An open file of a saved chat. locks: whether its file system can lock files. wrong: what
+    SQLite finds damaged in it, or "" (only looked for with a lock)."""
 
     def __init__(
         self, name: str, *, lock: bool = False, new: bool = False, file: str = FILE
     ) -> None:
         """lock: keep other processes from writing, until it is closed. new: create and lock it.
         Raises FileNotFoundError if there is none, UsageError, OSError, and `DAMAGE`."""
+        self.wrong = ""
         self.name, self.path, self.locks, self._new = name, chats_folder() / name / file, True, new
         if new:
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -97,6 +111,7 @@ class ChatFile:
             self._db = self._opened(lock or new)
         except sqlite3.Error as error:
             raise _os_error(error, self.path) if new else error from None
+        self._reading = self._db.cursor()
         try:
             if not new:
                 self._check(whole=lock)
@@ -105,14 +120,9 @@ class ChatFile:
             self.close()
             raise
 
-    def __enter__(self) -> ChatFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close and unlock it."""
+        """Close and unlock it, even if an error keeps an unfinished `rows` alive."""
+        self._reading.close()
         self._db.close()
 
     @property
@@ -121,9 +131,9 @@ class ChatFile:
         return not os.path.lexists(self.path)
 
     def rows(self, table: str) -> Iterator[Any]:
-        """The rows of a table in order, each as its values. Raises `DAMAGE`."""
-        kinds = [bytes if column in _BINARY else str for column in _TABLES[table]]
-        found = self._db.execute(f"SELECT * FROM {table} ORDER BY number")
+        """As `Chat.rows`; of one table at a time."""
+        kinds = [bytes if column in _BINARY else str for column in TABLES[table]]
+        found = self._reading.execute(f"SELECT * FROM {table} ORDER BY number")
         for at, (number, *values, seal) in enumerate(found):
             if (number, seal) != (at, _seal(values)) or [*map(type, values)] != kinds:
                 raise ValueError(
@@ -155,9 +165,9 @@ class ChatFile:
     def put(self, table: str, rows: Iterable[Sequence[str | bytes]], begin: int = 0) -> None:
         """Make these the rows of a table from number `begin` on. Only rows that differ from those
         in the file are written."""
-        columns = ", ".join((*_TABLES[table], "seal"))
-        marks = ", ".join("?" for _ in (*_TABLES[table], "number", "seal"))
-        changed = ", ".join(f"excluded.{column}" for column in (*_TABLES[table], "seal"))
+        columns = ", ".join((*TABLES[table], "seal"))
+        marks = ", ".join("?" for _ in (*TABLES[table], "number", "seal"))
+        changed = ", ".join(f"excluded.{column}" for column in (*TABLES[table], "seal"))
         end = begin
         for end, values in enumerate(rows, begin + 1):
             self._db.execute(
@@ -179,6 +189,7 @@ class ChatFile:
             )
             try:
                 db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST)
+                db.text_factory = bytes.decode  # whose error does not quote the text
                 for pragma in _PRAGMAS:
                     db.execute(f"PRAGMA {pragma}")
                 # Without locks no transaction stays open: another process could write meanwhile.
@@ -200,7 +211,7 @@ class ChatFile:
 
     def _check(self, *, whole: bool) -> None:
         """Refuse what no chat has: of a file by a stranger, no view, trigger or expression is
-        touched. whole: read every page, so that nothing is written into a damaged file."""
+        touched. whole: read every page, because nothing may be written into a damaged file."""
         found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(len(_SCHEMA) + 1)
         first = not any(self.path.parent.glob("tier*"))
         if not found and not self.path.stat().st_size and first:  # its first save was cut off
@@ -211,7 +222,7 @@ class ChatFile:
         if dict(found) != _SCHEMA or len(found) != len(_SCHEMA):
             raise ValueError("its tables are not those of a chat")
         if whole and (wrong := self._value("PRAGMA quick_check(1)")) != "ok":
-            raise ValueError(wrong)
+            self.wrong = wrong
 
     def check(self) -> None:
         """Take the lock again if it was lost. Raises UsageError if another process has the chat
@@ -233,13 +244,29 @@ class ChatFile:
         return self._db.execute(query).fetchone()[0]
 
 
+def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> None:
+    """Put a new file with these rows in the place of a chat's file. If that fails, the old one is
+    as it was. Raises OSError, and what reading the rows raises."""
+    folder = chats_folder() / name
+    for leftover in (_NEW, f"{_NEW}-journal"):
+        (folder / leftover).unlink(missing_ok=True)
+    try:
+        with contextlib.closing(ChatFile(name, new=True, file=_NEW)) as new, new.saving():
+            for table in TABLES:
+                new.put(table, rows[table])
+        os.replace(folder / _NEW, folder / FILE)
+    except BaseException:
+        (folder / _NEW).unlink(missing_ok=True)
+        raise
+
+
 def parts(data: bytes) -> Iterator[tuple[bytes]]:
     """Bytes as rows of the table of the cache: SQLite copies a value several times."""
     return ((data[at : at + _PART],) for at in range(0, len(data), _PART))
 
 
 @contextlib.contextmanager
-def damage(name: str) -> Iterator[None]:
+def damage(name: str, hint: str = "") -> Iterator[None]:
     """Turns every error that a damaged file leads to into one UsageError with the reason."""
     try:
         yield
@@ -250,7 +277,7 @@ def damage(name: str) -> Iterator[None]:
             system = _os_error(error, chats_folder() / name / FILE)
             raise UsageError(f"chat {name} cannot be read: {system.strerror}") from None
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"chat {name} is damaged: {clipped(what, 200)}", _UNUSED) from None
+        raise UsageError(f"chat {name} is damaged: {clipped(what, 200)}", hint) from None
 
 
 _NO_CHAT = (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)

@@ -60,13 +60,14 @@ def opened(path: Path) -> Any:
     return open(handle, "rb")
 
 
-def write(folder: Path, name: str, data: bytes) -> None:
-    """Put a file there in one step. On OSError, what was there before stays."""
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
+def write(folder: Path, name: str, data: bytes, mode: int = 0o600) -> None:
+    """Put a file there in one step. If that fails, what was there before stays. mode: less what the
+    user's umask takes away. Raises OSError."""
+    temporary = folder / f".minikv-{os.getpid()}.tmp"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    handle = os.open(temporary, flags, 0o600)
+    handle = os.open(temporary, flags, mode)
     try:
         with open(handle, "wb") as file:
             file.write(data)

@@ -6,13 +6,14 @@ a file. Only the user can read them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minikv.cli.config import short
 from minikv.cli.failures import explain
@@ -21,7 +22,7 @@ from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage
 from minikv.cli.saved.files import check_name, new_folder
 from minikv.cli.saved.identity import POLICY, differences, identity, model_identity, tier_identity
 from minikv.cli.saved.tier import TIER, find, place, settle
-from minikv.cli.saved.transcript import Saved, opened, read_cache, read_from, texts_of, write_to
+from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, texts_of, write_to
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from minikv.chat.recall import Place
     from minikv.chat.session import ChatSession
     from minikv.chat.snapshot import ChatSnapshot
-    from minikv.chat.transcript import Turn
 
 _FIELDS = {"options": ("policy_options", "decode_options")}
 """Field of an identity -> the setting that sets it, where the names differ."""
@@ -45,9 +45,8 @@ class Keeper:
         self.name: str | None = None
         self._terminal = terminal
         self._file: ChatFile | None = None
-        self._written: tuple[Turn, ...] = ()  # the turns in the file
         self._conversation = 0
-        self._last: tuple[object, ...] = ()
+        self._last: tuple[Any, ...] = ()  # the state that is in the file
         self._model: tuple[str, dict[str, object]] | None = None
         self._warned: set[str] = set()
         self._told = False
@@ -103,12 +102,12 @@ class Keeper:
             return self.save(session, name)
         if self.active:
             self.keep(session)
-        before = self.name, self._file, self._written
-        self.name, self._file, self._written = None, None, ()
+        before = self.name, self._file, self._last
+        self.name, self._file, self._last = None, None, ()
         try:
             self._save(session, name, whole=True, forked=True)
         except BaseException as error:
-            self.name, self._file, self._written = before
+            self.name, self._file, self._last = before
             if isinstance(error, UsageError) or not isinstance(error, Exception):
                 raise
             raise UsageError(f"the chat cannot be copied: {_reason(error)}") from None
@@ -134,13 +133,13 @@ class Keeper:
         conversation again. On UsageError nothing has changed.
         """
         mine = self._file if name == self.name else None
-        file = mine or opened(name, lock=True)
-        rows: FileRows | None = None
-        try:
+        with contextlib.ExitStack() as undone:
+            file = mine or undone.enter_context(contextlib.closing(held(name)))
             saved = read_from(file)
             stated = [field for flag in given for field in _FIELDS.get(flag, (flag,))]
-            if not reread:
-                rows = self._tier(session, saved, given)
+            rows = None if reread else self._tier(session, saved, given)
+            if rows is not None:
+                undone.callback(rows.close)
             own = session.recall.file
             kept = not reread and own is not None and own.is_at(chats_folder() / name / TIER)
             tier = kept or rows is not None
@@ -149,27 +148,18 @@ class Keeper:
                 if "seed" in given:
                     snapshot = replace(snapshot, seed=session.seed)
                 session.restore(snapshot)
-        except BaseException:
-            if rows is not None:
-                rows.close()
-            if file is not mine:
-                file.close()
-            raise
+            undone.pop_all()
         if not kept:
             session.recall.clear()
         if rows is not None:
             self._adopt(session, rows)
-        if "reuse" not in given:
-            session.reuse = saved.facts["reuse"]
-        if "system" not in given:
-            session.system = str(saved.facts["system"])
-        if "pin_system" not in given:
-            session.pin_system = bool(saved.facts["pin_system"])
+        for setting in {"reuse", "system", "pin_system"}.difference(given):
+            setattr(session, setting, saved.facts[setting])
         if file is not mine:
             self.close()
         self.name, self._conversation = name, session.conversation
         self._hold(file)
-        self._last, self._written = self._state(session), saved.turns
+        self._last = self._state(session)
         return saved
 
     def _snapshot(
@@ -184,8 +174,12 @@ class Keeper:
     ) -> ChatSnapshot:
         """The chat with its cache; without it if the caller wants that, or if there is a `tier` and
         the cache cannot be used. Raises UsageError."""
-        if not (reread or (tier and differences(self._identity(session), saved.facts, stated))):
-            self._refuse(session, saved, stated)
+        found = "" if reread else differences(self._identity(session), saved.facts, stated)
+        if found and not tier:
+            raise UsageError(
+                f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
+            )
+        if not reread and not found:
             try:
                 snapshot = read_cache(file, saved)
                 rules, kv = snapshot.eviction.rules(), session.engine.kv
@@ -219,10 +213,9 @@ class Keeper:
         recall = session.recall
         if recall.kind == "none":
             return None
+        belongs = tier_identity(self._identity(session))
         try:
-            rows = find(
-                session, chats_folder() / saved.name, tier_identity(self._identity(session))
-            )
+            rows = find(session, chats_folder() / saved.name, belongs)
         except TierError as error:
             self._terminal.warn(f"the tier of chat {saved.name} cannot be used: {error}")
             return None
@@ -254,19 +247,11 @@ class Keeper:
             self._model = mark, model_identity(session)
         return identity(session, self._model[1])
 
-    def _refuse(self, session: ChatSession, saved: Saved, stated: Collection[str]) -> None:
-        """Raise a UsageError that lists every difference between the chat and this session."""
-        found = differences(self._identity(session), saved.facts, stated)
-        if found:
-            raise UsageError(
-                f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
-            )
-
     def _changed(self, session: ChatSession) -> bool:
         """Whether there is something to save. A new conversation gets a new name."""
         if session.conversation != self._conversation:
             self.close()
-            self.name, self._last, self._written = None, (), ()
+            self.name, self._last = None, ()
             self._conversation = session.conversation
         if not session.turns and self.name is None:
             return False
@@ -294,19 +279,19 @@ class Keeper:
         try:
             if self._file is None:
                 there = os.path.lexists(folder / FILE)
-                self._hold(opened(self.name, lock=True) if there else ChatFile(self.name, new=True))
+                self._hold(held(self.name) if there else ChatFile(self.name, new=True))
             assert self._file is not None
             texts_of(session)  # raises, if at all, before the tier is moved
             facts = self._identity(session)
             self._settle(session, folder, facts, whole, forked)
-            write_to(self._file, session, facts, self._written)
+            write_to(self._file, session, facts, self._last[0] if self._last else ())
         except BaseException:
             if made:  # an empty directory would be no chat
                 shutil.rmtree(folder, ignore_errors=True)
                 self.close()
                 self.name = before
             raise
-        self._last, self._written = self._state(session), tuple(session.turns)
+        self._last = self._state(session)
         self.saved = True
         return made
 
@@ -334,7 +319,7 @@ class Keeper:
             raise UsageError(f"there is a chat {name} already", "choose another name")
         if self._file is not None and self._file.gone:
             self.close()
-            self._written = ()
+            self._last = ()
         if self._file is not None:
             self._file.check()
         if self.name is None or not (chats_folder() / self.name).is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved import old
-from minikv.cli.saved.database import DAMAGE, FILE, ChatFile
+from minikv.cli.saved.database import DAMAGE, FILE, Chat, ChatFile
 from minikv.cli.saved.files import is_name
 from minikv.errors import UsageError
 
@@ -54,7 +55,8 @@ def _entry(folder: Path) -> Entry | None:
     name, is_old, saved = folder.name, old.is_old(folder), 0.0
     try:
         saved = (folder / (old.TRANSCRIPT if is_old else FILE)).stat().st_mtime
-        facts = old.facts(folder) if is_old else _facts(name)
+        with contextlib.closing(old.OldChat(folder) if is_old else ChatFile(name)) as chat:
+            facts = facts_of(chat)
         model, title = str(facts["identity"]["model"]), str(facts["title"])
         documents = tuple(_line(name or "piped text") for name in facts["documents"])
         return Entry(name, saved, int(facts["turns"]), _line(title), _line(model), documents)
@@ -64,14 +66,9 @@ def _entry(folder: Path) -> Entry | None:
         return Entry(name, saved, 0, "(damaged: it cannot be read)", "", damaged=True)
 
 
-def _facts(name: str) -> Mapping[str, Any]:
-    with ChatFile(name) as file:
-        return facts_of(file)
-
-
-def facts_of(file: ChatFile) -> Mapping[str, Any]:
+def facts_of(chat: Chat) -> Mapping[str, Any]:
     """What a chat's file says of it, as JSON. Raises `DAMAGE`."""
-    ((facts, _),) = file.rows("chat")
+    ((facts, _),) = chat.rows("chat")
     return decoded(facts)
 
 

@@ -1,7 +1,4 @@
-"""Chats as minikv saved them before: `chat.jsonl` beside files with the documents and the cache.
-
-Such a chat is written anew when it is opened, in the same directory, and then its files go.
-"""
+"""Chats as version 0.1.0 saved them: `chat.jsonl` beside files with the documents and the cache."""
 
 from __future__ import annotations
 
@@ -11,147 +8,94 @@ import fcntl
 import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minikv.cli.json_limits import refuse_many
-from minikv.cli.saved.database import DAMAGE, FILE, ChatFile, OpenElsewhere, parts
+from minikv.cli.saved.database import FILE, OpenElsewhere, parts
 from minikv.cli.saved.files import opened
 
 TRANSCRIPT = "chat.jsonl"
-_FILE = re.compile(r"(cache-[0-9a-f]{16}\.safetensors|document-[0-9a-f]{16}\.txt)")
-_BYTES = {"chat.jsonl": 256 << 20, "document": 64 << 20, "cache": 1 << 30}
-_NEW = "chat.db.new"
+_FACTS = "title turns identity seed system pin_system opened_with pending curve no_cache".split()
 
 
 def is_old(folder: Path) -> bool:
-    """Whether a chat was saved by an earlier version, and not opened since."""
-    return os.path.lexists(folder / TRANSCRIPT)
+    """Whether a chat was saved by that version, and not opened since."""
+    return os.path.lexists(folder / TRANSCRIPT) and not os.path.lexists(folder / FILE)
 
 
-def facts(folder: Path) -> Mapping[str, Any]:
-    """What the list of chats says of one. Raises `DAMAGE` and OSError."""
-    with opened(folder / TRANSCRIPT) as file:
-        top = json.loads(file.readline(16 << 20))
-        names = []
-        while (line := json.loads(file.readline(1 << 20)))["kind"] == "document":
-            names.append(line["name"])
-    return {**top, "documents": names}
+class OldChat:
+    """Such a chat, with the rows that its new file will have. Raises OSError and `DAMAGE`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self._folder = folder.name, folder
+        body, newline, end = _read(folder / TRANSCRIPT).rstrip(b"\n").rpartition(b"\n")
+        if json.loads(end)["sha256"] != hashlib.sha256(body + newline).hexdigest():
+            raise ValueError(f"the checksum of {TRANSCRIPT} does not fit: it was cut or edited")
+        self._top, *lines = [json.loads(line) for line in body.split(b"\n")]
+        if self._top["kind"] != "chat" or self._top["identity"]["format"] != 1:
+            raise ValueError(f"{TRANSCRIPT} is of another version")
+        kinds = ("document", "turn", "tokens")
+        self._lines = {kind: [one for one in lines if one["kind"] == kind] for kind in kinds}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def rows(self, table: str) -> Iterator[Sequence[str | bytes]]:
+        """As `ChatFile.rows`."""
+        cache = self._top["cache"]
+        if table == "chat":
+            facts = {
+                **{key: self._top[key] for key in _FACTS},
+                "reuse": self._top.get("reuse", "once"),
+                "run": {"kv": "auto", "weights": "auto", **self._top["run"]},
+                "documents": [line["name"] for line in self._lines["document"]],
+                "cache": cache["bytes"] if cache else 0,
+            }
+            tokens = [id for line in self._lines["tokens"] for id in line["ids"]]
+            yield json.dumps(facts), array.array("i", tokens).tobytes()
+        elif table == "document":
+            for line in self._lines["document"]:
+                about = {"name": line["name"], "source": line.get("source")}
+                yield json.dumps(about), self._file(line).decode()
+        elif table == "turn":
+            for line in self._lines["turn"]:
+                about = {"documents": line["documents"], "record": line["record"]}
+                yield json.dumps(about), line["question"], line["answer"]
+        else:
+            yield from parts(self._file(cache) if cache else b"")
+
+    def _file(self, line: Mapping[str, Any]) -> bytes:
+        """A file that a line names."""
+        path = self._folder / os.path.basename(line["file"])
+        data = _read(path)
+        if hashlib.sha256(data).hexdigest() != line["sha256"]:
+            raise ValueError(f"the checksum of {path.name} does not fit: it was edited or damaged")
+        return data
+
+    def remove(self) -> None:
+        """Remove its files. The transcript goes last: while it is there, the chat is old."""
+        named = [*self._lines["document"], *filter(None, [self._top["cache"]])]
+        for name in (*(os.path.basename(line["file"]) for line in named), "lock", TRANSCRIPT):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._folder / name)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes of an earlier version from the chat. Raises OpenElsewhere, OSError."""
+    """Keep other processes of that version from the chat. Raises OpenElsewhere, OSError."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        with contextlib.suppress(OSError):  # a file system that cannot lock
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise OpenElsewhere(folder.name) from None
-        yield
-    finally:
-        os.close(handle)
-
-
-def convert(folder: Path, check: Callable[[ChatFile], object]) -> None:
-    """Write a chat of an earlier version anew. Its files go when the new one is on disk and `check`
-    has read it back: what cannot be read does not replace what can. Raises
-    OpenElsewhere, UsageError, OSError, and `DAMAGE`; then it is as it was."""
-    if not is_old(folder):
-        return
-    with locked(folder):
-        if not os.path.lexists(folder / FILE):
-            saved = os.stat(folder / TRANSCRIPT)
-            _write(folder)
-            with ChatFile(folder.name, file=_NEW) as made:
-                check(made)
-            os.utime(folder / _NEW, ns=(saved.st_atime_ns, saved.st_mtime_ns))
-            os.replace(folder / _NEW, folder / FILE)
-        # The transcript goes last: as long as it is there, the next process removes the rest.
-        for name in [n for n in os.listdir(folder) if _FILE.fullmatch(n)] + ["lock", TRANSCRIPT]:
-            os.unlink(folder / name)
-
-
-def _write(folder: Path) -> None:
-    top, *lines = _lines(folder)
-    documents = [line for line in lines if line["kind"] == "document"]
-    turns = [line for line in lines if line["kind"] == "turn"]
-    ids: list[int] = next((line["ids"] for line in lines if line["kind"] == "tokens"), [])
-    cache, why = b"", top["no_cache"]
-    if top["cache"]:
+    with open(handle, "wb"):
         try:
-            cache = _part(folder, top["cache"], "cache")
-        except (OSError, *DAMAGE) as error:
-            why = f"its file was damaged: {error}"
-    kept = "title turns identity seed system pin_system opened_with pending curve".split()
-    top = {
-        **{key: top[key] for key in kept},
-        "reuse": top.get("reuse", "once"),
-        "run": {"kv": "auto", "weights": "auto", **top["run"]},
-        "documents": [line["name"] for line in documents],
-        "cache": len(cache),
-        "no_cache": why,
-    }
-    for name in (_NEW, f"{_NEW}-journal"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(folder / name)
-    with ChatFile(folder.name, file=_NEW, new=True) as made, made.saving():
-        made.put("chat", [(json.dumps(top), array.array("i", ids).tobytes())])
-        made.put(
-            "document",
-            (
-                (
-                    json.dumps({"name": line["name"], "source": line.get("source")}),
-                    _part(folder, line, "document").decode(),
-                )
-                for line in documents
-            ),
-        )
-        made.put(
-            "turn",
-            (
-                (
-                    json.dumps({"documents": line["documents"], "record": line["record"]}),
-                    line["question"],
-                    line["answer"],
-                )
-                for line in turns
-            ),
-        )
-        made.put("cache", parts(cache))
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OpenElsewhere(folder.name) from None
+        except OSError:  # a file system that cannot lock
+            pass
+        yield
 
 
-def _part(folder: Path, record: Mapping[str, Any], kind: str) -> bytes:
-    """A file that a line names."""
-    name = record["file"]
-    if _FILE.fullmatch(name) is None:
-        raise ValueError(f"{name!r:.80} is not a file of a chat")
-    data = _read(folder / name, kind)
-    if hashlib.sha256(data).hexdigest() != record["sha256"]:
-        raise ValueError(f"the checksum of {name} does not fit: it was edited or damaged")
-    return data
-
-
-def _read(path: Path, kind: str) -> bytes:
+def _read(path: Path) -> bytes:
     with opened(path) as file:
-        data: bytes = file.read(_BYTES[kind] + 1)
-    if len(data) > _BYTES[kind]:
-        raise ValueError(f"{path.name} is too large")
+        data: bytes = file.read()
     return data
-
-
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the transcript, the header first, the checksum checked and left out."""
-    data = _read(folder / TRANSCRIPT, TRANSCRIPT)
-    body, newline, end = data.removesuffix(b"\n").rpartition(b"\n")
-    if json.loads(end)["sha256"] != hashlib.sha256(body + newline).hexdigest():
-        raise ValueError(f"the checksum of {TRANSCRIPT} does not fit: it was cut or edited")
-    refuse_many(body)
-    # Bytes may be taken for UTF-16, in which the limit does not see the lists.
-    lines = [json.loads(line.decode("utf-8", "surrogatepass")) for line in body.splitlines()]
-    if lines[0]["kind"] != "chat" or lines[0]["identity"]["format"] != 1:
-        raise ValueError(f"{TRANSCRIPT} is of another version")
-    return lines

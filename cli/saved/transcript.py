@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.report import size
+from minikv.chat.report import clipped, size
 from minikv.chat.transcript import REUSES
 from minikv.cli.paths import chats_folder
-from minikv.cli.records import report_of
-from minikv.cli.saved import old
-from minikv.cli.saved.database import REREAD, ChatFile, damage, parts
+from minikv.cli.records import checked, report_of
+from minikv.cli.saved.database import FILE, REREAD, TABLES, Chat, ChatFile, damage, parts, renew
 from minikv.cli.saved.files import check_name
 from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
 from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
+from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old, locked
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
@@ -81,21 +83,57 @@ class Saved:
 # -- reading ------------------------------------------------------------------------------
 
 
-def opened(name: str, *, lock: bool = False) -> ChatFile:
-    """A chat's file; one of an earlier version is written anew. Raises UsageError."""
+def opened(name: str, *, lock: bool = False) -> Chat:
+    """A chat to read. Raises UsageError."""
     check_name(name)
+    folder = chats_folder() / name
     with damage(name):
         try:
-            old.convert(chats_folder() / name, read_from)
-            return ChatFile(name, lock=lock)
+            return OldChat(folder) if is_old(folder) else ChatFile(name, lock=lock)
         except FileNotFoundError:
             raise unknown(name) from None
 
 
+def held(name: str) -> ChatFile:
+    """A chat to read and to save, locked. One of an earlier version is written anew, and so is one
+    that is damaged where only its cache was. Raises UsageError."""
+    check_name(name)
+    folder = chats_folder() / name
+    with damage(name):
+        if os.path.lexists(folder / TRANSCRIPT):
+            with locked(folder):
+                _modernise(folder)
+        try:
+            file = ChatFile(name, lock=True)
+        except FileNotFoundError:
+            raise unknown(name) from None
+        if not file.wrong:
+            return file
+        with contextlib.closing(file):
+            read_from(file)
+            rows: dict[str, Iterable[Any]] = {table: file.rows(table) for table in TABLES}
+            why = f"its file was damaged: {clipped(file.wrong, 100)}"
+            ((_, tokens),) = file.rows("chat")
+            rows["chat"] = [(_encoded({**facts_of(file), "cache": 0, "no_cache": why}), tokens)]
+            renew(name, {**rows, "cache": ()})
+        return ChatFile(name, lock=True)
+
+
+def _modernise(folder: Path) -> None:
+    """Write a chat of an earlier version as this one does, then remove its files."""
+    chat = OldChat(folder)
+    if is_old(folder):
+        read_from(chat)  # what cannot be read does not replace what can
+        renew(folder.name, {table: chat.rows(table) for table in TABLES})
+        saved = os.stat(folder / TRANSCRIPT)
+        os.utime(folder / FILE, ns=(saved.st_atime_ns, saved.st_mtime_ns))
+    chat.remove()
+
+
 def header(name: str) -> Mapping[str, Any]:
     """What is needed to build a chat's session. Raises UsageError. Needs no torch."""
-    with opened(name) as file, damage(name):
-        facts = facts_of(file)
+    with contextlib.closing(opened(name)) as chat, damage(name):
+        facts = facts_of(chat)
         if set(facts["run"]) != _RUN:
             raise ValueError("it does not say how it was run")
         return facts
@@ -114,21 +152,21 @@ def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str
 
 def read(name: str) -> Saved:
     """A chat without its cache. Raises UsageError."""
-    with opened(name) as file:
-        return read_from(file)
+    with contextlib.closing(opened(name)) as chat:
+        return read_from(chat)
 
 
-def read_from(file: ChatFile) -> Saved:
+def read_from(chat: Chat) -> Saved:
     """As `read`. Raises UsageError for anything missing or altered."""
     from minikv.chat.transcript import Document, Source, Turn
 
-    with damage(file.name):
-        ((text, tokens),) = file.rows("chat")
+    with damage(chat.name):
+        ((text, tokens),) = chat.rows("chat")
         facts = decoded(text)
         if facts["identity"]["format"] != FORMAT:
             raise ValueError(f"format {facts['identity']['format']!r:.20}, not {FORMAT}")
         texts, total = list[Document](), 0
-        for about, text in file.rows("document"):
+        for about, text in chat.rows("document"):
             total += len(text)
             if total > DOCUMENT_BYTES:
                 raise ValueError("its documents are too large")
@@ -136,7 +174,7 @@ def read_from(file: ChatFile) -> Saved:
             source = Source(**known["source"]) if known["source"] else None
             texts.append(Document(text, _one_line(known["name"]), source))
         turns = list[Turn]()
-        for about, question, answer in file.rows("turn"):
+        for about, question, answer in chat.rows("turn"):
             known = decoded(about)
             documents = tuple(texts[i] for i in known["documents"])
             turns.append(Turn(question, answer, documents, report_of(known["record"], known=True)))
@@ -144,10 +182,12 @@ def read_from(file: ChatFile) -> Saved:
             raise ValueError("turns or documents are missing")
         pending = tuple(texts[i] for i in facts["pending"])
         eviction, ids = eviction_of(facts["identity"]), tuple(array.array("i", tokens))
-        saved = Saved(file.name, facts, eviction, tuple(turns), pending, ids)
+        saved = Saved(chat.name, facts, eviction, tuple(turns), pending, ids)
         # Check now what is used later, so that damage is found before anything is changed.
-        _ = saved.curve, str(facts["system"]), int(facts["seed"]), bool(facts["pin_system"])
-        _ = saved.opened_with, int(facts["cache"]), str(facts["no_cache"])
+        _ = saved.curve
+        kinds = {"seed": int, "cache": int, "opened_with": str, "system": str, "no_cache": str}
+        for name, kind in (kinds | {"pin_system": bool}).items():
+            checked(kind, facts[name], name)
         if facts["reuse"] not in REUSES:
             raise ValueError(f"reuse {facts['reuse']!r:.20} is none")
     return saved
@@ -155,7 +195,7 @@ def read_from(file: ChatFile) -> Saved:
 
 def _one_line(name: str | None) -> str | None:
     """A document's name as the commands give it. Raises ValueError for any other: it is shown."""
-    from minikv.cli.documents import one_line
+    from minikv.cli.documents.text import one_line
 
     if name is not None and one_line(name) != name:
         raise ValueError(f"{name!r:.60} is no name of a document")
@@ -171,7 +211,7 @@ def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
 
     if not saved.facts["cache"]:
         raise UsageError(f"chat {saved.name} has no cache: {saved.facts['no_cache']}", REREAD)
-    with damage(saved.name):
+    with damage(saved.name, REREAD):
         data = b"".join(part for (part,) in file.rows("cache"))
         if len(data) != saved.facts["cache"]:
             raise ValueError("the cache is not as long as it was written")

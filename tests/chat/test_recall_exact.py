@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import small
 import torch
 from fakes import PADDED
 from lettered import over
@@ -21,9 +22,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
-from minikv.models.rope import RopeConfig
 
 # One evicts nothing; the others need the queries of all tokens, or read everything twice.
 UNSERVED = {"full", "h2o", "expected", "ada-expected", "queryspan", "kvzip", "kvzip+"}
@@ -38,21 +37,9 @@ QUESTIONS = ("Who?", "Why was it so?", "And the mill?", "How deep is that well?"
 def network(windows: tuple[int | None, ...], max_context: int = 4096) -> Llama:
     """Random weights, large enough that attention is far from uniform; two query heads for each KV
     head."""
-    config = ModelConfig(
-        family="llama",
-        layers=len(windows),
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        hidden=32,
-        mlp=48,
-        vocab=PADDED,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        max_context=max_context,
-        windows=windows,
+    return small.network(
+        64, 3, windows=windows, max_context=max_context, vocab=PADDED, **small.SPOKEN
     )
-    return Llama(config, rows=64).randomise(3, std=0.3)
 
 
 def session(

@@ -33,15 +33,15 @@ from minikv.cache.rules import Rules
 from minikv.chat.closing import Facts
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
-from minikv.cli import documents
 from minikv.cli.chat import converse
 from minikv.cli.command import Context
+from minikv.cli.documents import named
+from minikv.cli.documents.stdin import PipedLines
 from minikv.cli.failures import explain
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import listing
-from minikv.cli.sources import PipedLines
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
 from minikv.models.errors import CorruptModel, ModelUnavailable
@@ -821,14 +821,14 @@ def test_bad_commands_explain_themselves_and_the_chat_goes_on(
 def test_ctrl_c_in_a_command_does_not_end_the_chat(
     world: World, document: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = documents.read_file
+    read = named.read_file
 
-    def interrupted(path: str, *rest: Any, **more: Any) -> documents.Text:
+    def interrupted(path: str, *rest: Any, **more: Any) -> named.Text:
         if world.session is not None:
             os.kill(os.getpid(), signal.SIGINT)
         return read(path, *rest, **more)
 
-    monkeypatch.setattr(documents, "read_file", interrupted)
+    monkeypatch.setattr(named, "read_file", interrupted)
     result = world.run("chat", document, input=f"/add {document}\nstill here?\n")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 1

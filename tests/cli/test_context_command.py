@@ -11,9 +11,10 @@ from test_settings import do, talk_of
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli import document_commands, kept
+from minikv.cli import kept
 from minikv.cli.command import Context
 from minikv.cli.context_command import usage
+from minikv.cli.documents import commands as document_commands
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def test_what_the_hub_says(
     message: str,
 ) -> None:
     hub(monkeypatch, token, answer)
-    (check,) = examination.login(offline=False)
+    check = examination.login(offline=False)
     assert check.state == state
     assert message in check.detail
     assert SECRET not in str(check)
@@ -172,16 +172,16 @@ def test_offline_asks_nobody(quick: None, monkeypatch: pytest.MonkeyPatch) -> No
         pytest.fail("touched the network")
 
     hub(monkeypatch, SECRET, forbidden)
-    (check,) = examination.login(offline=True)
+    check = examination.login(offline=True)
     assert (check.state, check.detail) == (OK, "not asked: offline")
 
 
 def test_a_token_is_told_and_never_shown(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "none" in examination.token()[0].detail
+    assert "none" in examination.token().detail
     hub(monkeypatch, SECRET, {"name": "ada"})
-    assert "hf auth login" in examination.token()[0].detail
+    assert "hf auth login" in examination.token().detail
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    assert examination.token()[0].detail == "set by HF_TOKEN"
+    assert examination.token().detail == "set by HF_TOKEN"
     for as_json in (False, True):
         code, text = run(as_json=as_json)
         assert code == 0
@@ -224,7 +224,7 @@ def test_the_class_of_the_processor_and_the_choice_are_shown(
     monkeypatch.setattr(choice, "processor", lambda: "amx")
     monkeypatch.setattr(choice, "tiles_refused", lambda: False)
     monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
-    (check,) = examination.kernels()
+    check = examination.kernels()
     assert check.state == OK
     assert (
         "compiled on this machine; processor class amx: C for joined attention, prompt statistics, "
@@ -233,7 +233,7 @@ def test_the_class_of_the_processor_and_the_choice_are_shown(
     assert "; C with tiles for prompt attention" in check.detail
     assert "refuses" not in check.detail
     monkeypatch.setattr(choice, "tiles_refused", lambda: True)
-    (check,) = examination.kernels()
+    check = examination.kernels()
     assert check.state == OK
     assert check.detail.endswith("Linux refuses this process the tiles (AMX) of the processor")
 
@@ -255,21 +255,21 @@ def test_little_disk_and_a_locked_cache_are_warned_about(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         examination.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30)
     )
-    (check,) = examination.disk()
+    check = examination.disk()
     assert check.state == WARNING
     assert "1.0 GiB free" in check.detail
     monkeypatch.setattr(examination.os, "access", lambda path, mode: False)
-    assert "not writable" in examination.disk()[0].hint
+    assert "not writable" in examination.disk().hint
 
 
 def test_a_bad_configuration_is_a_failed_check(quick: None, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("temprature = 1")
-    (check,) = examination.settings()
+    check = examination.settings()
     assert check.state == FAILED
     assert "unknown key 'temprature'" in check.detail
     assert "did you mean temperature?" in check.hint
     (tmp_path / "config.toml").write_text("temperature = 1")
-    assert "1 set, by " in examination.settings()[0].detail
+    assert "1 set, by " in examination.settings().detail
 
 
 def test_what_the_processor_says(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_what_the_processor_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_line_is_no_wider_than_the_terminal(width: int) -> None:
-    text = line(Check("models", WARNING, "word " * 40, "do something " * 9), width)
+    text = line("models", Check(WARNING, "word " * 40, "do something " * 9), width)
     assert text.startswith("warning  models")
     assert max(map(len, text.splitlines())) <= width
 
@@ -299,6 +299,6 @@ def test_a_processor_without_products_of_bfloat16_is_told(
     flags: set[str], slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(examination, "_cpu_facts", lambda: ("A processor", flags))
-    (check,) = examination.cpu()
+    check = examination.cpu()
     assert check.state == OK
     assert ("multiplied in float32" in check.hint) == slow

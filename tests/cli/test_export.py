@@ -64,11 +64,11 @@ def test_facts_are_those_of_the_chat() -> None:
         ("who?", session.messages[2].content, (0, 1)),
         ("why?", session.messages[4].content, ()),
     ]
-    assert [t.report for t in facts.turns] == session.reports
+    assert [t.record for t in facts.turns] == session.reports
     assert [(d.name, d.characters) for d in facts.documents] == [("story.txt", 12), (None, 8)]
-    assert len(facts.pieces) == len(session.fed)
-    assert "".join(p or "" for p in facts.pieces) == session.tokenizer.decode(session.fed)
-    assert facts.pieces[0] is None, "a control token has no text"
+    assert len(facts.tokens.text) == len(session.fed)
+    assert "".join(p or "" for p in facts.tokens.text) == session.tokenizer.decode(session.fed)
+    assert facts.tokens.text[0] is None, "a control token has no text"
     assert [[bits(head) for head in layer] for layer in facts.kept] == [
         [session.kept(i, h).tolist() for h in range(HEADS)] for i in range(LAYERS)
     ]
@@ -80,8 +80,8 @@ def test_facts_are_those_of_the_chat() -> None:
 def test_sections_hold_the_texts() -> None:
     facts = gather(spoken())
     found = {
-        (s.kind, s.label): "".join(p or "" for p in facts.pieces[s.start : s.end])
-        for s in facts.sections
+        (s.kind, s.label): "".join(p or "" for p in facts.tokens.text[s.start : s.end])
+        for s in facts.tokens.sections
     }
     assert found == {
         ("document", "story.txt"): "a long störy",
@@ -98,21 +98,21 @@ def test_a_section_begins_with_the_first_byte_of_its_first_character() -> None:
     session.attach("é is é")
     list(session.ask("q"))
     facts = gather(session)
-    document = facts.sections[0]
-    assert facts.pieces[document.start : document.end] == ("", "é", *" is ", "", "é")
+    document = facts.tokens.sections[0]
+    assert facts.tokens.text[document.start : document.end] == ("", "é", *" is ", "", "é")
 
 
 def test_a_short_text_is_not_found_in_what_came_before() -> None:
     session = chat(system="q and a and q")
     list(session.ask("q"))
-    question = gather(session).sections[0]
+    question = gather(session).tokens.sections[0]
     # bos and system before the prompt, its end and user after it
     assert question.start == len("q and a and q") + 4
     # The answer is a text that its own question begins with.
     session = chat()
     session.engine.script = [ord("w")] * 12  # type: ignore[attr-defined]
     list(session.ask("wwwwwwwwwwwwww"))
-    answer = gather(session).sections[1]
+    answer = gather(session).tokens.sections[1]
     assert (answer.start, answer.end) == (len(session.fed) - 12, len(session.fed))
 
 
@@ -138,11 +138,12 @@ WRONG = [
     ("tokens.sections.0.start", -1, "section"),
     ("tokens.sections.0.kind", "onclick", "section"),
     ("turns.0.documents", [9], "document"),
-    ("turns.0.documents", [-1], "negative"),
+    ("turns.0.documents", [-1], "not there"),
     ("turns.0.record.stop_reason", "boredom", "stop_reason"),
+    ("turns.0.record.reuse", "auto", "reuse"),  # a record says what was read
     ("turns.0.record.rate.decode_tok_s", "fast", "number"),
     ("turns.0.record.tokens", None, "object"),
-    ("curve.0", [1, 2], "three numbers"),
+    ("curve.0", [1, 2], "2 numbers, not 3"),
     ("curve.0", [1, -2, 3], "negative"),
     ("documents", "none", "list"),
     *(
@@ -338,7 +339,7 @@ def test_a_chat_that_is_not_read_again_yet_still_has_its_conversation() -> None:
     session.refresh(wanted=False)
     facts = gather(session)
     assert parse(as_json(facts)) == facts
-    assert facts.sections == ()
+    assert facts.tokens.sections == ()
     assert facts.turns[0].answer in Elements(page.render(facts)).text
 
 
@@ -374,7 +375,7 @@ def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> Non
 
 def test_the_transcript_has_the_words_and_the_figures(facts: ChatFacts) -> None:
     text = markdown.render(facts)
-    report = facts.turns[1].report
+    report = facts.turns[1].record
     assert report is not None
     assert f"> {facts.turns[1].answer}\n" in text
     assert f"| kept | {report.tokens.kept_mean:,.1f} of" in text
@@ -480,7 +481,7 @@ def test_export_refuses(
     ("broken", "error"),
     [
         *((name, OSError(errno.ENOSPC, "No space left")) for name in ("fsync", "replace")),
-        ("fchmod", KeyboardInterrupt("No space left")),
+        ("fsync", KeyboardInterrupt("No space left")),
     ],
 )
 def test_a_failed_write_leaves_what_was_there(
@@ -532,10 +533,10 @@ def test_figures_of_the_bundled_model_add_up() -> None:
     rows = [len(bits(head)) for layer in facts.kept for head in layer]
     assert sum(rows) / len(rows) == report.tokens.kept_mean
     assert (min(rows), max(rows)) == (report.tokens.kept_min, report.tokens.kept_max)
-    assert report.tokens.kept_max < len(facts.pieces) == report.tokens.seen_total
+    assert report.tokens.kept_max < len(facts.tokens.text) == report.tokens.seen_total
     assert facts.curve[-1].held == report.kv_bytes.held
     assert facts.curve[-1].full == report.kv_bytes.full
-    assert [s.label for s in facts.sections] == ["n.txt", "question 1", "answer 1"]
+    assert [s.label for s in facts.tokens.sections] == ["n.txt", "question 1", "answer 1"]
 
 
 PATHS = ("/home/ada/models/Some-3B", "~/models/Some-3B", "./Some-3B", "../models/Some-3B/")
@@ -557,8 +558,8 @@ def test_no_export_names_a_folder_of_this_machine(model: str, tmp_path: Path) ->
     for made in (page.render(facts), markdown.render(facts), json.dumps(facts.to_dict())):
         for part in ("/home", "~/", "../", str(tmp_path), "/models"):
             assert part not in made.replace("\\", "")
-    assert facts.turns[-1].report is not None
-    first, second, third = facts.turns[-1].report.warnings
+    assert facts.turns[-1].record is not None
+    first, second, third = facts.turns[-1].record.warnings
     assert first == "the tier is damaged: tier.kv is damaged from token 9 on"
     assert second.endswith("No space left on device; /docs, a/b, 1/2")
     assert third == "see https://example.org/a/b or y.log"

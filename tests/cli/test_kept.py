@@ -30,9 +30,7 @@ from minikv.cli.strips import Screen
 from minikv.cli.terminal import Terminal
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
-from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
-from minikv.models.rope import RopeConfig
 from minikv.models.stream import TextStream
 from minikv.settings import Generation
 
@@ -43,21 +41,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 def network(windows: tuple[int | None, ...] = (None, None, None), seed: int = 0) -> Llama:
     """A small random network over bytes."""
-    config = ModelConfig(
-        family="llama",
-        layers=3,
-        heads=6,
-        kv_heads=3,
-        head_dim=8,
-        hidden=48,
-        mlp=64,
-        vocab=PADDED,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        max_context=4096,
-        windows=windows,
-    )
-    return Llama(config, rows=64).randomise(seed, std=0.3)
+    return small.network(64, seed, windows=windows, vocab=PADDED)
 
 
 def chat(prompt: str = "adakv", step: str = "roco", budget: int = 48, **given: Any) -> ChatSession:

@@ -41,6 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import rest_twin
+import small
 import stand_in
 import step_oracle
 import stub_driver
@@ -59,10 +60,8 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.engine.warmup import warm
 from minikv.kernels.dispatch import FORMS, Kernels, on_gpu
-from minikv.models.config import ModelConfig
 from minikv.models.linear import Plain, kept, unpack_int4_rows
 from minikv.models.llama import Llama
-from minikv.models.rope import RopeConfig
 
 Count = Counter[tuple[str, str]]
 
@@ -250,19 +249,14 @@ class Bench:
     @staticmethod
     def network(layers: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Llama:
         """A network; on a CPU its weights are random."""
-        config = ModelConfig(
-            family="llama",
-            layers=layers,
+        config = small.config(
+            (window,) * layers,
             heads=HEADS,
             kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             hidden=HEADS * HEAD_DIM,
             mlp=512,
             vocab=VOCAB,
-            norm_eps=1e-5,
-            rope=RopeConfig(theta=1e4),
-            max_context=4096,
-            windows=(window,) * layers,
         )
         net = Llama(config, rows=CHUNK, dtype=dtype, device=device)
         return net.randomise(0, std=0.1) if device.type == "cpu" else net

@@ -13,7 +13,7 @@ from minikv.cache.stats import Shape
 from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.export.facts import ChatFacts, Section
+from minikv.cli.export.facts import ChatFacts, Section, Tokens
 
 LAYERS, HEADS = 3, 2
 HOSTILE = (
@@ -60,7 +60,9 @@ def large(facts: ChatFacts, layers: int, heads: int, tokens: int) -> ChatFacts:
     return replace(
         facts,
         model=replace(facts.model, layers=layers, kv_heads=heads),
-        pieces=tuple(f" word{i % 1000}" if i % 40 else "\n" for i in range(tokens)),
-        sections=(Section("document", "report.pdf", 10, tokens - 10),),
+        tokens=Tokens(
+            tuple(f" word{i % 1000}" if i % 40 else "\n" for i in range(tokens)),
+            (Section("document", "report.pdf", 10, tokens - 10),),
+        ),
         kept=tuple(tuple(bits() for _ in range(heads)) for _ in range(layers)),
     )

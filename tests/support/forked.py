@@ -22,7 +22,7 @@ import termios
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +76,8 @@ def run(
     with tempfile.TemporaryDirectory() as place:
         given, out, err = (Path(place, name) for name in ("in", "out", "err"))
         given.write_bytes(stdin.encode() if isinstance(stdin, str) else stdin)
-        process = _start(
-            arguments,
-            (str(given), str(out), errors or str(err)),
-            env,
-            folder,
-            presses,
-            pace=pace,
-            limits=limits,
-            code=code,
-        )
+        streams = (str(given), str(out), errors or str(err))
+        process = _start(Start(arguments, streams, env, folder, presses, pace, limits, code))
         process.join(120)
         if process.is_alive():
             process.kill()
@@ -111,7 +103,8 @@ class Piped:
                 os.mkfifo(path)
             held = os.open(paths[0], os.O_RDWR)  # opening the other end does not wait then
             ends = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths[1:]]
-            self.process = _start(arguments, tuple(paths), env, folder, None, pace=pace, code=code)
+            start = Start(arguments, tuple(paths), env, folder, pace=pace, code=code)
+            self.process = _start(start)
             self.stdin = open(paths[0], "wb", buffering=0)  # noqa: SIM115
             os.close(held)
         for end in ends:
@@ -153,7 +146,7 @@ class Forked(Terminals):
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self.modes = termios.tcgetattr(theirs)
         """Of the terminal, before the command began."""
-        self.process = _start(arguments, (os.ttyname(theirs),) * 3, env, folder, None, pace=pace)
+        self.process = _start(Start(arguments, (os.ttyname(theirs),) * 3, env, folder, pace=pace))
         os.close(theirs)
         self.pid = self.process.pid
         self.seen = ""
@@ -179,52 +172,35 @@ class Forked(Terminals):
         os.close(self.fd)
 
 
-def _start(
-    arguments: tuple[str, ...],
-    streams: tuple[str, ...],
-    env: Mapping[str, str] | None,
-    folder: Path | None,
-    presses: Presses | None,
-    pace: float | None = None,
-    limits: Mapping[int, int] | None = None,
-    code: str = "",
-) -> Any:
+@dataclass(frozen=True)
+class Start:
+    """What a process begins with; see `run`. streams: paths of its stdin, stdout and stderr."""
+
+    arguments: tuple[str, ...]
+    streams: tuple[str, ...]
+    env: Mapping[str, str] | None = None
+    folder: Path | None = None
+    presses: Presses | None = None
+    pace: float | None = None
+    limits: Mapping[int, int] | None = None
+    code: str = ""
+
+
+def _start(start: Start) -> Any:
     """A process that has its streams open when this returns."""
     ready, told = _SERVER.Pipe(duplex=False)
-    process = _SERVER.Process(
-        target=_enter,
-        args=(
-            arguments,
-            streams,
-            {**os.environ, **(env or {})},
-            str(folder or Path.cwd()),
-            dict(presses or {}),
-            pace,
-            dict(limits or {}),
-            code,
-            told,
-        ),
-    )
+    env, folder = {**os.environ, **(start.env or {})}, start.folder or Path.cwd()
+    process = _SERVER.Process(target=_enter, args=(replace(start, env=env, folder=folder), told))
     process.start()
     told.close()  # else the end of a process that fails before it tells is not seen
     ready.recv()
     return process
 
 
-def _enter(
-    arguments: tuple[str, ...],
-    streams: tuple[str, ...],
-    env: Mapping[str, str],
-    folder: str,
-    presses: Presses,
-    pace: float | None,
-    limits: Mapping[int, int],
-    code: str,
-    told: Any,
-) -> None:
+def _enter(start: Start, told: Any) -> None:
     os.setsid()
     modes = (os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_WRONLY | os.O_CREAT)
-    for number, (path, mode) in enumerate(zip(streams, modes, strict=True)):
+    for number, (path, mode) in enumerate(zip(start.streams, modes, strict=True)):
         handle = os.open(path, os.O_RDWR if path.startswith("/dev/") else mode)
         os.dup2(handle, number)
         os.close(handle)
@@ -233,20 +209,20 @@ def _enter(
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     told.send(True)
     os.environ.clear()
-    os.environ.update(env)
-    os.chdir(folder)
-    for kind, most in limits.items():
+    os.environ.update(start.env or {})
+    os.chdir(start.folder or ".")
+    for kind, most in (start.limits or {}).items():
         resource.setrlimit(kind, (most, most))
-    sys.argv = ["minikv", *arguments]
-    if code:
-        exec(compile(code, "code", "exec"), {"__name__": "__main__"})
+    sys.argv = ["minikv", *start.arguments]
+    if start.code:
+        exec(compile(start.code, "code", "exec"), {"__name__": "__main__"})
         return
-    if presses:
-        _press_at(presses)
-    if pace is not None:
+    if start.presses:
+        _press_at(start.presses)
+    if start.pace is not None:
         from fake_main import use_fake
 
-        use_fake(pace)
+        use_fake(start.pace)
     from minikv.cli.__main__ import run as command
 
     command()

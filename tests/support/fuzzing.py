@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import base64
 import copy
-import hashlib
 import json
 import random
 import resource
-import shutil
 import sqlite3
 import sys
 import tempfile
@@ -26,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,74 +61,21 @@ class Outcome:
 # -- mutations ------------------------------------------------------------------------------------
 
 _ODD: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    3.5,
-    -0.0,
-    1e308,
-    2**31,
-    2**53 + 1,
-    2**63,
-    10**30,
-    -(10**25),
-    "",
-    "a",
-    "\u0000",
-    "\ud800",
-    "\x1b[31m",
-    "../x",
-    "/etc/passwd",
-    "NaN",
+    *json.loads(
+        """[null, true, false, 0, -1, 1, 2, 3.5, -0.0, 1e308, 2147483648, 9007199254740993,
+        9223372036854775808, 1000000000000000000000000000000, -10000000000000000000000000,
+        "", "a", "\\u0000", "\\ud800", "\\u001b[31m", "../x", "/etc/passwd", "NaN",
+        [], {}, [[]], [null], [1, "a"], {"": null}, {"a": {"b": []}}, [[[[[[]]]]]]]"""
+    ),
     "é" * 300,
     "x" * 5000,
-    [],
-    {},
-    [[]],
-    [None],
-    [1, "a"],
-    {"": None},
-    {"a": {"b": []}},
-    [[[[[[]]]]]],
     [0] * 300,
 )
 _TEXTS = (
-    b"1e999",
-    b"-1e999",
-    b"NaN",
-    b"Infinity",
-    b"9" * 400,
-    b"9" * 5000,
-    b"1e-400",
-    b"null",
-    b"{}",
-    b"[]",
-    b'""',
-    b"[" * 2000,
-    b"[" * 1500 + b"]" * 1500,
-    b'{"a":' * 1200,
-    b"\\ud800",
-    b"\\u0000",
-    b"\xff\xfe",
-    b"\xef\xbb\xbf",
-    b"\x00",
-    b"\n",
-    b"\r\n",
-    b"\xe2\x80\xa8",
-    b",",
-    b":",
-    b"}",
-    b'"',
-    b"true",
-    b"18446744073709551616",
-    b"#",
-    b"=",
-    b"[[x]]",
-    b"'''",
+    *b"""1e999 -1e999 NaN Infinity 1e-400 null {} [] "" \\ud800 \\u0000 , : } " true
+    18446744073709551616 # = [[x]] \'\'\'""".split(),
+    *(b"9" * 400, b"9" * 5000, b"[" * 2000, b"[" * 1500 + b"]" * 1500, b'{"a":' * 1200),
+    *(b"\xff\xfe", b"\xef\xbb\xbf", b"\x00", b"\n", b"\r\n", b"\xe2\x80\xa8"),
 )
 
 
@@ -299,44 +245,39 @@ def _models(folder: Path) -> list[Target]:
         | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 512},
         test_config.LLAMA | {"quantization_config": {"quant_method": "gptq"}, "auto_map": {}},
     )
-    plain = json.dumps(test_config.LLAMA).encode()
-    (folder / "generation").mkdir(parents=True)
-    (folder / "generation" / "config.json").write_bytes(plain)
+    own, generation = (
+        "generation",
+        b'{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}',
+    )
+    (folder / own).mkdir(parents=True)
+    (folder / own / "config.json").write_bytes(_json(test_config.LLAMA))
+
+    def configured(name: str) -> Callable[[bytes], object]:
+        path = folder / name
+        return _putting(path, lambda: ModelConfig.from_folder(path.parent))
+
     shard = _putting(
         folder / "model.safetensors", lambda: read_header(folder / "model.safetensors")
     )
     return [
-        Target("header", (json.dumps(header).encode(),), lambda d: shard(framed(d)), refusals),
-        Target("header's bytes", (framed(json.dumps(header).encode()),), shard, refusals, 1, False),
+        Target("header", (_json(header),), lambda d: shard(framed(d)), refusals),
+        Target("header's bytes", (framed(_json(header)),), shard, refusals, 1, False),
         Target(
             "index",
-            (json.dumps(index).encode(),),
+            (_json(index),),
             _putting(folder / "i.json", lambda: weight_map(folder / "i.json")),
             refusals,
         ),
+        Target("config", tuple(map(_json, configs)), configured("hf/config.json"), refusals, 3),
+        Target("params", (_json(test_config.PARAMS),), configured("own/params.json"), refusals),
         Target(
-            "config",
-            tuple(json.dumps(one).encode() for one in configs),
-            _putting(folder / "hf/config.json", lambda: ModelConfig.from_folder(folder / "hf")),
-            refusals,
-            3,
-        ),
-        Target(
-            "params",
-            (json.dumps(test_config.PARAMS).encode(),),
-            _putting(folder / "own/params.json", lambda: ModelConfig.from_folder(folder / "own")),
-            refusals,
-        ),
-        Target(
-            "generation_config",
-            (b'{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}',),
-            _putting(
-                folder / "generation/generation_config.json",
-                lambda: ModelConfig.from_folder(folder / "generation"),
-            ),
-            refusals,
+            "generation_config", (generation,), configured(f"{own}/{own}_config.json"), refusals
         ),
     ]
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()
 
 
 def _tokenizers(folder: Path) -> list[Target]:
@@ -395,12 +336,11 @@ def _chats(folder: Path) -> list[Target]:
 
     from minikv.cache.tier_file import FileRows, header_of, sealed
     from minikv.cache.tier_rows import TierError
-    from minikv.cli.kept import held
-    from minikv.cli.paths import chats_folder
+    from minikv.cli import kept
     from minikv.cli.saved.database import damage
     from minikv.cli.saved.keeper import Keeper
     from minikv.cli.saved.listing import listing
-    from minikv.cli.saved.transcript import header, opened, read_cache, read_from, resumed
+    from minikv.cli.saved.transcript import header, held, read_cache, read_from, resumed
     from minikv.cli.terminal import Terminal
     from minikv.errors import UsageError
     from minikv.settings import Settings
@@ -419,15 +359,15 @@ def _chats(folder: Path) -> list[Target]:
         ((cache,),) = db.execute("SELECT data FROM cache")
     db.close()
 
-    def used(name: str = "one") -> None:
+    def used() -> None:
         """As by `minikv chats` and `Keeper.load`."""
         listing()
-        resumed(Settings(), header(name), ())
-        with opened(name, lock=True) as file:
+        resumed(Settings(), header("one"), ())
+        with closing(held("one")) as file:
             found = read_from(file)
-            with damage(name):
+            with damage("one"):
                 session.restore(read_cache(file, found))
-        held(session)
+        kept.held(session)
         for one in found.turns:
             one.report.lines()
             one.report.to_dict()
@@ -463,21 +403,6 @@ def _chats(folder: Path) -> list[Target]:
         text = data.decode("utf-8", "replace")
         state(json.dumps(top | {"__metadata__": {**top["__metadata__"], "state": text}}).encode())
 
-    before = Path(__file__).parents[1] / "data" / "chat-1"
-    lines = (before / "chat.jsonl").read_bytes().splitlines(keepends=True)[:-1]
-
-    def earlier(data: bytes) -> None:
-        """A chat of an earlier version, with a checksum that fits."""
-        chosen = chats_folder() / "before"
-        shutil.rmtree(chosen, ignore_errors=True)
-        shutil.copytree(before, chosen)
-        end = {"kind": "end", "sha256": hashlib.sha256(data).hexdigest()}
-        (chosen / "chat.jsonl").write_bytes(data + json.dumps(end).encode() + b"\n")
-        try:
-            used("before")
-        finally:
-            shutil.rmtree(chosen)
-
     tier = folder / "tier.kv"
     import torch
 
@@ -501,7 +426,6 @@ def _chats(folder: Path) -> list[Target]:
         Target("chat.db", (whole,), database, (UsageError,), 1, False),
         Target("a chat's facts", (facts.encode(),), row("chat", 0), (UsageError,), 0.5),
         Target("a turn's facts", (turn.encode(),), row("turn", 0), (UsageError,), 0.5),
-        Target("chat.jsonl", (b"".join(lines),), earlier, (UsageError,), 0.3, True, True),
         Target("a chat's cache", (cache,), record, (UsageError,), 0.3, False),
         Target("its header", (cache[8 : 8 + length],), state, (UsageError,), 0.5),
         Target("its state", (json.dumps(inner).encode(),), inside, (UsageError,), 0.5),
@@ -542,8 +466,11 @@ def _texts(folder: Path) -> list[Target]:
     }
     choice = {"context": "The fox.", "question": "Which?", "answer": "C", "difficulty": "hard"}
     choice |= {f"choice_{x}": f"the {x}" for x in "ABCD"} | {"length": "short"}
-    ruler = {"input": "A key is 17.\nWhat is it?", "outputs": ["17"]}
-    rows = [json.dumps(one).encode() + b"\n" for one in (longbench, choice)]
+    asked = {"input": "A key is 17.\nWhat is it?", "outputs": ["17"]}
+    *rows, ruler = (_json(one) + b"\n" for one in (longbench, choice, asked))
+
+    def items(name: str) -> Callable[[bytes], object]:
+        return _putting(folder / name, lambda: list(read_items(folder / name)))
 
     def report() -> object:
         facts = read_file(str(folder / "chat.json"))
@@ -563,27 +490,8 @@ def _texts(folder: Path) -> list[Target]:
             2,
             False,
         ),
-        Target(
-            "LongBench records",
-            (b"".join(rows),),
-            _putting(folder / "x.jsonl", lambda: list(read_items(folder / "x.jsonl"))),
-            refusals,
-            1,
-            True,
-            True,
-        ),
-        Target(
-            "RULER records",
-            (json.dumps(ruler).encode() + b"\n",),
-            _putting(
-                folder / "niah_single_1.jsonl",
-                lambda: list(read_items(folder / "niah_single_1.jsonl")),
-            ),
-            refusals,
-            1,
-            True,
-            True,
-        ),
+        Target("LongBench records", (b"".join(rows),), items("x.jsonl"), refusals, lines=True),
+        Target("RULER records", (ruler,), items("niah_single_1.jsonl"), refusals, lines=True),
         Target("report", (exported,), _putting(folder / "chat.json", report), refusals, 0.5),
         Target("history", (b'"a"\n"b c"\n"\\u00e9"\n',), typed, (), 0.3, False),
     ]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
+from small import config
 
-from minikv.models.config import ModelConfig
 from minikv.models.linear import Plain, kept
 from minikv.models.llama import Llama
-from minikv.models.rope import RopeConfig
 
 
 def made(
@@ -23,25 +22,19 @@ def made(
     biased: bool = False,
 ) -> Llama:
     """The network with plain matrices. window: that of all layers but the first."""
-    config = ModelConfig(
-        family="llama",
-        layers=layers,
+    made = config(
+        (None, *(window,) * (layers - 1)),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         hidden=hidden,
         mlp=mlp,
         vocab=vocab,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        max_context=4096,
-        windows=(None, *(window,) * (layers - 1)),
-        tied=False,
         qkv_bias=biased,
         o_bias=biased,
         mlp_bias=biased,
     )
-    return Llama(config, dtype=torch.bfloat16).randomise(1, 0.2)
+    return Llama(made, dtype=torch.bfloat16).randomise(1, 0.2)
 
 
 def packed(net: Llama, form: str) -> Llama:

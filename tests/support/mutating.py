@@ -65,46 +65,23 @@ SOURCES = (
     "models/weights.py",
     "cli/terminal.py",
 )
-_COMPARE: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
+_OTHERS = (
+    "Lt LtE GtE, LtE Lt Gt, Gt GtE LtE, GtE Gt Lt, Eq NotEq, NotEq Eq, Is IsNot, IsNot Is, "
+    "In NotIn, NotIn In, Add Sub, Sub Add, Mult Div, Div Mult, FloorDiv Mult, Mod FloorDiv, "
+    "Pow Mult, LShift RShift, RShift LShift, BitAnd BitOr, BitOr BitAnd, BitXor BitAnd, "
+    "And Or, Or And"
+)
+OTHERS = {
+    getattr(ast, one): [getattr(ast, other) for other in others]
+    for one, *others in map(str.split, _OTHERS.split(", "))
 }
-_BINARY: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.BitXor: ast.BitAnd,
-}
+"""Of an operator of Python, those that it becomes."""
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _NO_CODE = ("annotation", "returns", "decorator_list", "bases", "args")
+_PAIRS = "minimum maximum, amin amax, argmin argmax, zeros ones, zeros_like ones_like".split(", ")
 _ATTRIBUTES = {
     **_NAMES,
-    "minimum": "maximum",
-    "maximum": "minimum",
-    "amin": "amax",
-    "amax": "amin",
-    "argmin": "argmax",
-    "argmax": "argmin",
-    "zeros": "ones",
-    "ones": "zeros",
-    "zeros_like": "ones_like",
-    "ones_like": "zeros_like",
+    **{one: other for pair in _PAIRS for one, other in (pair.split(), pair.split()[::-1])},
     "cummax": "cummin",
     "mean": "sum",
 }
@@ -200,15 +177,13 @@ def _changes(tree: ast.Module) -> list[Change]:
     def change(node: ast.AST) -> None:
         if isinstance(node, ast.Compare):
             for at, one in enumerate(node.ops):
-                for new in _COMPARE[type(one)]:
+                for new in OTHERS[type(one)]:
                     put(node, "ops", new(), at)
-        elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-            if not (isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)):
-                put(node, "op", _BINARY[type(node.op)]())
-        elif isinstance(node, ast.AugAssign) and type(node.op) in _BINARY:
-            put(node, "op", _BINARY[type(node.op)]())
-        elif isinstance(node, ast.BoolOp):
-            put(node, "op", ast.Or() if isinstance(node.op, ast.And) else ast.And())
+        elif isinstance(node, ast.BinOp | ast.AugAssign | ast.BoolOp):
+            left = getattr(node, "left", None)
+            if not (isinstance(left, ast.Constant) and isinstance(left.value, str)):
+                for new in OTHERS.get(type(node.op), ()):
+                    put(node, "op", new())
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             if not isinstance(node.test, ast.Compare):
                 negated = ast.UnaryOp(ast.Not(), node.test)
@@ -218,10 +193,8 @@ def _changes(tree: ast.Module) -> list[Change]:
             value = node.value
             if isinstance(value, bool):
                 put(node, "value", not value)
-            elif isinstance(value, int):
-                put(node, "value", value + 1)
-            elif isinstance(value, float):
-                put(node, "value", value * 2 if value else 1.0)
+            elif isinstance(value, int | float):
+                put(node, "value", value + 1 if isinstance(value, int) else value * 2 or 1.0)
         elif isinstance(node, ast.Name) and node.id in _NAMES:
             put(node, "id", _NAMES[node.id])
         elif isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES:
@@ -536,11 +509,12 @@ _NAME = ("path", "text", "change", "nth")
 
 def _equivalent(every: Sequence[Mutant]) -> dict[Mutant, str]:
     """Those that no test can see, and why. Raises KeyError for one that is not there any more."""
-    rows = tomllib.loads(EQUIVALENT.read_text())["mutant"]
-    found = {
-        Mutant(row["path"], row["text"], row["change"], row.get("nth", 0)): row["why"]
-        for row in rows
-    }
+    found = {}
+    for path, reasons in tomllib.loads(EQUIVALENT.read_text()).items():
+        for key, why in reasons.items():
+            text, change = key.split(" :: ")
+            change, _, nth = change.partition(" #")
+            found[Mutant(path, text, change, int(nth or 0))] = why
     for one in found.keys() - set(every):
         raise KeyError(f"{EQUIVALENT.name}: no such mutant: {one}")
     return found

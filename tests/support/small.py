@@ -23,6 +23,7 @@ from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels import lowest
 from minikv.kernels.dispatch import choose
+from minikv.loader import output_of
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
@@ -61,33 +62,35 @@ def by_day(cases: Sequence[Any]) -> list[Any]:
     return some_by_day(cases, lambda case: case[:2] in _BY_DAY)
 
 
-def network(
-    *,
-    layers: int = 3,
-    heads: int = 6,
-    kv_heads: int = 3,
-    head_dim: int = 8,
-    windows: tuple[int | None, ...] | None = None,
-    rows: int = 32,
-    max_context: int = 4096,
-    seed: int = 0,
-) -> Llama:
-    """Random weights large enough that attention is far from uniform."""
-    config = ModelConfig(
+SIZES: dict[str, Any] = {
+    "layers": 3,
+    "heads": 6,
+    "kv_heads": 3,
+    "head_dim": 8,
+    "hidden": 48,
+    "mlp": 64,
+    "vocab": VOCAB,
+    "max_context": 4096,
+}
+SPOKEN: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "hidden": 32, "mlp": 48}
+"""Of the networks that speak bytes (`vocab`: fakes.PADDED)."""
+
+
+def config(windows: tuple[int | None, ...] | None = None, **given: Any) -> ModelConfig:
+    """Of a small Llama; given: other numbers than `SIZES`."""
+    sizes = SIZES | given | ({} if windows is None else {"layers": len(windows)})
+    return ModelConfig(
         family="llama",
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden=48,
-        mlp=64,
-        vocab=VOCAB,
         norm_eps=1e-5,
         rope=RopeConfig(theta=1e4),
-        max_context=max_context,
-        windows=windows or (None,) * layers,
+        windows=windows or (None,) * sizes["layers"],
+        **sizes,
     )
-    return Llama(config, rows=rows).randomise(seed, std=0.3)
+
+
+def network(rows: int = 32, seed: int = 0, **given: Any) -> Llama:
+    """Random weights large enough that attention is far from uniform. given: as of `config`."""
+    return Llama(config(**given), rows=rows).randomise(seed, std=0.3)
 
 
 def shape(net: Llama) -> Shape:
@@ -132,13 +135,12 @@ def over(
     kind: type[KVCache] = KVCache,
 ) -> KVCache:
     """A cache for `net` under policies that have been made."""
-    c = net.config
     return kind(
         shape(net),
         rules,
         dtype=net.dtype,
         kv=kv,
-        output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
+        output=output_of(net),
         rotary=net.rotary.inverse,
         poison=poison,
     )

@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fakes import PADDED, ByteTokenizer, ChatML
-from small import shape
+from small import SPOKEN, network, over
 
-from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
 from minikv.chat.answer import Verification
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import TurnReport
 from minikv.chat.session import ChatSession
 from minikv.engine.engine import Engine
-from minikv.models.config import ModelConfig
-from minikv.models.llama import Llama
-from minikv.models.rope import RopeConfig
 from minikv.settings import Settings, settings_of
 
 
@@ -29,26 +25,17 @@ def chat(
     **given: Any,
 ) -> ChatSession:
     """A session over a small random network that speaks bytes. window: of all layers."""
-    config = ModelConfig(
-        family="llama",
-        layers=layers,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        hidden=32,
-        mlp=48,
-        vocab=PADDED,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        max_context=2048,
-        windows=(window,) * layers,
-    )
-    net = Llama(config, rows=64).randomise(3, std=0.3)
+    windows = (window,) * layers
+    net = network(64, 3, windows=windows, max_context=2048, vocab=PADDED, **SPOKEN)
     eviction = EvictionConfig.read(policy, decode, budget)
-    kv = KVCache(shape(net), eviction.rules(), poison=True)
     tokenizer = ByteTokenizer()
     return chat_over(
-        Engine(net, kv), tokenizer, ChatML(tokenizer), max_context=2048, eviction=eviction, **given
+        Engine(net, over(net, eviction.rules())),
+        tokenizer,
+        ChatML(tokenizer),
+        max_context=2048,
+        eviction=eviction,
+        **given,
     )
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from small import SOON, VOCAB, ids, network, shape
+from small import SOON, VOCAB, ids, network, over
 from tape import Tape
 
 from minikv import policies
 from minikv.cache.budget import Budget
-from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.engine.decode_loop import Capture
 from minikv.engine.engine import Engine
@@ -32,20 +31,12 @@ def engine(
     kv: torch.dtype | None = None,
     options: dict[str, object] | None = None,
 ) -> Engine:
-    c = net.config
-    cache = KVCache(
-        shape(net),
-        Rules(
-            policies.prompt_policy(prompt),
-            policies.step_policy(step, SOON.get(step) if options is None else options),
-            None if budget is None else Budget.parse(budget),
-        ),
-        dtype=net.dtype,
-        kv=kv,
-        poison=True,
-        output=lambda i: net.layers[i].out.dense().T.unflatten(0, (c.kv_heads, -1, c.head_dim)),
-        rotary=net.rotary.inverse,
+    rules = Rules(
+        policies.prompt_policy(prompt),
+        policies.step_policy(step, SOON.get(step) if options is None else options),
+        None if budget is None else Budget.parse(budget),
     )
+    cache = over(net, rules, kv=kv)
     if isinstance(capture, Tape):
         cache.use(Kernels())  # a tape hears torch alone, and nothing may read a value
     return Engine(net, cache, capture)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from minikv.models.stream import byte_level_alphabet
 
@@ -40,14 +40,10 @@ REAL = (
     "tekken_240911.json",
 )
 """All seven that mistral_common ships."""
-LLAMA_3 = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|python_tag|>",
+LLAMA_3 = tuple(
+    f"<|{name}|>"
+    for name in "begin_of_text end_of_text start_header_id end_header_id eot_id eom_id "
+    "python_tag".split()
 )
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
@@ -108,60 +104,31 @@ def _word_pieces(version: str) -> str:
     pieces = [model.id_to_piece(id) for id in range(count)]
     vocab = {piece: id for id, piece in enumerate(pieces)}
     fixed = [id for id in range(count) if model.is_control(id) or model.is_unknown(id)]
-    normal = [
-        id
-        for id in range(count)
-        if not (model.is_control(id) or model.is_unknown(id) or model.is_byte(id))
-    ]
+    normal = [id for id in range(count) if id not in fixed and not model.is_byte(id)]
     # The 20 user-defined pieces of v3 have score 0 like the best merge, but no merge makes them.
     own = [id for id in normal if pieces[id].startswith("[REFERENCE_DOC_")]
     known = {pieces[id] for id in normal} - {pieces[id] for id in own}
-    merges: list[list[str]] = []
+    merges: list[tuple[str, str]] = []
     for id in sorted(set(normal) - set(own), key=model.get_score, reverse=True):
         piece = pieces[id]
         halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         found = [(a, b) for a, b in halves if a in known and b in known]
-        merges += [[a, b] for a, b in sorted(found, key=lambda ab: (vocab[ab[0]], vocab[ab[1]]))]
-    return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [
-                *(added(id, pieces[id]) for id in sorted([*fixed, *own])),
-            ],
-            "normalizer": {
-                "type": "Sequence",
-                "normalizers": [
-                    {"type": "Prepend", "prepend": "▁"},
-                    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-                ],
-            },
-            "pre_tokenizer": None,
-            "post_processor": None,
-            "decoder": {
-                "type": "Sequence",
-                "decoders": [
-                    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                    {"type": "ByteFallback"},
-                    {"type": "Fuse"},
-                    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-                ],
-            },
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": "<unk>",
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": True,
-                "byte_fallback": True,
-                "ignore_merges": False,
-                "vocab": vocab,
-                "merges": merges,
-            },
-        }
+        merges += sorted(found, key=lambda ab: (vocab[ab[0]], vocab[ab[1]]))
+    made = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    space = decoders.Replace("▁", " ")
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
+    made.add_special_tokens([_special(pieces[id]) for id in sorted([*fixed, *own])])
+    return made.to_str()
+
+
+def _special(content: str) -> AddedToken:
+    return AddedToken(content, normalized=False, special=True)
 
 
 def legacy_json(version: str) -> dict[str, Any]:
@@ -207,55 +174,18 @@ def _byte_level(specials: tuple[str, ...], entries: int, count: int, version: st
 
     vocab = {name: id for id, name in enumerate(names)}
     vocab |= {spell(token): count + rank for rank, token in enumerate(ranks)}
-    merges = []
-    for rank, token in enumerate(ranks):
-        if len(token) > 1:
-            merges.append([spell(part) for part in _last_merge(token, rank, order)])
-    return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [added(id, name) for id, name in enumerate(names)],
-            "normalizer": None,
-            "pre_tokenizer": {
-                "type": "Sequence",
-                "pretokenizers": [
-                    {
-                        "type": "Split",
-                        "pattern": {"Regex": pattern},
-                        "behavior": "Isolated",
-                        "invert": False,
-                    },
-                    {
-                        "type": "ByteLevel",
-                        "add_prefix_space": False,
-                        "trim_offsets": True,
-                        "use_regex": False,
-                    },
-                ],
-            },
-            "post_processor": None,
-            "decoder": {
-                "type": "ByteLevel",
-                "add_prefix_space": True,
-                "trim_offsets": True,
-                "use_regex": True,
-            },
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": True,
-                "vocab": vocab,
-                "merges": merges,
-            },
-        }
-    )
+    merges = [
+        tuple(map(spell, _last_merge(token, rank, order)))
+        for rank, token in enumerate(ranks)
+        if len(token) > 1
+    ]
+    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([_special(name) for name in names])
+    return made.to_str()
 
 
 def _last_merge(token: bytes, limit: int, order: dict[bytes, int]) -> tuple[bytes, bytes]:
@@ -300,65 +230,21 @@ def write_folder(
 
 
 _WORDS = (
-    "the",
-    "and",
-    "of",
-    "Marvel",
-    "report",
-    "2024",
-    "3.14",
-    "Zürich",
-    "naïve",
-    "été",
-    "straße",
-    "ПРИВЕТ",
-    "мир",
-    "שלום",
-    "مرحبا",
-    "नमस्ते",
-    "你好",
-    "世界",
-    "日本語",
-    "한국어",
-    "ไทย",
-    "🇨🇭",
-    "🤗",
-    "👩\u200d👧",
-    "e\u0301",
-    "ﬁ",
-    "½",
-    "²",
-    "Ⅷ",
-    "İ",
-    "ß",
-    "x=y*2",
-    "foo_bar()",
-    "http://a.b?d=1&e",
-    "don't",
-    "HTML",
-    "<b>",
-    "</b>",
-    "{{",
-    "}}",
-    "{%",
-    "raw",
-    "%}",
-    "%s",
+    *"""
+    the and of Marvel report 2024 3.14 Zürich naïve été straße ПРИВЕТ мир שלום مرحبا नमस्ते 你好
+    世界 日本語 한국어 ไทย 🇨🇭 🤗 é ﬁ ½ ² Ⅷ İ ß x=y*2 foo_bar() http://a.b?d=1&e don't HTML <b>
+    </b> {{ }} {% raw %} %s ' ` ~ ^ � <0x0A>
+    """.split(),
+    "\U0001f469\u200d\U0001f467",
     "\\n",
     '"',
-    "'",
-    "`",
-    "~",
-    "^",
     "\uffff",
-    "\ufffd",
     "\u200b",
     "\ufeff",
-    "\u00a0",
+    "\xa0",
     "\x00",
     "\x7f",
-    "\u0085",
-    "<0x0A>",
+    "\x85",
 )
 _GAPS = ("", " ", " ", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", " \n ", "        ", "\u3000")
 
@@ -388,4 +274,4 @@ def random_text(rng: random.Random, extra: tuple[str, ...] = (), longest: int = 
 
 
 def alphabet_of_tokenizers() -> set[str]:
-    return set(ByteLevel.alphabet())
+    return set(pre_tokenizers.ByteLevel.alphabet())

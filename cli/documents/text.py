@@ -1,6 +1,6 @@
 """One document: from a file, a pipe or bytes to text. What cannot be read is always reported.
 
-`sources` says which files a directory or a pattern means.
+`named` says which files a directory or a pattern means.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from minikv.chat.transcript import Source
-from minikv.cli.loaders import command_for, load
-from minikv.cli.pdf import MAGIC, NEAR, is_pdf, is_surely_pdf, read_pdf
-from minikv.cli.saved.sources import source_of
+from minikv.cli.documents.loaders import command_for, load
+from minikv.cli.documents.origin import source_of
+from minikv.cli.documents.pdf import MAGIC, NEAR, is_pdf, is_surely_pdf, read_pdf
 from minikv.cli.terminal import clean
 from minikv.errors import Interrupted, UsageError
 

@@ -6,7 +6,9 @@ bounded memory, CPU time and output runs it.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -16,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minikv.cli.loaders import Output, TooMuch, TooSlow, run
+from minikv.cli.documents.loaders import Output, TooMuch, TooSlow, run
 from minikv.errors import Interrupted, UsageError
 
 MAGIC = b"%PDF-"
@@ -148,11 +150,10 @@ def read_pdf(
     without pages or text, too slow, too large; Interrupted once `stopped()` is true.
     """
     # -P: nothing is imported from the directory that the user happens to be in.
-    arguments = (sys.executable, "-P", "-m", "minikv.cli.pdf")
+    limits = (str(MEMORY), str(int(timeout) + 1))
+    arguments = (sys.executable, "-P", "-m", "minikv.cli.documents.pdf", *limits)
     try:
-        output = run(
-            arguments, _bare(data), limit=limit, timeout=timeout, memory=MEMORY, stopped=stopped
-        )
+        output = run(arguments, _bare(data), limit=limit, timeout=timeout, stopped=stopped)
     except Interrupted:
         raise Interrupted(f"stopped reading {shown}", "nothing was added") from None
     except TooSlow:
@@ -342,6 +343,11 @@ def _unsaid(font: Any) -> re.Pattern[str] | None:
 
 
 def _main() -> None:
+    """Its arguments: bytes of address space, and seconds of processor time."""
+    memory, seconds = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     out = sys.stdout.buffer
     why = child(sys.stdin.buffer.read(), lambda text: out.write(_utf8(text)))

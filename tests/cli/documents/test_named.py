@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from terminals import Terminals
 
-from minikv.cli import documents, sources
-from minikv.cli.sources import Reader, read
+from minikv.cli.documents import named as sources
+from minikv.cli.documents import text as documents
+from minikv.cli.documents.named import Reader, read
 from minikv.errors import Interrupted, UsageError
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 
 
 def tree(root: Path, *names: str, data: bytes = b"") -> Path:
@@ -168,7 +169,8 @@ def test_too_many_files_are_refused_and_not_cut(
 def test_the_size_limit_holds_for_a_whole_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "MAX_BYTES", 100)
+    for module in (documents, sources):
+        monkeypatch.setattr(module, "MAX_BYTES", 100)
     tree(tmp_path, "1", "2", data=b"x" * 50)
     tree(tmp_path, "large", data=b"x" * 101)
     found = read([str(tmp_path)], Reader())
@@ -226,6 +228,6 @@ def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path)
 
 
 def test_importing_it_loads_no_torch() -> None:
-    code = "import sys, minikv.cli.sources; print('torch' in sys.modules)"
+    code = "import sys, minikv.cli.documents.named; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

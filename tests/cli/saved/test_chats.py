@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 
 import minikv.cli.turn
 from minikv.chat.report import size
-from minikv.cli.chats_command import age
 from minikv.cli.main import app
+from minikv.cli.saved.chats import age
 
 
 @pytest.fixture(autouse=True)

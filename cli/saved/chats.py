@@ -8,32 +8,32 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import closing
 
 from minikv.cache.budget import Budget
 from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.confirm import confirmed
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.database import OpenElsewhere
+from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere
 from minikv.cli.saved.files import check_name
 from minikv.cli.saved.listing import listing, unknown
 from minikv.cli.saved.old import is_old, locked
-from minikv.cli.saved.transcript import opened, read
+from minikv.cli.saved.transcript import read
 from minikv.cli.tables import cells, cut, grid, padded
 from minikv.cli.terminal import Terminal, clean, columns
 from minikv.cli.turn import record
 from minikv.errors import UsageError
 
-_UNITS: tuple[tuple[Any, ...], ...] = (
-    (1, "s", "sec", "second", "seconds"),
-    (60, "min", "mins", "minute", "minutes"),
-    (3600, "h", "hour", "hours"),
-    (86400, "d", "day", "days"),
-    (7 * 86400, "w", "week", "weeks"),
-    (30 * 86400, "mo", "month", "months"),
-    (365 * 86400, "y", "year", "years"),
-)
+_UNITS = {
+    "s": (1, "sec second seconds"),
+    "min": (60, "mins minute minutes"),
+    "h": (3600, "hour hours"),
+    "d": (86400, "day days"),
+    "w": (7 * 86400, "week weeks"),
+    "mo": (30 * 86400, "month months"),
+    "y": (365 * 86400, "year years"),
+}
 _TITLE = 12
 """Columns that the first question must have at the least to be in the list."""
 
@@ -68,11 +68,10 @@ def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> N
         for e, nbytes in zip(entries, takes, strict=True)
     ]
     width = columns(terminal.out) if terminal.out.isatty() else 10_000
-    table = grid(lines, "<>>>>").split("\n")
-    while max(map(cells, table)) > width and len(lines[0]) > 2:
-        lines = [line[:-1] for line in lines]  # the last column does not fit
-        table = grid(lines, "<>>>>"[: len(lines[0])]).split("\n")
-    wide = max(map(cells, table))
+    for shown in range(5, 1, -1):  # without the last columns, where they do not fit
+        table = grid([line[:shown] for line in lines], "<>>>>"[:shown]).split("\n")
+        if (wide := max(map(cells, table))) <= width:
+            break
     room = width - wide - 2
     if room >= _TITLE:
         titles = ["FIRST QUESTION", *(clean(entry.title) for entry in entries)]
@@ -170,33 +169,28 @@ def remove(
 @contextlib.contextmanager
 def _held(name: str) -> Iterator[None]:
     """Keep a chat from being opened, unless it is damaged. Raises OpenElsewhere."""
-    with contextlib.ExitStack() as held:
-        try:
-            if is_old(chats_folder() / name):
-                held.enter_context(locked(chats_folder() / name))
-            else:
-                held.enter_context(opened(name, lock=True))
-        except OpenElsewhere:
-            raise
-        except (UsageError, OSError):
-            pass
+    folder = chats_folder() / name
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, *DAMAGE):
+            lock = locked(folder) if is_old(folder) else closing(ChatFile(name, lock=True))
+            stack.enter_context(lock)
         yield
 
 
 def age(seconds: float) -> str:
     """ "40 s", "5 min", "3 h", "12 d": whole numbers, rounded down."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{int(seconds // length):,} {unit}"
+    for unit in ("d", "h", "min"):
+        if seconds >= _UNITS[unit][0]:
+            return f"{int(seconds // _UNITS[unit][0]):,} {unit}"
     return f"{max(0, int(seconds))} s"
 
 
 def read_age(text: str) -> float:
     """ "30d", "12 h" or "1.5y" in seconds. Raises UsageError."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([a-z]+)", text.strip().lower())
-    for length, *words in _UNITS:
-        if found and found[2] in words:
-            return float(found[1]) * float(length)
+    for unit, (length, words) in _UNITS.items():
+        if found and found[2] in (unit, *words.split()):
+            return float(found[1]) * length
     raise UsageError(
         f"cannot read the age {quoted(text)}",
         "give a number with its unit: 90min, 12h, 30d, 8w, 6mo or 1y",

@@ -1,4 +1,4 @@
-"""What was named as documents: files, directories, patterns, pipes and standard input.
+"""What was named as documents: files, directories, patterns and pipes.
 
 A directory means the text files in it and below it, a pattern the text files that it matches. What
 is left out of them is counted in a note. A file that was named itself is read or refused.
@@ -6,26 +6,32 @@ is left out of them is counted in a note. A file that was named itself is read o
 
 from __future__ import annotations
 
-import codecs
 import glob
 import os
 import re
-import select
 import shlex
 import stat
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from minikv.cli import documents
-from minikv.cli.documents import Text
-from minikv.cli.loaders import command_for
+from minikv.cli.documents.loaders import command_for
+from minikv.cli.documents.stdin import STDIN
+from minikv.cli.documents.text import (
+    MAX_BYTES,
+    REMEDY,
+    SAMPLE,
+    Text,
+    is_binary,
+    one_line,
+    read_bytes,
+    read_file,
+    too_large,
+)
 from minikv.cli.terminal import Terminal, clean
 from minikv.errors import Interrupted, UsageError
 
-STDIN = "standard input"
 MAX_FILES = 1000
 """Files that one directory or pattern may mean."""
 
@@ -36,7 +42,6 @@ _SKIPPED = ("hidden", "binary", "empty", "too large", "linked", "special", "unre
 """Why a file of a directory is no document: linked is a directory behind a link, special a device,
 pipe or socket."""
 
-_PATIENCE = 3.0  # seconds without input on a pipe before we say that we wait for it
 _MAGIC = re.compile(r"[*?\[]")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -51,19 +56,19 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How documents are read, as `documents.read_file` takes it. `remedy` makes the hint on invalid
+    """How documents are read, as `read_file` takes it. `remedy` makes the hint on invalid
     bytes from a path. `reading` is told each file before it is read."""
 
     errors: str = "strict"
     loaders: Mapping[str, str] = field(default_factory=dict)
-    remedy: Callable[[str], str] = lambda path: documents.REMEDY
+    remedy: Callable[[str], str] = lambda path: REMEDY
     stopped: Callable[[], bool] | None = None
     reading: Callable[[str], None] = lambda path: None
 
     def file(self, path: str) -> Text:
-        """One file or pipe. Errors as `documents.read_file`'s."""
+        """One file or pipe. Errors as `read_file`'s."""
         self.reading(path)
-        return documents.read_file(
+        return read_file(
             path, self.errors, self.loaders, remedy=self.remedy(path), stopped=self.stopped
         )
 
@@ -77,7 +82,7 @@ def read(names: Sequence[str], reader: Reader, stdin: Callable[[], bytes] | None
     notes: list[str] = []
     for name in names:
         if name == "-" and stdin is not None:
-            texts.append(documents.read_bytes(stdin(), STDIN, reader.errors))
+            texts.append(read_bytes(stdin(), STDIN, reader.errors))
             continue
         path = os.path.expanduser(name)
         if _is_directory(path):
@@ -154,9 +159,9 @@ def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[lis
                 unreadable = unreadable or str(error)
             else:
                 size += len(text.text.encode("utf-8", "replace"))
-                if size > documents.MAX_BYTES:
-                    raise documents.too_large(shown)
-                texts.append(replace(text, name=documents.one_line(entry.name)))
+                if size > MAX_BYTES:
+                    raise too_large(shown)
+                texts.append(replace(text, name=one_line(entry.name)))
         if why:
             left[why] += 1
     skipped = ", ".join(f"{left[why]:,} {why}" for why in _SKIPPED if left[why])
@@ -179,15 +184,15 @@ def _unsuited(path: str, loaders: Mapping[str, str]) -> str:
             return "special"
         if command_for(path, loaders) is not None:
             return ""
-        if facts.st_size > documents.MAX_BYTES:
+        if facts.st_size > MAX_BYTES:
             return "too large"
         with open(path, "rb") as file:
-            start = file.read(documents.SAMPLE)
+            start = file.read(SAMPLE)
     except OSError:
         return "unreadable"
     if not start.strip():
         return "empty"
-    return "binary" if documents.is_binary(start) else ""
+    return "binary" if is_binary(start) else ""
 
 
 def _below(folder: str, named: str) -> Iterator[_Entry]:
@@ -258,104 +263,3 @@ def _exists(path: str) -> bool:
         return os.path.lexists(path)
     except ValueError:
         return False
-
-
-# -- standard input -------------------------------------------------------------------------
-
-
-def read_stdin(terminal: Terminal) -> bytes:
-    """What is piped in, at most one byte over the size limit."""
-    stream = sys.stdin.buffer
-    try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):
-        mode = 0  # not a real file: a test's buffer
-    if stat.S_ISDIR(mode):
-        raise UsageError("standard input is a directory")
-    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-        ready, _, _ = select.select([stream], [], [], _PATIENCE)
-        if not ready:
-            terminal.say("reading standard input; `< /dev/null` if there is nothing to read")
-    return stream.read(documents.MAX_BYTES + 1)
-
-
-class PipedLines:
-    """Each call returns the next line of standard input, without its end, as soon as it is there;
-    the encoding is found as a document's is. Raises EOFError at the end, and UsageError if the
-    first line is no text, or the last one ends within a character of UTF-16 or UTF-32."""
-
-    def __init__(self) -> None:
-        self._ready: list[str] = []  # lines that are read already, the next one last
-        self._read = 0  # bytes
-        self._decoder: codecs.IncrementalDecoder | None = None
-        self._width = 1  # bytes of the shortest character
-
-    def __call__(self) -> str:
-        if self._ready:
-            return self._ready.pop()
-        stream = sys.stdin.buffer
-        first = self._decoder is None
-        line = ""
-        while not line.endswith("\n"):
-            data = stream.readline(documents.MAX_BYTES)
-            if self._decoder is None:
-                self._decoder = self._opened(data)
-            if not data:
-                line += self._rest(self._decoder)
-                break
-            # In UTF-16 and UTF-32 the byte 0x0a need not be the last one of a line's end.
-            data += stream.read(-len(data) % self._width)
-            self._read += len(data)
-            line += self._decoder.decode(data)
-        if first:
-            line = line.lstrip("\ufeff")  # a program may put its own mark before a text's
-        if not line:
-            raise EOFError
-        lines = re.split(r"\r\n?|\n", line)
-        if len(lines) > 1 and not lines[-1]:
-            del lines[-1]  # it stands behind the last line's end
-        self._ready = lines[::-1]
-        return self._ready.pop()
-
-    def _opened(self, data: bytes) -> codecs.IncrementalDecoder:
-        documents.refuse_formats(data, STDIN)
-        encoding = documents.encoding_of(data)
-        self._width = {"utf-16": 2, "utf-32": 4}.get(encoding, 1)
-        if self._width == 1:
-            documents.refuse_binary(data, STDIN)
-        # Invalid bytes become lone surrogates, which the session refuses by name.
-        errors = "surrogateescape" if self._width == 1 else "surrogatepass"
-        return codecs.getincrementaldecoder(encoding)(errors)
-
-    def _rest(self, decoder: codecs.IncrementalDecoder) -> str:
-        """What is left at the end of the input. Raises UsageError if that is a part of a character,
-        but in UTF-8 returns it as lone surrogates."""
-        try:
-            return decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            decoder.reset()
-            at = self._read - len(error.object) + error.start
-            label, byte = f"UTF-{8 * self._width}", error.object[error.start]
-            hint = "it ends within a character: is it cut short?"
-            raise documents.invalid(STDIN, label, at, byte, hint) from None
-
-
-def piped_document(terminal: Terminal) -> bytes:
-    """Standard input as a document, for a chat: its questions then come from the terminal. Raises
-    UsageError where there is none."""
-    if sys.stdin.isatty():
-        return read_stdin(terminal)
-    try:
-        handle = os.open("/dev/tty", os.O_RDWR)
-    except OSError:
-        raise UsageError(
-            "standard input is the document, and there is no terminal to read questions from",
-            'minikv ask "QUESTION" - takes a piped document',
-        ) from None
-    try:
-        data = read_stdin(terminal)
-        os.dup2(handle, 0)
-    finally:
-        os.close(handle)
-    sys.stdin = os.fdopen(0, closefd=False)
-    return data

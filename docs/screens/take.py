@@ -1,4 +1,4 @@
-"""Pictures of the main screens, taken from real runs: `python -m minikv.cli.export.screens`.
+"""Pictures of the main screens, taken from real runs: `python docs/screens/take.py`.
 
 Each screen is a run of minikv, with the bundled model, in a child process on a pseudo-terminal. A
 terminal emulator (pyte) reads its output, and rich draws the emulator's cells as an SVG. The

@@ -8,11 +8,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.cli import documents, sources
 from minikv.cli.command import Command, Context
+from minikv.cli.documents.named import Reader, read
+from minikv.cli.documents.text import distinct
 from minikv.cli.kept import counted
-from minikv.cli.saving import left
-from minikv.cli.sources import Reader
+from minikv.cli.saved.commands import left
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def _add(context: Context, arguments: list[str]) -> None:
     try:
         # All are read before any is attached, so that a bad name adds nothing.
         with context.interrupts.stopping(stop.set):
-            found = sources.read(names, reader)
+            found = read(names, reader)
     finally:
         terminal.clear_status()
     for note in found.notes:
         terminal.say(note)
     taken = [document.name for document in _all(session)]
-    for text in documents.distinct(found.texts, taken):
+    for text in distinct(found.texts, taken):
         if text.note:
             terminal.warn(text.note)
         session.attach(text.text, text.name, text.source)

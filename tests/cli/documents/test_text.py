@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from minikv.cli import documents
-from minikv.cli.documents import Text, decode, distinct, read_file
+from minikv.cli.documents import text as documents
+from minikv.cli.documents.text import Text, decode, distinct, read_file
 from minikv.errors import Interrupted, UsageError
 
 

@@ -11,9 +11,9 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.cli import completion, render
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS
+from minikv.cli.documents.origin import changes
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.listing import Entry, listing
-from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.settings_commands import reseeded
 from minikv.cli.tables import cut, grid
@@ -162,15 +162,15 @@ def _load(context: Context, arguments: list[str]) -> None:
     began = perf_counter()
     was = "" if keeper.name == names[0] else left(context)
     saved = keeper.load(session, names[0], reread=len(arguments) > 1)
-    context.origins |= origins(saved)
-    context.terminal.say(opened(session, saved, perf_counter() - began))
+    context.origins |= origins_of(saved)
+    context.terminal.say(summary(session, saved, perf_counter() - began))
     if was:
         context.terminal.say(was)
     for line in changes((*saved.documents, *saved.pending)):
         context.terminal.warn(line)
 
 
-def origins(
+def origins_of(
     saved: Saved, given: Collection[str] | None = None, *, reread: bool = False
 ) -> dict[str, str]:
     """Where the settings came from that were loaded with a chat. `given` and `reread`: as the user
@@ -186,7 +186,7 @@ def origins(
     return dict.fromkeys(names, f"chat {saved.name}")
 
 
-def opened(session: ChatSession, saved: Saved, seconds: float) -> str:
+def summary(session: ChatSession, saved: Saved, seconds: float) -> str:
     """What to say about a chat that was loaded in so many `seconds`."""
     how = f"resumed in {1000 * seconds:.0f} ms"
     if not session.fed and not (session.recall.tokens and session.recalls):

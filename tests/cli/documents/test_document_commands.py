@@ -14,9 +14,9 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 from small_chat import chat_over
 
 from minikv.chat.session import ChatSession
-from minikv.cli import document_commands as commands
-from minikv.cli import documents, render
+from minikv.cli import render
 from minikv.cli.command import Context
+from minikv.cli.documents import commands, named
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.terminal import Terminal
@@ -162,16 +162,16 @@ def test_add_without_files_explains_itself(run: Run) -> None:
 def test_ctrl_c_stops_a_loader_and_not_the_chat(
     run: Run, session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = documents.read_file
+    read = named.read_file
     press = (
         f"{sys.executable} -c 'import os,signal,time; os.kill({os.getpid()}, signal.SIGINT); "
         "time.sleep(60)' {path}"
     )
 
-    def with_loader(path: str, errors: str, loaders: object, **rest: object) -> documents.Text:
+    def with_loader(path: str, errors: str, loaders: object, **rest: object) -> named.Text:
         return read(path, errors, {".slow": press}, **rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(documents, "read_file", with_loader)
+    monkeypatch.setattr(named, "read_file", with_loader)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted, match="stopped reading") as stopped:
         run("add", file(tmp_path, "x.slow"))

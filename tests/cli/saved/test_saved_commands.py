@@ -17,10 +17,11 @@ from small_chat import chat, chat_over
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import saving, settings_commands
+from minikv.cli import settings_commands
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS
 from minikv.cli.interrupt import Interrupts
+from minikv.cli.saved import commands
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
 from minikv.cli.terminal import Terminal, clean
@@ -28,7 +29,7 @@ from minikv.cli.turn import run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.settings import Generation
 
-RUN = {word: command.run for command in saving.COMMANDS for word in command.words}
+RUN = {word: command.run for command in commands.COMMANDS for word in command.words}
 
 
 @dataclass
@@ -251,11 +252,11 @@ def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
     held = {"policy", "decode", "budget", "stride"}
     own = {"seed", "system", "pin_system", "reuse"}
     run = {"model", "revision", "dtype", "kv", "weights"}
-    assert saving.origins(saved, ()) == dict.fromkeys(held | own | run, "chat mine")
-    stated = set(saving.origins(saved, {"seed", "model"}))
+    assert commands.origins_of(saved, ()) == dict.fromkeys(held | own | run, "chat mine")
+    stated = set(commands.origins_of(saved, {"seed", "model"}))
     assert stated == (held | own | run) - {"seed", "model", "revision"}
-    assert set(saving.origins(saved, {"budget"})) == (held | own | run) - {"budget"}
-    assert set(saving.origins(saved, {"budget"}, reread=True)) == own | run
+    assert set(commands.origins_of(saved, {"budget"})) == (held | own | run) - {"budget"}
+    assert set(commands.origins_of(saved, {"budget"}, reread=True)) == own | run
 
 
 def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
