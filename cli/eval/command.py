@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import minikv
-from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.checks import quoted
-from minikv.cli.eval import fitting, metrics, plot, run, show, tasks
+from minikv.cli.eval import metrics, show, tasks
 from minikv.cli.eval.cells import Cell
-from minikv.cli.eval.files import Item, named, read_items, scored, together
-from minikv.cli.eval.fitting import TRUNCATIONS, fitted
+from minikv.cli.eval.fitting import TRUNCATIONS, fitted, told
+from minikv.cli.eval.items import Item, together
 from minikv.cli.eval.names import ANSWERED, MEASURED, TASKS
 from minikv.cli.eval.passes import PASSES
+from minikv.cli.eval.records import named, read_items
+from minikv.cli.eval.run import REUSES, Run, choices, passes
 from minikv.cli.eval.tasks import CHATS
+from minikv.cli.progress import Live
 from minikv.cli.terminal import Terminal
 from minikv.cli.values import read_list
 from minikv.errors import ContextError, UsageError
 from minikv.loader import build
-from minikv.models.bundled.exam import Codec
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
 
@@ -36,8 +36,7 @@ class Asked:
 
     `tasks`: of `names.TASKS`. `files`: files of records. `lengths`: tokens of documents. `count`:
     questions of a task; `questions` of them are about the same document. `reuse`: what later
-    questions are answered from. `truncate`: what is done with records that are too long. `outputs`:
-    files for the results; `plot`: a file for a picture of them.
+    questions are answered from. `truncate`: what is done with records that are too long.
     """
 
     tasks: str = ""
@@ -47,30 +46,27 @@ class Asked:
     questions: int = 1
     reuse: str = "once"
     truncate: str = "none"
-    outputs: Sequence[Path] = ()
-    plot: Path | None = None
+    outputs: show.Outputs = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Tasks over the same items. what: the names of the tasks, or of a file; file: the name of the
-    file. cut, skipped: how many of its records were too long, and cut or skipped."""
+    """Tasks over the same items. file: the name of their file. cut, skipped: how many of its
+    records were too long, and cut or skipped."""
 
-    what: str
-    one: run.Run
+    run: Run
     file: str = ""
     cut: int = 0
     skipped: int = 0
 
-    def cells(self) -> list[Cell]:
-        """The cells, with the file's name."""
-        return [replace(cell, file=self.file) for cell in self.one.cells()]
-
     def told(self) -> str:
         """A line about records that were too long; empty where there are none."""
-        skipped = self.skipped + self.one.skipped
-        records = sum(len(item.questions) for item in self.one.items) + skipped
-        return fitting.told(self.what, self.cut, skipped, records)
+        skipped = self.skipped + self.run.skipped
+        records = sum(len(item.questions) for item in self.run.items) + skipped
+        return told(self.run.name, self.cut, skipped, records)
+
+    def cells(self) -> list[Cell]:
+        return [replace(cell, file=self.file) for cell in self.run.cells()]
 
 
 def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
@@ -78,10 +74,9 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
 
     Raises UsageError for anything that is wrong with them before a model is loaded.
     """
-    wanted_tasks = read_list(asked.tasks)
-    sizes = _checked(asked, wanted_tasks)
-    finds = run.reuses(read_list(asked.reuse, "--reuse"))
-    choices = run.choices(
+    wanted, finds = read_list(asked.tasks), read_list(asked.reuse, "--reuse")
+    sizes = _checked(asked, wanted, finds)
+    evictions = choices(
         read_list(settings.policy, "--policy"),
         read_list(settings.budget, "--budget"),
         read_list(settings.decode, "--decode"),
@@ -89,34 +84,30 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
         settings.stride,
         settings.options,
     )
-    show.check(asked.outputs, wanted_tasks)
-    if asked.plot is not None:
-        plot.check(asked.plot)
-    read: dict[Path, list[Item]] = {path: list(read_items(path)) for path in asked.files}
+    show.check(asked.outputs, wanted)
+    read = {path: list(read_items(path)) for path in asked.files}
     if any(item.metric is metrics.rouge_l for items in read.values() for item in items):
         metrics.rouge()
     terminal.status("loading the model")
-    plain = replace(
-        settings,
-        policy=DEFAULT_PROMPT,
-        budget="512",
-        decode="auto",
-        stride=0,
-        options={},
-        reuse="once",  # each run sets its own
-    )
-    chat = build(plain)
-    terminal.clear_status()
+    plain = {"policy": DEFAULT_PROMPT, "budget": "512", "decode": "auto", "stride": 0}
+    # Each run sets its own reuse.
+    chat = build(replace(settings, **plain, options={}, reuse="once"))
     terminal.status("looking whether all documents fit")
-    measured = [name for name in wanted_tasks if name in MEASURED]
-    work = [_of_file(chat, asked, read, path, measured, choices, finds) for path in read]
-    made = [name for name in wanted_tasks if not read or name not in MEASURED]
-    how = tasks.manner(settings.model)
-    for what, kinds, items in _made(chat.tokenizer, made, sizes, asked, settings.seed, how):
-        work.append(_Work(what, run.Run(chat, kinds, items, choices, finds)))
-    _checked_work(work)
+    measured = [name for name in wanted if name in MEASURED]
+    made = [name for name in wanted if not read or name not in MEASURED]
+    work = []
+    alike = Counter(map(named, read))
+    for path, records in read.items():
+        name, kinds = named(path) if alike[named(path)] == 1 else str(path), ["file", *measured]
+        needs = [PASSES[one] for one in passes(kinds)]
+        items, cut, skipped = fitted(chat, records, needs, asked.truncate)
+        run = Run(chat, kinds, together(items), evictions, finds, name=name, skips=True)
+        work.append(_Work(run, name, cut, skipped))
+    for kinds, items in _made(chat, made, sizes, asked, settings):
+        run = Run(chat, kinds, items, evictions, finds, name=", ".join(kinds))
+        work.append(_Work(run))
+    _check_work(work)
     terminal.clear_status()
-
     facts: dict[str, object] = {
         "minikv": minikv.__version__,
         "model": chat.facts.model,
@@ -127,13 +118,15 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
         "questions": asked.questions,
         "seed": settings.seed,
         "options": dict(settings.options),
-        "reuse": finds,
+        "reuse": list(finds),
         "truncate": asked.truncate,
         "tier_dtype": settings.tier_dtype,
         "metrics": {
-            each.what if kind == "file" else kind: scored(each.one.items)
+            each.run.name if kind == "file" else kind: ", ".join(
+                dict.fromkeys(item.metric.__name__ for item in each.run.items)
+            )
             for each in work
-            for kind in each.one.tasks
+            for kind in each.run.tasks
             if kind in ANSWERED
         },
     }
@@ -143,27 +136,25 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     except BaseException:
         _save(work, facts, asked.outputs, terminal)
         raise
-    found = [cell for each in work for cell in each.cells()]
-    show.write(found, facts | _too_long(work), asked.outputs, _items(work))
-    if asked.plot is not None:
-        plot.write(found, asked.plot)
+    _write(work, facts, asked.outputs)
 
 
-def _checked(asked: Asked, wanted_tasks: Sequence[str]) -> list[int]:
+def _checked(asked: Asked, wanted: Sequence[str], finds: Sequence[str]) -> list[int]:
     """The lengths. Raises UsageError for arguments that cannot be measured."""
-    for name in wanted_tasks:
-        if name not in TASKS:
-            raise UsageError(f"unknown task {name!r}", f"tasks: {', '.join(TASKS)}")
+    for flag, given, known in (
+        ("--tasks", wanted, TASKS),
+        ("--reuse", finds, REUSES),
+        ("--truncate", [asked.truncate], TRUNCATIONS),
+    ):
+        for name in given:
+            if name not in known:
+                what = f"unknown {flag.strip('-').removesuffix('s')} {name!r}"
+                raise UsageError(what, f"{flag} takes: {', '.join(known)}")
     for flag, number in (("-n", asked.count), ("--questions", asked.questions)):
         if number < 1:
             raise UsageError(f"{flag} must be at least 1, got {number}")
-    if asked.truncate not in TRUNCATIONS:
-        raise UsageError(
-            f"unknown way to truncate {asked.truncate!r}",
-            f"--truncate takes: {', '.join(TRUNCATIONS)}",
-        )
     sizes = _numbers(asked.lengths)
-    made = [name for name in wanted_tasks if not asked.files or name not in MEASURED]
+    made = [name for name in wanted if not asked.files or name not in MEASURED]
     if set(made) - {"needle"} and sizes[0] < tasks.LEAST:
         raise UsageError(
             f"a document of {sizes[0]:,} tokens holds no fact to ask for",
@@ -178,53 +169,33 @@ def _checked(asked: Asked, wanted_tasks: Sequence[str]) -> list[int]:
     return sizes
 
 
-def _of_file(
-    chat: ChatSession,
-    asked: Asked,
-    read: Mapping[Path, Sequence[Item]],
-    path: Path,
-    measured: Sequence[str],
-    choices: Sequence[EvictionConfig],
-    finds: Sequence[str],
-) -> _Work:
-    """The records of a file, and what else is to be measured of them."""
-    kinds = ["file", *measured]
-    passes = [PASSES[name] for name in run.passes(kinds)]
-    found = fitted(chat, read[path], passes, asked.truncate)
-    alike = Counter(map(named, read))
-    name = named(path) if alike[named(path)] == 1 else str(path)
-    one = run.Run(chat, kinds, together(found.items), choices, finds, skips=True)
-    return _Work(name, one, name, found.cut, found.skipped)
-
-
 def _made(
-    codec: Codec,
+    chat: ChatSession,
     names: Sequence[str],
     sizes: Sequence[int],
     asked: Asked,
-    settings_seed: int,
-    how: tasks.Manner,
-) -> Iterator[tuple[str, list[str], list[Item]]]:
-    """(what, tasks, items) of documents that are made here."""
-    seed, count = 900_000_000 + 10_000_000 * settings_seed, asked.count
+    settings: Settings,
+) -> Iterator[tuple[list[str], list[Item]]]:
+    """(tasks, items) of documents that are made here."""
+    codec, how = chat.tokenizer, tasks.manner(settings.model)
+    seed, count = 900_000_000 + 10_000_000 * settings.seed, asked.count
     if "needle" in names:
-        yield "needle", ["needle"], list(tasks.needle(codec, sizes, count, seed, how=how))
+        yield ["needle"], list(tasks.needle(codec, sizes, count, seed, how=how))
     for name, task in CHATS.items():
         if name in names:
-            yield name, [name], list(task.items(codec, sizes[0], count, seed, how))
+            yield [name], list(task.items(codec, sizes[0], count, seed, how))
     same = [name for name in names if name != "needle" and name not in CHATS]
     if same:  # these look at the same documents, which are read once for all of them
         documents, each = -(-count // asked.questions), asked.questions
-        items = list(tasks.facts(codec, sizes[0], documents, seed, how, each))
-        yield ", ".join(same), same, items
+        yield same, list(tasks.facts(codec, sizes[0], documents, seed, how, each))
 
 
-def _checked_work(work: Sequence[_Work]) -> None:
+def _check_work(work: Sequence[_Work]) -> None:
     """Raise UsageError or ContextError if something cannot be measured, before the first run."""
     for each in work:
-        if each.one.items:
-            each.one.check(each.what)
-    if work and not any(each.one.items for each in work):
+        if each.run.items:
+            each.run.check()
+    if work and not any(each.run.items for each in work):
         raise ContextError(
             "; ".join(each.told() for each in work),
             "nothing was measured; --truncate middle cuts records to the model's context",
@@ -233,55 +204,42 @@ def _checked_work(work: Sequence[_Work]) -> None:
 
 def _measure(each: _Work, terminal: Terminal) -> None:
     """Measure and print, with what was left out."""
-    began = time.perf_counter()
-
-    def progress(done: int, total: int) -> None:
-        terminal.status(show.bar(done, total, time.perf_counter() - began, each.what))
-
-    if each.one.items:
-        each.one.measure(progress)
+    if each.run.items:
+        each.run.measure(Live(terminal, each.run.name, "runs"))
         terminal.clear_status()
         terminal.data(show.table(each.cells()) + "\n")
     if line := each.told():
         terminal.say(line)
 
 
-def _too_long(work: Sequence[_Work]) -> dict[str, object]:
-    """Records that were skipped and cut, by file."""
-    return {
-        "skipped": {e.what: n for e in work if (n := e.skipped + e.one.skipped)},
-        "cut": {e.what: e.cut for e in work if e.cut},
-    }
-
-
-def _items(work: Sequence[_Work]) -> dict[str, object]:
-    """The questions and the right answers, by task or file."""
-    return {
-        each.what: [
+def _write(work: Sequence[_Work], facts: dict[str, object], outputs: show.Outputs) -> list[Path]:
+    """Write what was measured, with the records that were skipped and cut; returns the files."""
+    skipped = {e.run.name: n for e in work if (n := e.skipped + e.run.skipped)}
+    facts = facts | {"skipped": skipped, "cut": {e.run.name: e.cut for e in work if e.cut}}
+    items: dict[str, object] = {
+        each.run.name: [
             {"source": item.source, "questions": item.questions, "right": item.right}
-            for item in each.one.items
+            for item in each.run.items
         ]
         for each in work
     }
+    return show.write([cell for each in work for cell in each.cells()], facts, outputs, items)
 
 
 def _save(
-    work: Sequence[_Work], facts: dict[str, object], outputs: Sequence[Path], terminal: Terminal
+    work: Sequence[_Work], facts: dict[str, object], outputs: show.Outputs, terminal: Terminal
 ) -> None:
     """After an error, write what was measured until then. The caller still reports the error."""
-    if not any(each.one.completed for each in work):
+    runs = [each.run for each in work]
+    if not any(run.completed for run in runs):
         return
-    done = {each.what: f"{each.one.completed:,} of {len(each.one.items):,}" for each in work}
+    done = {run.name: f"{run.completed:,} of {len(run.items):,}" for run in runs}
     note = "stopped; documents measured: " + "; ".join(f"{w}: {n}" for w, n in done.items())
     try:
-        cells = [cell for each in work for cell in each.cells()]
-        paths = [p for p in outputs if not show.is_map(p) or any(c.by_place for c in cells)]
-        if paths:
-            facts = facts | _too_long(work) | {"stopped_after": done}
-            show.write(cells, facts, paths, _items(work))
+        if paths := _write(work, facts | {"stopped_after": done}, outputs):
             note += f"; written to {', '.join(map(str, paths))}"
         for each in work:
-            if 0 < each.one.completed < len(each.one.items):
+            if 0 < each.run.completed < len(each.run.items):
                 terminal.data(show.table(each.cells()) + "\n")
     except Exception as error:
         note += f"; not all was written: {error}"
@@ -296,4 +254,4 @@ def _numbers(text: str) -> list[int]:
     if not numbers or min(numbers) < 64 or max(numbers) > _LONGEST:
         what = f"cannot read the lengths {quoted(text)}"
         raise UsageError(what, "give tokens, as in 1000,2000,4000")
-    return list(dict.fromkeys(numbers))
+    return numbers

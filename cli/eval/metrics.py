@@ -13,6 +13,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minikv.errors import UsageError
@@ -200,7 +201,20 @@ def lcs(a: Sequence[str], b: Sequence[str]) -> int:
     return row[-1]
 
 
-def likeness(a: str, b: str) -> float:
-    """ROUGE-L F1 of the words of two texts; 1 if neither has any."""
-    x, y = a.split(), b.split()
-    return 2 * lcs(x, y) / (len(x) + len(y)) if x or y else 1.0
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """An answer compared with the full cache's. `first`: the index of the first word that differs,
+    None if they agree. `rouge_l`: ROUGE-L F1 of the words, 1 if neither has any."""
+
+    exact: bool
+    first: int | None
+    rouge_l: float
+
+
+def agreement(answer: str, full: str) -> Agreement:
+    """Compare two greedy answers to the same question."""
+    a, b = answer.split(), full.split()
+    differ = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if differ is None and len(a) != len(b):
+        differ = min(len(a), len(b))
+    return Agreement(differ is None, differ, 2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import minikv
-from minikv.cli.eval import wording
+from minikv.cli.eval import passes
 
 kvpress = pytest.importorskip("kvpress")
 
