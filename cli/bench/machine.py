@@ -11,7 +11,6 @@ import contextlib
 import gc
 import os
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -226,33 +225,6 @@ def normal(device: torch.device, seed: int, dtype: torch.dtype, *shape: int) -> 
     """Normally distributed numbers that follow from `seed`."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-# -- memory ---------------------------------------------------------------------------------
-
-
-def forget_peak(device: torch.device) -> None:
-    """Reset the high-water mark, where the system allows it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak(device: torch.device) -> int | None:
-    """Bytes at the high-water mark: the CUDA allocator's, or this process's resident memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    if sys.platform == "darwin":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return None
 
 
 def settle(device: torch.device) -> None:

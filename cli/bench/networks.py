@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from minikv.chat.report import size
-from minikv.cli.bench import machine
 from minikv.errors import MemoryShortError, UsageError
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Plain, packs, split
@@ -200,23 +199,6 @@ def step_bytes(net: Llama) -> int:
     """Bytes of weights that a decode step reads: all but the input embedding, unless it is the
     head as well."""
     return net.weight_bytes - (0 if net.config.tied else net.embedding.nbytes)
-
-
-def reading_rate(net: Llama) -> float:
-    """Bytes a second of a plain sum over the matrices that a step reads, scales left out, on a CPU:
-    the better of two. It depends on where they are in memory, and on what else the machine does."""
-    matrices = [getattr(layer, name) for layer in net.layers for name in _MATRICES]
-    stored = [
-        part.weight
-        if isinstance(part, Plain)
-        else part.quantised
-        if isinstance(part, Int8 | Int8OnGpu)
-        else part.packed
-        for part in (*matrices, net.head)
-    ]
-    words = [tensor.view(-1).view(torch.int64) for tensor in stored if tensor.nbytes % 8 == 0]
-    times = machine.Clock(net.device).each(lambda: [part.sum() for part in words], 2, warm=0)
-    return sum(part.nbytes for part in words) / min(times)
 
 
 def prompt(tokens: int, vocab: int, seed: int = 1) -> list[int]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 from minikv.chat.report import size
+from minikv.cli.progress import Live
 from minikv.cli.tables import grid
 from minikv.cli.terminal import Terminal
 from minikv.cli.wording import worded
@@ -127,16 +127,15 @@ class Report:
         self.record: dict[str, Any] = {"command": " ".join(command), "complete": False}
         self.record |= {"rows": [], "kernels": [], "notes": []}
         self.failures: list[Exception] = []  # of single systems; the others were measured
-        self._began: dict[str, float] = {}
+        self._live, self._whole = Live(terminal, "", "systems"), ""
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Before piece `done` of `total`; `what` begins with the name of the whole."""
-        began = self._began.setdefault(what.partition(":")[0], perf_counter())
-        far = f", {done + 1} of {total}"
-        if done:
-            minutes, rest = divmod(round((total - done) * (perf_counter() - began) / done), 60)
-            far += f", about {minutes}:{rest:02d} left"
-        self.terminal.status(what + far)
+        if self._whole != (whole := what.partition(":")[0]):
+            self._whole = whole
+            self._live.restart(what)
+        self._live.label = what
+        self._live(done, total)
 
     def add(self, rows: Sequence[Row] = (), kernels: Sequence[Timing] = ()) -> None:
         """Show results and write the file: a run that is killed loses nothing."""

@@ -20,6 +20,7 @@ from minikv.models.llama import Llama
 
 _WARM = 3  # steps before those that count: the cache goes to the device, one step is captured
 _WARM_PROMPT = 512  # tokens of a prompt that does not count, on a CPU; on a GPU a whole one
+_READ = 256 << 20  # bytes that are read before a turn on a CPU, to see how fast memory is then
 _TURN, _TURNS = 8, 10  # steps of a turn with and without a policy, and turns of a round
 
 
@@ -72,7 +73,7 @@ class Run:
             str(device),
         )
         self.nets: dict[str, Llama] = {}
-        self.reading: dict[str, float] = {}  # bytes a second of these very weights
+        self.stream = rates.stream
         for form in asked.formats():
             try:
                 self.nets[form] = networks.network(replace(spec, weights=form))
@@ -176,9 +177,8 @@ class Run:
 
     def _write(self, entry: Entry, ids: list[int]) -> None:
         own = entry.own
-        if own is not None and self.device.type == "cpu":
-            rate = networks.reading_rate(own.net)
-            self.reading[entry.weights] = max(rate, self.reading.get(entry.weights, 0.0))
+        if self.device.type == "cpu":  # whose memory is faster at one time than at another
+            self.stream = max(self.stream, machine.read_rate(_READ, 1))
         entry.system.write(_WARM)
         seconds = entry.system.write(self.steps)
         if own is not None and own.eviction.decode != "none":
@@ -252,14 +252,13 @@ class Run:
             linear = self.sizes.linear_flops(length) / self.rates.product(self.dtype)
             return replace(made, floor_s=linear + self.sizes.attention_flops(length) / attention)
         weights = networks.step_bytes(own.net)
-        stream = max(self.rates.stream, self.reading.get(entry.weights, 0.0))
         return replace(
             made,
-            floor_s=(weights + entry.kv_bytes) / stream,
+            floor_s=(weights + entry.kv_bytes) / self.stream,
             evict=list(quantiles(entry.evict, n=4)) if entry.evict else None,
             step_bytes={"weights": weights, "kv": entry.kv_bytes},
             captured=own.captured,
-            read_bytes_s=stream,
+            read_bytes_s=self.stream,
         )
 
 

@@ -78,10 +78,11 @@ def cell(
     the metrics of their items, or, for `agree`, compared with the `full` cache's."""
     numbers = task in ("ppl", "loss")
     rows, more = (made, {}) if numbers else _answered(task, items, made, full)
-    ends = intervals.of_means(rows) if numbers else intervals.of_shares(rows)
-    score, low, high = mean([value for row in rows for value in row]), *ends
+    score = mean([value for row in rows for value in row])
+    low, high = intervals.of_means(rows) if numbers else intervals.of_shares(rows)
     if task == "ppl":
-        score, low, high = (x if x is None else _exp(x) for x in (score, low, high))
+        score = _exp(score)
+        low, high = (x if x is None else _exp(x) for x in (low, high))
     return Cell(
         task,
         eviction.policy,

@@ -89,9 +89,16 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     if any(item.metric is metrics.rouge_l for items in read.values() for item in items):
         metrics.rouge()
     terminal.status("loading the model")
-    plain = {"policy": DEFAULT_PROMPT, "budget": "512", "decode": "auto", "stride": 0}
-    # Each run sets its own reuse.
-    chat = build(replace(settings, **plain, options={}, reuse="once"))
+    plain = replace(
+        settings,
+        policy=DEFAULT_PROMPT,
+        budget="512",
+        decode="auto",
+        stride=0,
+        options={},
+        reuse="once",  # each run sets its own
+    )
+    chat = build(plain)
     terminal.status("looking whether all documents fit")
     measured = [name for name in wanted if name in MEASURED]
     made = [name for name in wanted if not read or name not in MEASURED]

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import resource
 import shutil
 import sys
 import time
@@ -109,7 +110,7 @@ def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[object, .
             elif what == "write":
                 value = system.write(number)
             else:
-                value = machine.peak(system.device)
+                value = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             pipe.send(("", value))
         except Exception as error:
             pipe.send((" ".join(f"{type(error).__name__}: {error}".split())[:300], 0.0))
