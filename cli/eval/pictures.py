@@ -80,9 +80,9 @@ def plot(panels: Sequence[Panel], path: Path) -> None:
             i, drawn = names.index(name), sorted(points, key=lambda point: at[point[0]])
             # Intervals of several lines at one budget are drawn side by side.
             shift = 0.1 * ((i + 0.5) / len(names) - 0.5)
-            bars = [
-                [s - (s if low is None else low) for _, s, low, _ in drawn],
-                [(s if high is None else high) - s for _, s, _, high in drawn],
+            bars = [  # never below 0: an end may be the score, but for rounding
+                [0.0 if low is None else max(0.0, s - low) for _, s, low, _ in drawn],
+                [0.0 if high is None else max(0.0, high - s) for _, s, _, high in drawn],
             ]
             axis.errorbar(
                 [at[budget] + shift for budget, *_ in drawn],
