@@ -1,4 +1,4 @@
-"""`minikv plan`: will it fit? The figures are those of `forecast`, the advice is `suggestion`'s."""
+"""`minikv plan`: will it fit? The figures and the advice are those of `forecast`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import asdict, replace
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
-from minikv.cli.forecast import Forecast, Row, config_folder, forecast
-from minikv.cli.suggestion import Suggestion, suggest
+from minikv.cli.forecast import Forecast, Planner, Row, Suggestion
 from minikv.cli.tables import wrapped
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import read_count
@@ -61,23 +60,17 @@ def plan(
     count = read_count(tokens) if tokens else _LENGTHS[0]
     names, cases = _cases(settings, _CASES if tokens else _OVERVIEW)
     choices = _choices(settings, cases, strict=bool(names))
-    folder = config_folder(settings)
-
-    def made_for(length: int) -> Forecast:
-        return forecast(
-            settings, length, cases, choices, room=room, answer=max_tokens, folder=folder
-        )
-
-    made = [made_for(count)]
+    planner = Planner(settings, room)
+    lengths = [count]
     if not tokens:
-        whole = max(made[0].positions - max_tokens, 1)
-        lengths = [length for length in _LENGTHS if length < whole]
-        made = [*(made if lengths else []), *map(made_for, [*lengths[1:], whole])]
+        whole = max(planner.config.max_context - max_tokens, 1)
+        lengths = [*(length for length in _LENGTHS if length < whole), whole]
+    made = [planner.forecast(length, cases, choices, max_tokens) for length in lengths]
     rows = [row for one in made for row in one.rows]
     if all(row.error and row.suffices for row in rows):
         raise UsageError(rows[0].error, "a larger --budget, or other policies")
     policy = next((name for name, stride in cases if name != "full" and not stride), DEFAULT_PROMPT)
-    found = [suggest(settings, one, policy, room, folder) for one in made]
+    found = [planner.suggest(one, policy) for one in made]
     if as_json:
         records = [
             asdict(one) | {"suggestion": asdict(hint) if hint else None}
