@@ -138,7 +138,7 @@ def timed(
             count = max(1, min(1000, round(_SECONDS / max(clock(calls(1)), 1e-7))))
         times = clock.each(replay or calls(count), rounds)
     floor = max(case.nbytes / rates.stream, case.flops / rates.product("bfloat16"))
-    facts = {"kernel": case.name, "case": case.case, "kernels": operations.name}
+    facts: dict[str, Any] = {"kernel": case.name, "case": case.case, "kernels": operations.name}
     facts |= {"bytes": case.nbytes, "flops": case.flops, "captured": replay is not None}
     return Timing([seconds / count for seconds in times], floor, facts)
 
