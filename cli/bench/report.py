@@ -60,7 +60,7 @@ class Report:
         self.record: dict[str, Any] = {"command": " ".join(command), "complete": False}
         self.record |= {"rows": [], "kernels": [], "notes": []}
         self.failures: list[Exception] = []  # of single systems; the others were measured
-        self._live, self._whole = Live(terminal, "", "systems"), ""
+        self._live, self._whole = Live(terminal, "", "parts"), ""
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Before piece `done` of `total`; `what` begins with the name of the whole."""

@@ -73,6 +73,7 @@ def cell(
     made: Sequence[Sequence[Any]],
     full: Sequence[Sequence[Any]],
     held: Sequence[float],
+    file: str = "",
 ) -> Cell:
     """The cell of what was `made` of each item: answers, or numbers by token. Answers are scored by
     the metrics of their items, or, for `agree`, compared with the `full` cache's."""
@@ -96,6 +97,7 @@ def cell(
         mean(held),
         [round(mean(row), 4) for row in rows],
         reuse=reuse,
+        file=file,
         **more,
     )
 

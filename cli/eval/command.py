@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import minikv
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.checks import quoted
 from minikv.cli.eval import metrics, show, tasks
-from minikv.cli.eval.cells import Cell
-from minikv.cli.eval.fitting import TRUNCATIONS, fitted, told
+from minikv.cli.eval.fitting import TRUNCATIONS, fitted
 from minikv.cli.eval.items import Item, together
 from minikv.cli.eval.names import ANSWERED, MEASURED, TASKS
 from minikv.cli.eval.passes import PASSES
@@ -49,33 +50,13 @@ class Asked:
     outputs: show.Outputs = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Tasks over the same items. file: the name of their file. cut, skipped: how many of its
-    records were too long, and cut or skipped."""
-
-    run: Run
-    file: str = ""
-    cut: int = 0
-    skipped: int = 0
-
-    def told(self) -> str:
-        """A line about records that were too long; empty where there are none."""
-        skipped = self.skipped + self.run.skipped
-        records = sum(len(item.questions) for item in self.run.items) + skipped
-        return told(self.run.name, self.cut, skipped, records)
-
-    def cells(self) -> list[Cell]:
-        return [replace(cell, file=self.file) for cell in self.run.cells()]
-
-
 def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     """Measure and print; policies and budgets of `settings` are lists with commas.
 
     Raises UsageError for anything that is wrong with them before a model is loaded.
     """
-    wanted, finds = read_list(asked.tasks), read_list(asked.reuse, "--reuse")
-    sizes = _checked(asked, wanted, finds)
+    wanted = read_list(asked.tasks)
+    sizes = _checked(asked, wanted)
     evictions = choices(
         read_list(settings.policy, "--policy"),
         read_list(settings.budget, "--budget"),
@@ -100,20 +81,11 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     )
     chat = build(plain)
     terminal.status("looking whether all documents fit")
-    measured = [name for name in wanted if name in MEASURED]
-    made = [name for name in wanted if not read or name not in MEASURED]
-    work = []
-    alike = Counter(map(named, read))
-    for path, records in read.items():
-        name, kinds = named(path) if alike[named(path)] == 1 else str(path), ["file", *measured]
-        needs = [PASSES[one] for one in passes(kinds)]
-        items, cut, skipped = fitted(chat, records, needs, asked.truncate)
-        run = Run(chat, kinds, together(items), evictions, finds, name=name, skips=True)
-        work.append(_Work(run, name, cut, skipped))
-    for kinds, items in _made(chat, made, sizes, asked, settings):
-        run = Run(chat, kinds, items, evictions, finds, name=", ".join(kinds))
-        work.append(_Work(run))
-    _check_work(work)
+    runs = [
+        *_of_files(chat, read, wanted, evictions, asked),
+        *_of_made(chat, wanted, sizes, evictions, asked, settings),
+    ]
+    _check(runs)
     terminal.clear_status()
     facts: dict[str, object] = {
         "minikv": minikv.__version__,
@@ -125,32 +97,32 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
         "questions": asked.questions,
         "seed": settings.seed,
         "options": dict(settings.options),
-        "reuse": list(finds),
+        "reuse": list(_finds(asked)),
         "truncate": asked.truncate,
         "tier_dtype": settings.tier_dtype,
         "metrics": {
-            each.run.name if kind == "file" else kind: ", ".join(
-                dict.fromkeys(item.metric.__name__ for item in each.run.items)
+            run.name if kind == "file" else kind: ", ".join(
+                dict.fromkeys(item.metric.__name__ for item in run.items)
             )
-            for each in work
-            for kind in each.run.tasks
+            for run in runs
+            for kind in run.tasks
             if kind in ANSWERED
         },
     }
     try:
-        for each in work:
-            _measure(each, terminal)
+        for run in runs:
+            _measure(run, terminal)
     except BaseException:
-        _save(work, facts, asked.outputs, terminal)
+        _save(runs, facts, asked.outputs, terminal)
         raise
-    _write(work, facts, asked.outputs)
+    _write(runs, facts, asked.outputs)
 
 
-def _checked(asked: Asked, wanted: Sequence[str], finds: Sequence[str]) -> list[int]:
+def _checked(asked: Asked, wanted: Sequence[str]) -> list[int]:
     """The lengths. Raises UsageError for arguments that cannot be measured."""
     for flag, given, known in (
         ("--tasks", wanted, TASKS),
-        ("--reuse", finds, REUSES),
+        ("--reuse", _finds(asked), REUSES),
         ("--truncate", [asked.truncate], TRUNCATIONS),
     ):
         for name in given:
@@ -176,78 +148,103 @@ def _checked(asked: Asked, wanted: Sequence[str], finds: Sequence[str]) -> list[
     return sizes
 
 
-def _made(
+def _of_files(
     chat: ChatSession,
-    names: Sequence[str],
+    read: Mapping[Path, Sequence[Item]],
+    wanted: Sequence[str],
+    evictions: Sequence[EvictionConfig],
+    asked: Asked,
+) -> Iterator[Run]:
+    """The records of each file, and what else is to be measured of them."""
+    kinds, finds = ["file", *(name for name in wanted if name in MEASURED)], _finds(asked)
+    needs, alike = [PASSES[one] for one in passes(kinds)], Counter(map(named, read))
+    for path, records in read.items():
+        name = named(path) if alike[named(path)] == 1 else str(path)
+        items, cut, skipped = fitted(chat, records, needs, asked.truncate)
+        told: Any = {"name": name, "is_file": True, "cut": cut, "skipped": skipped}
+        yield Run(chat, kinds, together(items), evictions, finds, **told)
+
+
+def _of_made(
+    chat: ChatSession,
+    wanted: Sequence[str],
     sizes: Sequence[int],
+    evictions: Sequence[EvictionConfig],
     asked: Asked,
     settings: Settings,
-) -> Iterator[tuple[list[str], list[Item]]]:
-    """(tasks, items) of documents that are made here."""
-    codec, how = chat.tokenizer, tasks.manner(settings.model)
-    seed, count = 900_000_000 + 10_000_000 * settings.seed, asked.count
+) -> Iterator[Run]:
+    """Documents that are made here."""
+    codec, how, count = chat.tokenizer, tasks.manner(settings.model), asked.count
+    seed = 900_000_000 + 10_000_000 * settings.seed
+    names = [name for name in wanted if not asked.files or name not in MEASURED]
+    made: list[tuple[list[str], Iterator[Item]]] = []
     if "needle" in names:
-        yield ["needle"], list(tasks.needle(codec, sizes, count, seed, how=how))
+        made.append((["needle"], tasks.needle(codec, sizes, count, seed, how=how)))
     for name, task in CHATS.items():
         if name in names:
-            yield [name], list(task.items(codec, sizes[0], count, seed, how))
+            made.append(([name], task.items(codec, sizes[0], count, seed, how)))
     same = [name for name in names if name != "needle" and name not in CHATS]
     if same:  # these look at the same documents, which are read once for all of them
         documents, each = -(-count // asked.questions), asked.questions
-        yield same, list(tasks.facts(codec, sizes[0], documents, seed, how, each))
+        made.append((same, tasks.facts(codec, sizes[0], documents, seed, how, each)))
+    for kinds, items in made:
+        yield Run(chat, kinds, list(items), evictions, _finds(asked), name=", ".join(kinds))
 
 
-def _check_work(work: Sequence[_Work]) -> None:
+def _finds(asked: Asked) -> Sequence[str]:
+    return read_list(asked.reuse, "--reuse")
+
+
+def _check(runs: Sequence[Run]) -> None:
     """Raise UsageError or ContextError if something cannot be measured, before the first run."""
-    for each in work:
-        if each.run.items:
-            each.run.check()
-    if work and not any(each.run.items for each in work):
+    for run in runs:
+        if run.items:
+            run.check()
+    if runs and not any(run.items for run in runs):
         raise ContextError(
-            "; ".join(each.told() for each in work),
+            "; ".join(run.left_out() for run in runs),
             "nothing was measured; --truncate middle cuts records to the model's context",
         )
 
 
-def _measure(each: _Work, terminal: Terminal) -> None:
+def _measure(run: Run, terminal: Terminal) -> None:
     """Measure and print, with what was left out."""
-    if each.run.items:
-        each.run.measure(Live(terminal, each.run.name, "runs"))
+    if run.items:
+        run.measure(Live(terminal, run.name, "runs"))
         terminal.clear_status()
-        terminal.data(show.table(each.cells()) + "\n")
-    if line := each.told():
+        terminal.data(show.table(run.cells()) + "\n")
+    if line := run.left_out():
         terminal.say(line)
 
 
-def _write(work: Sequence[_Work], facts: dict[str, object], outputs: show.Outputs) -> list[Path]:
+def _write(runs: Sequence[Run], facts: dict[str, object], outputs: show.Outputs) -> list[Path]:
     """Write what was measured, with the records that were skipped and cut; returns the files."""
-    skipped = {e.run.name: n for e in work if (n := e.skipped + e.run.skipped)}
-    facts = facts | {"skipped": skipped, "cut": {e.run.name: e.cut for e in work if e.cut}}
+    facts |= {"skipped": {run.name: run.skipped for run in runs if run.skipped}}
+    facts |= {"cut": {run.name: run.cut for run in runs if run.cut}}
     items: dict[str, object] = {
-        each.run.name: [
+        run.name: [
             {"source": item.source, "questions": item.questions, "right": item.right}
-            for item in each.run.items
+            for item in run.items
         ]
-        for each in work
+        for run in runs
     }
-    return show.write([cell for each in work for cell in each.cells()], facts, outputs, items)
+    return show.write([cell for run in runs for cell in run.cells()], facts, outputs, items)
 
 
 def _save(
-    work: Sequence[_Work], facts: dict[str, object], outputs: show.Outputs, terminal: Terminal
+    runs: Sequence[Run], facts: dict[str, object], outputs: show.Outputs, terminal: Terminal
 ) -> None:
     """After an error, write what was measured until then. The caller still reports the error."""
-    runs = [each.run for each in work]
     if not any(run.completed for run in runs):
         return
     done = {run.name: f"{run.completed:,} of {len(run.items):,}" for run in runs}
     note = "stopped; documents measured: " + "; ".join(f"{w}: {n}" for w, n in done.items())
     try:
-        if paths := _write(work, facts | {"stopped_after": done}, outputs):
+        if paths := _write(runs, facts | {"stopped_after": done}, outputs):
             note += f"; written to {', '.join(map(str, paths))}"
-        for each in work:
-            if 0 < each.run.completed < len(each.run.items):
-                terminal.data(show.table(each.cells()) + "\n")
+        for run in runs:
+            if 0 < run.completed < len(run.items):
+                terminal.data(show.table(run.cells()) + "\n")
     except Exception as error:
         note += f"; not all was written: {error}"
     terminal.say(note)

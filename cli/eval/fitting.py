@@ -49,13 +49,3 @@ def _shortened(chat: ChatSession, item: Item, passes: Sequence[Pass]) -> Item | 
         document = tokenizer.decode(ids[:half]) + end[: len(end) - len(question)]
         item = replace(item, document=document)
     return item
-
-
-def told(name: str, cut: int, skipped: int, records: int) -> str:
-    """A line about the records of a file; empty where there is nothing to say."""
-    parts = []
-    if skipped:
-        parts.append(f"{skipped:,} too long and skipped")
-    if cut:
-        parts.append(f"{cut:,} cut in the middle")
-    return f"{name}: of {records:,} records {' and '.join(parts)}" if parts else ""

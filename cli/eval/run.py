@@ -80,8 +80,8 @@ class Run:
     Later questions are answered from what each of `reuses` says. Without eviction that makes no
     difference, nor where nothing is asked: these are measured under the first one alone. `cells`
     are of the items that `measure` has finished, also after it was stopped. `name`: of the tasks,
-    or of the file. With `skips`, an item that turns out not to fit is left out of `items` and
-    counted in `skipped`.
+    or, with `is_file`, of a file of records. `cut` and `skipped` of these were too long, and cut or
+    left out. One that turns out not to fit is left out of `items` as well.
     """
 
     def __init__(
@@ -93,10 +93,12 @@ class Run:
         reuses: Sequence[str] = ("once",),
         *,
         name: str = "",
-        skips: bool = False,
+        is_file: bool = False,
+        cut: int = 0,
+        skipped: int = 0,
     ) -> None:
         self.chat, self.tasks, self.items, self.wanted = chat, tasks, list(items), list(wanted)
-        self.name, self.skips, self.skipped = name, skips, 0
+        self.name, self.is_file, self.cut, self.skipped = name, is_file, cut, skipped
         # All policies of one reuse are neighbours: they read the same first prompt.
         self._choices = {
             one: [
@@ -173,8 +175,8 @@ class Run:
     def measure(self, progress: Progress) -> None:
         """Go through the items. A document is computed once for all policies that do not need the
         queries of all its tokens, and evicted once for all questions that are asked apart and find
-        it evicted (see `rereading`). Raises ContextError if an item does not fit, unless such are
-        skipped."""
+        it evicted (see `rereading`). Raises ContextError if a document that was made does not
+        fit."""
         chat, engine = self.chat, self.chat.engine
         before = chat.reuse, chat.recall.kind
         chat.engine = restoring = Restoring(Rereading(engine.network, engine.kv), engine.kv)
@@ -185,7 +187,7 @@ class Run:
                 try:
                     self._measure(item, restoring, progress)
                 except ContextError:
-                    if not self.skips:
+                    if not self.is_file:
                         raise
                     for made in self._made.values():
                         del made[done:]
@@ -234,16 +236,23 @@ class Run:
         """One for each task and choice, in this order; none if no item was finished."""
         if not self.completed:
             return []
-        items, found = self.items[: self.completed], []
+        items, file = self.items[: self.completed], self.name if self.is_file else ""
+        found = []
         for task in self.tasks:
             one = _pass(task)
             full, _ = self._results(one, 0)
             for i, choice in enumerate(self._choices[one]):
                 made, held = self._results(one, i)
-                found.append(
-                    cells.cell(task, choice.eviction, choice.reuse, items, made, full, held)
-                )
+                how = choice.eviction, choice.reuse
+                found.append(cells.cell(task, *how, items, made, full, held, file))
         return found
+
+    def left_out(self) -> str:
+        """A line about records that were too long; empty where there are none."""
+        records = sum(len(item.questions) for item in self.items) + self.skipped
+        parts = [f"{self.skipped:,} too long and skipped"] if self.skipped else []
+        parts += [f"{self.cut:,} cut in the middle"] if self.cut else []
+        return f"{self.name}: of {records:,} records {' and '.join(parts)}" if parts else ""
 
     def _results(self, one: str, i: int) -> tuple[list[list[Any]], list[float]]:
         done = self._made[one, i][: self.completed]

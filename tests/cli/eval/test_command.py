@@ -318,10 +318,17 @@ def test_the_middle_is_cut_out_as_longbench_does() -> None:
 
 
 def test_a_line_says_what_was_left_out() -> None:
-    assert fitting.told("qasper", 0, 0, 200) == ""
-    assert fitting.told("qasper", 0, 3, 200) == "qasper: of 200 records 3 too long and skipped"
-    both = "x: of 9 records 1 too long and skipped and 2 cut in the middle"
-    assert fitting.told("x", 2, 1, 9) == both
+    chat, wanted = minikv.load(policy="full"), run.choices([], [], [], 0)
+
+    def said(**given: int) -> str:
+        items = [words(20, questions=("?",) * 6, right=((),) * 6, apart=True)]
+        return run.Run(chat, ["file"], items, wanted, name="x", is_file=True, **given).left_out()
+
+    assert said() == ""
+    assert said(skipped=3) == "x: of 9 records 3 too long and skipped"
+    assert (
+        said(skipped=1, cut=2) == "x: of 7 records 1 too long and skipped and 2 cut in the middle"
+    )
 
 
 def test_a_record_that_is_too_long_does_not_end_a_run(
