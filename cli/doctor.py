@@ -133,7 +133,7 @@ def cpu() -> list[Check]:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     cores = usable or os.cpu_count() or 1
-    name, known = _cpu_facts()
+    name, known = cpu_facts()
     has = [flag for flag in _FLAGS if flag in known]
     detail = (
         f"{name or platform.machine()}, {cores} usable core{'s' if cores > 1 else ''}, "
@@ -148,7 +148,8 @@ def cpu() -> list[Check]:
     return [Check("cpu", OK, detail, note if slow else "")]
 
 
-def _cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
+def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
+    """The processor's name and instructions, as Linux knows them; empty elsewhere."""
     name, known = "", set[str]()
     try:
         for text in path.read_text(errors="replace").splitlines():

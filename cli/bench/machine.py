@@ -14,7 +14,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minikv
+from minikv.cli.doctor import cpu_facts
 from minikv.engine import threads
 from minikv.errors import UsageError
 from minikv.pages import Pages
@@ -85,7 +85,7 @@ def facts(device: torch.device) -> dict[str, object]:
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else None
     found: dict[str, object] = {
         "system": platform.system(),
-        "processor": _processor(),
+        "processor": cpu_facts()[0] or platform.processor() or platform.machine(),
         "cores": threads.allowed(),
         "threads": torch.get_num_threads(),
         "memory": None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
@@ -120,15 +120,6 @@ def versions() -> dict[str, str | None]:
 def l2_bytes(device: torch.device) -> int:
     """Bytes of the GPU's L2 cache."""
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * _MIB))
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 # -- rates ----------------------------------------------------------------------------------

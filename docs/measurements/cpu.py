@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from minikv.cli.doctor import _cpu_facts
+from minikv.cli.doctor import cpu_facts
 from minikv.engine.sampling import Sampling, pick
 from minikv.kernels import dispatch
 from minikv.kernels.attention import cpu as merge
@@ -279,7 +279,7 @@ def main() -> None:
     only = args.only.split(",")
     found: dict[str, Any] = {
         "facts": {
-            "processor": _cpu_facts()[0],
+            "processor": cpu_facts()[0],
             "class": choice.processor(),
             "choices": choice.describe(choice.processor()),
             "bfloat16_prompt_attention": prefill.BF16.available(),
