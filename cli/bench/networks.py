@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -82,21 +82,14 @@ class Sizes:
 
     def config(self) -> ModelConfig:
         """The configuration of a network of these sizes."""
-        layers, hidden, heads, kv_heads, head_dim, mlp, vocab, theta, tied = astuple(self)
+        own = asdict(self)
         return ModelConfig(
             family="llama",
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            mlp=mlp,
-            vocab=vocab,
             norm_eps=1e-5,
-            rope=RopeConfig(theta=theta),
+            rope=RopeConfig(theta=own.pop("theta")),
             max_context=POSITIONS,
-            windows=(None,) * layers,
-            tied=tied,
+            windows=(None,) * self.layers,
+            **own,
         )
 
 
