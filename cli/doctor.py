@@ -127,7 +127,7 @@ def cpu() -> Check:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     cores = usable or os.cpu_count() or 1
-    name, known = _cpu_facts()
+    name, known = cpu_facts()
     has = [flag for flag in _FLAGS if flag in known]
     detail = (
         f"{name or platform.machine()}, {cores} usable core{'s' if cores > 1 else ''}, "
@@ -142,7 +142,7 @@ def cpu() -> Check:
     return Check(OK, detail, note if slow else "")
 
 
-def _cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
+def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
     """The first processor's name and instructions, as far as the system says them."""
     facts = dict[str, str]()
     with contextlib.suppress(OSError):

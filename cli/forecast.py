@@ -1,40 +1,40 @@
 """The figures of `minikv plan`: the memory that a document will need, from config.json alone.
 
-The figures for the cache are those of `minikv.chat.fitting`, and what the network itself needs is
-`minikv.loader.workspace`: a chat decides with both what `--budget auto` keeps.
+The figures for the cache are those of `minikv.cache.plan.peak`, and what the network itself needs
+is `minikv.loader.workspace`: a chat decides with both what `--budget auto` keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minikv.cache.stats import full_cache_bytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, UsageError
-from minikv.settings import Settings
+from minikv.policies import DEFAULT_PROMPT
+from minikv.settings import Settings, settings_of
 
 if TYPE_CHECKING:
     import torch
 
-    from minikv.cache.stats import Shape
+_BLOCKS = ("roco", 32)
+"""The policy and stride that take the least memory while a prompt is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One policy. Bytes of the KV cache; `needs` adds weights and work space.
 
-    rows: the budget in tokens per head. reading: the most at once during prefill. writing: the
-    memory allocated while the answer is written. held: the tokens held at the end of the answer,
-    with the state of the policy. fits: with an eighth of the free memory to spare; None where it is
-    not known. `error` says why there are no figures. again: tokens that are read once more before
-    anything is evicted; ram: what is held in RAM for that, beside a GPU's memory or as a part of
-    `reading`; file: what is in a file for that, 0 if there is none; file_ram: what `ram` is with a
-    file. suffices: false if `error` is that too few positions are left for what the policy reads
-    beside the document.
+    rows: the budget in tokens per head. reading: the most at once while the prompt is read.
+    writing: the most while the answer is written. held: the tokens held at the end of the answer,
+    with the state of the policy. fits: with an eighth of the free memory to spare; None if that is
+    not known. error: why there are no figures. suffices: False if `error` is that too few positions
+    are left for what the policy reads beside the document. again: tokens that are read once more
+    before anything is evicted; ram: what is held in RAM for that, beside a GPU's memory or as a
+    part of `reading`; file: what is in a file for that; file_ram: what `ram` is with a file.
     """
 
     policy: str
@@ -61,12 +61,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TierForecast:
-    """What a tier takes beside the cache, and what a later question costs with it. Bytes.
-
-    same and int8: the rows of the document, by --tier-dtype; that much is also what a later
-    question reads. ram_same and ram_int8: what RAM holds for it. again: tokens that a later
-    question reads again without a tier.
-    """
+    """Bytes that a tier takes beside the cache: the rows of the document, by --tier-dtype, which a
+    later question reads, and what RAM holds for them. again: tokens that a later question reads
+    again without a tier."""
 
     same: int
     int8: int
@@ -79,10 +76,11 @@ class TierForecast:
 class Forecast:
     """A model, a prompt of `tokens` tokens and an answer of `answer`. Bytes.
 
-    token_bytes and full: of a cache without eviction, as in the turn record.
-    kept: what matrices are kept in, as --weights has it, or plain.
-    workspace: an estimate of what the network itself needs at once, beside weights and cache.
-    disk: of packed weights that the first start keeps; 0: none.
+    token_bytes, full: of a cache without eviction, as in the turn record. kept: the format of the
+    matrices, as --weights has it, or plain. workspace: an estimate of what the network needs at
+    once beside weights and cache. loading: the most that loading the weights holds at once. disk:
+    of packed weights that the first start keeps. tier: None if nothing is evicted that could be
+    recalled.
     """
 
     model: str
@@ -99,163 +97,219 @@ class Forecast:
     token_bytes: int
     full: int
     workspace: int
-    loading: int  # the most that loading the weights holds at once
+    loading: int
     memory: str
     free: int | None
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     disk: int = 0
-    tier: TierForecast | None = None  # None where nothing is evicted that could be recalled
+    tier: TierForecast | None = None
 
 
-def forecast(
-    settings: Settings,
-    tokens: int,
-    cases: Sequence[tuple[str, int]],
-    choices: Sequence[EvictionConfig | UsageError],
-    *,
-    room: int | None = None,
-    answer: int = 512,
-    folder: Path | None = None,
-) -> Forecast:
-    """The figures. `cases` are policies and strides, `choices` their settings; an error among them
-    becomes a row without figures. `room` is the memory of another machine in bytes, `folder` where
-    config.json is, if it was looked up before. Raises ModelError."""
-    import torch
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Flags for a document of `tokens` tokens. They need `needs` of `free` bytes, and keep `rows`
+    tokens per head; None: all. If `fits` is false, no flags fit, and these need the least."""
 
-    from minikv.cache.plan import PassCost, held_after, peak
-    from minikv.chat.fitting import Machine, likely, tier_beside, too_much, usable
-    from minikv.loader import shape_of, workspace
-    from minikv.models.config import ModelConfig
-    from minikv.models.packed import LEAST
-    from minikv.models.weights import (
-        check_form,
-        form_notes,
-        free_memory,
-        loading_bytes,
-        packed_bytes,
-        weight_bytes,
-    )
+    tokens: int
+    fits: bool
+    flags: str
+    needs: int
+    free: int
+    rows: int | None
 
-    folder = folder or config_folder(settings)
-    config = ModelConfig.from_folder(folder)
-    notes = list(config.notes)
-    where = _device(settings.device, here=room is None)
-    form, dtype = settings.weights, settings.dtype
-    packed = form not in ("auto", "plain")
-    kind = _dtype(folder, "bfloat16" if packed and dtype == "auto" else dtype, where, notes)
-    check_form(form, where, kind)
-    notes += form_notes(config, form)
-    weights = weight_bytes(config, kind, form)
-    load = loading_bytes(config, kind, form)
-    disk = packed_bytes(config, form) if packed and where.type == "cpu" else 0
-    if disk < LEAST or settings.keep_packed == "off":
-        disk = 0
 
-    def work_space(tokens: int, *, foresees: bool = False) -> int:
-        cuda = where.type == "cuda"
-        return workspace(config, tokens, kind.itemsize, cuda=cuda, packed=packed, foresees=foresees)
+class Planner:
+    """A model under some settings on a machine, none of whose weights need to be here."""
 
-    space = work_space(tokens)
-    if room is None:
-        free = free_memory(where)
-        place = torch.cuda.get_device_name(where) if where.type == "cuda" else "this machine"
-    else:
-        free, place = room, "as given"
+    def __init__(
+        self, settings: Settings, room: int | None = None, folder: Path | None = None
+    ) -> None:
+        """room: the memory of another machine in bytes. folder: where config.json is, if it was
+        looked up before. Raises UsageError and ModelError."""
+        import torch
 
-    # What a chat will find free, where that is RAM.
-    ram = None if free is None or where.type == "cuda" else max(0, free - weights)
-    shape = shape_of(config)
-    cached = torch.int8 if settings.kv == "int8" else kind
+        from minikv.chat.fitting import Machine, likely, tier_beside
+        from minikv.loader import shape_of
+        from minikv.models import weights
+        from minikv.models.config import ModelConfig
+        from minikv.models.packed import LEAST
 
-    def beside(tokens: int) -> int:
-        dtype, cuda = settings.tier_dtype, where.type == "cuda"
-        return tier_beside(shape, kind, tokens, settings.tier, dtype, cuda=cuda)
+        self.settings, self.room, self.folder = settings, room, folder or config_folder(settings)
+        self.config = ModelConfig.from_folder(self.folder)
+        self.notes = list(self.config.notes)
+        self.device = _device(settings.device, here=room is None)
+        self.gpu, form = self.device.type == "cuda", settings.weights
+        self.packed = form not in ("auto", "plain")
+        self.dtype = _dtype(self.folder, settings, self.device, self.notes)
+        weights.check_form(form, self.device, self.dtype)
+        self.notes += weights.form_notes(self.config, form)
+        self.weights = weights.weight_bytes(self.config, self.dtype, form)
+        self.loading = weights.loading_bytes(self.config, self.dtype, form)
+        kept = self.packed and not self.gpu and settings.keep_packed != "off"
+        disk = weights.packed_bytes(self.config, form) if kept else 0
+        self.disk = disk if disk >= LEAST else 0
+        self.free = weights.free_memory(self.device) if room is None else room
+        self.left = None if self.free is None else max(0, self.free - self.weights)
+        self.shape = shape = shape_of(self.config)
 
-    ops = likely(settings.kernels, gpu=where.type == "cuda")
-    machine = Machine(shape, kind, cached, work_space, beside, where.type == "cuda", ops)
-    left = None if free is None else max(0, free - weights)
+        def beside(tokens: int) -> int:
+            how = settings.tier, settings.tier_dtype
+            return tier_beside(shape, self.dtype, tokens, *how, cuda=self.gpu)
 
-    def row(name: str, stride: int, eviction: EvictionConfig | UsageError) -> Row:
-        if isinstance(eviction, UsageError):
-            return Row(name, "", stride, error=worded(f"{eviction}; {eviction.hint}"))
-        if eviction.budget.unit == "auto":
-            eviction = eviction.under(machine.rows(eviction, tokens, answer, left))
+        cached = torch.int8 if settings.kv == "int8" else self.dtype
+        ops = likely(settings.kernels, gpu=self.gpu)
+        self.machine = Machine(shape, self.dtype, cached, self.work, beside, self.gpu, ops)
+
+    def work(self, tokens: int, *, foresees: bool = False) -> int:
+        """Bytes that the network needs to read so many tokens."""
+        from minikv.loader import workspace
+
+        how = {"cuda": self.gpu, "packed": self.packed, "foresees": foresees}
+        return workspace(self.config, tokens, self.dtype.itemsize, **how)
+
+    def row(
+        self, case: tuple[str, int], choice: EvictionConfig | UsageError, tokens: int, answer: int
+    ) -> Row:
+        """The figures of a policy and stride under its settings. An error, of the settings or of
+        what they plan, is a row without figures."""
+        from minikv.cache.plan import PassCost, held_after, peak
+        from minikv.chat.fitting import too_much, usable
+
+        name, stride = case
+        if isinstance(choice, UsageError):
+            return Row(name, "", stride, error=worded(f"{choice}; {choice.hint}"))
+        machine, positions = self.machine, self.config.max_context
+        if choice.budget.unit == "auto":
+            choice = choice.under(machine.rows(choice, tokens, answer, self.left))
         try:
-            plan, setup = machine.plan(eviction, tokens, answer)
+            plan, setup = machine.plan(choice, tokens, answer)
         except (UsageError, ContextError) as error:
             text, suffices = f"{error}; {error.hint}", not isinstance(error, ContextError)
-            if not suffices and tokens == config.max_context:
+            if not suffices and tokens == positions:
                 text = f"{tokens:,} tokens leave no position for an answer"
-            elif not suffices and tokens > config.max_context:
-                text = f"{tokens:,} tokens do not fit in {config.max_context:,} positions"
-            return Row(name, eviction.decode, stride, error=worded(text), suffices=suffices)
+            elif not suffices and tokens > positions:
+                text = f"{tokens:,} tokens do not fit in {positions:,} positions"
+            return Row(name, choice.decode, stride, error=worded(text), suffices=suffices)
         rules = setup.rules
         foresees = rules.evidence.predicted and plan.evicts_any
         if foresees:
-            notes.append(f"{name} reads the prompt twice, which takes about twice the time")
-        cost = PassCost.of(plan, setup, plan.repeats)
-        in_file = cost.tokens > 0 and (
-            settings.tier == "file" or (settings.tier == "auto" and bool(too_much(cost.ram, ram)))
-        )
+            self.notes.append(f"{name} reads the prompt twice, which takes about twice the time")
+        cost, tier = PassCost.of(plan, setup, plan.repeats), self.settings.tier
+        short = tier == "auto" and bool(too_much(cost.ram, None if self.gpu else self.left))
+        in_file = cost.tokens > 0 and (tier == "file" or short)
         found = peak(plan, setup, in_file=in_file)
-        work = work_space(tokens, foresees=foresees)
-        needs = max(
-            weights + work + max(found.reading, found.writing) + machine.tier(rules, tokens), load
-        )
+        cache = max(found.reading, found.writing) + machine.tier(rules, tokens)
+        needs = max(self.weights + self.work(tokens, foresees=foresees) + cache, self.loading)
         return Row(
             name,
-            eviction.decode,
+            choice.decode,
             stride,
-            None if rules.budget is None else rules.budget_rows(tokens, shape, cached),
+            None if rules.budget is None else rules.budget_rows(tokens, self.shape, machine.kv),
             found.reading,
             found.writing,
             held_after(plan, setup, answer),
             needs,
-            None if left is None else needs <= weights + usable(left),
+            None if self.left is None else needs <= self.weights + usable(self.left),
             again=cost.tokens,
             ram=cost.file_ram if in_file else cost.ram,
             file=cost.file if in_file else 0,
             file_ram=cost.file_ram,
         )
 
-    rows = [row(*case, choice) for case, choice in zip(cases, choices, strict=True)]
-    return Forecast(
-        model=settings.model or "bundled",
-        family=config.family,
-        dtype=str(kind).removeprefix("torch."),
-        kept=form if packed else "plain",
-        parameters=config.parameters,
-        weights=weights,
-        positions=config.max_context,
-        suffices=tokens < config.max_context,
-        tokens=tokens,
-        answer=answer,
-        budget=settings.budget,
-        token_bytes=full_cache_bytes(shape, 1, kind.itemsize),
-        full=full_cache_bytes(shape, tokens, kind.itemsize),
-        workspace=space,
-        loading=load,
-        memory=place,
-        free=free,
-        rows=tuple(rows),
-        notes=tuple(notes),
-        disk=disk,
-        tier=_tier(shape, kind, tokens, rows, gpu=where.type == "cuda"),
-    )
+    def forecast(
+        self,
+        tokens: int,
+        cases: Sequence[tuple[str, int]],
+        choices: Sequence[EvictionConfig | UsageError],
+        answer: int = 512,
+    ) -> Forecast:
+        """The figures. `cases` are policies and strides, `choices` their settings."""
+        import torch
+
+        from minikv.cache.stats import full_cache_bytes
+
+        rows = [self.row(*each, tokens, answer) for each in zip(cases, choices, strict=True)]
+        here = torch.cuda.get_device_name(self.device) if self.gpu and self.room is None else ""
+        return Forecast(
+            model=self.settings.model or "bundled",
+            family=self.config.family,
+            dtype=str(self.dtype).removeprefix("torch."),
+            kept=self.settings.weights if self.packed else "plain",
+            parameters=self.config.parameters,
+            weights=self.weights,
+            positions=self.config.max_context,
+            suffices=tokens < self.config.max_context,
+            tokens=tokens,
+            answer=answer,
+            budget=self.settings.budget,
+            token_bytes=full_cache_bytes(self.shape, 1, self.dtype.itemsize),
+            full=full_cache_bytes(self.shape, tokens, self.dtype.itemsize),
+            workspace=self.work(tokens),
+            loading=self.loading,
+            memory=here or ("this machine" if self.room is None else "as given"),
+            free=self.free,
+            rows=tuple(rows),
+            notes=tuple(dict.fromkeys(self.notes)),
+            disk=self.disk,
+            tier=self._tier(tokens, rows),
+        )
+
+    def _tier(self, tokens: int, rows: Sequence[Row]) -> TierForecast | None:
+        from minikv.cache.tier_rows import RamRows, row_nbytes
+
+        # What is read twice serves all questions, and is not recalled.
+        if not any(row.rows is not None and not (row.error or row.again) for row in rows):
+            return None
+        same, int8 = (row_nbytes(self.shape, self.dtype, coded) for coded in (False, True))
+        # Pinned memory is held whole.
+        most = RamRows.room(tokens, self.shape.max_context) if self.gpu else tokens
+        return TierForecast(same * tokens, int8 * tokens, same * most, int8 * most, tokens)
+
+    def suggest(self, made: Forecast, policy: str) -> Suggestion | None:
+        """Flags with which the document of a forecast fits, with `policy` or, if that does not,
+        `_BLOCKS`; weights that take less memory only if both do not, the most exact first.
+        `--budget auto` finds the largest budget. None if free memory is not known, if the model's
+        context is too short, or if no forecast is possible."""
+        from minikv.models.errors import UnusableSetting
+
+        if made.free is None or not made.suffices:
+            return None
+        # Only the user's own value of --weights, if there is one.
+        forms = ("auto", "int8", "int8+head", "int4", "int4+head")
+        tries: list[tuple[Settings, Row]] = []
+        for form in forms if self.settings.weights == "auto" else (self.settings.weights,):
+            one = replace(self.settings, weights=form, budget="auto")
+            for name, stride in ((policy, 0), _BLOCKS):
+                own = one.options if name == policy else {}
+                chosen = replace(one, policy=name, stride=stride, options=own)
+                try:  # the policy may not go with the settings, nor the device with the weights
+                    planner = Planner(chosen, self.room, self.folder)
+                    row = planner.row((name, stride), chosen.eviction(), made.tokens, made.answer)
+                except (UnusableSetting, UsageError):
+                    continue
+                if not row.error:
+                    tries.append((chosen, row))
+        if not tries:
+            return None
+        least = min(tries, key=lambda one: one[1].needs)
+        best, row = next((one for one in tries if one[1].fits), least)
+        fits = bool(row.fits)
+        return Suggestion(made.tokens, fits, _flags(best), row.needs, made.free, row.rows)
 
 
-def _tier(
-    shape: Shape, dtype: torch.dtype, tokens: int, rows: Sequence[Row], *, gpu: bool
-) -> TierForecast | None:
-    from minikv.cache.tier_rows import RamRows, row_nbytes
-
-    # What is read twice serves all questions, and is not recalled.
-    if not any(row.rows is not None and not (row.error or row.again) for row in rows):
-        return None
-    same, int8 = (row_nbytes(shape, dtype, coded) for coded in (False, True))
-    most = RamRows.room(tokens, shape.max_context) if gpu else tokens  # pinned memory is held whole
-    return TierForecast(same * tokens, int8 * tokens, same * most, int8 * most, tokens)
+def _flags(settings: Settings) -> str:
+    """The flags to type, with the user's own revision, device, dtype and KV dtype."""
+    parts, known = [], settings_of(Settings)
+    for name in ("revision", "device", "dtype", "kv", "weights", "tier"):
+        value = getattr(settings, name)
+        if value and value != known[name].default:
+            parts.append(f"{known[name].flag} {value}")
+    if settings.policy != DEFAULT_PROMPT:
+        parts.append(f"--policy {settings.policy}")
+    if settings.stride:
+        parts.append(f"--stride {settings.stride}")
+    return " ".join(parts)
 
 
 def config_folder(settings: Settings) -> Path:
@@ -280,7 +334,7 @@ def _device(name: str, *, here: bool) -> torch.device:
     return device
 
 
-def _dtype(folder: Path, name: str, device: torch.device, notes: list[str]) -> torch.dtype:
+def _dtype(folder: Path, settings: Settings, device: torch.device, notes: list[str]) -> torch.dtype:
     """The dtype that the loader would choose, from the configuration: the weights may not be here
     yet."""
     import torch
@@ -288,8 +342,10 @@ def _dtype(folder: Path, name: str, device: torch.device, notes: list[str]) -> t
     from minikv.models.files import read_json
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name != "auto":
-        return known[name]
+    if settings.dtype != "auto":
+        return known[settings.dtype]
+    if settings.weights not in ("auto", "plain"):
+        return torch.bfloat16
     stored: object = None
     if (folder / "config.json").exists():
         raw = read_json(folder / "config.json")

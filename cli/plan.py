@@ -1,18 +1,17 @@
-"""`minikv plan`: will it fit? The figures are those of `forecast`, the advice is `suggestion`'s."""
+"""`minikv plan`: will it fit? The figures and the advice are those of `forecast`."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
-from minikv.cli.forecast import Forecast, Row, config_folder, forecast
-from minikv.cli.suggestion import Suggestion, suggest
+from minikv.cli.forecast import Forecast, Planner, Row, Suggestion
 from minikv.cli.tables import wrapped
 from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import read_count
@@ -61,23 +60,17 @@ def plan(
     count = read_count(tokens) if tokens else _LENGTHS[0]
     names, cases = _cases(settings, _CASES if tokens else _OVERVIEW)
     choices = _choices(settings, cases, strict=bool(names))
-    folder = config_folder(settings)
-
-    def made_for(length: int) -> Forecast:
-        return forecast(
-            settings, length, cases, choices, room=room, answer=max_tokens, folder=folder
-        )
-
-    made = [made_for(count)]
+    planner = Planner(settings, room)
+    lengths = [count]
     if not tokens:
-        whole = max(made[0].positions - max_tokens, 1)
-        lengths = [length for length in _LENGTHS if length < whole]
-        made = [*(made if lengths else []), *map(made_for, [*lengths[1:], whole])]
+        whole = max(planner.config.max_context - max_tokens, 1)
+        lengths = [*(length for length in _LENGTHS if length < whole), whole]
+    made = [planner.forecast(length, cases, choices, max_tokens) for length in lengths]
     rows = [row for one in made for row in one.rows]
     if all(row.error and row.suffices for row in rows):
         raise UsageError(rows[0].error, "a larger --budget, or other policies")
     policy = next((name for name, stride in cases if name != "full" and not stride), DEFAULT_PROMPT)
-    found = [suggest(settings, one, policy, room, folder) for one in made]
+    found = [planner.suggest(one, policy) for one in made]
     if as_json:
         records = [
             asdict(one) | {"suggestion": asdict(hint) if hint else None}
@@ -87,7 +80,14 @@ def plan(
         return
     for note in made[0].notes:
         terminal.warn(note)
-    terminal.data(shown(made, [hint for hint in found if hint], _width(), whole=not tokens))
+    terminal.data(
+        shown(
+            made,
+            [hint for hint in found if hint],
+            shutil.get_terminal_size().columns,
+            whole=not tokens,
+        )
+    )
 
 
 def _cases(
@@ -118,10 +118,6 @@ def _choices(
     return choices
 
 
-def _width() -> int:
-    return shutil.get_terminal_size().columns
-
-
 def read_bytes(text: str) -> int:
     """ "24GiB" or "80GB" as bytes. Raises UsageError."""
     from minikv.cache.budget import Budget
@@ -142,113 +138,84 @@ def shown(
 ) -> str:
     """The forecasts of one model for people, in lines of at most `width` characters where words
     allow. `whole`: the last is for all that the model can read."""
-    one = made[0]
-    free = "not known" if one.free is None else f"{size(one.free)} free"
-    several = len(made) > 1
-    *others, last = [f"{each.tokens:,}" for each in made]
-    lengths = f"{', '.join(others)} or {last}" if others else last
-    facts = [
-        ("model", f"{one.model} · {one.family} · {_billions(one.parameters)} parameters"),
-        ("weights", f"{size(one.weights)} in {one.dtype}" + _kept(one.kept)),
-        *_disk(one.disk),
-        ("context", _context(made, whole=whole)),
-        ("cache", _cache(made)),
-        ("memory", f"{free} ({one.memory})"),
-        ("plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"),
-        *_auto(made),
-        *_tier(made),
-        *_scoring(made),
-    ]
+    one, several, width = made[0], len(made) > 1, max(width, 20)
     lines = []
-    for name, text in facts:
-        lines += wrapped(f"{name:<9}{text}", max(width, 20), " " * 9)
+    for name, text in _facts(made, whole=whole):
+        lines += wrapped(f"{name:<9}{text}", width, " " * 9)
     for each in made:
-        # Where --budget auto evicts nothing, every policy is as full.
-        rows = [row for row in each.rows if row.error or row.rows or row.policy == "full"]
-        cells = [(row, _fits(row, each.suffices)) for row in rows or each.rows[:1]]
         lines.append("")
         if several:
             every = " (the whole context)" if whole and each is made[-1] else ""
             lines.append(f"{each.tokens:,} tokens{every}")
-        lines += _stacked(cells, width) if width < _NARROW else _table(cells, width)
-    lines.append("")
+        lines += _table(each, width)
+    least, most = size(one.workspace), size(made[-1].workspace)
+    space = f"about {least}" if least == most else f"about {least} to {most}"
     foot = (
         "READING: the most at once while the prompt is read. WRITING: the pool while the answer "
-        f"is written. NEEDS: with the weights and {_workspace(made)} of work space."
+        f"is written. NEEDS: with the weights and {space} of work space."
     )
-    lines += wrapped(foot, max(min(width, 80), 20))
+    lines += ["", *wrapped(foot, min(width, 80))]
     if suggestions:
         lines.append("")
     for hint in suggestions:
-        lines += wrapped(_advice(hint, one.model), max(width, 20), "  ")
+        lines += wrapped(_advice(hint, one.model), width, "  ")
     return "\n".join(lines)
 
 
-def _disk(packed: int) -> list[tuple[str, str]]:
-    if not packed:
-        return []
-    return [("disk", f"{size(packed)} of packed weights, from the first start on (--keep-packed)")]
+def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]]:
+    """(name, text) of the model, the machine, and what all policies share."""
+    one = made[0]
+
+    def each(text: Callable[[Forecast], str]) -> str:
+        return ", ".join(map(text, made))
+
+    yield "model", f"{one.model} · {one.family} · {_billions(one.parameters)} parameters"
+    yield "weights", f"{size(one.weights)} in {one.dtype}{_kept(one.kept)}"
+    if one.disk:
+        kept = "of packed weights, from the first start on (--keep-packed)"
+        yield "disk", f"{size(one.disk)} {kept}"
+    context = f"{one.positions:,} positions"
+    if not whole and one.suffices:
+        context += f", enough for {one.tokens:,} tokens"
+    elif not whole:
+        context += f", too few for {one.tokens:,} tokens; eviction does not extend them"
+    yield "context", context
+    full = each(lambda made: f"{size(made.full)} for {made.tokens:,}")
+    yield "cache", f"{size(one.token_bytes)} a token, {full} without eviction"
+    free = "not known" if one.free is None else f"{size(one.free)} free"
+    yield "memory", f"{free} ({one.memory})"
+    *others, last = [f"{made.tokens:,}" for made in made]
+    lengths = f"{', '.join(others)} or {last}" if others else last
+    yield "plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"
+    yield from (("auto", text) for forecast in made if (text := _auto(forecast)))
+    tiers = [forecast.tier for forecast in made if forecast.tier is not None]
+    if tiers:
+        ram = ", ".join(f"{size(tier.ram_same)} for {tier.again:,}" for tier in tiers)
+        half = ", ".join(size(tier.ram_int8) for tier in tiers)
+        file = ", ".join(size(tier.same) for tier in tiers)
+        reads = ", ".join(f"{size(t.same)} of keys and values for {t.again:,}" for t in tiers)
+        yield "tier", f"in RAM {ram}, in int8 {half}; in a file about {file}"
+        yield "later", f"a later question reads {reads}; without a tier, all tokens again"
+    for at, row in enumerate(one.rows):
+        twice = [(made.tokens, made.rows[at]) for made in made if made.rows[at].again]
+        if twice:
+            read = ", ".join(
+                f"{row.again:,} tokens more for {tokens:,} ({(tokens + row.again) / tokens:.1f} "
+                "times)"
+                for tokens, row in twice
+            )
+            held = ", ".join(_held(row) for _, row in twice)
+            yield "scoring", f"{row.label} reads {read}, and holds all keys and values {held}"
 
 
-def _context(made: Sequence[Forecast], *, whole: bool) -> str:
-    positions = f"{made[0].positions:,} positions"
-    if whole:
-        return positions
-    if made[0].suffices:
-        return f"{positions}, enough for {made[0].tokens:,} tokens"
-    return f"{positions}, too few for {made[0].tokens:,} tokens; eviction does not extend them"
-
-
-def _cache(made: Sequence[Forecast]) -> str:
-    full = ", ".join(f"{size(each.full)} for {each.tokens:,}" for each in made)
-    return f"{size(made[0].token_bytes)} a token, {full} without eviction"
-
-
-def _auto(made: Sequence[Forecast]) -> list[tuple[str, str]]:
+def _auto(made: Forecast) -> str:
     """What --budget auto keeps, in the words that a chat begins with."""
     from minikv.chat.fitting import fit_words
 
-    found = [
-        (one, next((row for row in one.rows if row.policy != "full" and not row.error), None))
-        for one in made
-        if one.budget == "auto" and one.free is not None and one.suffices
-    ]
-    return [
-        ("auto", f"{one.tokens:,} tokens: {fit_words(row.rows or 0, one.tokens)}")
-        for one, row in found
-        if row is not None and row.fits
-    ]
-
-
-def _tier(made: Sequence[Forecast]) -> list[tuple[str, str]]:
-    """What all that was read takes, and what a later question costs with it and without."""
-    tiers = [each.tier for each in made if each.tier is not None]
-    if not tiers:
-        return []
-    ram = ", ".join(f"{size(tier.ram_same)} for {tier.again:,}" for tier in tiers)
-    file = ", ".join(size(tier.same) for tier in tiers)
-    half = ", ".join(size(tier.ram_int8) for tier in tiers)
-    reads = ", ".join(f"{size(tier.same)} of keys and values for {tier.again:,}" for tier in tiers)
-    return [
-        ("tier", f"in RAM {ram}, in int8 {half}; in a file about {file}"),
-        ("later", f"a later question reads {reads}; without a tier, all tokens again"),
-    ]
-
-
-def _scoring(made: Sequence[Forecast]) -> list[tuple[str, str]]:
-    """What policies cost that read everything twice."""
-    lines = []
-    for at, row in enumerate(made[0].rows):
-        each = [(one.tokens, one.rows[at]) for one in made if one.rows[at].again]
-        if not each:
-            continue
-        read = ", ".join(
-            f"{row.again:,} tokens more for {tokens:,} ({(tokens + row.again) / tokens:.1f} times)"
-            for tokens, row in each
-        )
-        held = ", ".join(_held(row) for _, row in each)
-        lines.append(("scoring", f"{row.label} reads {read}, and holds all keys and values {held}"))
-    return lines
+    row = next((row for row in made.rows if row.policy != "full" and not row.error), None)
+    if made.budget != "auto" or row is None or not row.fits or not made.suffices:
+        return ""
+    return f"{made.tokens:,} tokens: {fit_words(row.rows or 0, made.tokens)}"
 
 
 def _held(row: Row) -> str:
@@ -256,11 +223,6 @@ def _held(row: Row) -> str:
     if row.file:
         return f"in a file ({size(row.file)}), of which RAM has {size(row.ram)} at a time"
     return f"in RAM: {size(row.ram)} (with --tier file {size(row.file_ram)})"
-
-
-def _workspace(made: Sequence[Forecast]) -> str:
-    least, most = size(made[0].workspace), size(made[-1].workspace)
-    return f"about {least}" if least == most else f"about {least} to {most}"
 
 
 def _advice(hint: Suggestion, model: str) -> str:
@@ -276,34 +238,27 @@ def _advice(hint: Suggestion, model: str) -> str:
     return f"{hint.tokens:,} tokens: minikv chat {chosen}{flags}FILE ({needs}; {kept})"
 
 
-def _table(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
-    wide = max([len("POLICY"), *(len(row.label) for row, _ in rows)])
+def _table(made: Forecast, width: int) -> list[str]:
+    """A line for each policy; where columns do not fit, a sentence."""
+    # Where --budget auto evicts nothing, every policy is as full.
+    rows = [row for row in made.rows if row.error or row.rows or row.policy == "full"]
+    rows = rows or list(made.rows[:1])
+    wide = max([len("POLICY"), *(len(row.label) for row in rows)])
+    narrow = width < _NARROW
     lines = [f"{'POLICY':<{wide}}  {'KV READING':>11}  {'KV WRITING':>11}  {'NEEDS':>11}  FITS"]
-    for row, fits in rows:
+    lines = [] if narrow else lines
+    for row in rows:
+        known = "unknown" if row.fits is None else "yes" if row.fits else "no"
+        fits = known if made.suffices else "no, context"
+        reading, writing, needs = size(row.reading), size(row.writing), size(row.needs)
         if row.error:
-            lines += wrapped(f"{row.label}: {row.error}", width, "    ")
-            continue
-        cells = f"{size(row.reading):>11}  {size(row.writing):>11}  {size(row.needs):>11}  {fits}"
-        lines.append(f"{row.label:<{wide}}  {cells}")
+            lines += wrapped(f"{row.label}: {row.error}", width, "  " if narrow else "    ")
+        elif narrow:
+            text = f"KV reading {reading}, writing {writing}; needs {needs}, fits: {fits}"
+            lines += wrapped(f"{row.label}: {text}", width, "  ")
+        else:
+            lines.append(f"{row.label:<{wide}}  {reading:>11}  {writing:>11}  {needs:>11}  {fits}")
     return lines
-
-
-def _stacked(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
-    lines = []
-    for row, fits in rows:
-        cells = (
-            f"KV reading {size(row.reading)}, writing {size(row.writing)}; needs "
-            f"{size(row.needs)}, fits: {fits}"
-        )
-        text = f"{row.label}: {row.error or cells}"
-        lines += wrapped(text, max(width, 20), "  ")
-    return lines
-
-
-def _fits(row: Row, context: bool) -> str:
-    if not context:
-        return "no, context"
-    return "unknown" if row.fits is None else "yes" if row.fits else "no"
 
 
 def _kept(form: str) -> str:

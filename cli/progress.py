@@ -36,7 +36,8 @@ _WIDEST, _NARROWEST = 40, 6  # columns of the bar
 class Live:
     """The line of one piece of work, called as `live(done, total)`.
 
-    `label` is what the line begins with. `unit` is "tok" or "B" (bytes, shown in binary units).
+    `label` is what the line begins with. `unit` is "tok", "B" (bytes, shown in binary units), or
+    any other word.
     `clock` gives seconds; only when a line is written depends on it.
     """
 
@@ -85,7 +86,7 @@ class Live:
         now = self._clock()
         if self._told is None:
             self._told = now, done
-            if not self._announced and total >= LARGE[self._unit]:
+            if not self._announced and total >= LARGE.get(self._unit, total + 1):
                 amount = size_of(total) if self._unit == "B" else f"{total:,} tokens"
                 self._terminal.note(f"{self.label}: {amount}")
             return
@@ -104,7 +105,7 @@ class Live:
 
         width = columns(self._terminal.err) - 1  # the last column would wrap
         count = amounts(done, total, self._unit)
-        speed = _per_second(rate, self._unit) if rate else ""
+        speed = _per_second(rate, self._unit) if rate and rate >= 1 else ""
         left = f"{duration((total - done) / rate)} left" if rate else ""
         for figures in ((count, speed, left), (count, left), (count,)):
             text = "  ".join(filter(None, figures))

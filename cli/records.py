@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from minikv.chat.report import PLACES, STOPS, TurnReport
-from minikv.chat.reuse import REUSES
+from minikv.chat.transcript import REUSES
 
 _T = TypeVar("_T")
 _NAMES: Mapping[type, str] = {

@@ -14,12 +14,17 @@ from typing import Any, get_type_hints
 import typer
 
 from minikv.cli.bench.arguments import Arguments
-from minikv.cli.bench.report import LEGEND, Report, header
+from minikv.cli.bench.report import Report, header
 from minikv.cli.failures import guard
 from minikv.cli.help import Group
 from minikv.cli.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
+
+_LEGEND = """\
+floor: share of what bandwidth and products measured in this run allow
+evict: a step over the same cache without a policy, median of short turns
+x full, x HF: times as fast as the full cache, as transformers (sdpa)"""
 
 
 def measure(
@@ -55,7 +60,7 @@ def measure(
         if report.record["rows"]:
             wanted = report.record["wanted"]
             rounds = f"medians of {wanted['repeat']} rounds in turns; {wanted['steps']} steps a "
-            report.show(f"{rounds}decode round; {wanted['dtype']}\n{LEGEND}")
+            report.show(f"{rounds}decode round; {wanted['dtype']}\n{_LEGEND}")
         report.close(complete=done)
 
 

@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minikv.chat.report import size
 from minikv.cli.bench import machine
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.networks import Sizes
-from minikv.cli.bench.report import Report, Timing
+from minikv.cli.bench.report import Report, Timing, flops, number, percent, rate
+from minikv.cli.tables import grid
 from minikv.engine.decode_loop import captured
 from minikv.errors import UsageError
 from minikv.kernels import NewRow, Rows, Segments, dispatch
@@ -84,9 +86,9 @@ def measure(
         raise UsageError(reason or "no kernels but torch's run here", hint)
     table, timings = list(cases(sizes, asked.lengths())), list[Timing]()
     try:
-        for number, case in enumerate(table):
+        for index, case in enumerate(table):
             what = f"{case.name}, {case.case}"
-            report.progress(f"kernels: {what}", number, len(table))
+            report.progress(f"kernels: {what}", index, len(table))
             if case.is_missing(operations):
                 report.note(f"{case.name}: {operations.name} has no {case.needs}")
                 continue
@@ -95,7 +97,19 @@ def measure(
             except Exception as error:  # one that does not compile says nothing about the others
                 report.fail(what, error)
     finally:
-        report.add(kernels=timings)
+        lines = [["kernel", "case", "time", "moved", "rate", "floor"], *map(_line, timings)]
+        report.add("kernels", timings, grid(lines, "<<>>>>"))
+
+
+def _line(timing: Timing) -> list[str]:
+    """A row of the table."""
+    facts, seconds = timing.facts, timing.seconds
+    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    done, moved = facts["flops"], facts["bytes"]
+    how_much = f"{done / 1e9:,.1f} GFLOP" if done else size(moved)
+    fast = flops(done / seconds) if done else rate(moved / seconds)
+    took = f"{number(scale * seconds)} {unit}"
+    return [facts["kernel"], facts["case"], took, how_much, fast, percent(timing.share)]
 
 
 def timed(
@@ -123,17 +137,10 @@ def timed(
         else:
             count = max(1, min(1000, round(_SECONDS / max(clock(calls(1)), 1e-7))))
         times = clock.each(replay or calls(count), rounds)
-    moved, done = case.nbytes / rates.stream, case.flops / rates.product("bfloat16")
-    return Timing(
-        case.name,
-        case.case,
-        operations.name,
-        [seconds / count for seconds in times],
-        case.nbytes,
-        case.flops,
-        max(moved, done),
-        replay is not None,
-    )
+    floor = max(case.nbytes / rates.stream, case.flops / rates.product("bfloat16"))
+    facts: dict[str, Any] = {"kernel": case.name, "case": case.case, "kernels": operations.name}
+    facts |= {"bytes": case.nbytes, "flops": case.flops, "captured": replay is not None}
+    return Timing([seconds / count for seconds in times], floor, facts)
 
 
 def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None] | None:

@@ -11,11 +11,9 @@ import contextlib
 import gc
 import os
 import platform
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -25,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import minikv
+from minikv.cli.doctor import cpu_facts
 from minikv.engine import threads
 from minikv.errors import UsageError
 from minikv.pages import Pages
@@ -86,7 +85,7 @@ def facts(device: torch.device) -> dict[str, object]:
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else None
     found: dict[str, object] = {
         "system": platform.system(),
-        "processor": _processor(),
+        "processor": cpu_facts()[0] or platform.processor() or platform.machine(),
         "cores": threads.allowed(),
         "threads": torch.get_num_threads(),
         "memory": None if pages is None else pages * os.sysconf("SC_PAGE_SIZE"),
@@ -121,15 +120,6 @@ def versions() -> dict[str, str | None]:
 def l2_bytes(device: torch.device) -> int:
     """Bytes of the GPU's L2 cache."""
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * _MIB))
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 # -- rates ----------------------------------------------------------------------------------
@@ -226,33 +216,6 @@ def normal(device: torch.device, seed: int, dtype: torch.dtype, *shape: int) -> 
     """Normally distributed numbers that follow from `seed`."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-
-# -- memory ---------------------------------------------------------------------------------
-
-
-def forget_peak(device: torch.device) -> None:
-    """Reset the high-water mark, where the system allows it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak(device: torch.device) -> int | None:
-    """Bytes at the high-water mark: the CUDA allocator's, or this process's resident memory."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    if sys.platform == "darwin":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return None
 
 
 def settle(device: torch.device) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minikv.chat.report import size
-from minikv.cli.bench import machine
 from minikv.errors import MemoryShortError, UsageError
 from minikv.models.config import ModelConfig
 from minikv.models.linear import TORCH, Int8, Plain, kept, packs, split
@@ -82,21 +81,14 @@ class Sizes:
 
     def config(self) -> ModelConfig:
         """The configuration of a network of these sizes."""
-        layers, hidden, heads, kv_heads, head_dim, mlp, vocab, theta, tied = astuple(self)
+        own = asdict(self)
         return ModelConfig(
             family="llama",
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            mlp=mlp,
-            vocab=vocab,
             norm_eps=1e-5,
-            rope=RopeConfig(theta=theta),
+            rope=RopeConfig(theta=own.pop("theta")),
             max_context=POSITIONS,
-            windows=(None,) * layers,
-            tied=tied,
+            windows=(None,) * self.layers,
+            **own,
         )
 
 
@@ -199,23 +191,6 @@ def step_bytes(net: Llama) -> int:
     """Bytes of weights that a decode step reads: all but the input embedding, unless it is the
     head as well."""
     return net.weight_bytes - (0 if net.config.tied else net.embedding.nbytes)
-
-
-def reading_rate(net: Llama) -> float:
-    """Bytes a second of a plain sum over the matrices that a step reads, scales left out, on a CPU:
-    the better of two. It depends on where they are in memory, and on what else the machine does."""
-    matrices = [getattr(layer, name) for layer in net.layers for name in _MATRICES]
-    stored = [
-        part.weight
-        if isinstance(part, Plain)
-        else part.quantised
-        if isinstance(part, Int8)
-        else part.packed
-        for part in (*matrices, net.head)
-    ]
-    words = [tensor.view(-1).view(torch.int64) for tensor in stored if tensor.nbytes % 8 == 0]
-    times = machine.Clock(net.device).each(lambda: [part.sum() for part in words], 2, warm=0)
-    return sum(part.nbytes for part in words) / min(times)
 
 
 def prompt(tokens: int, vocab: int, seed: int = 1) -> list[int]:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 
 from minikv.cache.stats import CacheStats
+from minikv.chat.report import size
 from minikv.cli.bench import machine, networks, systems
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates
-from minikv.cli.bench.report import Report, Row
+from minikv.cli.bench.report import Report, Timing, number, percent, table
 from minikv.cli.bench.systems import Cached, Transformers
 from minikv.errors import ContextError
 from minikv.models.llama import Llama
 
 _WARM = 3  # steps before those that count: the cache goes to the device, one step is captured
 _WARM_PROMPT = 512  # tokens of a prompt that does not count, on a CPU; on a GPU a whole one
+_READ = 256 << 20  # bytes that are read before a turn on a CPU, to see how fast memory is then
 _TURN, _TURNS = 8, 10  # steps of a turn with and without a policy, and turns of a round
 
 
@@ -72,7 +75,7 @@ class Run:
             str(device),
         )
         self.nets: dict[str, Llama] = {}
-        self.reading: dict[str, float] = {}  # bytes a second of these very weights
+        self.stream, self.attention = rates.stream, 0.0
         for form in asked.formats():
             try:
                 self.nets[form] = networks.network(replace(spec, weights=form))
@@ -134,17 +137,19 @@ class Run:
                 self._each(title, entries, lambda entry: turn(entry, ids))
         finally:
             measured = [entry for entry in every if entry.times]
-            attention = self._attention(length) if measured and not self.decode else 0.0
-            if measured:
-                self.report.add([self._row(length, e, measured, attention) for e in measured])
+            if measured and not self.decode:
+                self.attention = self._attention(length)
+            timings = [self._timing(length, entry, measured) for entry in measured]
+            title = f"{self.kind}, {self.asked.name}, {length:,} tokens"
+            self.report.add("rows", timings, table(title, _HEAD, list(map(_line, timings))))
             for entry in every:
                 entry.system.close()
             machine.settle(self.device)
 
     def _each(self, what: str, entries: list[Entry], work: Callable[[Entry], None]) -> None:
         """A turn of every system. One that fails takes no more turns."""
-        for number, entry in enumerate(list(entries)):
-            self.report.progress(f"{what}, {entry.name}", number, len(entries))
+        for index, entry in enumerate(list(entries)):
+            self.report.progress(f"{what}, {entry.name}", index, len(entries))
             try:
                 work(entry)
                 continue
@@ -176,9 +181,8 @@ class Run:
 
     def _write(self, entry: Entry, ids: list[int]) -> None:
         own = entry.own
-        if own is not None and self.device.type == "cpu":
-            rate = networks.reading_rate(own.net)
-            self.reading[entry.weights] = max(rate, self.reading.get(entry.weights, 0.0))
+        if self.device.type == "cpu":  # whose memory is faster at one time than at another
+            self.stream = max(self.stream, machine.read_rate(_READ, 1))
         entry.system.write(_WARM)
         seconds = entry.system.write(self.steps)
         if own is not None and own.eviction.decode != "none":
@@ -215,57 +219,98 @@ class Run:
         heads = (self.sizes.heads, self.sizes.kv_heads, self.sizes.head_dim)
         return machine.attention_rate(self.device, getattr(torch, self.dtype), *heads, length)
 
-    def _row(self, length: int, entry: Entry, all_of: Sequence[Entry], attention: float) -> Row:
-        """What was measured of a system, beside the full cache and transformers."""
-        full = next((e for e in all_of if e.full), None)
-        peer = next((e for e in all_of if e.own is None), None)
-        made = Row(
-            self.kind,
-            self.asked.name,
-            systems.PEER if entry.own is None else "minikv",
-            length,
-            entry.times,
-            vs_full=_times_as_fast(full, entry),
-            vs_transformers=_times_as_fast(peer, entry),
-        )
-        own, stats = entry.own, entry.stats
+    def _timing(self, length: int, entry: Entry, all_of: Sequence[Entry]) -> Timing:
+        """What was measured of a system, beside the full cache and transformers.
+
+        evict: by how much longer a step takes than over the same cache without a policy (lower
+        quartile, median, upper quartile of short turns). vs_full, vs_transformers: how many times
+        as fast, by medians. step_bytes: weights and cache that a step reads; read_bytes_s: the rate
+        from which its floor is computed; captured: whether it was one CUDA graph. kv_bytes: the
+        cache after the prompt, with the tokens per head that it keeps.
+        """
+        own, stats, seconds = entry.own, entry.stats, median(entry.times)
+
+        def times_as_fast(found: Iterator[Entry]) -> float | None:
+            base = next(found, None)
+            return None if base is None else median(base.times) / seconds
+
+        facts: dict[str, Any] = {
+            "kind": self.kind,
+            "model": self.asked.name,
+            "system": systems.PEER if own is None else "minikv",
+            "length": length,
+            "tok_s": (1 if self.decode else length) / seconds,
+            "vs_full": times_as_fast(e for e in all_of if e.full),
+            "vs_transformers": times_as_fast(e for e in all_of if e.own is None),
+            **dict.fromkeys(("policy", "decode", "budget", "weights"), "-"),
+            "kv": "auto",
+            "evict": None,
+            "step_bytes": {},
+            "kv_bytes": {},
+            "captured": None,
+            "read_bytes_s": None,
+        }
         if own is None or stats is None:
-            return made
+            return Timing(entry.times, None, facts)
         for notice in own.notices:
             self.report.note(notice)
-        made = replace(
-            made,
-            policy=own.eviction.policy,
-            decode=own.eviction.decode,
-            budget=str(own.eviction.budget) if own.eviction.evicts else "-",
-            weights=entry.weights,
-            kv=self.asked.kv,
-            kv_bytes={
+        facts |= {
+            "policy": own.eviction.policy,
+            "decode": own.eviction.decode,
+            "budget": str(own.eviction.budget) if own.eviction.evicts else "-",
+            "weights": entry.weights,
+            "kv": self.asked.kv,
+            "kv_bytes": {
                 "held": stats.held_bytes,
                 "allocated": stats.allocated_bytes,
                 "full": stats.full_bytes,
                 "kept_mean": stats.kept_mean,
                 "kept_max": stats.kept_max,
             },
-        )
+        }
         if not self.decode:
             linear = self.sizes.linear_flops(length) / self.rates.product(self.dtype)
-            return replace(made, floor_s=linear + self.sizes.attention_flops(length) / attention)
+            attention = self.sizes.attention_flops(length) / self.attention
+            return Timing(entry.times, linear + attention, facts)
         weights = networks.step_bytes(own.net)
-        stream = max(self.rates.stream, self.reading.get(entry.weights, 0.0))
-        return replace(
-            made,
-            floor_s=(weights + entry.kv_bytes) / stream,
-            evict=list(quantiles(entry.evict, n=4)) if entry.evict else None,
-            step_bytes={"weights": weights, "kv": entry.kv_bytes},
-            captured=own.captured,
-            read_bytes_s=stream,
-        )
+        facts |= {
+            "evict": list(quantiles(entry.evict, n=4)) if entry.evict else None,
+            "step_bytes": {"weights": weights, "kv": entry.kv_bytes},
+            "captured": own.captured,
+            "read_bytes_s": self.stream,
+        }
+        return Timing(entry.times, (weights + entry.kv_bytes) / self.stream, facts)
 
 
-def _times_as_fast(base: Entry | None, entry: Entry) -> float | None:
-    """The quotient of the medians; None without a base."""
-    return None if base is None else median(base.times) / median(entry.times)
+_HEAD = ("system", "tok/s", "ms", "floor", "evict", "held", "x full", "x HF")
+
+
+def _line(timing: Timing) -> list[str]:
+    """A row of the table."""
+    facts, held = timing.facts, timing.facts["kv_bytes"].get("held")
+    return [
+        _called(facts),
+        number(facts["tok_s"]),
+        number(1e3 * timing.seconds),
+        percent(timing.share),
+        "-" if facts["evict"] is None else f"{facts['evict'][1]:+.1%}",
+        "-" if held is None else size(int(held)),
+        *(
+            "-" if (x := facts[name]) is None else f"{x:.2f}"
+            for name in ("vs_full", "vs_transformers")
+        ),
+    ]
+
+
+def _called(facts: Mapping[str, Any]) -> str:
+    """The system and what it runs under, in a few words."""
+    if facts["system"] != "minikv":
+        return str(facts["system"])
+    decode, kv = facts["decode"], facts["kv"]
+    step = f"+{decode}" if decode not in ("none", facts["policy"], "-") else ""
+    parts = [facts["policy"] + step]
+    parts += [x for x in (facts["budget"], facts["weights"]) if x not in ("auto", "-")]
+    return " ".join([*parts, f"kv {kv}"] if kv != "auto" else parts)
 
 
 def measure(

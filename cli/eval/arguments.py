@@ -94,12 +94,13 @@ def evaluate(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="draw quality over budget here, .svg", rich_help_panel=OUTPUT),
+        typer.Option(help="draw quality over budget here, .png or .svg", rich_help_panel=OUTPUT),
     ] = None,
 ) -> None:
     from minikv.cli.eval.command import Asked
     from minikv.cli.eval.command import evaluate as run_evaluation
 
+    outputs = [("json", as_json), ("csv", csv), *(("map", path) for path in heat or [])]
     asked = Asked(
         tasks=tasks or ("" if files else "facts"),
         files=files or [],
@@ -108,7 +109,6 @@ def evaluate(
         questions=questions,
         reuse=reuses,
         truncate=truncate,
-        outputs=[path for path in (as_json, csv, *(heat or [])) if path],
-        plot=plot,
+        outputs=[(kind, path) for kind, path in [*outputs, ("plot", plot)] if path],
     )
     run_evaluation(asked, settings, call.terminal)

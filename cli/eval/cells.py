@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.eval import intervals
-from minikv.cli.eval.files import Item
-from minikv.cli.eval.measure import agreement
-
-Answers = Sequence[Sequence[str]]
-"""[document][question]."""
+from minikv.cli.eval.items import Item
+from minikv.cli.eval.metrics import Agreement, agreement
+from minikv.cli.eval.names import CHATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,12 @@ class Cell:
 
     `score` is the mean over n questions (perplexity for ppl, attention lost for loss; n tokens),
     with its 95 % interval over documents, None of a single one; `by_question` by the question's
-    number in its chat, `by_place` by needle depth and length; `held` the share of a
-    full cache that is held at the end (1 less the share saved), mean over documents. `by_item` is
-    each document's own mean (nats for ppl), so that policies can be compared in pairs. `reuse` is
-    what later questions found; `same_by_question`, of chats, the share of answers that are the full
-    cache's. `by_group` is (name, score, n) of the items' own groups; `answers` and their `scores`
-    are by document and question. `file`: whose records it is of.
+    number in its chat, `by_place` by needle depth and length, `by_group` by the items' own groups,
+    as (name, score, n); `held` the share of a full cache that is held at the end, mean over
+    documents. `by_item` is each document's own mean (nats for ppl), so that policies can be
+    compared in pairs. `reuse`: what later questions are answered from. `same_by_question`, of
+    chats: the share of answers that are the full cache's. `answers` and their `scores` are by
+    document and question. `file`: whose records it is of.
     """
 
     task: str
@@ -65,85 +65,83 @@ class Cell:
         }
 
 
-def answered(
+def cell(
     task: str,
     eviction: EvictionConfig,
+    reuse: str,
     items: Sequence[Item],
-    answers: Answers,
+    made: Sequence[Sequence[Any]],
+    full: Sequence[Sequence[Any]],
     held: Sequence[float],
+    file: str = "",
 ) -> Cell:
-    """Answers scored by the metrics of their items."""
-    scores = [
-        [item.metric(a, right, item.classes) for a, right in zip(given, item.right, strict=True)]
-        for item, given in zip(items, answers, strict=True)
-    ]
-    places: dict[tuple[float, int], list[float]] = {}
+    """The cell of what was `made` of each item: answers, or numbers by token. Answers are scored by
+    the metrics of their items, or, for `agree`, compared with the `full` cache's."""
+    numbers = task in ("ppl", "loss")
+    rows, more = (made, {}) if numbers else _answered(task, items, made, full)
+    score = mean([value for row in rows for value in row])
+    low, high = intervals.of_means(rows) if numbers else intervals.of_shares(rows)
+    if task == "ppl":
+        score = _exp(score)
+        low, high = (x if x is None else _exp(x) for x in (low, high))
+    return Cell(
+        task,
+        eviction.policy,
+        eviction.decode,
+        str(eviction.budget) if eviction.evicts else "-",
+        eviction.stride,
+        sum(map(len, rows)),
+        score,
+        low,
+        high,
+        mean(held),
+        [round(mean(row), 4) for row in rows],
+        reuse=reuse,
+        file=file,
+        **more,
+    )
+
+
+def _answered(
+    task: str,
+    items: Sequence[Item],
+    made: Sequence[Sequence[str]],
+    full: Sequence[Sequence[str]],
+) -> tuple[list[list[float]], dict[str, Any]]:
+    """The scores by document and question, and what a cell has beside them."""
+    pairs = [list(map(agreement, *both)) for both in zip(made, full, strict=True)]
+    same = [[float(pair.exact) for pair in row] for row in pairs]
+    rows = same
+    if task != "agree":
+        rows = [
+            [item.metric(a, right, item.classes) for a, right in zip(row, item.right, strict=True)]
+            for item, row in zip(items, made, strict=True)
+        ]
+    found: dict[str, Any] = {"answers": [list(row) for row in made], "scores": rows}
+    by_question = _columns(rows)
+    if len(by_question) > 1 and not any(item.apart for item in items):
+        found["by_question"] = by_question
+    if task == "agree":
+        found["more"] = _agreeing([pair for row in pairs for pair in row])
+    else:
+        found["by_group"] = _grouped(rows, [item.groups for item in items])
     if task == "needle":
-        for item, row in zip(items, scores, strict=True):
-            assert item.where is not None
-            places.setdefault(item.where, []).extend(row)
-    by_place = [(*where, mean(s), len(s)) for where, s in sorted(places.items())]
-    groups: dict[str, list[float]] = {}
-    for item, row in zip(items, scores, strict=True):
-        for group in item.groups:
-            groups.setdefault(group, []).extend(row)
-    return replace(
-        _of_questions(task, eviction, scores, held),
-        by_place=by_place,
-        by_group=[(name, mean(s), len(s)) for name, s in sorted(groups.items())],
-        answers=[list(row) for row in answers],
-        scores=scores,
-    )
+        places = _grouped(rows, [[item.where] for item in items])
+        found["by_place"] = [(*where, score, n) for where, score, n in places]
+    if task in CHATS:
+        low, high = intervals.of_shares(same)
+        bounds = {} if low is None or high is None else {"same_low": low, "same_high": high}
+        right = [float(mean(row) == 1.0) for row in rows]
+        means = {"same": mean([x for row in same for x in row]), "all_right": mean(right)}
+        found |= {"more": means | bounds, "same_by_question": _columns(same)}
+    return rows, found
 
 
-def agreeing(
-    eviction: EvictionConfig, answers: Answers, full: Answers, held: Sequence[float]
-) -> Cell:
-    """Answers compared with the full cache's."""
-    pairs = [
-        [agreement(a, b) for a, b in zip(mine, theirs, strict=True)]
-        for mine, theirs in zip(answers, full, strict=True)
-    ]
-    flat = [pair for row in pairs for pair in row]
-    more = {"rouge_l": mean([pair.rouge_l for pair in flat])}
-    if firsts := sorted(pair.first for pair in flat if pair.first is not None):
+def _agreeing(pairs: Sequence[Agreement]) -> dict[str, float]:
+    more = {"rouge_l": mean([pair.rouge_l for pair in pairs])}
+    if firsts := sorted(pair.first for pair in pairs if pair.first is not None):
         more["median_first_difference"] = float(firsts[len(firsts) // 2])
-    scores = [[float(pair.exact) for pair in row] for row in pairs]
-    made = [list(row) for row in answers]
-    return replace(
-        _of_questions("agree", eviction, scores, held), more=more, answers=made, scores=scores
-    )
-
-
-def beside(cell: Cell, answers: Answers, full: Answers) -> Cell:
-    """The cell of a chat, with a comparison of its answers and the full cache's.
-
-    `more` gets `same`, the share of answers that are the full cache's word for word, with its
-    interval, and `all_right`, the share of chats in which every answer is right.
-    """
-    same = [
-        [float(agreement(a, b).exact) for a, b in zip(mine, theirs, strict=True)]
-        for mine, theirs in zip(answers, full, strict=True)
-    ]
-    low, high = intervals.of_shares(same)
-    bounds = {} if low is None or high is None else {"same_low": low, "same_high": high}
-    more = {
-        "same": mean([x for row in same for x in row]),
-        **bounds,
-        "all_right": mean([float(score == 1.0) for score in cell.by_item]),
-    }
-    return replace(cell, more={**cell.more, **more}, same_by_question=_columns(same))
-
-
-def measured(
-    task: str, eviction: EvictionConfig, values: intervals.Rows, held: Sequence[float]
-) -> Cell:
-    """Mean over tokens and interval over documents; perplexity is the exponential of both."""
-    made = _cell(task, eviction, values, intervals.of_means(values), held)
-    if task != "ppl":
-        return made
-    low, high = (None if x is None else _exp(x) for x in (made.low, made.high))
-    return replace(made, score=_exp(made.score), low=low, high=high)
+    return more
 
 
 def mean(values: Sequence[float]) -> float:
@@ -151,41 +149,21 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _of_questions(
-    task: str, eviction: EvictionConfig, scores: intervals.Rows, held: Sequence[float]
-) -> Cell:
-    made = _cell(task, eviction, scores, intervals.of_shares(scores), held)
-    by_question = _columns(scores)
-    return replace(made, by_question=by_question if len(by_question) > 1 else [])
-
-
-def _columns(rows: intervals.Rows) -> list[float]:
+def _columns(rows: Sequence[Sequence[float]]) -> list[float]:
     """The mean of each question over the documents that have so many."""
     longest = max(map(len, rows))
     return [mean([row[i] for row in rows if i < len(row)]) for i in range(longest)]
 
 
-def _cell(
-    task: str,
-    eviction: EvictionConfig,
-    rows: intervals.Rows,
-    bounds: intervals.Bounds,
-    held: Sequence[float],
-) -> Cell:
-    every, (low, high) = [value for row in rows for value in row], bounds
-    return Cell(
-        task,
-        eviction.policy,
-        eviction.decode,
-        str(eviction.budget) if eviction.evicts else "-",
-        eviction.stride,
-        len(every),
-        mean(every),
-        low,
-        high,
-        mean(held),
-        [round(mean(row), 4) for row in rows],
-    )
+def _grouped(
+    rows: Sequence[Sequence[float]], groups: Sequence[Iterable[Any]]
+) -> list[tuple[Any, float, int]]:
+    """(group, mean, number of scores) of each group, sorted; `groups` are those of each row."""
+    found: dict[Any, list[float]] = defaultdict(list)
+    for row, names in zip(rows, groups, strict=True):
+        for name in names:
+            found[name].extend(row)
+    return [(name, mean(scores), len(scores)) for name, scores in sorted(found.items())]
 
 
 def _exp(nats: float) -> float:

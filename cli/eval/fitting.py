@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from minikv.chat.session import ChatSession
-from minikv.cli.eval.files import Item
+from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import Pass
 
 TRUNCATIONS = ("none", "middle")
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """items: those that fit, in their order. cut: how many of them were cut to fit. skipped: how
-    many others do not fit."""
-
-    items: list[Item]
-    cut: int
-    skipped: int
-
-
 def fitted(
     chat: ChatSession, items: Iterable[Item], passes: Sequence[Pass], truncate: str
-) -> Fitted:
-    """The items that fit the model's context with their answers, in each of the passes; with
-    `truncate` "middle", longer items are cut."""
+) -> tuple[list[Item], int, int]:
+    """The items that fit the model's context with their answers in each of the passes, in their
+    order; how many of them were cut to fit, with `truncate` "middle"; how many others do not fit.
+    """
     found: list[Item] = []
     cut = skipped = 0
     for item in items:
         fits = _over(chat, item, passes) <= 0
-        shorter = None if fits or truncate == "none" else _shortened(chat, item, passes)
-        if fits:
-            found.append(item)
-        elif shorter is not None:
-            found.append(shorter)
-            cut += 1
-        else:
-            skipped += 1
-    return Fitted(found, cut, skipped)
+        shorter = item if fits else _shortened(chat, item, passes) if truncate == "middle" else None
+        found += [] if shorter is None else [shorter]
+        cut += not fits and shorter is not None
+        skipped += shorter is None
+    return found, cut, skipped
 
 
 def _over(chat: ChatSession, item: Item, passes: Sequence[Pass]) -> int:
@@ -52,27 +39,13 @@ def _shortened(chat: ChatSession, item: Item, passes: Sequence[Pass]) -> Item | 
     tokens stay at either end. None where the document would not be more than its question."""
     tokenizer, question = chat.tokenizer, item.questions[0]
     ids = tokenizer.encode(item.document + question)
-    over = _over(chat, item, passes)
     keep = len(ids)
-    while over > 0:
+    while (over := _over(chat, item, passes)) > 0:
         keep -= over
         half = keep // 2
-        if half < 1:
-            return None
-        end = tokenizer.decode(ids[-half:])
+        end = tokenizer.decode(ids[-half:]) if half > 0 else ""
         if not end.endswith(question) or len(end) == len(question):
             return None
         document = tokenizer.decode(ids[:half]) + end[: len(end) - len(question)]
         item = replace(item, document=document)
-        over = _over(chat, item, passes)
     return item
-
-
-def told(name: str, cut: int, skipped: int, records: int) -> str:
-    """A line about the records of a file; empty where there is nothing to say."""
-    parts = []
-    if skipped:
-        parts.append(f"{skipped:,} too long and skipped")
-    if cut:
-        parts.append(f"{cut:,} cut in the middle")
-    return f"{name}: of {records:,} records {' and '.join(parts)}" if parts else ""

@@ -13,6 +13,7 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minikv.errors import UsageError
@@ -90,20 +91,28 @@ def contains_any(answer: str, right: Sequence[str], classes: Sequence[str] = ())
     return float(any(r.lower() in found for r in right))
 
 
+def _best(score: Callable[..., float]) -> Metric:
+    """A metric that is the highest `score(answer, right, classes)` over the right answers."""
+
+    def metric(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
+        return max(score(answer, r, classes) for r in right)
+
+    metric.__name__, metric.__doc__ = score.__name__, score.__doc__
+    return metric
+
+
 def _plain(text: str) -> list[str]:
     """The words in lower case, without punctuation and articles."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
-def qa_f1(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """The F1 of words, the highest over the right answers."""
-
-    def f1(a: list[str], b: list[str]) -> float:
-        same = sum((Counter(a) & Counter(b)).values())
-        return 2 * same / (len(a) + len(b)) if same else 0.0
-
-    return max(f1(_plain(answer), _plain(r)) for r in right)
+@_best
+def qa_f1(answer: str, right: str, classes: Sequence[str]) -> float:
+    """The F1 of words."""
+    a, b = _plain(answer), _plain(right)
+    same = sum((Counter(a) & Counter(b)).values())
+    return 2 * same / (len(a) + len(b)) if same else 0.0
 
 
 def rouge() -> Any:
@@ -118,37 +127,31 @@ def rouge() -> Any:
     return Rouge()
 
 
-def rouge_l(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """The ROUGE-L F1, the highest over the right answers."""
+@_best
+def rouge_l(answer: str, right: str, classes: Sequence[str]) -> float:
+    """The ROUGE-L F1. The scorer raises on some texts, such as empty ones: LongBench then scores 0,
+    whatever was raised."""
     scorer = rouge()
-
-    def f1(r: str) -> float:
-        # It raises on some texts, such as empty ones. LongBench then scores 0, whatever was raised.
-        try:
-            return float(scorer.get_scores([answer], [r], avg=True)["rouge-l"]["f"])
-        except Exception:
-            return 0.0
-
-    return max(map(f1, right))
+    try:
+        return float(scorer.get_scores([answer], [right], avg=True)["rouge-l"]["f"])
+    except Exception:
+        return 0.0
 
 
-def classification(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
+@_best
+def classification(answer: str, right: str, classes: Sequence[str]) -> float:
     """1 / (number of class names in the answer) if the right one is among them, else 0.
 
     Names that are a part of the right one are first removed, in the way LongBench does it: from the
     list that is iterated over, so that the name after a removed one is not checked.
     """
-
-    def share(r: str) -> float:
-        named = [c for c in classes if c in answer]
-        i = 0
-        while i < len(named):
-            if named[i] in r and named[i] != r:
-                named.remove(named[i])
-            i += 1
-        return 1.0 / len(named) if r in named else 0.0
-
-    return max(map(share, right))
+    named = [c for c in classes if c in answer]
+    i = 0
+    while i < len(named):
+        if named[i] in right and named[i] != right:
+            named.remove(named[i])
+        i += 1
+    return 1.0 / len(named) if right in named else 0.0
 
 
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
@@ -182,12 +185,13 @@ def choice(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> fl
     return 0.0
 
 
-def code(answer: str, right: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """The edit similarity of the answer's first line of code and a right answer, rounded to 0.01;
-    the highest over the right answers."""
+@_best
+def code(answer: str, right: str, classes: Sequence[str]) -> float:
+    """The edit similarity of the answer's first line of code and a right answer, rounded to
+    0.01."""
     lines = answer.lstrip("\n").split("\n")
     line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
-    return max(round(100 * difflib.SequenceMatcher(None, line, r).ratio()) / 100 for r in right)
+    return round(100 * difflib.SequenceMatcher(None, line, right).ratio()) / 100
 
 
 def lcs(a: Sequence[str], b: Sequence[str]) -> int:
@@ -200,7 +204,20 @@ def lcs(a: Sequence[str], b: Sequence[str]) -> int:
     return row[-1]
 
 
-def likeness(a: str, b: str) -> float:
-    """ROUGE-L F1 of the words of two texts; 1 if neither has any."""
-    x, y = a.split(), b.split()
-    return 2 * lcs(x, y) / (len(x) + len(y)) if x or y else 1.0
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """An answer compared with the full cache's. `first`: the index of the first word that differs,
+    None if they agree. `rouge_l`: ROUGE-L F1 of the words, 1 if neither has any."""
+
+    exact: bool
+    first: int | None
+    rouge_l: float
+
+
+def agreement(answer: str, full: str) -> Agreement:
+    """Compare two greedy answers to the same question."""
+    a, b = answer.split(), full.split()
+    differ = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if differ is None and len(a) != len(b):
+        differ = min(len(a), len(b))
+    return Agreement(differ is None, differ, 2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0)

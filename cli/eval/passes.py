@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,57 +11,120 @@ import torch
 from torch import Tensor
 
 from minikv.cache.attend import Attend
-from minikv.chat import reading
+from minikv.cache.kv_cache import KVCache
+from minikv.chat import plan, reading
 from minikv.chat.session import ChatSession
-from minikv.chat.transcript import Message
-from minikv.cli.eval import wording
-from minikv.cli.eval.files import Item
-from minikv.cli.eval.measure import Shadow, negative_log_likelihood
+from minikv.chat.transcript import Document, Message, Template
+from minikv.cli.eval.items import Item
 from minikv.cli.eval.rereading import Rereading
 from minikv.engine.engine import Engine, Network, Predicting
 from minikv.errors import ContextError
+from minikv.models.tokenizer import Tokenizer
+
+# -- prompts ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """run(chat, item): measure a document; a list of answers, or of numbers by token. needs: the
-    most positions it takes. reads: tokens of the first prompt, of which a budget may be a share.
-    asks: whether the result depends on `--reuse`."""
+class _Bare(Document):
+    """A document that is rendered without its name and without anything after it."""
 
-    run: Callable[[ChatSession, Item], list[Any]]
-    needs: Callable[[ChatSession, Item], int]
-    reads: Callable[[ChatSession, Item], int]
-    asks: bool = True
+    def rendered(self) -> str:
+        return self.text
+
+
+def document(item: Item) -> Document:
+    """The item's document as a chat has it before a question."""
+    return _Bare(item.document) if item.name is None else Document(item.document, item.name)
+
+
+class _Wording:
+    """A `Template` for an item: the chat's own, or, without roles, one whose prompt is the text
+    alone. Prompts end with the beginning of the answer."""
+
+    def __init__(self, chat: ChatSession, roles: bool, begins: str) -> None:
+        self._template, self._tokenizer = chat.template, cast(Tokenizer, chat.tokenizer)
+        self._roles = roles
+        self._begins = self._tokenizer.encode(begins, "inside") if begins else []
+        self.notes = chat.template.notes if roles else ()
+
+    def opening(self, messages: Sequence[Any]) -> list[int]:
+        if self._roles:
+            return self._template.opening(messages) + self._begins
+        tokenizer = self._tokenizer
+        start = [id for id, _ in tokenizer.split(tokenizer.start) if id is not None]
+        text = "".join(message.content for message in messages)
+        return start + tokenizer.encode(text, "after" if start else "start") + self._begins
+
+    def following(self, messages: Sequence[Any]) -> list[int]:
+        if self._roles:
+            return self._template.following(messages) + self._begins
+        return self._tokenizer.encode(messages[-1].content, "inside") + self._begins
+
+    def lookalikes(self, text: str) -> int:
+        return self._template.lookalikes(text) if self._roles else 0
+
+    def markers(self, text: str) -> int:
+        return self._template.markers(text) if self._roles else 0
+
+    def lost(self, text: str) -> int:
+        return self._template.lost(text) if self._roles else 0
+
+
+@contextmanager
+def worded(chat: ChatSession, item: Item, number: int) -> Iterator[None]:
+    """Inside, the chat writes its prompts in the way that question `number` of the item needs."""
+    before: Template = chat.template
+    chat.template = _Wording(chat, item.roles, item.opens[number] if item.opens else "")
+    try:
+        yield
+    finally:
+        chat.template = before
+
+
+def prompts(chat: ChatSession, item: Item) -> tuple[list[int], ...]:
+    """The first prompt, with the document and a question, cut where the chat evicts before it sees
+    the question."""
+    with worded(chat, item, 0):
+        rendered = document(item).rendered()
+        messages = [*chat.messages, Message("user", rendered + item.opening)]
+        ids = chat.template.opening(messages)
+        if chat.reuse != "blind":
+            return (ids,)
+        asked = [(len(chat.messages), rendered)]
+        return plan.parts(ids, asked, chat.template.opening, [*chat.messages, Message("user", "")])
+
+
+# -- answers ----------------------------------------------------------------------------------
 
 
 def answers(chat: ChatSession, item: Item) -> list[str]:
     """The answers to the questions of an item, in one chat, or each in a chat of its own."""
     if item.at_once:
-        chat.pending.append(wording.document(item))
-        return written(chat, item)
+        return _in_one_answer(chat, item)
     made = []
     for number, question in enumerate(item.questions):
         if item.apart and number:
             chat.reset()
         if item.apart or not number:
-            chat.pending.append(wording.document(item))
-        with wording.worded(chat, item, number):
+            chat.pending.append(document(item))
+        with worded(chat, item, number):
             # Not stripped: the metrics know what white space means to them.
             answer = "".join(chat.ask(question, max_tokens=item.max_tokens))
         made.append(answer.lstrip("\n").split("\n")[0] if item.first_line else answer)
     return made
 
 
-def written(chat: ChatSession, item: Item) -> list[str]:
-    """The answers to the questions of an item, as one answer to a prompt with all of them."""
+def _in_one_answer(chat: ChatSession, item: Item) -> list[str]:
+    """The answers to questions of one prompt: what asks for the next one is fed as if written."""
+    chat.pending.append(document(item))
     answers = ["".join(chat.ask(item.opening, max_tokens=item.max_tokens))]
     messages, vocab = list(chat.messages), chat.tokenizer.vocab
-    owed = [] if chat.pending_token is None else [chat.pending_token]
+    unfed = [] if chat.pending_token is None else [chat.pending_token]
     for question in item.questions[1:]:
         messages.append(Message("user", question))
-        for token in owed + chat.template.following(messages):
+        for token in unfed + chat.template.following(messages):
             logits = chat.engine.step(token)
-        stream, text, owed = chat.tokenizer.stream(), "", []
+        stream, text, unfed = chat.tokenizer.stream(), "", []
         for _ in range(item.max_tokens):
             token = int(logits[:vocab].argmax())
             if token in chat.tokenizer.stop_ids:
@@ -74,24 +138,34 @@ def written(chat: ChatSession, item: Item) -> list[str]:
 
 def _needs_to_answer(chat: ChatSession, item: Item) -> int:
     """Positions of all questions, if every answer is as long as it may be."""
-    if item.apart:
-        return max(_needs_to_answer(chat, one) for one in item.single())
-    needed = len(wording.opening(chat, item, 0)) + item.max_tokens
-    for question in item.questions[1:]:
-        asked = [Message("user", "a"), Message("assistant", "a"), Message("user", question)]
-        needed += len(chat.template.following(asked)) + item.max_tokens
-    return needed
+
+    def needed(one: Item) -> int:
+        first, later = sum(map(len, prompts(chat, one))), one.questions[1:]
+        asked = [Message("user", "a"), Message("assistant", "a")]
+        following = (chat.template.following([*asked, Message("user", q)]) for q in later)
+        return first + sum(map(len, following)) + len(one.questions) * one.max_tokens
+
+    return max(map(needed, item.single()))
 
 
 def _opening(chat: ChatSession, item: Item) -> int:
-    """Tokens of the shortest first prompt: with a question, but where the chat is `blind`."""
-    return min(len(wording.parts(chat, one, 0)[0]) for one in item.single())
+    """Tokens of the shortest first prompt: with a question, unless the chat is `blind`."""
+    return min(len(prompts(chat, one)[0]) for one in item.single())
+
+
+# -- perplexity -------------------------------------------------------------------------------
 
 
 def _perplexity(chat: ChatSession, item: Item) -> list[float]:
     """Nats of each token in the last quarter of the document."""
     reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
-    return negative_log_likelihood(chat.engine, *_scored(chat, item))
+    chat.engine.reset()
+    ids, read = _scored(chat, item)
+    logits, nats = chat.engine.prompt(ids[:read]), []
+    for token in ids[read:]:
+        nats.append(-float(logits.log_softmax(-1)[token]))
+        logits = chat.engine.step(token)
+    return nats
 
 
 def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
@@ -101,53 +175,73 @@ def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
     return start + ids, len(start) + max(1, 3 * len(ids) // 4)
 
 
+# -- attention lost ---------------------------------------------------------------------------
+
+
 def _lost(chat: ChatSession, item: Item) -> list[float]:
     """Attention lost at each token of the right answer, mean over layers; of a chat's first
     question, or of each that is asked apart."""
     found = []
     for one in item.single():
         chat.reset()
-        found += _lost_by_answer(chat, one)
+        parts, answer = prompts(chat, one), _answer(chat, one)
+        if sum(map(len, parts)) + len(answer) > chat.max_context:
+            raise ContextError("a document does not fit the model", "choose a smaller --length")
+        with worded(chat, one, 0):
+            reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
+        heard = Shadow(chat.engine.network, chat.engine.kv)
+        for ids in parts:
+            heard.prompt(ids)
+        found += [heard.step(token) for token in answer]
     return found
 
 
-def _lost_by_answer(chat: ChatSession, item: Item) -> list[float]:
-    kv, network = chat.engine.kv, chat.engine.network
-    prompts, answer = wording.parts(chat, item, 0), _answer(chat, item)
-    with wording.worded(chat, item, 0):
-        reading.prepare(kv, chat.tokenizer, chat.template)
-    if sum(map(len, prompts)) + len(answer) > chat.max_context:
-        raise ContextError("a document does not fit the model", "choose a smaller --length")
-    keys: list[Tensor] = []
-    for ids in prompts:
-        heard = _Heard(network)
-        Engine(heard, kv, capture=None).prompt(ids)
+def _answer(chat: ChatSession, item: Item) -> list[int]:
+    return chat.tokenizer.encode(item.right[0][0])
+
+
+def _needs_to_lose(chat: ChatSession, item: Item) -> int:
+    return max(sum(map(len, prompts(chat, one))) + len(_answer(chat, one)) for one in item.single())
+
+
+class Shadow:
+    """A `Network` and an `Attend` in one: feeds a network over a cache and stores every key, to
+    measure the attention that is lost.
+
+    A step loses 1 minus the probability of the tokens that the cache still holds, under attention
+    over all tokens ever seen (in a layer with a sliding window, over those in the window); mean
+    over the query heads and layers.
+    """
+
+    def __init__(self, network: Network, kv: KVCache) -> None:
+        self._network, self._kv = network, kv
+        self._to: Attend = kv
+        self._keys: list[Tensor | None] = [None] * kv.shape.layers  # [H, T, D] each
+        self._lost: list[float] = []
+        self._hears = False
+
+    def prompt(self, ids: Sequence[int]) -> None:
+        """Read a prompt, or the next part of one."""
+        first, self._hears = not self._kv.position, True
+        Engine(self, self._kv, capture=None).prompt(ids)
         # Of a prompt that was read before only the end is computed again.
-        if not keys and isinstance(network, Rereading):
-            new = network.keys()
-        else:
-            new = [torch.cat(layer, 1) for layer in heard.keys]
-        keys = [torch.cat(both, 1) for both in zip(keys, new, strict=True)] if keys else new
-    shadow = Shadow(kv, keys)
-    for token in answer:
-        network.forward(torch.tensor([token], device=kv.device), shadow)
-    return [float(x.mean()) for x in shadow.lost]
+        if first and isinstance(self._network, Rereading):
+            self._keys = list(self._network.keys())
 
-
-class _Heard:
-    """A `Network` that remembers the keys of the first forward, [H, T, D] a layer."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._done = False
-        self.keys: list[list[Tensor]] = []
+    def step(self, token: int) -> float:
+        """Feed a token. The attention that is lost."""
+        self._lost, self._hears = [], True
+        self.forward(torch.tensor([token], device=self._kv.device), self._kv)
+        return sum(self._lost) / len(self._lost)
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
-        """See `Network`. A later forward of the same prompt only scores."""
-        if self._done:
+        """See `Network`. A later forward of the same prompt only scores: its keys do not stay."""
+        if not self._hears:
             return self._network.forward(ids, kv)
-        self._done = True
-        return self._network.forward(ids, _Hearing(kv, self.keys))
+        self._to = kv
+        logits = self._network.forward(ids, self)
+        self._hears = False
+        return logits
 
     def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `minikv.engine.engine.Predicting`. Keys are heard when the prompt itself is fed."""
@@ -157,36 +251,52 @@ class _Heard:
         """See `minikv.engine.engine.Predicting`."""
         return cast(Predicting, self._network).logits(hidden)
 
-
-class _Hearing:
-    """`Attend` that keeps the keys which pass."""
-
-    def __init__(self, kv: Attend, keys: list[list[Tensor]]) -> None:
-        self.position, self.advance = kv.position, kv.advance
-        self._kv, self._keys = kv, keys
+    @property
+    def position(self) -> int | Tensor:
+        """See `minikv.cache.attend.Attend`, as everything below."""
+        return self._to.position
 
     @property
     def watch(self) -> Callable[[Tensor], None] | None:
-        """See `Attend`."""
-        return getattr(self._kv, "watch", None)
+        return getattr(self._to, "watch", None)
+
+    def advance(self, tokens: int) -> None:
+        self._to.advance(tokens)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Attend`."""
-        if layer == len(self._keys):
-            self._keys.append([])
-        self._keys[layer].append(k.to(torch.float32, copy=True).transpose(0, 1))
-        return self._kv.attend(layer, q, k, v)
+        before, rows = self._keys[layer], k.to(torch.float32, copy=True).transpose(0, 1)
+        self._keys[layer] = keys = rows if before is None else torch.cat((before, rows), 1)
+        reads = self._kv.reading
+        out = self._to.attend(layer, q, k, v)
+        if not reads:
+            self._lost.append(self._missed(layer, q[0], keys))
+        return out
+
+    def _missed(self, layer: int, q: Tensor, keys: Tensor) -> float:
+        shape = self._kv.shape
+        query = q.float().view(shape.kv_heads, -1, shape.head_dim)
+        logits = query @ keys.transpose(1, 2).float() * shape.head_dim**-0.5
+        window = shape.windows[layer]
+        if window is not None and keys.shape[1] > window:
+            logits[..., : keys.shape[1] - window] = -torch.inf
+        p = logits.softmax(-1).mean(1)  # [H, N]
+        kept = [p[h, self._kv.attended(layer, h)].sum() for h in range(shape.kv_heads)]
+        return 1.0 - float(torch.stack(kept).mean())
 
 
-def _answer(chat: ChatSession, item: Item) -> list[int]:
-    """The right answer to the first question."""
-    return chat.tokenizer.encode(item.right[0][0])
+# -- the table --------------------------------------------------------------------------------
 
 
-def _needs_to_lose(chat: ChatSession, item: Item) -> int:
-    return max(
-        len(wording.opening(chat, one, 0)) + len(_answer(chat, one)) for one in item.single()
-    )
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """run(chat, item): measure a document; a list of answers, or of numbers by token. needs: the
+    most positions it takes. reads: tokens of the first prompt, of which a budget may be a share.
+    asks: whether the result depends on `--reuse`."""
+
+    run: Callable[[ChatSession, Item], list[Any]]
+    needs: Callable[[ChatSession, Item], int]
+    reads: Callable[[ChatSession, Item], int]
+    asks: bool = True
 
 
 PASSES: Mapping[str, Pass] = {

@@ -1,13 +1,12 @@
 """Compute a document once for many policies, and evict it once for many questions under one policy.
 
 The keys and values of a first prompt do not depend on the policy, because every layer attends
-before it evicts.
+before it evicts. Results are bit for bit the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -25,11 +24,7 @@ from minikv.engine.engine import Engine, Network, Predicting
 class Rereading:
     """A `Network` over `kv` that keeps the rows of the last first prompt in a tier, and its scores.
     For another policy only the end of the same prompt is fed, unless the policy needs the queries
-    of all tokens.
-
-    What a policy keeps, and every logit, is bit for bit the same as without it, if the network says
-    how many tokens it reads together (`rows`).
-    """
+    of all tokens. The network must say how many tokens it reads together (`rows`)."""
 
     def __init__(self, network: Network, kv: KVCache) -> None:
         self.network, self.kv = network, kv
@@ -40,11 +35,11 @@ class Rereading:
         self._scored: dict[object, SecondPass] = {}
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
-        """See `Network`; `kv` stands for this object's cache, or is a text that scores."""
+        """See `Network`; `kv` is over this object's cache, or a text that scores."""
         reading = self.kv.reading
-        if not isinstance(reading, Prefill | SecondPass) or self._has_tier(reading):
-            return self.network.forward(ids, kv)
-        if kv.position or self.kv.position:
+        own_tier = isinstance(reading, Prefill) and reading.tier is not None
+        later = kv.position or self.kv.position
+        if not isinstance(reading, Prefill | SecondPass) or own_tier or later:
             return self.network.forward(ids, kv)
         self._renew(ids)
         if isinstance(reading, SecondPass):
@@ -59,9 +54,6 @@ class Rereading:
         self._tier.commit(len(ids))
         return logits
 
-    def _has_tier(self, reading: Prefill | SecondPass) -> bool:
-        return isinstance(reading, Prefill) and reading.tier is not None
-
     def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `minikv.engine.engine.Predicting`."""
         network = cast(Predicting, self.network)
@@ -72,16 +64,16 @@ class Rereading:
             self._hidden = network.hidden(ids, kv).clone()
         return self._hidden
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `minikv.engine.engine.Predicting`."""
+        return cast(Predicting, self.network).logits(hidden)
+
     def _renew(self, ids: Tensor) -> None:
         """Discard what an error left. If these are other tokens, forget the stored prompt."""
         self._tier.drop()
         if self._ids is None or not torch.equal(ids, self._ids):
             self._ids, self._hidden, self._scored = ids.clone(), None, {}
             self._tier.truncate(0)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `minikv.engine.engine.Predicting`."""
-        return cast(Predicting, self.network).logits(hidden)
 
     def keys(self) -> list[Tensor]:
         """Each layer's keys [H, T, D] of the remembered prompt."""
@@ -102,22 +94,12 @@ class _Behind:
         return getattr(self._kv, "watch", None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Evicted:
-    """A cache after a first prompt: `key` says which one, under which policies."""
-
-    key: tuple[object, ...]
-    held: CacheSnapshot
-    logits: Tensor
-
-
 class Restoring(Engine):
     """An `Engine` that, while `remembers` is set, keeps the cache of the last first prompt. The
-    same prompt under the same policies is then not read and evicted again. Results are bit for bit
-    the same."""
+    same prompt under the same policies is then not read and evicted again."""
 
     remembers = False
-    _last: _Evicted | None = None
+    _last: tuple[tuple[object, ...], CacheSnapshot, Tensor] | None = None  # (which, cache, logits)
 
     def prompt(
         self,
@@ -132,10 +114,10 @@ class Restoring(Engine):
         if not self.remembers or kv.position:
             return super().prompt(ids, progress, room, asks, turn_tokens)
         key = (kv.rules, kv.pinned, room, asks, turn_tokens, tuple(ids))
-        if self._last is not None and self._last.key == key:
-            kv.restore(self._last.held, kv.rules)
-            return self._last.logits.clone()
+        if self._last is not None and self._last[0] == key:
+            kv.restore(self._last[1], kv.rules)
+            return self._last[2].clone()
         self._last = None
         logits = super().prompt(ids, progress, room, asks, turn_tokens)
-        self._last = _Evicted(key, kv.snapshot(), logits.clone())
+        self._last = key, kv.snapshot(), logits.clone()
         return logits

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
@@ -12,10 +11,9 @@ from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.chat.session import ChatSession
 from minikv.cli.eval import cells
 from minikv.cli.eval.cells import Cell
-from minikv.cli.eval.files import Item
+from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import PASSES
 from minikv.cli.eval.rereading import Rereading, Restoring
-from minikv.cli.eval.tasks import CHATS
 from minikv.errors import ContextError, UsageError
 
 REUSES = ("once", "refresh", "blind", "recall")
@@ -68,14 +66,6 @@ def choices(
     return wanted
 
 
-def reuses(wanted: Sequence[str]) -> list[str]:
-    """Each of these once. Raises UsageError for what is not one of `REUSES`."""
-    for name in wanted:
-        if name not in REUSES:
-            raise UsageError(f"unknown reuse {name!r}", f"--reuse takes: {', '.join(REUSES)}")
-    return list(dict.fromkeys(wanted))
-
-
 @dataclass(frozen=True, slots=True)
 class _Choice:
     """A policy and budget, and the value of --reuse."""
@@ -84,25 +74,14 @@ class _Choice:
     reuse: str
 
 
-class _Sheet:
-    """The results of one policy, by document; `held` is written last."""
-
-    def __init__(self) -> None:
-        self.made: list[list[Any]] = []
-        self.held: list[float] = []
-
-    def cut(self, documents: int) -> None:
-        """Keep the results of the first `documents` documents only."""
-        del self.made[documents:], self.held[documents:]
-
-
 class Run:
     """Some tasks over the same items, under every choice. The first is what `agree` compares with.
 
-    Questions find what each of `reuses` says. Without eviction that makes no difference, nor where
-    there are no questions: these are measured under the first one alone. `cells` are of the items
-    that `measure` has finished, also after it was stopped. `skips`: an item that turns out not to
-    fit is left out of `items` and counted in `skipped`.
+    Later questions are answered from what each of `reuses` says. Without eviction that makes no
+    difference, nor where nothing is asked: these are measured under the first one alone. `cells`
+    are of the items that `measure` has finished, also after it was stopped. `name`: of the tasks,
+    or, with `is_file`, of a file of records. `cut` and `skipped` of these were too long, and cut or
+    left out. One that turns out not to fit is left out of `items` as well.
     """
 
     def __init__(
@@ -113,10 +92,13 @@ class Run:
         wanted: Iterable[EvictionConfig],
         reuses: Sequence[str] = ("once",),
         *,
-        skips: bool = False,
+        name: str = "",
+        is_file: bool = False,
+        cut: int = 0,
+        skipped: int = 0,
     ) -> None:
         self.chat, self.tasks, self.items, self.wanted = chat, tasks, list(items), list(wanted)
-        self.skips, self.skipped = skips, 0
+        self.name, self.is_file, self.cut, self.skipped = name, is_file, cut, skipped
         # All policies of one reuse are neighbours: they read the same first prompt.
         self._choices = {
             one: [
@@ -127,97 +109,88 @@ class Run:
             ]
             for one in passes(tasks)
         }
-        self._sheets = {
-            (one, i): _Sheet() for one, these in self._choices.items() for i in range(len(these))
+        # [(pass, number of the choice)][document]: what was measured, and the share that was held
+        self._made: dict[tuple[str, int], list[tuple[list[Any], float]]] = {
+            (one, i): [] for one, these in self._choices.items() for i in range(len(these))
         }
 
     @property
     def completed(self) -> int:
         """Items that every choice has finished."""
-        return min(len(sheet.held) for sheet in self._sheets.values())
+        return min(map(len, self._made.values()))
 
-    def check(self, name: str) -> None:
+    def check(self) -> None:
         """Raise ContextError for the first item that might not fit, called by file and line or as a
-        document of the task `name`, and UsageError for a budget that is too small for any of them.
+        document of the task, and UsageError for a budget that is too small for any of them.
         Measures nothing, so that one item does not cost the others."""
         for choice in chain.from_iterable(self._choices.values()):
             self.chat.check(choice.eviction)  # bytes are tokens per head only beside a model
-            self._check_recall(choice)
+            if choice.reuse == "recall" and choice.eviction.evicts:
+                self.chat.configure(choice.eviction)
+                if why := self.chat.engine.kv.rules.cannot_recall:
+                    raise UsageError(
+                        f"--reuse recall is not possible: {why}",
+                        "nothing was measured; measure that policy with --reuse once,refresh",
+                    )
         most = self.chat.max_context
         for number, item in enumerate(self.items, 1):
             needed = max(PASSES[one].needs(self.chat, item) for one in self._choices)
             if needed > most:
                 raise ContextError(
-                    f"{_called(item, name, number)}: needs {needed:,} tokens "
+                    f"{self._called(number)}: needs {needed:,} tokens "
                     f"with its answers, and this model was trained for {most:,} positions",
                     "nothing was measured; leave it out, choose a smaller --length or a model with "
                     "a longer context",
                 )
-        self._check_shares(name)
+        self._check_shares()
 
-    def _check_recall(self, choice: _Choice) -> None:
-        """Raise UsageError for a policy that cannot choose from a tier."""
-        if choice.reuse != "recall" or not choice.eviction.evicts:
-            return
-        self.chat.configure(choice.eviction)
-        if why := self.chat.engine.kv.rules.cannot_recall:
-            raise UsageError(
-                f"--reuse recall cannot be had: {why}",
-                "nothing was measured; measure that policy with --reuse once,refresh",
-            )
-
-    def _check_shares(self, name: str) -> None:
+    def _check_shares(self) -> None:
         """Raise UsageError where a share of the shortest first prompt is less than is needed."""
         shares = [c for c in self.wanted if c.evicts and c.budget.unit == "share"]
         if not shares or not self.items:
             return
-        with _reading(self.chat, blind=self._blind):
-            tokens, number = min(
-                (PASSES[one].reads(self.chat, item), number)
-                for number, item in enumerate(self.items, 1)
-                for one in self._choices
-            )
+        every, before = chain.from_iterable(self._choices.values()), self.chat.reuse
+        self.chat.reuse = "blind" if any(c.reuse == "blind" for c in every) else "once"
+        tokens, number = min(
+            (PASSES[one].reads(self.chat, item), number)
+            for number, item in enumerate(self.items, 1)
+            for one in self._choices
+        )
+        self.chat.reuse = before
         for eviction in shares:
             each, least = eviction.budget.rows(tokens, 1, 1), eviction.least_rows()
             if each < least:
                 percent = -(-100 * least // tokens)
                 raise UsageError(
-                    f"{_called(self.items[number - 1], name, number)}, the shortest: budget "
+                    f"{self._called(number)}, the shortest: budget "
                     f"{eviction.budget} of {tokens:,} tokens is {each} tokens per head, too small "
                     f"for {eviction.pair}",
                     f"nothing was measured; the smallest useful budget there is {least} tokens per "
                     "head" + (f", or {percent}%" if percent <= 100 else ""),
                 )
 
-    @property
-    def _blind(self) -> bool:
-        """Something is evicted before its question is seen."""
-        return any(c.reuse == "blind" for c in chain.from_iterable(self._choices.values()))
+    def _called(self, number: int) -> str:
+        return self.items[number - 1].source or f"{self.name}, document {number:,}"
 
     def measure(self, progress: Progress) -> None:
         """Go through the items. A document is computed once for all policies that do not need the
         queries of all its tokens, and evicted once for all questions that are asked apart and find
-        it evicted (see `rereading`). Raises ContextError if an item does not fit, unless such are
-        skipped."""
+        it evicted (see `rereading`). Raises ContextError if a document that was made does not
+        fit."""
         chat, engine = self.chat, self.chat.engine
         before = chat.reuse, chat.recall.kind
         chat.engine = restoring = Restoring(Rereading(engine.network, engine.kv), engine.kv)
-        each = len(self._sheets)
+        each = len(self._made)
         try:
             for item in list(self.items):
                 done = self.completed
-                total = len(self.items) * each
-
-                def tick(made: int, done: int = done, total: int = total) -> None:
-                    progress(done * each + made, total)
-
                 try:
-                    self._measure(item, restoring, tick)
+                    self._measure(item, restoring, progress)
                 except ContextError:
-                    if not self.skips:
+                    if not self.is_file:
                         raise
-                    for sheet in self._sheets.values():
-                        sheet.cut(done)
+                    for made in self._made.values():
+                        del made[done:]
                     del self.items[done]
                     self.skipped += 1
             progress(len(self.items) * each, len(self.items) * each)
@@ -226,27 +199,25 @@ class Run:
             chat.reset()
             chat.reuse, chat.recall.kind = before
 
-    def _measure(self, item: Item, engine: Restoring, tick: Callable[[int], None]) -> None:
+    def _measure(self, item: Item, engine: Restoring, progress: Progress) -> None:
         """One item, under every choice."""
-        chat, made = self.chat, 0
+        chat, total = self.chat, len(self.items) * len(self._made)
         for one, these in self._choices.items():
             for reuse, group in groupby(enumerate(these), key=lambda choice: choice[1].reuse):
-                choices, blind = list(group), reuse == "blind"
+                neighbours, blind = list(group), reuse == "blind"
                 engine.remembers = blind and item.apart
                 # A document with its question is read once for all policies, question by question;
                 # one without is the same for all questions.
                 parts = [item] if blind or not PASSES[one].asks else list(item.single())
-                found: list[list[Any]] = [[] for _ in choices]
+                found: dict[int, list[Any]] = {i: [] for i, _ in neighbours}
                 for number, part in enumerate(parts, 1):
-                    for mine, (i, choice) in zip(found, choices, strict=True):
-                        tick(made)
+                    for i, choice in neighbours:
+                        progress(sum(map(len, self._made.values())), total)
                         self._prepare(choice)
-                        mine += PASSES[one].run(chat, part)
+                        found[i] += PASSES[one].run(chat, part)
                         if number == len(parts):
-                            sheet = self._sheets[one, i]
-                            sheet.made.append(mine)
-                            sheet.held.append(1.0 - chat.engine.kv.stats().saved)
-                            made += 1
+                            held = 1.0 - chat.engine.kv.stats().saved
+                            self._made[one, i].append((found[i], held))
 
     def _prepare(self, choice: _Choice) -> None:
         """An empty chat under this choice."""
@@ -259,37 +230,33 @@ class Run:
 
     def answers(self) -> list[list[list[str]]]:
         """[choice][document][question], in the order of the cells of one task."""
-        return [
-            self._sheets["answers", i].made[: self.completed]
-            for i in range(len(self._choices["answers"]))
-        ]
+        return [self._results("answers", i)[0] for i in range(len(self._choices["answers"]))]
 
     def cells(self) -> list[Cell]:
         """One for each task and choice, in this order; none if no item was finished."""
         if not self.completed:
             return []
-        return [
-            self._cell(task, i)
-            for task in self.tasks
-            for i in range(len(self._choices[_pass(task)]))
-        ]
+        items, file = self.items[: self.completed], self.name if self.is_file else ""
+        found = []
+        for task in self.tasks:
+            one = _pass(task)
+            full, _ = self._results(one, 0)
+            for i, choice in enumerate(self._choices[one]):
+                made, held = self._results(one, i)
+                how = choice.eviction, choice.reuse
+                found.append(cells.cell(task, *how, items, made, full, held, file))
+        return found
 
-    def _cell(self, task: str, i: int) -> Cell:
-        one = _pass(task)
-        done, choice, sheet = self.completed, self._choices[one][i], self._sheets[one, i]
-        eviction, made, held = choice.eviction, sheet.made[:done], sheet.held[:done]
-        if task in PASSES:
-            return replace(cells.measured(task, eviction, made, held), reuse=choice.reuse)
-        full = self._sheets["answers", 0].made[:done]
-        if task == "agree":
-            cell = cells.agreeing(eviction, made, full, held)
-        else:
-            cell = cells.answered(task, eviction, self.items[:done], made, held)
-            if task in CHATS:
-                cell = cells.beside(cell, made, full)
-        if any(item.apart for item in self.items[:done]):  # no question is the second one
-            cell = replace(cell, by_question=[])
-        return replace(cell, reuse=choice.reuse)
+    def left_out(self) -> str:
+        """A line about records that were too long; empty where there are none."""
+        records = sum(len(item.questions) for item in self.items) + self.skipped
+        parts = [f"{self.skipped:,} too long and skipped"] if self.skipped else []
+        parts += [f"{self.cut:,} cut in the middle"] if self.cut else []
+        return f"{self.name}: of {records:,} records {' and '.join(parts)}" if parts else ""
+
+    def _results(self, one: str, i: int) -> tuple[list[list[Any]], list[float]]:
+        done = self._made[one, i][: self.completed]
+        return [made for made, _ in done], [held for _, held in done]
 
 
 def _pass(task: str) -> str:
@@ -312,18 +279,3 @@ def _distinct(one: str, reuses: Sequence[str]) -> Sequence[str]:
     for reuse in reuses:
         found.setdefault(reuse == "blind", reuse)
     return list(found.values())
-
-
-@contextmanager
-def _reading(chat: ChatSession, *, blind: bool) -> Iterator[None]:
-    """The chat as it reads a document, before its question or with it."""
-    before = chat.reuse
-    chat.reuse = "blind" if blind else "once"
-    try:
-        yield
-    finally:
-        chat.reuse = before
-
-
-def _called(item: Item, name: str, number: int) -> str:
-    return item.source or f"{name}, document {number:,}"

@@ -1,4 +1,4 @@
-"""Results for a terminal and for files: a table, CSV, JSON and a map of the task needle."""
+"""Results for a terminal and for files: a table, CSV, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import csv
 import io
 import json
 from collections.abc import Sequence
+from importlib import util
 from pathlib import Path
-from typing import Any
 
 from minikv.cli import tables
+from minikv.cli.eval import pictures
 from minikv.cli.eval.cells import Cell
-from minikv.cli.eval.tasks import CHATS
+from minikv.cli.eval.names import CHATS
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
-_BAR = 30
 _UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full"}
 _MORE = {
     "agree": {"rouge_l": "ROUGE-L", "median_first_difference": "words before difference"},
@@ -25,15 +25,11 @@ _MORE = {
 number of equal words at the beginning of answers that differ. Of a chat: the share of answers equal
 to the full cache's, and the share of chats without a wrong answer."""
 
+_PICTURES = (".png", ".svg")
+_SUFFIXES = {"json": (".json",), "csv": (".csv",), "map": _PICTURES, "plot": _PICTURES}
 
-def bar(done: int, total: int, seconds: float, what: str) -> str:
-    """A progress bar with the time that is left at this pace. seconds: the time until now."""
-    filled = _BAR * done // total
-    line = f"{what}  [{'=' * filled}{' ' * (_BAR - filled)}] {done:,}/{total:,}"
-    if done:
-        minutes, rest = divmod(round((total - done) * seconds / done), 60)
-        line += f"  {minutes}:{rest:02d} left"
-    return line
+Outputs = Sequence[tuple[str, Path]]
+"""(kind, file): a flag's name without its dashes, and what it was given."""
 
 
 def names(cells: Sequence[Cell]) -> list[str]:
@@ -56,31 +52,7 @@ def table(cells: Sequence[Cell]) -> str:
     blocks = []
     for title in dict.fromkeys(cell.title for cell in cells):
         mine = [cell for cell in cells if cell.title == title]
-        task = mine[0].task
-        more = _MORE.get(task, {})
-        reused = any(cell.reuse != "once" for cell in mine)
-        texts = ["policy", "decode", "budget", *(["reuse"] if reused else [])]
-        head = [*texts, _UNIT.get(task, "score"), "95 %", "n", "held"]
-        lines = [[*head, *more.values()]]
-        for c in mine:
-            interval = "-"
-            if c.low is not None and c.high is not None:
-                interval = f"{_figure(task, c.low)} to {_figure(task, c.high)}"
-            lines.append(
-                [
-                    c.policy + (f" /{c.stride}" if c.stride else ""),
-                    c.decode,
-                    c.budget,
-                    *([c.reuse if c.budget != "-" else "-"] if reused else []),
-                    _figure(task, c.score),
-                    interval,
-                    str(c.n),
-                    f"{c.held:.1%}",
-                    *(_extra(c, key) for key in more),
-                ]
-            )
-        sides = "<" * len(texts) + ">" * (len(head) + len(more) - len(texts))
-        blocks.append(f"{title}\n{tables.grid(lines, sides)}")
+        blocks.append(f"{title}\n{_scores(mine)}")
         if any(c.by_question for c in mine):
             blocks.append(_by_question("by question", mine, [c.by_question for c in mine]))
         if any(len(c.same_by_question) > 1 for c in mine):
@@ -88,6 +60,23 @@ def table(cells: Sequence[Cell]) -> str:
         if any(c.by_group for c in mine):
             blocks.append(_by_group(mine))
     return "\n\n".join(blocks)
+
+
+def _scores(cells: Sequence[Cell]) -> str:
+    task = cells[0].task
+    more, reused = _MORE.get(task, {}), any(cell.reuse != "once" for cell in cells)
+    texts = ["policy", "decode", "budget", *(["reuse"] if reused else [])]
+    figures = [_UNIT.get(task, "score"), "95 %", "n", "held", *more.values()]
+    lines = [[*texts, *figures]]
+    for c in cells:
+        interval = "-"
+        if c.low is not None and c.high is not None:
+            interval = f"{_figure(task, c.low)} to {_figure(task, c.high)}"
+        line = [c.policy + (f" /{c.stride}" if c.stride else ""), c.decode, c.budget]
+        line += [c.reuse if c.budget != "-" else "-"] if reused else []
+        line += [_figure(task, c.score), interval, str(c.n), f"{c.held:.1%}"]
+        lines.append([*line, *(_extra(c, key) for key in more)])
+    return tables.grid(lines, "<" * len(texts) + ">" * len(figures))
 
 
 def _figure(task: str, value: float) -> str:
@@ -105,11 +94,9 @@ def _extra(cell: Cell, key: str) -> str:
 
 
 def _by_question(title: str, cells: Sequence[Cell], shares: Sequence[Sequence[float]]) -> str:
-    longest = max(map(len, shares))
-    called = names(cells)
+    longest, called = max(map(len, shares)), names(cells)
     width = max(len(title), *map(tables.cells, called))
-    head = " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))
-    lines = [f"{title:{width}} {head}"]
+    lines = [f"{title:{width}} " + " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))]
     for name, row in zip(called, shares, strict=True):
         lines.append(f"{tables.padded(name, width)} " + " ".join(f"{100 * s:5.1f}%" for s in row))
     return "\n".join(lines)
@@ -127,116 +114,63 @@ def _by_group(cells: Sequence[Cell]) -> str:
 
 def as_csv(cells: Sequence[Cell]) -> str:
     """One line per cell, after a line of headings."""
+    more = list(dict.fromkeys(key for keys in _MORE.values() for key in keys))
+    texts = ["policy", "decode", "budget", "stride", "reuse", "n"]
+    figures = ["score", "low", "high", "held"]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    more = list(dict.fromkeys(key for keys in _MORE.values() for key in keys))
-    head = ["task", "policy", "decode", "budget", "stride", "reuse", "n", "score", "low", "high"]
-    writer.writerow([*head, "held", *more])
+    writer.writerow(["task", *texts, *figures, *more])
     for c in cells:
-        writer.writerow(
-            [
-                c.title,
-                c.policy,
-                c.decode,
-                c.budget,
-                c.stride,
-                c.reuse,
-                c.n,
-                f"{c.score:z.6f}",
-                "" if c.low is None else f"{c.low:z.6f}",
-                "" if c.high is None else f"{c.high:z.6f}",
-                f"{c.held:.6f}",
-                *(f"{c.more[key]:.6f}" if key in c.more else "" for key in more),
-            ]
-        )
+        values = [getattr(c, name) for name in figures] + [c.more.get(key) for key in more]
+        shown = ["" if value is None else f"{value:z.6f}" for value in values]
+        writer.writerow([c.title, *(getattr(c, name) for name in texts), *shown])
     return out.getvalue()
+
+
+def check(outputs: Outputs, tasks: Sequence[str]) -> None:
+    """Raise UsageError if the results of `tasks` cannot be written to all files. Called before
+    anything is measured."""
+    for kind, path in outputs:
+        if path.suffix.lower() not in _SUFFIXES[kind]:
+            hint = f"--{kind} writes {' or '.join(_SUFFIXES[kind])}"
+            raise UsageError(f"cannot tell what to write to {path}", hint)
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"there is no directory {path.parent}")
+        if kind == "map" and "needle" not in tasks:
+            raise UsageError("there is nothing to map", "maps are made of the task needle")
+        if kind in ("map", "plot") and not _has_matplotlib():
+            raise UsageError(
+                f"--{kind} needs matplotlib, which is not installed", "pip install 'minikv[plot]'"
+            )
+
+
+def _has_matplotlib() -> bool:
+    return util.find_spec("matplotlib") is not None
 
 
 def write(
     cells: Sequence[Cell],
     facts: dict[str, object],
-    paths: Sequence[Path],
+    outputs: Outputs,
     items: dict[str, object] | None = None,
-) -> None:
-    """Write the results to each path in the format of its suffix: .json, .csv, or a map as .png or
-    .svg. items: the questions and right answers by task, for JSON. Raises UsageError."""
-    for path in paths:
-        suffix = path.suffix.lower()
+) -> list[Path]:
+    """Write the results to each file; returns those written: a map needs a needle. items: the
+    questions and right answers by task, for JSON. Raises UsageError."""
+    written = []
+    for kind, path in outputs:
+        if kind == "map" and not any(cell.by_place for cell in cells):
+            continue
         try:
-            if suffix == ".json":
-                record = {
-                    "facts": facts,
-                    "cells": [cell.record() for cell in cells],
-                    "items": items or {},
-                }
-                path.write_text(json.dumps(record, indent=1) + "\n")
-            elif suffix == ".csv":
+            if kind == "json":
+                record = {"facts": facts, "cells": [cell.record() for cell in cells]}
+                path.write_text(json.dumps(record | {"items": items or {}}, indent=1) + "\n")
+            elif kind == "csv":
                 path.write_text(as_csv(cells))
+            elif kind == "map":
+                pictures.needle_map(cells, names(cells), path)
             else:
-                _map(cells, path)
+                pictures.plot(pictures.panels(cells), path)
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
-
-
-def check(paths: Sequence[Path], tasks: Sequence[str]) -> None:
-    """Raise UsageError if the results of `tasks` cannot be written to all paths. Called before
-    anything is measured."""
-    for path in paths:
-        if path.suffix.lower() not in (".json", ".csv") and not is_map(path):
-            raise UsageError(f"cannot tell what to write to {path}", "use .json .csv .png or .svg")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"there is no directory {path.parent}")
-        if is_map(path):
-            if "needle" not in tasks:
-                raise UsageError("there is nothing to map", "maps are made of the task needle")
-            try:
-                import matplotlib  # noqa: F401
-            except ImportError:
-                raise UsageError(
-                    "a map needs matplotlib, which is not installed", "pip install 'minikv[plot]'"
-                ) from None
-
-
-def is_map(path: Path) -> bool:
-    """Whether `write` makes a map there."""
-    return path.suffix.lower() in (".png", ".svg")
-
-
-def _map(cells: Sequence[Cell], path: Path) -> None:
-    """Draw scores by depth and length of the needle task, one panel per policy and budget."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    mine = [c for c in cells if c.by_place]
-    lengths = sorted({place[1] for c in mine for place in c.by_place})
-    depths = sorted({place[0] for c in mine for place in c.by_place})
-    across = min(3, len(mine))
-    down = -(-len(mine) // across)
-    figure, axes = pyplot.subplots(
-        down,
-        across,
-        squeeze=False,
-        figsize=(3.4 * across + 0.8, 2.6 * down + 0.6),
-        layout="constrained",
-    )
-    image: Any = None
-    for axis, cell, name in zip(axes.flat, mine, names(mine), strict=False):
-        found = {(d, n): score for d, n, score, _ in cell.by_place}
-        shown = [[100 * found.get((d, n), float("nan")) for n in lengths] for d in depths]
-        image = axis.imshow(shown, vmin=0, vmax=100, cmap="cividis", aspect="auto")
-        for i, row in enumerate(shown):
-            for j, value in enumerate(row):
-                shade = "black" if value > 60 else "white"
-                axis.text(j, i, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=8)
-        axis.set_title(name, fontsize=10)
-        axis.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=8)
-        axis.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=8)
-    for axis in axes.flat[len(mine) :]:
-        axis.set_visible(False)
-    figure.supxlabel("tokens", fontsize=9)
-    figure.supylabel("depth of the fact", fontsize=9)
-    figure.colorbar(image, ax=axes, label="right answers, %", shrink=0.8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+        written.append(path)
+    return written

@@ -1,6 +1,5 @@
 """Questions that are made here, from the bundled model's world: a needle, facts, chats of several
-questions, and long answers. A task is a function that makes items, and a row of `CHATS` if it is a
-chat.
+questions, and long answers. A chat is a function that makes an item, and a row of `CHATS`.
 
 The bundled model was trained on this world and answers with the value and nothing else. For any
 other model the documents are plain English. The wording of its answers is not known, so it is told
@@ -13,16 +12,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from minikv.cli.eval import metrics
-from minikv.cli.eval.files import Item
+from minikv.cli.eval.items import Item
 from minikv.cli.eval.metrics import Metric
 from minikv.errors import UsageError
 from minikv.models import BUNDLED
 from minikv.models.bundled import exam, world
 from minikv.models.bundled.exam import Codec
 
-FOLLOWUPS = 6
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEAST = exam.FACT_EVERY
 """Tokens of the shortest document with a fact to ask for. A needle's may be shorter."""
@@ -58,6 +57,20 @@ def manner(model: str | None) -> Manner:
     return TRAINED if Path(model).expanduser().resolve() == BUNDLED.resolve() else TOLD
 
 
+def _asking(
+    text: str, facts: Sequence[world.Fact], rng: random.Random, how: Manner, **more: Any
+) -> Item:
+    """A question for each of the facts, each in one of its wordings."""
+    return Item(
+        text,
+        tuple(rng.choice(fact.questions) + how.adds for fact in facts),
+        tuple((fact.answer,) for fact in facts),
+        how.metric,
+        max_tokens=how.max_tokens,
+        **more,
+    )
+
+
 def facts(
     codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED, questions: int = 1
 ) -> Iterator[Item]:
@@ -65,31 +78,10 @@ def facts(
     which are asked independently. Their answers have at least `how.least` tokens, if a document has
     such facts."""
     for i in range(count):
-        doc = exam.fresh(codec, tokens, seed + i)
-        chosen = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least]
-        item = _ask(doc.text, chosen or doc.facts, questions, seed + i, how)
-        yield replace(item, apart=questions > 1)
-
-
-def followup(
-    codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
-) -> Iterator[Item]:
-    """`count` documents with at most six questions each, in one chat."""
-    for i in range(count):
-        doc = exam.fresh(codec, tokens, seed + i)
-        yield _ask(doc.text, doc.facts, FOLLOWUPS, seed + i, how)
-
-
-def _ask(text: str, chosen: Sequence[world.Fact], asked: int, seed: int, how: Manner) -> Item:
-    rng = random.Random(seed)
-    few = rng.sample(list(chosen), min(asked, len(chosen)))
-    return Item(
-        text,
-        tuple(rng.choice(f.questions) + how.adds for f in few),
-        tuple((f.answer,) for f in few),
-        how.metric,
-        max_tokens=how.max_tokens,
-    )
+        doc, rng = exam.fresh(codec, tokens, seed + i), random.Random(seed + i)
+        some = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least] or [*doc.facts]
+        few = rng.sample(some, min(questions, len(some)))
+        yield _asking(doc.text, few, rng, how, apart=questions > 1)
 
 
 def needle(
@@ -107,34 +99,17 @@ def needle(
             for i in range(count):
                 # A text as the seed: no two are the same, as two sums could be.
                 rng = random.Random(f"{seed} {length} {depth} {i}")
-                yield _needle(codec, length, depth, rng, how)
+                doc, hay = world.document(rng, 1, 1), list[str]()
+                size = len(codec.encode(doc.text))
+                while size < length - 8:
+                    hay.append(world.document(rng, 1, 0).text)
+                    size += len(codec.encode(" " + hay[-1]))
+                hay.insert(round(depth * len(hay)), doc.text)
+                text = "\n\n".join(" ".join(hay[i : i + 5]) for i in range(0, len(hay), 5))
+                yield _asking(text, doc.facts[:1], rng, how, where=(depth, length))
 
 
-def _needle(codec: Codec, length: int, depth: float, rng: random.Random, how: Manner) -> Item:
-    doc = world.document(rng, 1, 1)
-    fact = doc.facts[0]
-    hay: list[str] = []
-    size = len(codec.encode(doc.text))
-    while size < length - 8:
-        sentence = world.document(rng, 1, 0).text
-        hay.append(sentence)
-        size += len(codec.encode(" " + sentence))
-    hay.insert(round(depth * len(hay)), doc.text)
-    text = "\n\n".join(" ".join(hay[i : i + 5]) for i in range(0, len(hay), 5))
-    return Item(
-        text,
-        (rng.choice(fact.questions) + how.adds,),
-        ((fact.answer,),),
-        how.metric,
-        max_tokens=how.max_tokens,
-        where=(depth, length),
-    )
-
-
-# -- documents with chosen facts -------------------------------------------------------------------
-
-ROOMY = 500
-"""Tokens of the shortest document that has room for every chosen fact of every task."""
+# -- documents with chosen facts ----------------------------------------------------------------
 
 _OTHERS = 3  # facts beside the chosen ones, at the least
 
@@ -191,47 +166,43 @@ def fresh(
         seed += 1 << 40
 
 
-# -- chats -----------------------------------------------------------------------------------------
+# -- chats: each function makes the item of one document ------------------------------------------
 
 
-def back(codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED) -> Iterator[Item]:
-    """`count` documents with seven questions each: a town's mayor, another fact, the birthplace of
-    that mayor, another fact, the town's export, its mayor in other words, and what the first answer
-    was. The bundled model was not trained on the last kind of question."""
-    for i in range(count):
-        doc = fresh(codec, tokens, seed + i, _mayor)
-        rng = random.Random(seed + i)
-        mayor, birthplace, export = doc.chosen
-        one, other, *_ = doc.others
-        first, again = rng.sample(sorted(set(mayor.questions)), 2)
-        asked = [
-            (first, mayor),
-            (rng.choice(one.questions), one),
-            (rng.choice(birthplace.questions), birthplace),
-            (rng.choice(other.questions), other),
-            (rng.choice(export.questions), export),
-            (again, mayor),
-            ("What was your answer to my first question?", mayor),
+def _followup(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
+    """At most six questions in one chat."""
+    doc, rng = exam.fresh(codec, tokens, seed), random.Random(seed)
+    return _asking(doc.text, rng.sample(doc.facts, min(6, len(doc.facts))), rng, how)
+
+
+def _back(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
+    """A town's mayor, another fact, the birthplace of that mayor, another fact, the town's export,
+    its mayor in other words, and what the first answer was. The bundled model was not trained on
+    the last kind of question."""
+
+    def choose(names: world.Names) -> Sequence[world.Fact]:
+        town, person = names.town(), names.person()
+        return [
+            tell(names, "town", "mayor", town, person),
+            tell(names, "person", "birthplace", person),
+            tell(names, "town", "main export", town),
         ]
-        yield Item(
-            doc.text,
-            tuple(question + how.adds for question, _ in asked),
-            tuple((fact.answer,) for _, fact in asked),
-            how.metric,
-            max_tokens=how.max_tokens,
-        )
+
+    doc, rng = fresh(codec, tokens, seed, choose), random.Random(seed)
+    mayor, birthplace, export = doc.chosen
+    one, other, *_ = doc.others
+    first, again = rng.sample(sorted(set(mayor.questions)), 2)
+    between = _asking("", [one, birthplace, other, export], rng, how)
+    last = "What was your answer to my first question?"
+    return replace(
+        between,
+        document=doc.text,
+        questions=(first + how.adds, *between.questions, again + how.adds, last + how.adds),
+        right=((mayor.answer,), *between.right, (mayor.answer,), (mayor.answer,)),
+    )
 
 
-def _mayor(names: world.Names) -> Sequence[world.Fact]:
-    town, mayor = names.town(), names.person()
-    return [
-        tell(names, "town", "mayor", town, mayor),
-        tell(names, "person", "birthplace", mayor),
-        tell(names, "town", "main export", town),
-    ]
-
-
-CODES = 16
+_CODES = 16
 _FOUR_DIGITS = (
     ("person", "locker code"),
     ("project", "budget"),
@@ -240,198 +211,112 @@ _FOUR_DIGITS = (
 )
 
 
-def codes(
-    codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
-) -> Iterator[Item]:
-    """`count` documents with `CODES` facts of four digits each, all asked for in one chat."""
-
-    def choose(names: world.Names) -> Sequence[world.Fact]:
-        kinds = [_FOUR_DIGITS[n % len(_FOUR_DIGITS)] for n in range(CODES)]
-        return [tell(names, kind, noun) for kind, noun in kinds]
-
-    for i in range(count):
-        doc = fresh(codec, tokens, seed + i, choose)
-        rng = random.Random(seed + i)
-        yield Item(
-            doc.text,
-            tuple(rng.choice(f.questions) + how.adds for f in doc.chosen),
-            tuple((f.answer,) for f in doc.chosen),
-            how.metric,
-            max_tokens=how.max_tokens,
-        )
+def _codes(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
+    """Sixteen facts of four digits each, all asked for in one chat."""
+    kinds = [_FOUR_DIGITS[n % len(_FOUR_DIGITS)] for n in range(_CODES)]
+    doc = fresh(codec, tokens, seed, lambda names: [tell(names, *kind) for kind in kinds])
+    return _asking(doc.text, doc.chosen, random.Random(seed), how)
 
 
-QUESTIONS = 4
+_ASKED = 4
 
 
-def interview(
-    codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
-) -> Iterator[Item]:
-    """`count` documents with `QUESTIONS` questions each, about facts whose values have at least
-    `how.least` tokens; about any facts, if the document has too few of those."""
-    for i in range(count):
-        doc, rng = exam.fresh(codec, tokens, seed + i), random.Random(seed + i)
-        long = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least]
-        few = rng.sample(long if len(long) >= QUESTIONS else list(doc.facts), QUESTIONS)
-        yield Item(
-            doc.text,
-            tuple(rng.choice(f.questions) + how.adds for f in few),
-            tuple((f.answer,) for f in few),
-            how.metric,
-            max_tokens=how.max_tokens,
-            at_once=True,
-        )
+def _interview(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
+    """Four questions in one prompt, about facts whose values have at least `how.least` tokens;
+    about any facts, if the document has too few of those."""
+    doc, rng = exam.fresh(codec, tokens, seed), random.Random(seed)
+    long = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least]
+    few = rng.sample(long if len(long) >= _ASKED else list(doc.facts), _ASKED)
+    return _asking(doc.text, few, rng, how, at_once=True)
 
 
 # -- long answers ----------------------------------------------------------------------------------
 
 TOKENS = (4, 8, 16, 32, 64)
-"""The lengths of answers, used in turn. An answer is at most a name or a sentence longer."""
-LONG = 800
-"""Tokens of the shortest document with room for all long facts."""
+"""The lengths of long answers, used in turn. An answer is at most a name or a sentence longer."""
 
-_WHOLE = " Answer with all of it, word for word."
-_LISTS = tuple(
-    (kind, world.Attribute(noun, "What", str))
-    for kind, noun in (
-        ("town", "roll of honour"),
-        ("ship", "crew list"),
-        ("firm", "list of partners"),
-        ("project", "guest list"),
-    )
-)
-_PASSAGES = tuple(
-    (kind, world.Attribute(noun, "What", str))
-    for kind, noun in (
-        ("person", "diary"),
-        ("town", "chronicle"),
-        ("ship", "log"),
-        ("project", "report"),
-    )
-)
+_LISTS = {
+    "town": "roll of honour",
+    "ship": "crew list",
+    "firm": "list of partners",
+    "project": "guest list",
+}
+_PASSAGES = {"person": "diary", "town": "chronicle", "ship": "log", "project": "report"}
 _BESIDE = 2  # other long facts of the same kind in a document
 
 
-def names_listed(codec: Codec, names: world.Names, tokens: int) -> str:
-    """A list of names of people, of at least `tokens` tokens."""
-    listed = names.person()
-    while len(codec.encode(listed)) < tokens:
-        listed += f", {names.person()}"
-    return listed
-
-
-def sentences(codec: Codec, names: world.Names, tokens: int) -> str:
-    """Sentences without facts, of at least `tokens` tokens, without the last full stop."""
-    text = world.filler(names.rng)
-    while len(codec.encode(text)) < tokens:
-        text += f" {world.filler(names.rng)}"
-    return text.rstrip(".")
-
-
-def long_fact(
-    codec: Codec,
-    names: world.Names,
-    kinds: Sequence[tuple[str, world.Attribute]],
-    value: Callable[[Codec, world.Names, int], str],
-    tokens: int,
-) -> world.Fact:
-    """A fact whose value has about `tokens` tokens, stated once in the document."""
-    kind, attribute = names.rng.choice(kinds)
-    make, _ = world.WORLD[kind]
-    fact = world.stated(names.rng, make(names), attribute, value(codec, names, tokens))
-    return replace(fact, statements=fact.statements[:1])
-
-
-def listed(codec: Codec, names: world.Names, tokens: int) -> world.Fact:
-    """A fact whose value is a list of names."""
-    return long_fact(codec, names, _LISTS, names_listed, tokens)
-
-
-def copied(codec: Codec, names: world.Names, tokens: int) -> world.Fact:
-    """A fact whose value is a passage of plain sentences."""
-    return long_fact(codec, names, _PASSAGES, sentences, tokens)
-
-
-def lists(
-    codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
-) -> Iterator[Item]:
-    """`count` documents with one question each, for a list of names. The bundled model's answer
-    must be exact; another model's score is the share of the names that its answer has."""
-    for i in range(count):
-        doc, rng = _told_long(codec, tokens, seed + i, listed, TOKENS[i % len(TOKENS)])
-        fact = doc.chosen[0]
-        names = (fact.answer,) if how is TRAINED else tuple(fact.answer.split(", "))
-        metric = metrics.exact if how is TRAINED else metrics.values_found
-        yield _long_item(doc.text, fact, names, rng, how, metric)
-
-
-def passage(
-    codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
-) -> Iterator[Item]:
-    """`count` documents with one question each, for a passage to copy word for word."""
-    for i in range(count):
-        doc, rng = _told_long(codec, tokens, seed + i, copied, TOKENS[i % len(TOKENS)])
-        fact = doc.chosen[0]
-        yield _long_item(doc.text, fact, (fact.answer,), rng, how, how.metric)
-
-
-def _told_long(
+def _long(
     codec: Codec,
     tokens: int,
     seed: int,
-    make: Callable[[Codec, world.Names, int], world.Fact],
-    length: int,
-) -> tuple[Told, random.Random]:
+    how: Manner,
+    number: int,
+    kinds: Mapping[str, str],
+    piece: Callable[[world.Names], str],
+    between: str,
+) -> Item:
+    """One question for a value of about `TOKENS[number]` tokens, which the document states once:
+    so many pieces with `between` between them."""
+
+    def fact(names: world.Names, least: int) -> world.Fact:
+        kind, noun = names.rng.choice(list(kinds.items()))
+        entity, value = world.WORLD[kind][0](names), piece(names)
+        while len(codec.encode(value)) < least:
+            value += between + piece(names)
+        attribute = world.Attribute(noun, "What", str)
+        made = world.stated(names.rng, entity, attribute, value.rstrip("."))
+        return replace(made, statements=made.statements[:1])
+
     def choose(names: world.Names) -> Sequence[world.Fact]:
         others = [names.rng.choice(TOKENS) for _ in range(_BESIDE)]
-        return [make(codec, names, n) for n in (length, *others)]
+        return [fact(names, least) for least in (TOKENS[number % len(TOKENS)], *others)]
 
-    return fresh(codec, tokens, seed, choose), random.Random(seed)
+    doc = fresh(codec, tokens, seed, choose)
+    told = replace(how, adds=" Answer with all of it, word for word." if how.adds else "")
+    item = _asking(doc.text, doc.chosen[:1], random.Random(seed), told)
+    return replace(item, max_tokens=2 * TOKENS[-1])
 
 
-def _long_item(
-    text: str,
-    fact: world.Fact,
-    right: tuple[str, ...],
-    rng: random.Random,
-    how: Manner,
-    metric: metrics.Metric,
-) -> Item:
-    return Item(
-        text,
-        (rng.choice(fact.questions) + (_WHOLE if how.adds else ""),),
-        (right,),
-        metric,
-        max_tokens=2 * TOKENS[-1],
-    )
+def _lists(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
+    """A list of names. The bundled model's answer must be exact; another model's score is the share
+    of the names that its answer has."""
+    item = _long(codec, tokens, seed, how, number, _LISTS, world.Names.person, ", ")
+    if how is TRAINED:
+        return item
+    return replace(item, right=(tuple(item.right[0][0].split(", ")),), metric=metrics.values_found)
+
+
+def _passage(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
+    """Plain sentences to copy word for word."""
+    filler: Callable[[world.Names], str] = lambda names: world.filler(names.rng)  # noqa: E731
+    return _long(codec, tokens, seed, how, number, _PASSAGES, filler, " ")
 
 
 # -- the table -------------------------------------------------------------------------------------
 
-Make = Callable[[Codec, int, int, int, Manner], Iterator[Item]]
-"""(codec, tokens of a document, chats, seed, how the model is asked) -> items."""
-
 
 @dataclass(frozen=True, slots=True)
 class ChatTask:
-    """A task. questions: per chat. least: tokens of the shortest document."""
+    """A task. make(codec, tokens of a document, seed, how the model is asked, number of the
+    document). questions: per chat. least: tokens of the shortest document with room for all."""
 
-    make: Make
+    make: Callable[[Codec, int, int, Manner, int], Item]
     questions: int
-    least: int = ROOMY
+    least: int
 
     def items(
-        self, codec: Codec, tokens: int, count: int, seed: int, how: Manner
+        self, codec: Codec, tokens: int, count: int, seed: int, how: Manner = TRAINED
     ) -> Iterator[Item]:
         """As many chats as `count` questions need."""
-        return self.make(codec, tokens, -(-count // self.questions), seed, how)
+        for i in range(-(-count // self.questions)):
+            yield self.make(codec, tokens, seed + i, how, i)
 
 
 CHATS: Mapping[str, ChatTask] = {
-    "followup": ChatTask(followup, FOLLOWUPS, LEAST),
-    "codes": ChatTask(codes, CODES),
-    "back": ChatTask(back, 7),
-    "interview": ChatTask(interview, QUESTIONS, LEAST * QUESTIONS),
-    "lists": ChatTask(lists, 1, LONG),
-    "passage": ChatTask(passage, 1, LONG),
+    "followup": ChatTask(_followup, 6, LEAST),
+    "codes": ChatTask(_codes, _CODES, 500),
+    "back": ChatTask(_back, 7, 500),
+    "interview": ChatTask(_interview, _ASKED, LEAST * _ASKED),
+    "lists": ChatTask(_lists, 1, 800),
+    "passage": ChatTask(_passage, 1, 800),
 }

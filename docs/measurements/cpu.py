@@ -1,6 +1,5 @@
-"""What a CPU's kernels do beside plain torch: packing, a second start, attention of a prompt, what
-its queries give each row, how parts of it are joined, its products with packed weights, what
-rounding their input does to logits, and drawing a token.
+"""What a CPU's kernels do beside plain torch: packing, attention of a prompt, what its queries give
+each row, how parts of it are joined, its products with packed weights, and drawing a token.
 
     GOMP_SPINCOUNT=2000 python docs/measurements/cpu.py --json docs/measurements/cpu.json
 
@@ -15,28 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
-from torch import Tensor
-from weights import documents
 
-import minikv.models as models
-from minikv.cache.attend import DenseAttend
-from minikv.cli.doctor import _cpu_facts
+from minikv.cli.doctor import cpu_facts
 from minikv.engine.sampling import Sampling, pick
-from minikv.kernels import dispatch, from_codes, to_codes
+from minikv.kernels import dispatch
 from minikv.kernels.attention import cpu as merge
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.attention import plain as attention
@@ -44,28 +34,17 @@ from minikv.kernels.mass import cpu as attention_mass
 from minikv.kernels.mass import plain as mass_in_torch
 from minikv.kernels.native import choice
 from minikv.kernels.product import cpu as products
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.config import ModelConfig
 from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, kept
-from minikv.models.llama import Llama
-from minikv.models.packed import Origin, Packed
-from minikv.models.weights import load_network
 from minikv.pages import Pages
 
 PARTS = (
     "packing",
-    "loading",
     "prompts",
     "prompts32",
     "statistics",
     "products",
-    "logits",
     "sampling",
 )
-FORMS = ("bfloat16", "int8", "int4")
-ROUNDINGS = ("none", "0", "128", "32", "kernel")
-"""Columns of the input that share a scale; "0" is all of them."""
-COLUMNS_OUT = (5, 77, 150)
 ROWS, COLUMNS = 28672, 4096  # gate and up of a layer of Llama-3-8B
 C = Packing(products.pack_int8, products.pack_int4)
 SAMPLINGS = {
@@ -78,17 +57,6 @@ SAMPLINGS = {
     "temperature 1, all equal": Sampling(1.0),
 }
 HEADS = {"S": (4, 3, 64), "M": (4, 8, 64), "8B": (8, 4, 128)}  # KV heads, group, head size
-LIKE_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-}
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -123,76 +91,6 @@ def packed(repeat: int) -> list[dict[str, Any]]:
 
 
 BY = {"C": C, "torch": Packing()}
-
-
-class Quiet:
-    """A `Progress` that remembers the lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def planned(self, files: int, size: int, free: int | None) -> None: ...
-    def download(self, done: int, total: int) -> None: ...
-    def weights(self, done: int, total: int) -> None: ...
-    def packed_weights(self, done: int, total: int) -> None: ...
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-
-def loads(layers: int, repeat: int, folder: Path) -> list[dict[str, Any]]:
-    """Loading a random model in Llama-3-8B's shape but for its number of layers: plain, packed by
-    torch and by C, and packed weights that were kept. Files are in the system's memory."""
-    (folder / "config.json").write_text(json.dumps({**LIKE_8B, "num_hidden_layers": layers}))
-    config = ModelConfig.from_folder(folder)
-    net = Llama(config, dtype=torch.bfloat16)
-    block = torch.randn(1 << 20).mul_(0.02).bfloat16()
-    for _, tensor in net.tensors():
-        flat = tensor.view(-1)
-        for start in range(0, len(flat), len(block)):
-            part = flat[start : start + len(block)]
-            part.copy_(block[: len(part)])
-    save_file(dict(net.tensors()), folder / "model.safetensors")
-    size = (folder / "model.safetensors").stat().st_size
-    del net
-    rows = []
-    for form in ("auto", "int8", "int4"):
-        ways: dict[str, Callable[[], object]] = {}
-
-        def load(form: str = form, by: Packing = C, keep: bool = False) -> None:
-            checkpoint = Checkpoint.open(folder)
-            own = Packed(Origin("", folder, checkpoint, config, form), Quiet())
-            made = load_network(
-                checkpoint, config, form=form, packing=by, packed=own if keep else None
-            )
-            if keep:
-                own.keep(made)
-
-        if form == "auto":
-            ways["plain"] = load
-        else:
-            load(keep=True)
-            ways = {
-                "packed by torch": lambda load=load: load(by=BY["torch"]),
-                "packed by C": load,
-                "kept": lambda load=load: load(keep=True),
-            }
-        took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for turn in range(repeat):
-            for name, work in ways.items():
-                if turn == 0 or name != "packed by torch":  # it is slow, and does not vary
-                    took[name].append(timed(work))
-        for name, times in took.items():
-            rows.append(
-                {
-                    "form": form,
-                    "how": name,
-                    "source_gb": size / 1e9,
-                    "seconds": median(clock for clock, _ in times),
-                    "cpu_seconds": median(used for _, used in times),
-                }
-            )
-    return rows
 
 
 def prompts(repeat: int, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -329,72 +227,6 @@ def read(matrix: Linear) -> None:
             part.view(-1).view(torch.int64).sum()
 
 
-def logits(chats: int) -> list[dict[str, Any]]:
-    """What rounding the input of products costs the bundled model, on documents of 1,000 tokens:
-    logits beside those of float32 weights, and perplexity. "none" leaves the input in bfloat16.
-    Others have a scale for the whole row, for 128 and for 32 columns; "kernel" is C's. With
-    `outliers`, three columns of each layer's input are as many times as large and their weights as
-    small, so that exact numbers would be the same: large models have such columns."""
-    cases = documents(chats, 1000)
-    checkpoint, config = Checkpoint.open(models.BUNDLED), models.load(None).config
-    exact, made = None, []
-    for outliers, form in ((1, "float32"), *((n, f) for n in (1, 32) for f in FORMS)):
-        for how in ("none",) if form in ("float32", "bfloat16") else ROUNDINGS:
-            dtype = torch.float32 if form == "float32" else torch.bfloat16
-            net = load_network(checkpoint, config, dtype=dtype)
-            for layer in net.layers:
-                for norm, matrix in (
-                    (layer.attention_norm, layer.qkv),
-                    (layer.mlp_norm, layer.gate_up),
-                ):
-                    assert isinstance(matrix, Plain)
-                    norm[list(COLUMNS_OUT)] *= outliers
-                    matrix.weight[:, list(COLUMNS_OUT)] /= outliers
-                for name in ("qkv", "out", "gate_up", "down"):
-                    plain = getattr(layer, name)
-                    setattr(layer, name, rounding(kept(plain, form), how))
-            found, surprise, read_ = [], 0.0, 0
-            for ids, _ in cases:
-                states = net.hidden(torch.tensor(ids[:-1]), DenseAttend(config.windows))
-                found.append(net.logits(states))
-                target = torch.tensor(ids[1:])
-                surprise += float(F.cross_entropy(found[-1], target, reduction="sum"))
-                read_ += len(target)
-            exact = exact or found
-            pairs = list(zip(found, exact, strict=True))
-            off = mean(float((a - b).square().mean().sqrt() / b.std()) for a, b in pairs)
-            same = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in pairs) / read_
-            row = {
-                "weights": form,
-                "outliers": outliers,
-                "input": how,
-                "logit_error": off,
-                "same_token": same,
-                "perplexity": math.exp(surprise / read_),
-            }
-            made.append(row)
-            print(json.dumps(row), flush=True)
-    return made
-
-
-def rounding(matrix: Linear, how: str) -> Linear:
-    """A matrix whose input is rounded as `how` says."""
-    if how == "none" or not isinstance(matrix, Int8 | Int4):
-        return matrix
-    if how != "kernel":
-        dense, block = matrix.dense().float(), int(how) or matrix.shape[1]
-
-        def simulated(x: Tensor, *_: object) -> Tensor:
-            parts = F.pad(x, (0, -x.shape[1] % block)).view(len(x), -1, block)
-            values = from_codes(*to_codes(parts), torch.float32).view(len(x), -1)[:, : x.shape[1]]
-            return (values @ dense.t()).to(x.dtype)
-
-        matrix.product = simulated
-    else:
-        matrix.use(_products("integers"), Scratch(), torch.bfloat16)
-    return matrix
-
-
 def _products(how: str) -> dispatch.Kernels:
     """The kernels that multiply "integers" or "tiles"; or only those that unpack."""
     ops = dispatch.Kernels()
@@ -440,15 +272,13 @@ def sampling(repeat: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--layers", type=int, default=4, help="of the model that is loaded")
-    parser.add_argument("--chats", type=int, default=12, help="documents for the logits")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     only = args.only.split(",")
     found: dict[str, Any] = {
         "facts": {
-            "processor": _cpu_facts()[0],
+            "processor": cpu_facts()[0],
             "class": choice.processor(),
             "choices": choice.describe(choice.processor()),
             "bfloat16_prompt_attention": prefill.BF16.available(),
@@ -459,26 +289,16 @@ def main() -> None:
         }
     }
     print(json.dumps(found["facts"], indent=1))
+    measure: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+        "packing": packed,
+        "prompts": partial(prompts, dtype=torch.bfloat16),
+        "prompts32": partial(prompts, dtype=torch.float32),
+        "statistics": statistics,
+        "products": products,
+        "sampling": sampling,
+    }
     with torch.inference_mode():
-        if "packing" in only:
-            found["packing"] = packed(args.repeat)
-        if "loading" in only:
-            with tempfile.TemporaryDirectory() as made:
-                os.environ["MINIKV_HOME"] = made
-                found["loading"] = loads(args.layers, args.repeat, Path(made))
-                shutil.rmtree(Path(made) / "cache", ignore_errors=True)
-        if "prompts" in only:
-            found["prompts"] = prompts(args.repeat, torch.bfloat16)
-        if "prompts32" in only:
-            found["prompts32"] = prompts(args.repeat, torch.float32)
-        if "statistics" in only:
-            found["statistics"] = statistics(args.repeat)
-        if "products" in only:
-            found["products"] = products(args.repeat)
-        if "logits" in only:
-            found["logits"] = logits(args.chats)
-        if "sampling" in only:
-            found["sampling"] = sampling(args.repeat)
+        found |= {name: measure[name](args.repeat) for name in PARTS if name in only}
     for name in PARTS:
         for row in found.get(name, []):
             print(name, json.dumps(row))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import resource
 import shutil
 import sys
 import time
@@ -109,7 +110,7 @@ def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[object, .
             elif what == "write":
                 value = system.write(number)
             else:
-                value = machine.peak(system.device)
+                value = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             pipe.send(("", value))
         except Exception as error:
             pipe.send((" ".join(f"{type(error).__name__}: {error}".split())[:300], 0.0))
@@ -212,35 +213,9 @@ def export(spec: networks.Spec, folder: Path) -> None:
 
     The tokenizer is the bundled model's, whose words mean nothing here: converters ask for one.
     """
-    from safetensors.torch import save_file
-
-    sizes = spec.sizes
-    assert sizes is not None
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: t.contiguous() for name, t in networks.plain(spec).tensors()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.mlp,
-        "head_dim": sizes.head_dim,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "vocab_size": sizes.vocab,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 1 << 17,
-        "rope_theta": sizes.theta,
-        "torch_dtype": spec.dtype,
-        "tie_word_embeddings": sizes.tied,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    model = systems.Transformers(spec).model
+    model.config.max_position_embeddings = 1 << 17
+    model.save_pretrained(folder)
     for path in BUNDLED.glob("tokenizer*"):
         shutil.copy(path, folder / path.name)
     print(f"{folder}: config.json, model.safetensors, tokenizer")

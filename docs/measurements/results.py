@@ -1,4 +1,4 @@
-"""Every policy, budget and task on the bundled model, and what the papers claim beside it.
+"""docs/results.md: every policy, budget and task on the bundled model, beside what papers claim.
 
     python docs/measurements/results.py run        # hours of one core; --only NAME for a part
     python docs/measurements/results.py write      # docs/results.md from docs/measurements/results/
@@ -15,17 +15,17 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import unseen  # beside this file
-
-from minikv.cli.eval import intervals
+from minikv.cli.eval import intervals, pictures
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results"
 OUT = HERE.parent / "results.md"
+PICTURES = HERE.parent / "pictures"
 
 PROMPT = (
     "streaming,random,l2,keydiff,expected,tova,h2o,snapkv,pyramidkv,adakv,ada-pyramid,nacl,"
@@ -47,6 +47,8 @@ RUNS = {
     " -n 200",
     "stride-32": f"--tasks facts --stride 16 --policy {STEP} --budget 32 --length 1000 -n 200",
     "decode": f"--tasks ppl --policy snapkv --decode none,{STEP} --budget {BUDGETS} -n 10",
+    "followup-reuse": "--tasks followup --policy adakv --budget 128 --length 2000"
+    " --reuse recall,once,blind -n 600",
     "sixteen": "--tasks facts --policy defensive+global,defensive,snapkv --length 1500 --budget 16"
     " -o window=8 -o recent=4 -n 200",
     "decode-default": f"--tasks ppl --policy snapkv --decode {WRITING} --budget {BUDGETS} -n 10",
@@ -60,101 +62,73 @@ RUNS = {
 
 def arguments(name: str) -> str:
     """What follows `minikv eval` in a run."""
-    plain = "--stride" in RUNS[name] or name in ("decode-default", "sixteen")
+    plain = "--stride" in RUNS[name] or name in ("decode-default", "sixteen", "followup-reuse")
     return RUNS[name] if plain else f"{RUNS[name]} {PAPER}"
 
 
-STRIDES, EVERY = "stride-32,stride,stride-more", ("32", "64", "128", "256", "512")
-FACTS, FOLLOWUP, DECODE = "facts-32,facts", "followup-32,followup", "decode-32,decode"
-SMALL_BUDGETS = ("32", "64", "128")
+WHERE = {
+    "facts": ("facts-32,facts", "facts"),
+    "loss": ("facts-32,facts", "loss"),
+    "followup": ("followup-32,followup", "followup"),
+    "stride": ("stride-32,stride,stride-more", "facts"),
+    "decode": ("decode-32,decode", "ppl"),
+    "share": ("share", "facts"),
+}
+"""The runs and the task of what a claim is about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`better` scores above `worse` in the runs' task at these budgets, says `source`."""
+    """`better` scores above `worse` in `where` at these budgets, says `source`. Of "decode" the
+    names are decode policies."""
 
     text: str
     source: str
-    run: str
-    task: str
+    where: str
     better: str
     worse: str
-    budgets: tuple[str, ...]
-    decode: bool = False  # the names are decode policies
+    budgets: str
+
+    @property
+    def task(self) -> str:
+        return WHERE[self.where][1]
 
 
-CLAIMS = (
-    Claim(
-        "Ada-SnapKV over SnapKV at small budgets",
-        "Ada-KV",
-        FACTS,
-        "facts",
-        "adakv",
-        "snapkv",
-        SMALL_BUDGETS,
-    ),
-    Claim("the same, by attention lost", "Ada-KV", FACTS, "loss", "adakv", "snapkv", SMALL_BUDGETS),
-    Claim("the same, over six questions", "Ada-KV", FOLLOWUP, "followup", "adakv", "snapkv", EVERY),
-    Claim("RoCo over H2O", "EasyKV", STRIDES, "facts", "roco", "h2o", EVERY),
-    Claim("H2O over ScissorHands", "EasyKV", STRIDES, "facts", "h2o", "scissorhands", EVERY),
-    Claim("ScissorHands over TOVA", "EasyKV", STRIDES, "facts", "scissorhands", "tova", EVERY),
-    Claim("TOVA over streaming", "EasyKV", STRIDES, "facts", "tova", "streaming", EVERY),
-    Claim("HashEvict over L2", "HashEvict", STRIDES, "facts", "hashevict", "l2", EVERY),
-    Claim("RoCo over H2O, while writing", "EasyKV", DECODE, "ppl", "roco", "h2o", EVERY, True),
-    Claim(
-        "HashEvict over L2, while writing",
-        "HashEvict",
-        DECODE,
-        "ppl",
-        "hashevict",
-        "l2",
-        EVERY,
-        True,
-    ),
-    Claim("NaCl over H2O at 20 %", "NaCl", "share", "facts", "nacl", "h2o", ("20%",)),
-    Claim("KVCrush over its base", "KVCrush", FACTS, "facts", "kvcrush", "snapkv", EVERY),
-    Claim("KVCrush over its base", "KVCrush", FACTS, "facts", "kvcrush(h2o)", "h2o", EVERY),
-    Claim("4 times smaller within 1 %", "KVCrush", "share", "facts", "kvcrush", "full", ("25%",)),
-    Claim("4 times smaller within 1 %", "Ada-KV", "share", "facts", "adakv", "full", ("25%",)),
-    Claim("4 times smaller within 1 %", "SnapKV", "share", "facts", "snapkv", "full", ("25%",)),
-    Claim("4 times smaller within 1 %", "NaCl", "share", "facts", "nacl", "full", ("25%",)),
-)
+_SMALL, _EVERY = "32,64,128", "32,64,128,256,512"
+CLAIMS = [
+    Claim(*row)
+    for row in (
+        ("Ada-SnapKV over SnapKV at small budgets", "Ada-KV", "facts", "adakv", "snapkv", _SMALL),
+        ("the same, by attention lost", "Ada-KV", "loss", "adakv", "snapkv", _SMALL),
+        ("the same, over six questions", "Ada-KV", "followup", "adakv", "snapkv", _EVERY),
+        ("RoCo over H2O", "EasyKV", "stride", "roco", "h2o", _EVERY),
+        ("H2O over ScissorHands", "EasyKV", "stride", "h2o", "scissorhands", _EVERY),
+        ("ScissorHands over TOVA", "EasyKV", "stride", "scissorhands", "tova", _EVERY),
+        ("TOVA over streaming", "EasyKV", "stride", "tova", "streaming", _EVERY),
+        ("HashEvict over L2", "HashEvict", "stride", "hashevict", "l2", _EVERY),
+        ("RoCo over H2O, while writing", "EasyKV", "decode", "roco", "h2o", _EVERY),
+        ("HashEvict over L2, while writing", "HashEvict", "decode", "hashevict", "l2", _EVERY),
+        ("NaCl over H2O at 20 %", "NaCl", "share", "nacl", "h2o", "20%"),
+        ("KVCrush over its base", "KVCrush", "facts", "kvcrush", "snapkv", _EVERY),
+        ("KVCrush over its base", "KVCrush", "facts", "kvcrush(h2o)", "h2o", _EVERY),
+        ("4 times smaller within 1 %", "KVCrush", "share", "kvcrush", "full", "25%"),
+        ("4 times smaller within 1 %", "Ada-KV", "share", "adakv", "full", "25%"),
+        ("4 times smaller within 1 %", "SnapKV", "share", "snapkv", "full", "25%"),
+        ("4 times smaller within 1 %", "NaCl", "share", "nacl", "full", "25%"),
+    )
+]
 LOWER = ("loss", "ppl")  # tasks where less is better
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("run", "write"))
-    parser.add_argument("--only", default=",".join(RUNS), help="runs, with commas")
-    parser.add_argument("--model", help="another directory than the bundled model's")
-    args = parser.parse_args()
-    if args.what == "write":
-        OUT.write_text(page())
-        return
-    FOLDER.mkdir(exist_ok=True)
-    model = ["-m", args.model] if args.model else []
-    for name in args.only.split(","):
-        command = ["minikv", "eval", *shlex.split(arguments(name)), *model, "--quiet"]
-        print(shlex.join(command), file=sys.stderr, flush=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        path = FOLDER / f"{name}.json"
-        subprocess.run(
-            [*command, "--json", str(path)], check=True, env=environment, stdout=subprocess.DEVNULL
-        )
-        path.write_text(
-            json.dumps(kept(json.loads(path.read_text())), separators=(",", ":")) + "\n"
-        )
-
-
-def kept(written: dict[str, object]) -> dict[str, object]:
+def kept(written: dict[str, Any]) -> dict[str, Any]:
     """What the tables are made of: without the questions and every answer."""
-    cells = written["cells"]
-    assert isinstance(cells, list)
-    plain = [{k: v for k, v in c.items() if k not in ("answers", "scores")} for c in cells]
+    plain = [
+        {k: v for k, v in c.items() if k not in ("answers", "scores")} for c in written["cells"]
+    ]
     return {"facts": written["facts"], "cells": plain}
 
 
-Cells = list[dict[str, object]]
+Cells = list[dict[str, Any]]
 
 
 def load(name: str) -> Cells:
@@ -220,30 +194,6 @@ def sample(task: str, cells: Cells) -> str:
     return f"a cell: {of}.\nHalf of a policy's 95 % interval, from cell to cell: {wide}."
 
 
-def by_question(runs: list[str]) -> list[str]:
-    cells = [cell for name in runs for cell in load(name) if cell["task"] == "followup"]
-    if not cells:
-        return ["Not measured yet.", ""]
-    most, chats = max(len(c["by_question"]) for c in cells), len(cells[0]["by_item"])
-    bounds = [(share, *intervals.wilson(share, chats)) for share in (0.0, 0.1, 0.25, 0.5)]
-    ends = [f"{100 * low:.0f} to {100 * high:.0f} at {100 * s:.0f} %" for s, low, high in bounds]
-    lines = [
-        f"A cell is the share of {chats} chats with this question right. Its 95 % interval",
-        f"(Wilson) is {', '.join(ends)};",
-        "above 50 % the same mirrored.",
-        "",
-        "| policy | budget | " + " | ".join(f"Q{i + 1}" for i in range(most)) + " |",
-        "|---" * (most + 2) + "|",
-    ]
-    names = list(dict.fromkeys(c["policy"] for c in cells))
-    for cell in sorted(cells, key=lambda c: names.index(c["policy"])):  # its budgets together
-        row = " | ".join(f"{100 * s:.0f}" for s in cell["by_question"])
-        line = f"| {cell['policy']} | {cell['budget']} | {row} |"
-        if line not in lines:  # the full cache is in each run
-            lines.append(line)
-    return [*lines, ""]
-
-
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Mean of a - b over the same documents with its 95 % interval; of documents with one answer,
@@ -307,10 +257,11 @@ def claims() -> list[str]:
         "|---" * 7 + "|",
     ]
     for claim in CLAIMS:
-        cells = [cell for name in claim.run.split(",") for cell in load(name)]
-        for budget in claim.budgets:
-            a = find(cells, claim.task, claim.better, budget, claim.decode)
-            b = find(cells, claim.task, claim.worse, budget, claim.decode)
+        cells = [c for name in WHERE[claim.where][0].split(",") for c in load(name)]
+        for budget in claim.budgets.split(","):
+            decode = claim.where == "decode"
+            a = find(cells, claim.task, claim.better, budget, decode)
+            b = find(cells, claim.task, claim.worse, budget, decode)
             if a is None or b is None:
                 continue
             found = difference(a["by_item"], b["by_item"], claim.task not in LOWER)
@@ -347,28 +298,198 @@ def writing() -> list[str]:
     return [*lines, ""] if cells else ["Not measured yet.", ""]
 
 
-def page() -> str:
-    commands = [
+# -- the question was not seen --------------------------------------------------------------------
+
+UNSEEN = HERE / "unseen.json"
+REUSES = {"blind": "not seen", "once": "seen"}
+DEFAULT = "adakv"
+RIVALS = ("snapkv+global", "defensive+global", "kvzip", "keydiff", "keydiff+global", "queryspan")
+"""Methods that are compared with the default of that time, in pairs."""
+DRAWN = 8
+"""Methods of a panel: the best ones, and the default. The tables have all."""
+
+Row = dict[str, Any]
+"""One method at a length, a budget and a value of --reuse."""
+
+
+def unseen(length: int, reuse: str) -> list[Row]:
+    """Those of a length and reuse, with the full cache, for which nothing differs."""
+    rows: list[Row] = json.loads(UNSEEN.read_text())
+    return [
+        r for r in rows if r["length"] == length and (r["reuse"] == reuse or r["budget"] == "-")
+    ]
+
+
+def lengths() -> list[int]:
+    return sorted({row["length"] for row in json.loads(UNSEEN.read_text())})
+
+
+def unseen_table(rows: Sequence[Row], budgets: Sequence[str], names: Sequence[str]) -> list[str]:
+    """A row for each method, a column for each budget; the full cache first."""
+    by = {(row["method"], row["budget"]): row for row in rows}
+    least, fewest = min(row["n"] for row in rows), min(row["documents"] for row in rows)
+    lines = [f"A cell: {least:,} answers of {fewest:,} documents, or more.", ""]
+    lines += ["| method | " + " | ".join(budgets) + " |", "|---" * (len(budgets) + 1) + "|"]
+    full = [told(by["full", "-"])] * len(budgets)
+    lines.append(f"| full cache | {' | '.join(full)} |")
+    for name in names:
+        row = [told(by[name, b]) if (name, b) in by else "" for b in budgets]
+        lines.append(f"| {name} | {' | '.join(row)} |")
+    return [*lines, ""]
+
+
+def told(row: Row) -> str:
+    """A share with its interval, in %."""
+    return f"{100 * row['score']:.1f} ({100 * row['low']:.0f}-{100 * row['high']:.0f})"
+
+
+def beside_the_default() -> list[str]:
+    """How far other methods are ahead of the default, over the same documents."""
+    budgets = ("48", "64", "128", "256")
+    lines = ["| documents | method | " + " | ".join(budgets) + " |", "|---" * 6 + "|"]
+    for length in lengths():
+        for reuse, said in REUSES.items():
+            by = {(r["method"], r["budget"]): r["by_document"] for r in unseen(length, reuse)}
+            for method in RIVALS:
+                row = [apart(by[method, b], by[DEFAULT, b]) for b in budgets]
+                lines.append(f"| {length:,}, {said} | {method} | {' | '.join(row)} |")
+    return [*lines, ""]
+
+
+def apart(mine: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """The mean difference in points, over the documents that both have."""
+    pairs = [mine[n] - other[n] for n in sorted(mine.keys() & other.keys(), key=int)]
+    low, high = intervals.of_means([[pair] for pair in pairs])
+    assert low is not None
+    assert high is not None
+    ends = (f"{round(100 * x, 1) + 0.0:+.1f}" for x in (sum(pairs) / len(pairs), low, high))
+    return "{} ({} to {})".format(*ends)
+
+
+def unseen_section() -> list[str]:
+    lines = []
+    for length in lengths():
+        shown = f"pictures/quality-{length}.svg"
+        lines += [f"![Quality over budget, documents of {length:,} tokens]({shown})", ""]
+        for reuse, said in REUSES.items():
+            rows = unseen(length, reuse)
+            budgets = sorted({row["budget"] for row in rows} - {"-"}, key=int)
+            names = list(dict.fromkeys(row["method"] for row in rows if row["budget"] != "-"))
+            lines += [f"### {length:,} tokens, the question was {said}", ""]
+            lines += unseen_table(rows, budgets, names)
+    return lines
+
+
+def draw() -> None:
+    """A picture for each length: the question not seen, then seen."""
+    for length in lengths():
+        panels = []
+        for reuse, said in REUSES.items():
+            lines: dict[str, list[pictures.Point]] = {}
+            for row in unseen(length, reuse):
+                if row["budget"] != "-":
+                    point = (row["budget"], row["score"], row["low"], row["high"])
+                    lines.setdefault(row["method"], []).append(point)
+            shared = set.intersection(*({p[0] for p in points} for points in lines.values()))
+            score = {n: sum(p[1] for p in ps if p[0] in shared) for n, ps in lines.items()}
+            ordered = sorted(lines, key=lambda name: -score[name])
+            drawn = [n for i, n in enumerate(ordered) if i < DRAWN or n == DEFAULT]
+            title = f"{length:,} tokens, the question was {said}"
+            level = next(r["score"] for r in unseen(length, reuse) if r["budget"] == "-")
+            panels.append(pictures.Panel(title, {name: lines[name] for name in drawn}, level))
+        pictures.plot(panels, PICTURES / f"quality-{length}.svg")
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def first_tables() -> list[str]:
+    """What a reader wants to know: one question, later questions, questions that were not seen."""
+    facts = {"adakv", "snapkv", "keydiff", "h2o", "random"}
+    once = [f"| {c['policy']} | {told(c)} |" for c in load("facts") if _at(c, facts, "128")]
+    full = next(c for c in load("facts") if c["budget"] == "-")
+    lines = [
+        "One question comes with its document of 2,000 tokens: % exact answers of 200 at a budget",
+        "of 128, with 95 % intervals:",
+        "",
+        "| policy | exact answers |",
+        "|---|---|",
+        f"| full cache | {told(full)} |",
+        *once,
+        "",
+        "Six questions in one chat about such a document, `adakv` at 128: % exact answers to",
+        "questions 2 to 6. `recall` is the default of a chat:",
+        "",
+        "| later questions are answered from | exact answers | the full cache's answer |",
+        "|---|---|---|",
+    ]
+    where = {"once": "the tokens kept for the first question", "recall": "all that was read"}
+    where["blind"] = "the tokens kept before any question was seen"
+    for cell in load("followup-reuse"):
+        later, same = (100 * sum(cell[n][1:]) / 5 for n in ("by_question", "same_by_question"))
+        name = "full cache" if cell["budget"] == "-" else f"{cell['reuse']}: {where[cell['reuse']]}"
+        lines.append(f"| {name} | {later:.1f} | {same:.1f} |")
+    lines += [
+        "",
+        "The document was evicted before a question was seen (one cache, many questions): % exact",
+        "answers at a budget of 128:",
+        "",
+        "| policy | 2,000 tokens | 8,000 tokens |",
+        "|---|---|---|",
+    ]
+    for name in ("full", "kvzip", "keydiff", "snapkv", "adakv"):
+        rows = [_one(unseen(n, "blind"), name, "-" if name == "full" else "128") for n in lengths()]
+        called = "full cache" if name == "full" else name
+        lines.append(f"| {called} | {' | '.join(map(told, rows))} |")
+    return [*lines, ""]
+
+
+def _at(cell: Row, names: set[str], budget: str) -> bool:
+    return cell["task"] == "facts" and cell["policy"] in names and cell["budget"] == budget
+
+
+def _one(rows: Sequence[Row], method: str, budget: str) -> Row:
+    return next(row for row in rows if (row["method"], row["budget"]) == (method, budget))
+
+
+def commands() -> list[str]:
+    found = [
         f"minikv eval {arguments(name)} --json docs/measurements/results/{name}.json"
         for name in RUNS
         if (FOLDER / f"{name}.json").exists()
     ]
+    rows = [row for row in json.loads(UNSEEN.read_text()) if row["budget"] != "-"]
+    every = ",".join(dict.fromkeys(row["method"] for row in rows if "[" not in row["method"]))
+    small = {row["method"] for row in rows if row["budget"] == "24" and "[" not in row["method"]}
+    plain = "minikv eval --tasks facts --questions 5 --seed 2 --reuse blind,once -n 250"
+    for length in lengths():
+        found.append(f"{plain} --length {length} --policy {every} --budget 48,64,128,256")
+        found.append(f"{plain} --length {length} --policy {','.join(sorted(small))} --budget 24,32")
+    return [*found, "python docs/measurements/results.py write   # this page"]
+
+
+def page() -> str:
+    notes = dict(
+        part.split("\n", 1) for part in (HERE / "results-notes.md").read_text().split("\n## ")
+    )
+
+    def note(name: str) -> list[str]:
+        return [notes[name].strip(), ""]
+
     lines = [
         "# Every policy at every budget",
         "",
-        (HERE / "results-notes.md").read_text().strip(),
+        *note("# Introduction"),
+        *first_tables(),
+        "## How it was measured",
         "",
+        *note("How it was measured"),
+        "## What the tables show",
+        "",
+        *note("What the tables show"),
         "## What the papers claim, and what was seen here",
         "",
-        "Differences are over the same documents, in pairs. Nats are the mean of the documents'",
-        "own means. In facts a document is one answer, so its intervals are Tango's score",
-        "interval, over 200 documents. `alone right` counts the documents that only the first",
-        "or only the second policy has right. Elsewhere intervals are Student's t (followup 34",
-        "documents, loss 200, ppl 10). `no difference seen` means that the interval includes",
-        "zero, not that there is no difference. `undecided` means that it reaches past the one",
-        "point that is claimed. Each row stands alone: of so many intervals at 95 %, two or",
-        "three may miss by chance.",
-        "",
+        *note("Claims"),
         *claims(),
         "## facts: one question, which comes with its document of 2,000 tokens",
         "",
@@ -383,12 +504,6 @@ def page() -> str:
         "## followup: six questions about one document, in one chat",
         "",
         *table("followup", ["followup-32", "followup"]),
-        "Exact answers in %, by the question's number:",
-        "",
-        *by_question(["followup-32", "followup"]),
-        "## agree: the full cache's answer, word for word",
-        "",
-        *table("agree", ["facts-32", "facts"]),
         "## loss: attention that fell on evicted tokens while the right answer was written",
         "",
         *table("loss", ["facts-32", "facts"]),
@@ -403,7 +518,7 @@ def page() -> str:
         "The facts task on documents of 1,000 tokens. Tokens are scored before the question is",
         "known. At a budget of 32 the blocks have 16 tokens.",
         "",
-        *table("facts", STRIDES.split(",")),
+        *table("facts", WHERE["stride"][0].split(",")),
         "## Step policies while writing, after SnapKV at the prompt",
         "",
         "The last quarter of a document is written under the budget.",
@@ -413,17 +528,47 @@ def page() -> str:
         "holds at the end:",
         "",
         *writing(),
-        *unseen.section(),
+        "## The question was not seen",
+        "",
+        *note("Not seen"),
+        *unseen_section(),
+        f"### Beside `{DEFAULT}`, the default of that time",
+        "",
+        "Points ahead of it, over the same documents in pairs, with the 95 % interval.",
+        "",
+        *beside_the_default(),
+        *note("Default"),
         "## The commands",
         "",
         "```sh",
-        *commands,
-        *unseen.commands(),
-        "python docs/measurements/results.py write   # this page",
+        *commands(),
         "```",
         "",
     ]
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("run", "write"))
+    parser.add_argument("--only", default=",".join(RUNS), help="runs, with commas")
+    parser.add_argument("--model", help="another directory than the bundled model's")
+    args = parser.parse_args()
+    if args.what == "write":
+        draw()
+        OUT.write_text(page())
+        return
+    FOLDER.mkdir(exist_ok=True)
+    model = ["-m", args.model] if args.model else []
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    for name in args.only.split(","):
+        command = ["minikv", "eval", *shlex.split(arguments(name)), *model, "--quiet"]
+        print(shlex.join(command), file=sys.stderr, flush=True)
+        path = FOLDER / f"{name}.json"
+        told = [*command, "--json", str(path)]
+        subprocess.run(told, check=True, env=environment, stdout=subprocess.DEVNULL)
+        written = kept(json.loads(path.read_text()))
+        path.write_text(json.dumps(written, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def main() -> None:
     out.add_key_length(config["head_dim"])
     out.add_value_length(config["head_dim"])
     out.add_rope_dimension_count(config["head_dim"])
-    out.add_rope_freq_base(config["rope_theta"])
+    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
     out.add_vocab_size(config["vocab_size"])
     size = config["vocab_size"]

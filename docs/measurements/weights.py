@@ -5,8 +5,7 @@
 The loss is the bundled model's, on fresh documents: each form beside bfloat16 and float32. The
 products are those of a random Llama of 160 million parameters (S) and of TinyLlama's shape (M):
 each form, torch's `F.linear` and oneDNN's prepacked product take turns within one run, and beside
-them stands a plain sum over the same weights, which is what reading them costs. `--compile` adds
-torch.compile's C++ micro-GEMM, with the time that it takes to choose and compile one.
+them stands a plain sum over the same weights, which is what reading them costs.
 """
 
 from __future__ import annotations
@@ -163,43 +162,6 @@ def as_minikv(matrix: Linear) -> None:
         matrix.use(ours, Scratch(), torch.bfloat16)
 
 
-def compiled(names: list[str], repeat: int) -> list[dict[str, Any]]:
-    """One row times matrices too large for the caches: torch.compile with frozen weights and every
-    template tried, beside minikv's product, `F.linear` and a plain read; medians."""
-    from torch._inductor import config
-
-    config.freezing = config.max_autotune = True
-    config.max_autotune_gemm_backends = "CPP,ATEN"
-    rows = []
-    for name in names:
-        out, inside = SHAPES[name]
-        linear = torch.nn.Linear(inside, out, bias=False, dtype=torch.bfloat16)
-        linear.eval().requires_grad_(False)
-        x, weight = torch.randn(1, inside).bfloat16(), linear.weight.detach()
-        plain = Plain(Pages(torch.device("cpu")).empty(weight.shape, weight.dtype).copy_(weight))
-        as_minikv(plain)
-        with torch.no_grad():
-            made = torch.compile(linear)
-            began = time.perf_counter()
-            made(x)
-            seconds = time.perf_counter() - began
-            calls: dict[str, Callable[[], object]] = {
-                "compiled": lambda f=made, x=x: f(x),
-                "minikv": lambda p=plain, x=x: p(x),
-                "F.linear": lambda p=plain, x=x: F.linear(x, p.weight),
-                "read": lambda p=plain: p.weight.view(torch.int64).sum(),
-            }
-            taken: dict[str, list[float]] = {key: [] for key in calls}
-            for _ in range(20 * repeat):
-                for key, call in calls.items():
-                    began = time.perf_counter()
-                    call()
-                    taken[key].append(time.perf_counter() - began)
-        micros = {key: 1e6 * statistics.median(times) for key, times in taken.items()}
-        rows.append({"matrix": name, "compile_s": seconds, "microseconds": micros})
-    return rows
-
-
 def best(calls: list[Callable[[Tensor], object]], x: Tensor, seconds: float) -> float:
     """The shortest single call of rounds over all copies of the weights."""
     shortest, end = math.inf, time.perf_counter() + seconds
@@ -220,7 +182,6 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,128,1024")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each product and turn")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--compile", action="store_true", help="torch.compile's products, too")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     losses = loss(args.chats, args.context) if args.chats else []
@@ -239,10 +200,6 @@ def main() -> None:
         base = row["microseconds"]["F.linear"]
         ratios = "  ".join(f"{k} {base / v:.2f}" for k, v in row["microseconds"].items())
         print(f"{row['matrix']:11}{row['rows']:5} rows  F.linear {base:8.0f} us = 1; {ratios}")
-    tried = compiled(["S head", "M gate, up", "M down"], args.repeat) if args.compile else []
-    for row in tried:
-        times = "  ".join(f"{key} {value:.0f} us" for key, value in row["microseconds"].items())
-        print(f"{row['matrix']:11} compiled in {row['compile_s']:.1f} s: {times}")
     if args.json:
         facts = {
             "machine": platform.machine(),
@@ -253,7 +210,7 @@ def main() -> None:
             "chats": args.chats,
             "context": args.context,
         }
-        made = {"facts": facts, "loss": losses, "products": speeds, "compiled": tried}
+        made = {"facts": facts, "loss": losses, "products": speeds}
         args.json.write_text(json.dumps(made, indent=1) + "\n")
 
 

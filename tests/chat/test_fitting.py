@@ -15,7 +15,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import USEFUL, Machine, fit_words, tier_beside, usable
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
-from minikv.cli.forecast import forecast
+from minikv.cli.forecast import Planner
 from minikv.errors import ContextError, Interrupted
 from minikv.loader import build
 from minikv.models.weights import weight_bytes
@@ -173,9 +173,8 @@ def test_a_plan_keeps_what_the_chat_keeps(
     weights = weight_bytes(session.engine.network.config, torch.float32, "auto")  # type: ignore[attr-defined]
     for free in (20 * MIB, 60 * MIB, 68 * MIB, 74 * MIB, 90 * MIB, 200 * MIB):
         monkeypatch.setattr("minikv.models.weights.free_memory", lambda device, free=free: free)
-        planned = forecast(
-            settings, tokens, [(policy, 0)], [settings.eviction()], room=free + weights, answer=64
-        ).rows[0]
+        planner = Planner(settings, free + weights)
+        planned = planner.row((policy, 0), settings.eviction(), tokens, 64)
         kept.append(planned.rows)
         assert session.fit(session.eviction, tokens, 64) == (planned.rows or 0)
     assert kept[0] == USEFUL

@@ -131,12 +131,12 @@ def test_where_nothing_is_recalled_there_is_no_tier(given: dict[str, Any]) -> No
 
 def test_answers_of_the_bundled_model_follow_the_full_cache() -> None:
     """The later questions of a chat under a small budget, as by a cache without eviction."""
-    from minikv.cli.eval.tasks import followup
+    from minikv.cli.eval.tasks import CHATS
 
     found: dict[str, list[str]] = {}
     for policy, reuse in (("full", "once"), ("adakv", "auto")):
         session = minikv.load(policy=policy, budget=64, reuse=reuse)
-        item = next(iter(followup(session.tokenizer, 1000, 1, 7)))
+        item = next(CHATS["followup"].items(session.tokenizer, 1000, 6, 7))
         session.attach(item.document, "report.txt")
         found[policy] = ["".join(session.ask(q, max_tokens=12)) for q in item.questions]
     assert found["adakv"] == found["full"]

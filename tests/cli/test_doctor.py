@@ -275,8 +275,8 @@ def test_a_bad_configuration_is_a_failed_check(quick: None, tmp_path: Path) -> N
 def test_what_the_processor_says(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("model name\t: A CPU\nflags\t\t: fpu avx2 avx512_bf16\nmodel name\t: B\n")
-    assert examination._cpu_facts(path) == ("A CPU", {"fpu", "avx2", "avx512_bf16"})
-    assert examination._cpu_facts(tmp_path / "nothing") == ("", set())
+    assert examination.cpu_facts(path) == ("A CPU", {"fpu", "avx2", "avx512_bf16"})
+    assert examination.cpu_facts(tmp_path / "nothing") == ("", set())
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -298,7 +298,7 @@ def test_importing_it_loads_no_torch() -> None:
 def test_a_processor_without_products_of_bfloat16_is_told(
     flags: set[str], slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examination, "_cpu_facts", lambda: ("A processor", flags))
+    monkeypatch.setattr(examination, "cpu_facts", lambda: ("A processor", flags))
     check = examination.cpu()
     assert check.state == OK
     assert ("multiplied in float32" in check.hint) == slow

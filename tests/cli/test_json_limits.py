@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minikv.cli import json_limits
-from minikv.cli.eval.files import read_items
+from minikv.cli.eval.records import read_items
 from minikv.cli.export.read import read_file
 from minikv.cli.json_limits import CONTAINERS, ITEMS, refuse_many
 from minikv.errors import UsageError

@@ -32,7 +32,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
-from minikv.cli.forecast import Forecast, forecast
+from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan, read_bytes
 from minikv.cli.selftest import one_thread
 from minikv.cli.terminal import Terminal
@@ -101,9 +101,9 @@ def run(model: str | None, tokens: str, **named: Any) -> str:
 
 
 def of(eviction: EvictionConfig, model: str | None, tokens: int, **named: Any) -> Forecast:
-    plain = {name: named.pop(name) for name in ("room", "answer") if name in named}
-    settings = Settings(model=model, **named)
-    return forecast(settings, tokens, [("case", eviction.stride)], [eviction], **plain)
+    room, answer = named.pop("room", None), named.pop("answer", 512)
+    planner = Planner(Settings(model=model, **named), room)
+    return planner.forecast(tokens, [("case", eviction.stride)], [eviction], answer)
 
 
 # -- weights --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import compare, render
 from minikv.cli.eval import run, show
-from minikv.cli.eval.files import Item
+from minikv.cli.eval.items import Item
 from minikv.cli.export import markdown, page
 from minikv.cli.export.facts import gather
 from minikv.policies import registry

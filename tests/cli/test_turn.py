@@ -10,7 +10,7 @@ import pytest
 import minikv
 from minikv.chat.session import ChatSession
 from minikv.cli import demo, render
-from minikv.cli.eval.tasks import followup
+from minikv.cli.eval.tasks import CHATS
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.terminal import Terminal
 from minikv.cli.turn import TOY, run_turn
@@ -65,7 +65,7 @@ def test_the_toy_says_that_it_does_not_know_a_document(
 ) -> None:
     own = {
         "ours": (BUNDLED / "sample.txt").read_text()[:4000],
-        "made": next(iter(followup(session.tokenizer, 600, 1, 7))).document,
+        "made": next(CHATS["followup"].items(session.tokenizer, 600, 6, 7)).document,
     }
     texts = [own.get(text, text) for text in texts]
     assert said(session, texts, capsys) == times

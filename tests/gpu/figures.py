@@ -226,7 +226,8 @@ class Bench:
         net.use(ops)
         machine.settle(self.device)
         before = self.memory()["allocated"]
-        machine.forget_peak(self.device)
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         ids = networks.prompt(tokens, net.config.vocab)
         read_s = one.read(ids, ROOM)
         memory, stats = self.memory(), one.stats()

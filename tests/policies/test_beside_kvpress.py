@@ -6,28 +6,23 @@ import importlib
 import re
 from importlib import metadata
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import minikv
-from minikv.cli.eval import wording
+from minikv.cli.eval import passes
 
 kvpress = pytest.importorskip("kvpress")
-
-FOLDER = Path(__file__).resolve().parents[2] / "docs/measurements"
 
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        return importlib.import_module("beside_kvpress")
+    return importlib.import_module("kvpress_pairs")
 
 
 @pytest.fixture(scope="module")
-def chat(script: Any) -> Any:
+def chat() -> Any:
     return minikv.load(policy="full", budget=512)
 
 
@@ -42,7 +37,7 @@ def parts(script: Any, chat: Any) -> Any:
     """The ids of a document and of a question about it."""
     item = next(script.documents(chat, 700, 1, 1))
     chat.reuse = "blind"
-    return wording.parts(chat, item, 0)
+    return passes.prompts(chat, item)
 
 
 def found(script: Any, models: Any, chat: Any, name: str, budget: int, ids: Any) -> Any:
@@ -129,36 +124,3 @@ def test_kvpress_keeps_whole_chunks_only(script: Any, models: Any, chat: Any, pa
         whole = {row for row in range(len(ids)) if row // size in chunks}
         assert rows == whole
         assert len(rows) < len(ours) == 96
-
-
-@pytest.mark.parametrize("name", ["KeyDiffPress", "KnormPress", "ObservedAttentionPress"])
-def test_answers_differ_only_because_the_question_takes_a_part_of_the_budget(
-    script: Any, models: Any, chat: Any, name: str
-) -> None:
-    """With the questions beside the budget, as in kvpress, minikv's answers are kvpress'."""
-    *_, item = script.documents(chat, 2000, 4, 5)  # keydiff's answers differ in the fourth
-    chat.reset()
-    chat.reuse = "blind"
-    cut = [wording.parts(chat, item, number) for number in range(len(item.questions))]
-    pair, ids, asked = script.PAIRS[name], cut[0][0], [question for _, question in cut]
-    press = pair.press(kvpress, len(ids), 48)
-    theirs = script.answered(models[pair.eager], chat, press, ids, asked)
-    theirs = [answer.strip() for answer in theirs]
-    assert [x.strip() for x in script.beside(chat, pair, 48, ids, asked)] == theirs
-    assert [x.strip() for x in script.beside(chat, pair, 48, ids, asked, evicts=True)] != theirs
-
-
-def test_kvpress_writes_on_if_the_first_token_ends_the_answer(
-    script: Any, models: Any, chat: Any
-) -> None:
-    *_, item = script.documents(chat, 2000, 3, 5)  # one answer of streaming in the third
-    chat.reset()
-    chat.reuse = "blind"
-    cut = [wording.parts(chat, item, number) for number in range(len(item.questions))]
-    pair, ids, asked = script.PAIRS["StreamingLLMPress"], cut[0][0], [ask for _, ask in cut]
-    press = pair.press(kvpress, len(ids), 128)
-    theirs = script.answered(models[False], chat, press, ids, asked)
-    mine = script.beside(chat, pair, 128, ids, asked)
-    assert "" in mine
-    assert "" not in theirs
-    assert all(a == b.strip() for a, b in zip(mine, theirs, strict=True) if a)

@@ -437,7 +437,7 @@ def _texts(folder: Path) -> list[Target]:
     from exports import chat
 
     from minikv.cli import config
-    from minikv.cli.eval.files import read_items
+    from minikv.cli.eval.records import read_items
     from minikv.cli.export import markdown, page
     from minikv.cli.export.facts import gather
     from minikv.cli.export.read import read_file

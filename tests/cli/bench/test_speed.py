@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minikv.cli.bench import networks, speed, systems
+from minikv.cli.bench import machine, networks, speed, systems
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.networks import Sizes
@@ -76,9 +76,9 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seen", [[3e9, 2e9], [2e10, 4e10]])
 def test_rows_of_steps(seen: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are read slower than a buffer was, and faster."""
+    """Memory is slower than before the run, and faster: the floor is that of the fastest."""
     rates = iter(seen * 2)
-    monkeypatch.setattr(networks, "reading_rate", lambda net: next(rates))
+    monkeypatch.setattr(machine, "read_rate", lambda size, rounds: next(rates))
     full, evicting = rows(length="128", policy="snapkv", repeat=2)
     assert [full["policy"], evicting["policy"]] == ["full", "snapkv"]
     assert (full["vs_full"], full["evict"], full["budget"]) == (1.0, None, "-")

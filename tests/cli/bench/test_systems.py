@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import machine, networks, systems
+from minikv.cli.bench import networks, systems
 from minikv.cli.bench.systems import Cached, Transformers
-from minikv.models.linear import lacks
 
 TINY = networks.find("tiny")
 FULL = EvictionConfig.read("full", "none")
@@ -46,22 +45,6 @@ def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> Non
     tied = replace(TINY, tied=True)
     net = networks.network(networks.Spec(tied))
     assert networks.step_bytes(net) == net.weight_bytes == 2 * tied.parameters
-
-
-@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_every_byte_of_the_matrices_is_read(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for scales: those of a step less the norms."""
-    if form != "auto" and lacks(form):
-        pytest.skip(f"no {form} kernel here")
-    net = networks.network(networks.Spec(replace(TINY, tied=True), weights=form))
-    monkeypatch.setattr(machine.Clock, "each", lambda self, work, rounds, warm: [2.0, 1.0])
-    bits = {"auto": 16, "int8": 8, "int4": 4}[form]
-    inside = sum(
-        -(-m.shape[0] // 64) * 64 * m.shape[1] if form == "int4" else m.shape.numel()
-        for layer in net.layers
-        for m in (layer.qkv, layer.out, layer.gate_up, layer.down)
-    )
-    assert networks.reading_rate(net) == inside * bits / 8 + net.embedding.nbytes
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])

@@ -43,9 +43,72 @@ from minikv.cli.eval import metrics
         (metrics.code, "# comment\nreturn x", ["return x"], [], 1.0),
         (metrics.code, "return y", ["return x"], [], 0.88),
         (metrics.code, "\n    return x\nmore", ["    return x"], [], 1.0),
+        (metrics.choice, "The correct answer is (C).", ["C"], [], 1.0),
+        (metrics.choice, "**The correct answer is C**", ["C"], [], 1.0),
+        (metrics.choice, "The correct answer is (A), or C.", ["C"], [], 0.0),
+        (metrics.choice, "C", ["C"], [], 0.0),
+        (metrics.choice, "", ["C"], [], 0.0),
     ],
 )
 def test_metrics(
     metric: metrics.Metric, answer: str, right: list[str], classes: list[str], score: float
 ) -> None:
     assert metric(answer, right, classes) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "score"),
+    [
+        ("White.", ["white"], 1.0),
+        ("The favourite colour of Tarin Velvin is **white**.", ["white"], 1.0),
+        ("whitewash", ["white"], 0.0),
+        ("offwhite", ["white"], 0.0),
+        ("off-white", ["white"], 0.0),
+        ("white-washed", ["white"], 0.0),
+        ("A whitewash, and it is white-ish. White", ["white"], 1.0),
+        ("It is white - or was", ["white"], 1.0),
+        ("_white_", ["white"], 1.0),
+        ("'white'", ["white."], 1.0),
+        ("The mayor is Tarin\nVelvin, it says.", ["Tarin Velvin"], 1.0),
+        ("Velvin, Tarin", ["Tarin Velvin"], 0.0),
+        ("Tarin's", ["Tarin"], 1.0),
+        ("blue", ["red", "blue"], 1.0),
+        ("117", ["17"], 0.0),
+        ("It is 17.", ["17"], 1.0),
+        ("17,5 or 3.17 or 12:17", ["17"], 0.0),
+        ("1,17,5", ["17"], 0.0),
+        ("12, 17, 5", ["17"], 1.0),
+        ("Answer:17", ["17"], 1.0),
+        # Case and form: sharp s, a composed and a decomposed e, full width, a mark of its own.
+        ("Es ist die STRASSE.", ["Straße"], 1.0),
+        ("un cafe\u0301.", ["CAF\u00c9"], 1.0),
+        ("un cafe\u0301", ["cafe"], 0.0),
+        ("x\u0301", ["x"], 0.0),
+        ("\uff11\uff17", ["17"], 1.0),
+        ("“Велград”, сказал он", ["велград"], 1.0),
+        ("Велградский", ["велград"], 0.0),
+        ("", ["white"], 0.0),
+        (" \n", ["white"], 0.0),
+        ("white", [""], 0.0),
+        ("It is ...", ["..."], 0.0),
+        ("", [""], 0.0),
+    ],
+)
+def test_a_value_is_found_as_whole_words(answer: str, right: list[str], score: float) -> None:
+    assert metrics.contains_words(answer, right) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "full", "first", "rouge_l"),
+    [
+        ("a b c d", "a c d", 1, 6 / 7),
+        ("a b  c", "a b c", None, 1.0),
+        ("a b", "a b c", 2, 4 / 5),
+        ("b a", "a b", 0, 1 / 2),
+        ("", "", None, 1.0),
+    ],
+)
+def test_agreement(answer: str, full: str, first: int | None, rouge_l: float) -> None:
+    found = metrics.agreement(answer, full)
+    assert (found.exact, found.first) == (first is None, first)
+    assert found.rouge_l == pytest.approx(rouge_l)

@@ -1,37 +1,65 @@
-"""How a document is put through a chat."""
+"""How a document is put through a chat, each measure beside a plain way to compute it."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from small import engine, ids, network
 
 import minikv
+from minikv.cache.attend import DenseAttend
 from minikv.chat.transcript import Message
-from minikv.cli.eval import passes, run
-from minikv.cli.eval.files import Item
-from minikv.cli.eval.measure import negative_log_likelihood
-from minikv.engine.engine import Engine
+from minikv.cli.eval import passes
+from minikv.cli.eval.items import Item
+from minikv.cli.eval.passes import PASSES, Shadow
+from minikv.cli.eval.rereading import Rereading
 
 
-def test_perplexity_begins_as_a_chat_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the BOS and what stands before the user's words; the last quarter is scored."""
-    chat = minikv.load(policy="full")
-    fed: list[tuple[list[int], int]] = []
-
-    def spy(engine: Engine, tokens: list[int], read: int) -> list[float]:
-        fed.append((tokens, read))
-        return negative_log_likelihood(engine, tokens, read)
-
-    monkeypatch.setattr(passes, "negative_log_likelihood", spy)
+def test_perplexity_is_that_of_a_plain_forward_that_begins_as_a_chat_does() -> None:
+    """With the BOS and what comes before the user's words; the last quarter is scored."""
+    chat = minikv.load(policy="full", dtype="float32")
     text = "The mill was cold. " * 20
-    one = run.Run(
-        chat, ["ppl"], [Item(text, ("What?",), (("a",),))] * 2, run.choices([], [], [], 0)
-    )
-    one.measure(lambda done, total: None)
-    tokens, read = fed[0]
+    nats = PASSES["ppl"].run(chat, Item(text, ("What?",), (("a",),)))
     plain = chat.tokenizer.encode(text)
-    start = tokens[: len(tokens) - len(plain)]
+    whole = chat.template.opening([Message("user", text)])
+    start = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+    tokens, read = whole[: start + len(plain)], start + 3 * len(plain) // 4
     assert start
-    assert tokens[len(start) :] == plain
-    assert chat.template.opening([Message("user", text)])[: len(tokens)] == tokens
-    assert read == len(start) + 3 * len(plain) // 4
-    assert one.cells()[0].n == 2 * (len(tokens) - read)
+    net = chat.engine.network
+    with torch.inference_mode():
+        states = net.hidden(torch.tensor(tokens), DenseAttend((None,) * 4))  # type: ignore[attr-defined]
+        logits = net.logits(states[read - 1 : -1])  # type: ignore[attr-defined]
+        want = torch.nn.functional.cross_entropy(
+            logits, torch.tensor(tokens[read:]), reduction="none"
+        )
+    assert nats == pytest.approx(want.tolist(), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("windows", [None, (20, None, 30)])
+def test_the_shadow_sees_what_was_lost(windows: tuple[int | None, ...] | None) -> None:
+    """Nothing without eviction; the same, however the document was read."""
+    net = network(windows=windows)
+
+    def lost(policy: str, step: str, *, again: bool = False) -> list[float]:
+        kv = engine(net, policy, step, 40).kv
+        shared = Rereading(net, kv) if again else net
+        for _ in range(2 if again else 1):
+            kv.reset()
+            shadow = Shadow(shared, kv)
+            shadow.prompt(ids(90))
+        return [shadow.step(token) for token in range(6)]
+
+    assert lost("full", "none") == pytest.approx([0.0] * 6, abs=1e-5)
+    for policy, step in (("streaming", "streaming"), ("snapkv", "roco")):
+        found = lost(policy, step)
+        assert 0.0 < min(found) <= max(found) < 1.0
+        assert lost(policy, step, again=True) == found
+
+
+def test_answers_are_not_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An indentation counts in code; of some datasets only the first line does."""
+    chat = minikv.load(policy="full")
+    monkeypatch.setattr(chat, "ask", lambda *_, **__: iter(["\n", "    return x\n", "more"]))
+    for first_line, made in ((False, "\n    return x\nmore"), (True, "    return x")):
+        item = Item("def f(x):", ("Next?",), (("",),), first_line=first_line)
+        assert passes.answers(chat, item) == [made]

@@ -9,7 +9,6 @@ from small import engine, ids, network
 
 from minikv.cache.attend import Attend
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.eval.measure import Shadow
 from minikv.cli.eval.rereading import Rereading, Restoring
 from minikv.engine.engine import Engine
 from minikv.policies import default_step, prompt_names
@@ -53,28 +52,6 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
             assert torch.equal(alone.step(5), shared.step(5)), name
     assert 1 < forwards < len(names) // 2
     assert glances == [150, 20, 20]
-
-
-def test_loss_is_the_same_however_the_document_was_read() -> None:
-    """The shadow given the keys, and the shadow that saw them pass."""
-    net = network()
-    kv = engine(net, "snapkv", "roco", 40).kv
-    lost = []
-    for given in (False, True):
-        shared = Rereading(net, kv)
-        Engine(shared, kv).reset()
-        if given:
-            Engine(shared, kv).prompt(ids(100))
-            shadow = Shadow(kv, shared.keys())
-        else:
-            shadow = Shadow(kv)
-            kv.begin(100)
-            net.forward(torch.tensor(ids(100)), shadow)
-        for token in range(5):
-            net.forward(torch.tensor([token]), shadow)
-        lost.append(torch.stack(shadow.lost))
-    assert torch.equal(*lost)
-    assert float(lost[0].min()) > 0.0
 
 
 @pytest.mark.parametrize("windows", [None, (20, None, 30), (100, 101, 1)])

@@ -15,8 +15,8 @@ from minikv.cache.prefill import Prefill
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.eval import passes, run, tasks
-from minikv.cli.eval.files import Item
-from minikv.cli.eval.tasks import back
+from minikv.cli.eval.items import Item
+from minikv.cli.eval.tasks import CHATS
 from minikv.errors import ContextError, UsageError
 
 
@@ -67,12 +67,12 @@ def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
 
     small = run.Run(chat, [task], items, [*full(), share(least - 1)])
     with pytest.raises(UsageError, match=r"^x.jsonl, line 60, the shortest: budget"):
-        small.check("mine")
+        small.check()
     with pytest.raises(UsageError, match="is too small for adakv with h2o"):
         small.measure(never)
     assert small.completed == 1
     enough = run.Run(chat, [task], items, [*full(), share(least)])
-    enough.check("mine")
+    enough.check()
     enough.measure(never)
     assert enough.completed == 2
 
@@ -82,7 +82,7 @@ def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
     item = Item("word " * 90, ("What?",), (("word",),))
     one = run.Run(chat, ["facts"], [item], [*full(), EvictionConfig.read("adakv", budget="1KiB")])
     with pytest.raises(UsageError, match="budget 1KiB, which is"):
-        one.check("mine")
+        one.check()
 
 
 def full() -> list[EvictionConfig]:
@@ -101,15 +101,16 @@ def test_nothing_is_cut_to_fit(task: str) -> None:
     fits = Item("word " * 90, ("What?",), (("word",),))
     one = run.Run(chat, [task], [fits, long], full())
     with pytest.raises(ContextError) as refused:
-        one.check("mine")
+        one.check()
     assert str(refused.value).startswith("x.jsonl, line 7: needs ")
     assert "8,192 positions" in str(refused.value)
     if task != "ppl":  # where a long document takes long
         with pytest.raises(ContextError):
             one.measure(never)
         assert one.completed == 1
+    unnamed = replace(long, source="")
     with pytest.raises(ContextError, match="mine, document 1: needs"):
-        run.Run(chat, [task], [Item(long.document, ("What?",), (("word",),))], full()).check("mine")
+        run.Run(chat, [task], [unnamed], full(), name="mine").check()
 
 
 def test_every_answer_must_have_room() -> None:
@@ -128,11 +129,11 @@ def test_every_answer_must_have_room() -> None:
     one.measure(never)
     chat.max_context = max(lengths) - 1
     with pytest.raises(ContextError) as refused:
-        one.check("followup")
+        one.check()
     needed = int(str(refused.value).split("needs ")[1].split()[0])
     assert max(lengths) <= needed <= max(lengths) + 3 * 8
     chat.max_context = needed
-    one.check("followup")
+    one.check()
 
 
 CHAT = Item(
@@ -147,7 +148,7 @@ def test_every_reuse_beside_the_full_cache() -> None:
     chat = minikv.load(policy="full")
     wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
     one = run.Run(chat, ["followup"], [CHAT, CHAT], wanted, run.REUSES)
-    one.check("mine")
+    one.check()
     found: list[list[str]] = []
     answers = passes.answers
 
@@ -185,7 +186,7 @@ def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
     """A document that is computed once for all policies goes to each one's tier all the same: the
     answers are those of a chat that read it itself."""
     chat = minikv.load(policy="full")
-    item = next(back(chat.tokenizer, 600, 1, 5))
+    item = next(CHATS["back"].items(chat.tokenizer, 600, 7, 5))
     wanted = [*full(), *(EvictionConfig.read("adakv", budget=b) for b in ("48", "128"))]
     one = run.Run(chat, ["back"], [item], wanted, ["once", "recall"])
     one.measure(never)
@@ -213,15 +214,9 @@ def test_without_questions_nothing_is_measured_twice() -> None:
 def test_a_policy_that_cannot_recall_is_refused_before_anything_is_measured() -> None:
     chat = minikv.load(policy="full")
     strided = [*full(), EvictionConfig.read("roco", budget="64", stride=32)]
-    with pytest.raises(UsageError, match="--reuse recall cannot be had: with a stride"):
-        run.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check("mine")
-    run.Run(chat, ["followup"], [CHAT], strided, ["once"]).check("mine")
-
-
-def test_what_reuse_may_be() -> None:
-    assert run.reuses(["recall", "once", "recall"]) == ["recall", "once"]
-    with pytest.raises(UsageError, match="unknown reuse 'auto'"):
-        run.reuses(["auto"])
+    with pytest.raises(UsageError, match="--reuse recall is not possible: with a stride"):
+        run.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check()
+    run.Run(chat, ["followup"], [CHAT], strided, ["once"]).check()
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +234,7 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
     seen = EvictionConfig.read("snapkv", budget="64")
     wanted = [*full(), seen]
     one = run.Run(chat, ["facts", "agree"], [about], wanted, ["once", "blind"])
-    one.check("facts")
+    one.check()
     one.measure(never)
     made = one.answers()
     for number, reuse in ((1, "once"), (2, "blind")):
@@ -337,6 +332,6 @@ def test_the_least_share_is_of_what_is_evicted_before_the_question() -> None:
     least = EvictionConfig.read("adakv").least_rows()
     wanted = EvictionConfig.read("adakv", budget="50%")
     wanted = replace(wanted, budget=Budget("share", Fraction(least, tokens)))
-    run.Run(chat, ["facts"], [item], [*full(), wanted], ["once"]).check("x")
+    run.Run(chat, ["facts"], [item], [*full(), wanted], ["once"]).check()
     with pytest.raises(UsageError, match="per head, too small for adakv"):
-        run.Run(chat, ["facts"], [item], [*full(), wanted], ["blind"]).check("x")
+        run.Run(chat, ["facts"], [item], [*full(), wanted], ["blind"]).check()

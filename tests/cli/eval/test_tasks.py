@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +11,12 @@ from word_codec import Words
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.eval import names, run, tasks
-from minikv.cli.eval.files import Item
+from minikv.cli.eval import metrics, names, run, tasks
+from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import PASSES
 from minikv.cli.eval.tasks import CHATS
 from minikv.errors import UsageError
+from minikv.models import BUNDLED
 from minikv.models.bundled import world
 
 
@@ -24,24 +27,69 @@ class Bytes:
         return list(text.encode())
 
 
+class Blanks:
+    """A codec that has every word in one token, as large vocabularies nearly do."""
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * len(text.split())
+
+
+def made(how: tasks.Manner) -> list[Item]:
+    """Of facts, follow-ups and needles."""
+    return [
+        *tasks.facts(Blanks(), 400, 6, 900_000_000, how),
+        *CHATS["followup"].items(Blanks(), 600, 18, 900_000_000, how),
+        *tasks.needle(Blanks(), [300, 500], 1, 900_000_000, how=how),
+    ]
+
+
+def test_the_bundled_model_is_asked_as_it_always_was() -> None:
+    """The digest is of the items before there were manners. Another model is asked the same of the
+    same documents, with an instruction."""
+    items, others = made(tasks.TRAINED), made(tasks.TOLD)
+    told = [
+        (i.document, i.questions, i.right, i.metric.__name__, i.max_tokens, i.where) for i in items
+    ]
+    digest = "fafbe7909e7ff1ef5fbd249875754817cc23a88d99e4eae0c1639236c9229b86"
+    assert sha256(repr(told).encode()).hexdigest() == digest
+    assert [i.document for i in items] == [i.document for i in others]
+    for old, new in zip(items[6:], others[6:], strict=True):
+        assert new.questions == tuple(f"{q} Answer with the value alone." for q in old.questions)
+        assert (new.right, new.where) == (old.right, old.where)
+    assert {(i.metric, i.max_tokens) for i in others} == {(metrics.contains_words, 48)}
+
+
+def test_only_the_bundled_model_is_asked_for_long_answers_alone() -> None:
+    """Words of one token are most of what another tokenizer could be asked for."""
+    long = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5)]
+    every = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5, tasks.TOLD)]
+    assert all(" " in answer for answer in long)
+    assert sum(" " not in answer for answer in every) > 6
+
+
+def test_the_bundled_model_is_known_by_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(BUNDLED)
+    (tmp_path / "bundled").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trained = [tasks.manner(name) is tasks.TRAINED for name in (None, str(BUNDLED), "link")]
+    told = [tasks.manner(name) is tasks.TOLD for name in ("bundled", "owner/name")]
+    assert all(trained + told)
+
+
 def test_needles_lie_where_they_should() -> None:
     items = list(tasks.needle(Bytes(), [2000, 4000], 2, 5))
-    assert len(items) == 2 * 5 * 2
+    assert len(items) == len({item.document for item in items}) == 2 * 5 * 2
     for item in items:
         assert item.where is not None
         depth, length = item.where
         assert abs(len(item.document) - length) < 160
         answer = item.right[0][0]
-        at = item.document.index(answer) / len(item.document)
-        assert abs(at - depth) < 0.12
+        assert abs(item.document.index(answer) / len(item.document) - depth) < 0.12
         assert item.document.count(answer) == 1 or len(answer) < 4
-    assert len({item.document for item in items}) == len(items)
-
-
-def test_needles_of_different_lengths_are_different() -> None:
-    """1000 apart in length, and one apart in number, were the same."""
-    items = list(tasks.needle(Bytes(), [1000, 2000], 2, 5, depths=(0.5,)))
-    assert len({item.right for item in items}) == 4
+    # 1000 apart in length, and one apart in number, were the same once.
+    assert len({i.right for i in tasks.needle(Bytes(), [1000, 2000], 2, 5, depths=(0.5,))}) == 4
 
 
 @pytest.mark.parametrize("tokens", [200, 2000])
@@ -52,12 +100,8 @@ def test_a_small_vocabulary_has_fewer_sentences_and_no_less_of_the_rest(tokens: 
     for item in items:
         assert abs(len(item.document.encode()) - tokens) <= 16
         assert item.right[0][0] in item.document
-
-
-def test_a_chat_that_has_no_room_for_its_facts_says_so() -> None:
     with pytest.raises(UsageError, match=r"500 tokens has about \d+ sentences"):
         list(CHATS["codes"].items(Bytes(), 500, 16, 5, tasks.TOLD))
-    assert len(list(CHATS["back"].items(Bytes(), 3000, 7, 5, tasks.TOLD))) == 1
 
 
 def test_several_questions_about_each_document() -> None:
@@ -72,54 +116,43 @@ def test_several_questions_about_each_document() -> None:
 
 
 def _two_facts(names: world.Names) -> list[world.Fact]:
-    return [tasks.tell(names, "town", "mayor"), tasks.tell(names, "person", "room", value="17")]
+    mayor = tasks.tell(names, "town", "mayor", "Velmora", "Ivo Kal")
+    return [mayor, tasks.tell(names, "person", "room", value="17")]
 
 
 def test_every_chosen_fact_is_told_and_the_length_is_as_asked() -> None:
-    for tokens in (tasks.ROOMY, 1000):
+    """Every wording names the entity before the value; both are what was given."""
+    for tokens in (500, 1000):
         told = tasks.fresh(Words(), tokens, 3, _two_facts)
         assert abs(len(told.text.split()) - tokens) <= 16
-        assert len(told.chosen) == 2
         assert len(told.others) >= 3
         for fact in (*told.chosen, *told.others):
             assert fact.statements[0] in told.text
             assert fact.answer in fact.statements[0]
-        assert told.chosen[1].answer == "17"
-    assert tasks.fresh(Words(), 600, 3, _two_facts) == tasks.fresh(Words(), 600, 3, _two_facts)
-    assert tasks.fresh(Words(), 600, 3, _two_facts) != tasks.fresh(Words(), 600, 4, _two_facts)
+        mayor, room = told.chosen
+        assert room.answer == "17"
+        assert all(0 <= s.index("Velmora") < s.index("Ivo Kal") for s in mayor.statements)
+        assert all("Velmora" in question for question in mayor.questions)
+    again = [tasks.fresh(Words(), 600, seed, _two_facts) for seed in (3, 3, 4)]
+    assert again[0] == again[1] != again[2]
 
 
-def test_a_fact_is_told_as_the_world_tells_its_own() -> None:
-    """Every wording names the entity before the value; both are what was given."""
-    told = tasks.fresh(
-        Words(), 600, 1, lambda names: [tasks.tell(names, "town", "mayor", "Velmora", "Ivo Kal")]
-    )
-    for statement in told.chosen[0].statements:
-        assert 0 <= statement.index("Velmora") < statement.index("Ivo Kal")
-    assert all("Velmora" in question for question in told.chosen[0].questions)
-
-
-@pytest.mark.parametrize("name", tasks.CHATS)
+@pytest.mark.parametrize("name", CHATS)
 def test_a_task_has_as_many_questions_as_its_row_says(name: str) -> None:
-    task = tasks.CHATS[name]
-    items = list(task.items(Words(), task.least + 100, task.questions + 1, 5, tasks.TRAINED))
+    task = CHATS[name]
+    assert name in names.TASKS
+    assert len(list(task.items(Words(), task.least, 1, 5))) == 1, "the shortest document"
+    items = list(task.items(Words(), task.least + 100, task.questions + 1, 5))
     assert len(items) == 2
     for item in items:
         # The shortest document of followup has fewer facts than questions.
         assert len(item.questions) == len(item.right) <= task.questions
         assert len(item.questions) == task.questions or name == "followup"
-        assert all(item.metric(" ".join(right), right, ()) == 1.0 for right in item.right[:1])
-    assert name in names.TASKS
-
-
-@pytest.mark.parametrize("name", tasks.CHATS)
-def test_the_shortest_document_is_made(name: str) -> None:
-    task = tasks.CHATS[name]
-    assert len(list(task.items(Words(), task.least, 1, 5, tasks.TRAINED))) == 1
+        assert all(item.metric(right[0], right, ()) == 1.0 for right in item.right)
 
 
 def test_later_questions_go_back_to_the_first() -> None:
-    for item in tasks.back(Words(), 600, 4, 5):
+    for item in CHATS["back"].items(Words(), 600, 28, 5):
         first, _, born, _, export, again, answer = item.questions
         mayor = item.right[0][0]
         assert item.right[5] == item.right[6] == (mayor,)
@@ -134,77 +167,55 @@ def test_later_questions_go_back_to_the_first() -> None:
 
 
 def test_the_codes_of_a_chat_are_64_digits() -> None:
-    for item in tasks.codes(Words(), 600, 3, 5):
+    for item in CHATS["codes"].items(Words(), 600, 48, 5):
         assert len("".join(right[0] for right in item.right)) == 64
         assert all(right[0] in item.document for right in item.right)
         assert len(set(item.questions)) == 16
 
 
-def test_all_questions_stand_in_the_first_message_and_the_first_to_be_answered_is_last() -> None:
-    for item in tasks.interview(Words(), 900, 3, 5):
-        assert item.at_once
-        assert len(item.questions) == len(item.right) == tasks.QUESTIONS
-        assert item.opening == " ".join((*item.questions[1:], item.questions[0]))
-    assert Item("text", ("a?", "b?"), ((), ())).opening == "a?"
-
-
-def test_the_bundled_model_answers_all_in_one_answer() -> None:
+def test_all_questions_are_in_the_first_message_and_the_bundled_model_answers_them_in_one() -> None:
     """With the full cache. Everything after the prompt is fed one by one, as an answer is: the
-    cache read one prompt."""
+    cache read one prompt. It takes no more positions than it needs."""
     chat = minikv.load(policy="full")
-    item = next(tasks.interview(chat.tokenizer, 900, 1, 900_000_000))
+    item = next(CHATS["interview"].items(chat.tokenizer, 900, 1, 900_000_000))
+    assert item.opening == " ".join((*item.questions[1:], item.questions[0]))
     one = run.Run(chat, ["interview"], [item], [EvictionConfig.read("full", "none")])
     begun: list[int] = []
     kv = chat.engine.kv
     begin = kv.begin
 
-    def counted(tokens: int, *how: Any, **named: Any) -> None:
+    def counted(self: object, tokens: int, *how: Any, **named: Any) -> None:
         begun.append(tokens)
         begin(tokens, *how, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(kv), "begin", lambda _, *a, **k: counted(*a, **k))
+        patch.setattr(type(kv), "begin", counted)
         one.measure(lambda done, total: None)
     assert one.answers()[0] == [[right[0] for right in item.right]]
-    assert begun == [PASSES["answers"].reads(chat, item)]
-
-
-def test_no_answer_begins_with_the_rest_of_the_one_before() -> None:
-    """One that was cut at `max_tokens`: its last token is fed before the next question."""
-    chat = minikv.load(policy="full")
-    made = next(tasks.interview(chat.tokenizer, 900, 1, 900_000_000))
-    cut = Item(made.document, made.questions, made.right, max_tokens=1, at_once=True)
-    given = PASSES["answers"].run(chat, cut)
-    assert all(answer for answer in given)
-    assert all(r[0].startswith(a.strip()) for a, r in zip(given, made.right, strict=True))
-
-
-def test_it_needs_the_positions_that_it_takes() -> None:
-    chat = minikv.load(policy="full")
-    item = next(tasks.interview(chat.tokenizer, 900, 1, 900_000_000))
     reads, needed = (f(chat, item) for f in (PASSES["answers"].reads, PASSES["answers"].needs))
+    assert begun == [reads]
     PASSES["answers"].run(chat, item)
     assert reads < chat.engine.kv.position <= needed
+    # An answer that is cut at `max_tokens`: its last token is fed before the next question.
+    chat.reset()
+    cut = Item(item.document, item.questions, item.right, max_tokens=1, at_once=True)
+    given = PASSES["answers"].run(chat, cut)
+    assert all(answer for answer in given)
+    assert all(r[0].startswith(a.strip()) for a, r in zip(given, item.right, strict=True))
 
 
-@pytest.mark.parametrize("make", [tasks.lists, tasks.passage])
-def test_answers_have_4_to_64_tokens_and_stand_in_the_document_once(
-    make: tasks.Make,
-) -> None:
+@pytest.mark.parametrize("name", ["lists", "passage"])
+def test_answers_have_4_to_64_tokens_and_are_in_the_document_once(name: str) -> None:
     codec = Words()
-    items = list(make(codec, 1000, len(tasks.TOKENS), 5))
+    items = list(CHATS[name].items(codec, 1000, len(tasks.TOKENS), 5))
     for least, item in zip(tasks.TOKENS, items, strict=True):
         ((value,),) = item.right
         assert least <= len(codec.encode(value)) < least + 24
         assert item.document.count(value) == 1
         assert len(codec.encode(value)) <= item.max_tokens
-        assert item.metric(value, (value,), ()) == 1.0
         assert item.metric(value[:-1], (value,), ()) == 0.0
-
-
-def test_of_a_list_another_model_is_scored_by_the_names_it_lists() -> None:
-    item = list(tasks.lists(Words(), 1000, 3, 5, tasks.TOLD))[-1]
-    (names,) = item.right
-    assert len(names) > 2
-    assert item.metric(f"They are {names[0]} and {names[1]}.", names, ()) == 2 / len(names)
-    assert item.questions[0].endswith("word for word.")
+    *_, other = CHATS["lists"].items(Words(), 1000, 3, 5, tasks.TOLD)
+    (people,) = other.right
+    assert len(people) > 2
+    assert other.metric(f"They are {people[0]} and {people[1]}.", people, ()) == 2 / len(people)
+    assert other.questions[0].endswith("word for word.")

@@ -8,17 +8,17 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
-from typer.testing import CliRunner
 
 import minikv
 from minikv.chat.transcript import Message
-from minikv.cli.eval import command, longbench, metrics, passes, wording
-from minikv.cli.eval.files import Item, read_items, together
-from minikv.cli.eval.longbench import DATASETS
-from minikv.cli.main import app
+from minikv.cli.eval import metrics, passes
+from minikv.cli.eval.items import together
+from minikv.cli.eval.records import DATASETS, PROMPTS, read_items
 from minikv.errors import UsageError
+from minikv.models.tokenizer import Tokenizer
 
 
 def record(**changes: object) -> str:
@@ -28,6 +28,12 @@ def record(**changes: object) -> str:
 
 def ruler(**changes: object) -> str:
     return json.dumps({"input": "A key is 17.\nWhat is the key?", "outputs": ["17"]} | changes)
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines))
+    return path
 
 
 def choices(**changes: object) -> str:
@@ -91,20 +97,14 @@ def choices(**changes: object) -> str:
         (ruler(input="a\n\ud800"), "line 2: input has a lone surrogate"),
         (ruler(outputs=[]), "line 2: outputs is empty"),
         (ruler(outputs=["17", ""]), "line 2: outputs has an empty text"),
+        (ruler(answer_prefix=["x"]), "line 2: answer_prefix is not a text"),
+        (ruler(answer_prefix="\ud800"), "line 2: answer_prefix has a lone surrogate"),
     ],
 )
-def test_a_wrong_record_is_named_by_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str
-) -> None:
-    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
-    path = tmp_path / "x.jsonl"
-    path.write_text(record() + "\n" + line + "\n")
+def test_a_wrong_record_is_named_by_its_line(tmp_path: Path, line: str, says: str) -> None:
     with pytest.raises(UsageError) as refused:
-        list(read_items(path))
+        list(read_items(written(tmp_path / "x.jsonl", record(), line, "")))
     assert says in str(refused.value)
-    result = CliRunner().invoke(app, ["eval", str(path)])
-    assert result.exit_code == 2
-    assert says in result.stderr
 
 
 def test_longbench_and_ruler_records(tmp_path: Path) -> None:
@@ -138,7 +138,6 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     assert second.source.endswith("line 2")
 
 
-PROMPTS = Path(longbench.__file__).parent / "prompts"
 DIGESTS = {"longbench.json": "1e34c07872360e20", "longbench-v2.txt": "68a162252bc9ff71"}
 
 
@@ -198,8 +197,8 @@ def test_examples_and_code_are_completed_and_not_asked_in_a_chat(tmp_path: Path)
     chat = minikv.load(policy="full")
     plain = chat.tokenizer.encode(code.document + code.questions[0])
     completed = [chat.start()[0], *plain]
-    assert wording.opening(chat, code, 0) == completed
-    asked = wording.opening(chat, question, 0)
+    assert passes.prompts(chat, code)[0] == completed
+    asked = passes.prompts(chat, question)[0]
     whole = [Message("user", question.document + question.questions[0])]
     assert asked == chat.template.opening(whole)
     passes.answers(chat, code)
@@ -228,58 +227,29 @@ def test_longbench_v2_in_lines_and_in_one_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "score"),
+    ("name", "text", "groups"),
     [
-        ("The correct answer is (C).", 1.0),
-        ("**The correct answer is C**", 1.0),
-        ("The correct answer is (A), or C.", 0.0),
-        ("C", 0.0),
-        ("", 0.0),
+        *(
+            ("qasper_e.jsonl", record(length=n), (group,))
+            for n, group in ((3999, "0-4k"), (4000, "4-8k"), (7999, "4-8k"), (8000, "8k+"))
+        ),
+        ("qasper_e.jsonl", record(), ()),
+        ("qasper.jsonl", record(length=10), ()),
+        # Tables write null, an empty text or 3000.0 where a column has gaps.
+        ("data.json", record(dataset="qasper_e", length=None), ()),
+        ("data.json", record(dataset="qasper_e", length=3000.0), ("0-4k",)),
+        ("data.json", choices(difficulty="", length=None), ()),
+        ("data.json", choices(difficulty="schwierig, über 9"), ("schwierig, über 9", "short")),
+        ("data.json", f"\ufeff[{choices()}]", ("hard", "short")),
+        ("data.json", f"\ufeff{record()}", ()),
     ],
 )
-def test_a_choice_is_read_as_longbench_does(answer: str, score: float) -> None:
-    assert metrics.choice(answer, ["C"]) == score
-
-
-def test_longbench_e_is_told_apart_by_length(tmp_path: Path) -> None:
-    path = tmp_path / "qasper_e.jsonl"
-    lines = [record(length=n) for n in (10, 3999, 4000, 7999, 8000)]
-    path.write_text("\n".join(lines))
-    groups = [item.groups for item in read_items(path)]
-    assert groups == [("0-4k",), ("0-4k",), ("4-8k",), ("4-8k",), ("8k+",)]
-    path.write_text(record())
-    assert next(read_items(path)).groups == ()
-    other = tmp_path / "qasper.jsonl"
-    other.write_text(record(length=10))
-    assert next(read_items(other)).groups == ()
-
-
-@pytest.mark.parametrize("text", [record(), f"[{choices()}]"])
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(text, encoding="utf-8-sig")
-    assert len(list(read_items(path))) == 1
-
-
-def test_a_group_may_have_any_name_that_a_line_can_show(tmp_path: Path) -> None:
-    path = tmp_path / "data.json"
-    path.write_text(choices(difficulty="schwierig, über 9", length="short"))
-    assert next(read_items(path)).groups == ("schwierig, über 9", "short")
-
-
-@pytest.mark.parametrize(
-    ("text", "groups"),
-    [
-        (choices(difficulty="", length=None), ()),
-        (record(dataset="qasper_e", length=None), ()),
-        (record(dataset="qasper_e", length=3000.0), ("0-4k",)),
-    ],
-)
-def test_a_group_that_is_not_given(tmp_path: Path, text: str, groups: tuple[str, ...]) -> None:
-    """Tables write null, an empty text or 3000.0 where a column has gaps."""
-    path = tmp_path / "data.json"
-    path.write_text(text)
-    assert next(read_items(path)).groups == groups
+def test_the_groups_of_a_record(
+    tmp_path: Path, name: str, text: str, groups: tuple[str, ...]
+) -> None:
+    """LongBench-E is told apart by length, LongBench v2 by its own names. A byte order mark is no
+    part of a file."""
+    assert next(read_items(written(tmp_path / name, text))).groups == groups
 
 
 def test_records_about_one_document_become_one_item(tmp_path: Path) -> None:
@@ -304,50 +274,73 @@ def test_records_about_one_document_become_one_item(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "metric", "tokens"),
     [
-        ("qa_1.jsonl", metrics.contains_any, 32),
+        ("niah_multikey_3.jsonl", metrics.contains, 128),
+        ("my-niah_multiquery_4096.jsonl", metrics.contains, 128),
         ("my_qa_runs/niah_single_1.jsonl", metrics.contains, 128),
+        ("RULER.vt.8k.json", metrics.contains, 30),
         ("qa_runs/vt.jsonl", metrics.contains, 30),
-        ("qa_2/validation.jsonl", metrics.contains_any, 32),
         ("cwe/test.jsonl", metrics.contains, 120),
         ("qa_2/fwe/validation.jsonl", metrics.contains, 50),
+        ("ruler_qa_1.jsonl", metrics.contains_any, 32),
+        ("ruler-QA-2.jsonl", metrics.contains_any, 32),
+        ("qa_2/validation.jsonl", metrics.contains_any, 32),
     ],
 )
 def test_a_ruler_task_is_told_by_its_name(
     tmp_path: Path, name: str, metric: metrics.Metric, tokens: int
 ) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(ruler())
-    (item,) = read_items(path)
+    (item,) = read_items(written(tmp_path / name, ruler()))
     assert (item.metric, item.max_tokens) == (metric, tokens)
 
 
-def test_answers_are_not_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An indentation counts in code; of some datasets only the first line does."""
+@pytest.mark.parametrize(
+    ("name", "many"),
+    [
+        *(
+            (f"{n}.jsonl", "no")
+            for n in ("x", "qa_3", "squad_qa", "qa_11", "qaint", "cwes", "acwe")
+        ),
+        ("qa_1/data.jsonl", "no"),
+        ("x/validation.jsonl", "no"),
+        ("vt_and_qa_1.jsonl", "more than one"),
+    ],
+)
+def test_another_name_is_refused(tmp_path: Path, name: str, many: str) -> None:
+    path = written(tmp_path / name, ruler())
+    with pytest.raises(UsageError) as refused:
+        list(read_items(path))
+    said = f"names {many} RULER task (known: niah_*, vt, cwe, fwe, qa_1, qa_2)"
+    assert said in str(refused.value)
+    # What a record of LongBench is, it says itself.
+    assert len(list(read_items(written(path, record())))) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "prefix"),
+    [
+        ("Question: Who?", None),
+        ("Question: Who?", ""),
+        ("Question: Who?", " Answer: they are: "),
+        ("Question: Who?\n", "Answer:"),
+        ("Question: Who? Answer:", None),
+    ],
+)
+def test_a_ruler_prompt_is_fed_to_the_letter(
+    tmp_path: Path, asked: str, prefix: str | None
+) -> None:
+    """Without a header in front, in the user's turn; how the answer begins opens the model's."""
+    prompt = f"Some words.\nMore.\n{asked}"
+    path = written(tmp_path / "qa_1.jsonl", ruler(input=prompt, answer_prefix=prefix))
+    (item,) = read_items(path)
+    assert (item.document, item.questions) == ("Some words.\nMore.\n", (asked,))
     chat = minikv.load(policy="full")
-    monkeypatch.setattr(chat, "ask", lambda *_, **__: iter(["\n", "    return x\n", "more"]))
-    item = Item("def f(x):", ("Next?",), (("    return x",),), metrics.code)
-    assert passes.answers(chat, item) == ["\n    return x\nmore"]
-    assert item.metric(passes.answers(chat, item)[0], item.right[0], ()) == 1.0
-    first = Item("def f(x):", ("Next?",), (("    return x",),), first_line=True)
-    assert passes.answers(chat, first) == ["    return x"]
-
-
-def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    """RULER calls every task's file validation.jsonl: the folder has the task's official name."""
-    paths = [
-        tmp_path / task / "validation.jsonl" for task in ("qa_1", "niah_single_1", "4096/qa_1")
-    ]
-    for path in paths:
-        path.parent.mkdir(parents=True)
-        path.write_text(ruler())
-    out = tmp_path / "out.json"
-    result = CliRunner().invoke(
-        app, ["eval", *map(str, paths), "--policy", "full", "--budget", "64", "--json", str(out)]
-    )
-    assert result.exit_code == 0, result.stderr
-    tasks = [c["task"] for c in json.loads(out.read_text())["cells"]]
-    assert tasks == [str(paths[0]), "niah_single_1", str(paths[2])]
+    before = chat.template.opening([Message("user", prompt)])
+    opens = cast(Tokenizer, chat.tokenizer).encode(prefix or "", "inside")
+    assert passes.prompts(chat, item) == (before + opens,)
+    chat.reset()
+    (answer,) = passes.answers(chat, item)
+    assert chat.fed[: len(before) + len(opens)] == before + opens
+    assert prefix is None or not prefix.strip() or not answer.startswith(prefix)
 
 
 class Scorer:
@@ -377,19 +370,6 @@ def test_rouge_of_the_package() -> None:
     for answer in ("", " ", "...", " . "):
         assert metrics.rouge_l(answer, ["the cat"]) == 0.0
     assert metrics.rouge_l("the cat", [""]) == 0.0
-
-
-@pytest.mark.parametrize("dataset", ["gov_report", "qmsum", "multi_news", "samsum"])
-def test_rouge_is_asked_for_before_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str
-) -> None:
-    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
-    monkeypatch.setitem(sys.modules, "rouge", None)
-    path = tmp_path / "x.jsonl"
-    path.write_text(record(dataset=dataset))
-    result = CliRunner().invoke(app, ["eval", str(path)])
-    assert result.exit_code == 2
-    assert "summaries are scored by the package rouge" in result.stderr
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
