@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from minikv.chat.report import percent_saved
-from minikv.cli import documents, render
+from minikv.cli import documents
 from minikv.cli.config import Interface
 from minikv.cli.documents import Text
 from minikv.cli.flags import Call
@@ -22,8 +22,9 @@ from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import header, resumed
+from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.sources import STDIN, opened, read_stdin
-from minikv.cli.terminal import Terminal
 from minikv.cli.turn import open_chat, run_turn
 from minikv.cli.verify import check
 from minikv.errors import UsageError

@@ -20,8 +20,8 @@ from minikv.cli.saved.files import check_name
 from minikv.cli.saved.listing import listing, unknown
 from minikv.cli.saved.old import is_old, locked
 from minikv.cli.saved.transcript import opened, read
-from minikv.cli.tables import cells, cut, grid, padded
-from minikv.cli.terminal import Terminal, clean, columns
+from minikv.cli.screen.tables import cells, cut, grid, padded
+from minikv.cli.screen.terminal import Terminal, clean, columns
 from minikv.cli.turn import record
 from minikv.errors import UsageError
 

@@ -18,13 +18,13 @@ from minikv.cli import (
     document_commands,
     kept_view,
     refresh,
-    render,
     saving,
     settings_commands,
     verify,
 )
 from minikv.cli.command import Command, Context, Leave
 from minikv.cli.export import command as export
+from minikv.cli.screen import render
 from minikv.cli.values import read_pairs
 from minikv.errors import UsageError
 
@@ -143,7 +143,7 @@ def _stats(context: Context, arguments: list[str]) -> None:
     if report is None:
         terminal.say("no turn yet")
         return
-    from minikv.cli.strips import Screen, strips
+    from minikv.cli.screen.strips import Screen, strips
 
     screen = Screen.of(terminal)
     drawn = strips(

@@ -15,11 +15,11 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import Rates, Tokens, TurnReport, ratio
 from minikv.cli import completion
 from minikv.cli.command import Command, Context
-from minikv.cli.layout import clipped, folded
-from minikv.cli.progress import FRAME, Live
-from minikv.cli.strips import Screen
-from minikv.cli.tables import padded
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.layout import clipped, folded
+from minikv.cli.screen.progress import FRAME, Live
+from minikv.cli.screen.strips import Screen
+from minikv.cli.screen.tables import padded
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
 from minikv.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal, clean
 from minikv.errors import UsageError
 
 

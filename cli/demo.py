@@ -6,12 +6,13 @@ import re
 import sys
 from dataclasses import dataclass
 
-from minikv.cli import commands, documents, render
+from minikv.cli import commands, documents
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.tables import wrapped
-from minikv.cli.terminal import Terminal, columns
+from minikv.cli.screen import render
+from minikv.cli.screen.tables import wrapped
+from minikv.cli.screen.terminal import Terminal, columns
 from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.errors import Interrupted
 from minikv.settings import Generation, Settings

@@ -21,8 +21,8 @@ import typer
 import minikv
 from minikv.chat.report import size
 from minikv.cli import selftest
-from minikv.cli.tables import wrapped
-from minikv.cli.terminal import OutputError, Terminal
+from minikv.cli.screen.tables import wrapped
+from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 from minikv.models import refuse_without_torch

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import typer
 
 from minikv.cli.interrupt import Terminated, ending
-from minikv.cli.terminal import OutputError, Terminal, clean, hush
+from minikv.cli.screen.terminal import OutputError, Terminal, clean, hush
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 

@@ -21,7 +21,7 @@ from minikv.checks import quoted
 from minikv.cli import completion, config
 from minikv.cli.config import Config
 from minikv.cli.failures import guard
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.settings import CACHE, Setting, settings_of, spelled
 

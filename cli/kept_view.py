@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from minikv.cli import kept
 from minikv.cli.command import Command, Context
 from minikv.cli.kept import Kept
-from minikv.cli.layout import broken, clipped, folded, shown
-from minikv.cli.strips import Screen, along, level, percent, strip
+from minikv.cli.screen.layout import broken, clipped, folded, shown
+from minikv.cli.screen.strips import Screen, along, level, percent, strip
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

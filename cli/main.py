@@ -18,7 +18,7 @@ import typer
 
 import minikv
 from minikv.cli.help import Group, Later
-from minikv.cli.terminal import Terminal, hush, open_streams
+from minikv.cli.screen.terminal import Terminal, hush, open_streams
 from minikv.engine import threads
 
 _MORE = "Look up, measure, set up"

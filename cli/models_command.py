@@ -17,9 +17,9 @@ from minikv.chat.report import size
 from minikv.cli.config import BUNDLED
 from minikv.cli.confirm import confirmed
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.progress import Loading
-from minikv.cli.tables import cut, grid
-from minikv.cli.terminal import Terminal, clean, columns
+from minikv.cli.screen.progress import Loading
+from minikv.cli.screen.tables import cut, grid
+from minikv.cli.screen.terminal import Terminal, clean, columns
 from minikv.errors import UsageError
 from minikv.models import packed_files
 from minikv.models.packed_files import PackedFile

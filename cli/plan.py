@@ -12,9 +12,9 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Row, config_folder, forecast
+from minikv.cli.screen.tables import wrapped
+from minikv.cli.screen.terminal import Terminal, clean
 from minikv.cli.suggestion import Suggestion, suggest
-from minikv.cli.tables import wrapped
-from minikv.cli.terminal import Terminal, clean
 from minikv.cli.values import read_count
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import size
-from minikv.cli import completion, documents, refresh, render
+from minikv.cli import completion, documents, refresh
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS
 from minikv.cli.config_command import listed, text
 from minikv.cli.context_command import count_tokens
-from minikv.cli.tables import cells, padded
+from minikv.cli.screen import render
+from minikv.cli.screen.tables import cells, padded
 from minikv.errors import UsageError
 from minikv.policies import registry
 from minikv.settings import Generation, refuse_gone, settings_of, spelled

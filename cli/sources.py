@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from minikv.cli import documents
 from minikv.cli.documents import Text
 from minikv.cli.loaders import command_for
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal, clean
 from minikv.errors import Interrupted, UsageError
 
 STDIN = "standard input"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.command import Command, Context
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.layout import clipped, folded
-from minikv.cli.progress import FRAME
-from minikv.cli.strips import Screen
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.layout import clipped, folded
+from minikv.cli.screen.progress import FRAME
+from minikv.cli.screen.strips import Screen
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.wording import worded
 from minikv.errors import Interrupted, UsageError
 

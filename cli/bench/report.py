@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import Any
 
 from minikv.chat.report import size
-from minikv.cli.tables import grid
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.tables import grid
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError, UsageError
 

@@ -27,7 +27,7 @@ def policies(
     if call.subcommand is not None:
         return
     refuse_without_torch()
-    from minikv.cli import render
+    from minikv.cli.screen import render
 
     call.terminal.data(render.policies(as_json=as_json))
 
@@ -46,6 +46,6 @@ def show(
     as_json: Json = False,
 ) -> None:
     refuse_without_torch()
-    from minikv.cli import render
+    from minikv.cli.screen import render
 
     call.terminal.data(render.policy(name, as_json=as_json))

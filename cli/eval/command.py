@@ -19,7 +19,7 @@ from minikv.cli.eval.fitting import TRUNCATIONS, fitted
 from minikv.cli.eval.names import ANSWERED, MEASURED, TASKS
 from minikv.cli.eval.passes import PASSES
 from minikv.cli.eval.tasks import CHATS
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.values import read_list
 from minikv.errors import ContextError, UsageError
 from minikv.loader import build

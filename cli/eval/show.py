@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from minikv.cli import tables
 from minikv.cli.eval.cells import Cell
 from minikv.cli.eval.tasks import CHATS
+from minikv.cli.screen import tables
 from minikv.errors import UsageError
 from minikv.policies import default_step
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from minikv.chat.report import size
 from minikv.cli.command import Command, Context
 from minikv.cli.saved.listing import listing
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal, clean
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

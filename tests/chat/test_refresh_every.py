@@ -12,7 +12,7 @@ from tiers import MILL, recalling
 from minikv.cache.tier_rows import TierError
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import render
+from minikv.cli.screen import render
 from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError

@@ -15,11 +15,12 @@ from small_chat import chat_over
 
 from minikv.chat.session import ChatSession
 from minikv.cli import document_commands as commands
-from minikv.cli import documents, render
+from minikv.cli import documents
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.settings import Generation
 

@@ -31,7 +31,7 @@ from minikv.cli.flags import Call, _file_text, command
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.policies import registry
 from minikv.settings import GONE, Generation, Settings

@@ -63,7 +63,7 @@ SOURCES = (
     "models/stream.py",
     "models/checkpoint.py",
     "models/weights.py",
-    "cli/terminal.py",
+    "cli/screen/terminal.py",
 )
 _COMPARE: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import size as size_of
-from minikv.cli.terminal import Terminal, columns
+from minikv.cli.screen.terminal import Terminal, columns
 from minikv.cli.wording import worded
 from minikv.errors import Interrupted
 

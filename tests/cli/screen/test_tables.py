@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from minikv.cli import terminal
-from minikv.cli.tables import cut, cut_middle, grid, padded, wrapped
+from minikv.cli.screen import terminal
+from minikv.cli.screen.tables import cut, cut_middle, grid, padded, wrapped
 
 SIGNS = ["a", "-", " ", " ", "中", "文", "é", "e\u0301", "❤\ufe0f", "👩\u200d🔬", "ก็", "😀"]
 TEXTS = st.lists(st.sampled_from(SIGNS), max_size=60).map("".join)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from minikv.cli import layout
+from minikv.cli.screen import layout
 
 LETTERS = st.text(alphabet="ab  \t\n中😀e\u0301\ufe0f\x1b\r\u202e", max_size=60)
 

@@ -25,10 +25,10 @@ from pairwise import some_by_day  # noqa: E402
 from rich.cells import cell_len  # noqa: E402
 from terminals import Terminals  # noqa: E402
 
-from minikv.cli.markdown import Answer  # noqa: E402
-from minikv.cli.terminal import Terminal, clean  # noqa: E402
+from minikv.cli.screen.markdown import Answer  # noqa: E402
+from minikv.cli.screen.terminal import Terminal, clean  # noqa: E402
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 
 
 class Window:
@@ -599,7 +599,7 @@ def test_on_a_terminal_it_is_set_and_ends_with_one_newline(monkeypatch: pytest.M
 
 CHILD = """
 import signal, termios, os
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 terminal = Terminal()
 def echo():
     return bool(termios.tcgetattr(1)[3] & termios.ECHO)
@@ -632,7 +632,7 @@ def test_keys_are_not_echoed_into_an_answer(resumed: str) -> None:
 
 BACKGROUND = """
 import os, signal, sys, termios
-from minikv.cli.keyboard import unechoed
+from minikv.cli.screen.keyboard import unechoed
 def echo(on=None):
     mode = termios.tcgetattr(1)
     if on is not None:

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from minikv.cli.keyboard import Keyboard, unechoed
-from minikv.cli.tables import cells, wrapped
+from minikv.cli.screen.keyboard import Keyboard, unechoed
+from minikv.cli.screen.tables import cells, wrapped
 
 if TYPE_CHECKING:
-    from minikv.cli.markdown import Answer
+    from minikv.cli.screen.markdown import Answer
 
 _DROPPED = (
     *(code for code in range(0x20) if chr(code) not in "\n\t"),  # C0, with ESC
@@ -105,7 +105,7 @@ class Terminal:
             with self.silent():
                 yield
             return
-        from minikv.cli.markdown import Answer  # with rich and a parser
+        from minikv.cli.screen.markdown import Answer  # with rich and a parser
 
         self._markdown = Answer(
             lambda: window(self.out),

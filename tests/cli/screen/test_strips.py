@@ -13,9 +13,9 @@ from test_kept import HOSTILE, STORY, chat, facts
 
 from minikv.cache.snapshot import Outcome
 from minikv.chat.report import UNKNOWN
-from minikv.cli import strips
 from minikv.cli.kept import Part
-from minikv.cli.strips import ASCII
+from minikv.cli.screen import strips
+from minikv.cli.screen.strips import ASCII
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO
 
 from minikv.chat.report import UNKNOWN, TurnReport, size
-from minikv.cli.layout import clipped, folded
-from minikv.cli.terminal import Terminal, window
+from minikv.cli.screen.layout import clipped, folded
+from minikv.cli.screen.terminal import Terminal, window
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from minikv.cli.terminal import clean
+from minikv.cli.screen.terminal import clean
 
 _TAB = "    "
 _EMOJI = "\ufe0f"  # makes a narrow sign before it a wide one

@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from minikv.cli.code import Code
+    from minikv.cli.screen.code import Code
 
 _NEAR = 24  # columns before the margin from which on a word waits until it is whole
 _CODE = ("fence", "indented")
@@ -397,7 +397,7 @@ class _Formatter:
         """The colours of a block of code, if this terminal has any and they are known."""
         if not self._colour or not language.strip():
             return None
-        from minikv.cli.code import Code  # with pygments
+        from minikv.cli.screen.code import Code  # with pygments
 
         return Code.of(language)
 

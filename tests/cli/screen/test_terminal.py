@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from minikv.cli import terminal
-from minikv.cli.terminal import OutputError, Terminal, clean
+from minikv.cli.screen import terminal
+from minikv.cli.screen.terminal import OutputError, Terminal, clean
 
 
 class Screen(io.StringIO):
