@@ -143,9 +143,9 @@ def _stats(context: Context, arguments: list[str]) -> None:
     if report is None:
         terminal.say("no turn yet")
         return
-    from minikv.cli.screen.strips import Screen, strips
+    from minikv.cli.screen.strips import strips
 
-    screen = Screen.of(terminal)
+    screen = terminal.screen
     drawn = strips(
         context.session, screen.width, plain=not screen.blocks, reports=context.session.reports
     )

@@ -26,8 +26,8 @@ from minikv.cli.config import (
 from minikv.cli.config_edit import edited, literal
 from minikv.cli.paths import config_file
 from minikv.cli.saved.files import private, write
-from minikv.cli.screen.tables import cells, cut, padded
-from minikv.cli.screen.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import cells, clean, cut, padded
 from minikv.errors import UsageError
 from minikv.settings import Plain, refuse_gone, spelled
 

@@ -21,8 +21,8 @@ import typer
 import minikv
 from minikv.chat.report import size
 from minikv.cli import selftest
-from minikv.cli.screen.tables import wrapped
 from minikv.cli.screen.terminal import OutputError, Terminal
+from minikv.cli.screen.text import folded
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 from minikv.models import refuse_without_torch
@@ -83,9 +83,9 @@ def line(check: Check, width: int) -> str:
     """A check as text, broken between words; the hint on a line of its own."""
     first = f"{check.state:<8} {check.name:<9} {check.detail}"
     margin = " " * 9
-    lines = wrapped(first, max(width, 30), margin)
+    lines = folded(first, max(width, 30), margin, whole=True)
     if check.hint:
-        lines += wrapped(margin + check.hint, max(width, 30), margin)
+        lines += folded(margin + check.hint, max(width, 30), margin, whole=True)
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from minikv.chat.transcript import Source
 from minikv.cli.loaders import command_for, load
 from minikv.cli.pdf import MAGIC, NEAR, is_pdf, is_surely_pdf, read_pdf
 from minikv.cli.saved.sources import source_of
-from minikv.cli.screen.terminal import clean
+from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 MAX_BYTES = 32 << 20

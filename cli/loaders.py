@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
-from minikv.cli.screen.terminal import clean
+from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 TIMEOUT = 120.0

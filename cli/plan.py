@@ -12,8 +12,8 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Row, config_folder, forecast
-from minikv.cli.screen.tables import wrapped
-from minikv.cli.screen.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean, folded
 from minikv.cli.suggestion import Suggestion, suggest
 from minikv.cli.values import read_count
 from minikv.errors import UsageError
@@ -161,7 +161,7 @@ def shown(
     ]
     lines = []
     for name, text in facts:
-        lines += wrapped(f"{name:<9}{text}", max(width, 20), " " * 9)
+        lines += folded(f"{name:<9}{text}", max(width, 20), " " * 9, whole=True)
     for each in made:
         # Where --budget auto evicts nothing, every policy is as full.
         rows = [row for row in each.rows if row.error or row.rows or row.policy == "full"]
@@ -176,11 +176,11 @@ def shown(
         "READING: the most at once while the prompt is read. WRITING: the pool while the answer "
         f"is written. NEEDS: with the weights and {_workspace(made)} of work space."
     )
-    lines += wrapped(foot, max(min(width, 80), 20))
+    lines += folded(foot, max(min(width, 80), 20), whole=True)
     if suggestions:
         lines.append("")
     for hint in suggestions:
-        lines += wrapped(_advice(hint, one.model), max(width, 20), "  ")
+        lines += folded(_advice(hint, one.model), max(width, 20), "  ", whole=True)
     return "\n".join(lines)
 
 
@@ -281,7 +281,7 @@ def _table(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
     lines = [f"{'POLICY':<{wide}}  {'KV READING':>11}  {'KV WRITING':>11}  {'NEEDS':>11}  FITS"]
     for row, fits in rows:
         if row.error:
-            lines += wrapped(f"{row.label}: {row.error}", width, "    ")
+            lines += folded(f"{row.label}: {row.error}", width, "    ", whole=True)
             continue
         cells = f"{size(row.reading):>11}  {size(row.writing):>11}  {size(row.needs):>11}  {fits}"
         lines.append(f"{row.label:<{wide}}  {cells}")
@@ -296,7 +296,7 @@ def _stacked(rows: Sequence[tuple[Row, str]], width: int) -> list[str]:
             f"{size(row.needs)}, fits: {fits}"
         )
         text = f"{row.label}: {row.error or cells}"
-        lines += wrapped(text, max(width, 20), "  ")
+        lines += folded(text, max(width, 20), "  ", whole=True)
     return lines
 
 

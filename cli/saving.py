@@ -16,7 +16,7 @@ from minikv.cli.saved.listing import Entry, listing
 from minikv.cli.saved.sources import changes
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.screen import render
-from minikv.cli.screen.tables import cut, grid
+from minikv.cli.screen.text import cut, grid
 from minikv.cli.settings_commands import reseeded
 from minikv.cli.turn import note_report, run_turn
 from minikv.errors import UsageError

@@ -17,7 +17,7 @@ from minikv.cli.config import SETTINGS
 from minikv.cli.config_command import listed, text
 from minikv.cli.context_command import count_tokens
 from minikv.cli.screen import render
-from minikv.cli.screen.tables import cells, padded
+from minikv.cli.screen.text import cells, padded
 from minikv.errors import UsageError
 from minikv.policies import registry
 from minikv.settings import Generation, refuse_gone, settings_of, spelled

@@ -22,7 +22,8 @@ from fnmatch import fnmatchcase
 from minikv.cli import documents
 from minikv.cli.documents import Text
 from minikv.cli.loaders import command_for
-from minikv.cli.screen.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 STDIN = "standard input"

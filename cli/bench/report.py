@@ -11,8 +11,8 @@ from time import perf_counter
 from typing import Any
 
 from minikv.chat.report import size
-from minikv.cli.screen.tables import grid
 from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import grid
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError, UsageError
 

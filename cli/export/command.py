@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from minikv.chat.report import size
 from minikv.cli.command import Command, Context
 from minikv.cli.saved.listing import listing
-from minikv.cli.screen.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from minikv.cli.export.facts import (
 )
 from minikv.cli.json_limits import refuse_many
 from minikv.cli.records import Wrong, checked, count, fields_of, key, report_of
-from minikv.cli.screen.terminal import clean
+from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
 MAX_BYTES = 256 << 20

@@ -34,7 +34,8 @@ from prompt_toolkit.styles import Style
 from minikv.cli.interrupt import Terminated, ends
 from minikv.cli.screen.history import HistoryFile
 from minikv.cli.screen.keyboard import Keyboard, Lines
-from minikv.cli.screen.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 
 BLOCK = '"""'
 

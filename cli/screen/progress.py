@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import size as size_of
-from minikv.cli.screen.terminal import Terminal, columns
+from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.wording import worded
 from minikv.errors import Interrupted
 
@@ -102,7 +102,7 @@ class Live:
         """The line. What does not fit is left out, the rate first."""
         from rich.cells import cell_len
 
-        width = columns(self._terminal.err) - 1  # the last column would wrap
+        width = window(self._terminal.err)[0] - 1  # the last column would wrap
         count = amounts(done, total, self._unit)
         speed = _per_second(rate, self._unit) if rate else ""
         left = f"{duration((total - done) / rate)} left" if rate else ""

@@ -41,7 +41,8 @@ from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import listing
-from minikv.cli.screen.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 from minikv.cli.sources import PipedLines
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
 from minikv.models.errors import CorruptModel, ModelUnavailable

@@ -23,7 +23,8 @@ from minikv.cli.config import SETTINGS
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
-from minikv.cli.screen.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 from minikv.cli.turn import run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.settings import Generation
