@@ -15,7 +15,6 @@ from minikv.cli.config import (
     BUNDLED,
     LOCAL,
     SETTINGS,
-    Config,
     allowed,
     load,
     nearest,
@@ -32,8 +31,11 @@ from minikv.errors import UsageError
 from minikv.settings import Plain, refuse_gone, spelled
 
 
-def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
+def show(terminal: Terminal, *, as_json: bool = False) -> None:
     """Print every setting with its value and where it came from."""
+    config = load()
+    for note in config.notes:
+        terminal.warn(note)
     values = {name: one.default for name, one in SETTINGS.items()}
     values |= {name: one.value for name, one in config.values.items()}
     origins = config.origins(())

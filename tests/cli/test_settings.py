@@ -454,7 +454,7 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
 
 
 def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = read(home, 'seed = 3\n[aliases]\nx = "y/z"\n[loaders]\ndocx = "p {path}"')
+    read(home, 'seed = 3\n[aliases]\nx = "y/z"\n[loaders]\ndocx = "p {path}"')
     (home / "here/minikv.toml").unlink()
     monkeypatch.chdir(home / "here")
     paths, table, record = screen(), screen(), screen()
@@ -463,12 +463,12 @@ def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"{home / 'here/minikv.toml'}  (not there)",
         str(home / "home/.config/minikv/config.toml"),
     ]
-    config_command.show(made, table)
+    config_command.show(table)
     lines = out(table).splitlines()
     assert ["seed", "3", "~/.config/minikv/config.toml"] in [line.split() for line in lines]
     assert {"x = y/z", "docx = p {path}"} <= set(lines)
     assert len(lines) == len(SETTINGS) + 4
-    config_command.show(made, record, as_json=True)
+    config_command.show(record, as_json=True)
     found = json.loads(out(record))
     assert found["settings"]["seed"] == {"value": 3, "origin": "~/.config/minikv/config.toml"}
     assert found["settings"]["top_p"] == {"value": 1.0, "origin": "default"}
