@@ -32,6 +32,7 @@ from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen.terminal import Terminal
+from minikv.cli.wording import worded
 from minikv.errors import UsageError
 from minikv.policies import registry
 from minikv.settings import GONE, Generation, Settings
@@ -219,14 +220,16 @@ def test_what_is_gone_is_refused_with_what_to_use(
     with pytest.raises(UsageError) as caught:
         read(home, **{f"MINIKV_{key.upper()}": "1"})
     assert str(caught.value) == f"MINIKV_{key.upper()} is gone: {GONE[key]}"
-    for act in (
-        lambda: do(context, "set", key, "1"),
-        lambda: config_command.change(key, ["1"], screen()),
-        lambda: minikv.load(**{key: 1}),
-    ):
+    acts = {
+        says: lambda: config_command.change(key, ["1"], screen()),
+        f"`{key}` is gone: {GONE[key]}": lambda: minikv.load(**{key: 1}),
+        f"{key} is gone: {worded(GONE[key], chat=True)}": lambda: do(context, "set", key, "1"),
+    }
+    for line, act in acts.items():
         with pytest.raises(UsageError) as caught:
             act()
-        assert str(caught.value).lstrip("`").replace(f"{key}` is", f"{key} is") == says
+        assert str(caught.value) == line
+    assert "--" not in worded(GONE[key], chat=True)  # in a chat there are no flags
     own = home / "home/.config/minikv/config.toml"
     own.write_text(f"{key} = 1 # mine\nseed = 3\n")
     config_command.unset(key, screen())
