@@ -57,7 +57,6 @@ Saved = Annotated[
     str, typer.Argument(help="a name from `minikv chats`", autocompletion=completion.saved)
 ]
 Yes = Annotated[bool, flag("--yes", "do not ask", letters=["-y"])]
-_LIST = {"invoke_without_command": True}
 
 
 # -- questions ------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ models = group(
 )
 
 
-@models.callback(**_LIST)
+@models.callback(invoke_without_command=True)
 @command
 def list_models(call: Call, as_json: Json = False) -> None:
     from minikv.cli import models_command
@@ -309,7 +308,7 @@ def remove_models(
 chats = group("minikv chats show NAME\n\nThe saved chats, the newest first.")
 
 
-@chats.callback(**_LIST)
+@chats.callback(invoke_without_command=True)
 @command
 def list_chats(
     call: Call, interface: Annotated[Interface, Only("chats_limit")], as_json: Json = False
@@ -375,7 +374,7 @@ def report(
 policies = group("minikv policies show adakv\n\nThe eviction methods, one line each.")
 
 
-@policies.callback(**_LIST)
+@policies.callback(invoke_without_command=True)
 @command
 def list_policies(call: Call, as_json: Json = False) -> None:
     from minikv.cli.screen import render

@@ -189,7 +189,8 @@ def template() -> str:
 
 def literal(value: Plain) -> str:
     """A value as TOML writes it."""
-    return tomlkit.item(_listed(value)).as_string()
+    found: str = tomlkit.item(_listed(value)).as_string()
+    return found
 
 
 def edited(text: str, key: str, value: Plain | None, table: str = "") -> str:
@@ -236,5 +237,5 @@ def _says(text: str, wanted: dict[str, object], table: str) -> bool:
     return ({table: {}} if table else {}) | found == wanted
 
 
-def _listed(value: Plain) -> object:
+def _listed(value: Plain) -> Any:
     return list(value) if isinstance(value, tuple) else value

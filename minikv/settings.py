@@ -110,8 +110,10 @@ class Setting:
             return value
         if type(value) is int and not -_LARGEST < value < _LARGEST:
             raise UsageError(f"{where} is too large a number")
-        if type(value) is int and (kind is float or self.test is read_budget):
-            value = kind(value)
+        if type(value) is int and kind is float:
+            value = float(value)
+        if type(value) is int and self.test is read_budget:
+            value = str(value)
         if type(value) is not kind or not isinstance(value, str | int | float):
             raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}", self.hint)
         self.check(value, where)

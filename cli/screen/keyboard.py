@@ -76,7 +76,7 @@ class Keyboard:
         """Switch the terminal. The caller must already hold this keyboard and close it, because
         from here on a signal may end the program at any moment."""
         # A shell that continues the chat may have changed the terminal.
-        self._open.enter_context(_resuming(lambda: self._asks or self._wait()))
+        self._open.enter_context(_resuming(self._resumed))
         self._wait()
         if self.editor:  # until now an Enter was a Ctrl-J
             self.early = re.sub(r"\r?\n", "\r", self._typed())
@@ -112,6 +112,10 @@ class Keyboard:
         """Whether something was typed that has not been read: a key, or a line where the terminal
         edits lines itself."""
         return bool(select.select([self._number], [], [], 0)[0])
+
+    def _resumed(self) -> None:
+        if not self._asks:
+            self._wait()
 
     def _wait(self) -> None:
         if self._before is None:
