@@ -11,7 +11,7 @@ from typing import Any
 
 from minikv.cli.eval.cells import Cell
 from minikv.cli.eval.tasks import CHATS
-from minikv.cli.screen.text import grid, padded
+from minikv.cli.screen import text
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
@@ -80,7 +80,7 @@ def table(cells: Sequence[Cell]) -> str:
                 ]
             )
         sides = "<" * len(texts) + ">" * (len(head) + len(more) - len(texts))
-        blocks.append(f"{title}\n{grid(lines, sides)}")
+        blocks.append(f"{title}\n{text.grid(lines, sides)}")
         if any(c.by_question for c in mine):
             blocks.append(_by_question("by question", mine, [c.by_question for c in mine]))
         if any(len(c.same_by_question) > 1 for c in mine):
@@ -107,11 +107,11 @@ def _extra(cell: Cell, key: str) -> str:
 def _by_question(title: str, cells: Sequence[Cell], shares: Sequence[Sequence[float]]) -> str:
     longest = max(map(len, shares))
     called = names(cells)
-    width = max(len(title), *map(cells, called))
+    width = max(len(title), *map(text.cells, called))
     head = " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))
     lines = [f"{title:{width}} {head}"]
     for name, row in zip(called, shares, strict=True):
-        lines.append(f"{padded(name, width)} " + " ".join(f"{100 * s:5.1f}%" for s in row))
+        lines.append(f"{text.padded(name, width)} " + " ".join(f"{100 * s:5.1f}%" for s in row))
     return "\n".join(lines)
 
 
@@ -122,7 +122,7 @@ def _by_group(cells: Sequence[Cell]) -> str:
     for called, c in zip(names(cells), cells, strict=True):
         scores = {name: score for name, score, _ in c.by_group}
         lines.append([called, *(f"{100 * scores[name]:.1f}%" for name, _ in groups)])
-    return grid(lines, "<" + ">" * len(groups))
+    return text.grid(lines, "<" + ">" * len(groups))
 
 
 def as_csv(cells: Sequence[Cell]) -> str:
