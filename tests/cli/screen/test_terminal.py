@@ -467,3 +467,18 @@ def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
     _, err = screens()
     Terminal().status("é" * 30 + "世界" * 9)
     assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "signs", "dots"),
+    [("utf-8", " ▁▂▃▄▅▆▇█", "…"), ("ascii", " .:-=+*#%@", "..."), ("latin-1", " .:-=+*#%@", "...")],
+)
+def test_a_screen_is_what_stderr_can_show(
+    screens: Use, monkeypatch: pytest.MonkeyPatch, encoding: str, signs: str, dots: str
+) -> None:
+    screens()
+    monkeypatch.setattr(Screen, "encoding", encoding)
+    monkeypatch.setenv("LINES", "30")
+    found = Terminal().screen
+    assert (found.width, found.rows, found.encoding) == (40, 30, encoding)
+    assert (found.signs, found.dots, found.colour) == (signs, dots, True)
