@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from minikv.chat.report import percent_saved
-from minikv.cli import render
 from minikv.cli.config import Interface
 from minikv.cli.documents.named import opened
 from minikv.cli.documents.origin import changes
@@ -24,7 +23,8 @@ from minikv.cli.question import sorted_out
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.transcript import header, resumed
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.turn import open_chat, run_turn
 from minikv.cli.verify import check
 from minikv.errors import UsageError

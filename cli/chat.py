@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.cli import commands, render
+from minikv.cli import commands
 from minikv.cli.command import Context, Leave
 from minikv.cli.config import Interface
 from minikv.cli.documents.named import opened
@@ -29,7 +29,8 @@ from minikv.cli.saved.commands import origins_of, summary
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
 from minikv.cli.saved.transcript import header, resumed
-from minikv.cli.terminal import OutputError, Terminal
+from minikv.cli.screen import render
+from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.cli.verify import check
 from minikv.cli.wording import worded
@@ -39,7 +40,7 @@ from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.cli.editor import Help
+    from minikv.cli.screen.editor import Help
 
 
 LONG = 32_768
@@ -135,7 +136,7 @@ def chat(
         )
         read_line: Callable[[], str] = PipedLines()
         if typed:
-            from minikv.cli.editor import open_reader
+            from minikv.cli.screen.editor import open_reader
 
             read_line = open_reader(terminal, _help(session), history_file() if history else None)
         if first is not None:
@@ -262,7 +263,7 @@ def _after(question: str, read_line: Callable[[], str], terminal: Terminal) -> C
 
 def _help(session: ChatSession) -> Help:
     """What the line editor completes and shows."""
-    from minikv.cli.editor import Help
+    from minikv.cli.screen.editor import Help
 
     def words(typed: Sequence[str]) -> Sequence[str]:
         return commands.following(session, typed) if len(typed) > 1 else commands.names()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.settings import Generation
 
 if TYPE_CHECKING:

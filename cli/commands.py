@@ -17,7 +17,6 @@ from minikv.cli import (
     context_command,
     kept_view,
     refresh,
-    render,
     settings_commands,
     verify,
 )
@@ -25,6 +24,7 @@ from minikv.cli.command import Command, Context, Leave
 from minikv.cli.documents import commands as documents
 from minikv.cli.export import command as export
 from minikv.cli.saved import commands as saved
+from minikv.cli.screen import render
 from minikv.cli.values import read_pairs
 from minikv.errors import UsageError
 
@@ -143,9 +143,9 @@ def _stats(context: Context, arguments: list[str]) -> None:
     if report is None:
         terminal.say("no turn yet")
         return
-    from minikv.cli.strips import Screen, strips
+    from minikv.cli.screen.strips import strips
 
-    screen = Screen.of(terminal)
+    screen = terminal.screen
     drawn = strips(
         context.session, screen.width, plain=not screen.blocks, reports=context.session.reports
     )

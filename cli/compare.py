@@ -15,11 +15,9 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import Rates, Tokens, TurnReport, ratio
 from minikv.cli import completion
 from minikv.cli.command import Command, Context
-from minikv.cli.layout import clipped, folded
-from minikv.cli.progress import FRAME, Live
-from minikv.cli.strips import Screen
-from minikv.cli.tables import padded
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.progress import FRAME, Live
+from minikv.cli.screen.terminal import Screen, Terminal
+from minikv.cli.screen.text import clipped, folded, padded
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
 from minikv.settings import Settings
@@ -137,7 +135,7 @@ def _put(context: Context, question: Question, runs: Sequence[Run], told: Sequen
     not `told` before."""
     runs = measured(runs)
     runs = [*runs[1:], runs[0]]
-    screen = Screen.of(context.terminal)
+    screen = context.terminal.screen
     context.terminal.page(table(question, runs, screen))
     for one in runs:
         for warning in one.report.warnings:

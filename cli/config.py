@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from minikv.checks import quoted
 from minikv.cli import paths
-from minikv.cli.terminal import clean
+from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 from minikv.settings import (
     ADVANCED,

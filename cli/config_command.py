@@ -7,15 +7,19 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
 
 from minikv.cli.config import (
     ALIASES,
     BUNDLED,
     LOCAL,
     SETTINGS,
-    Config,
     allowed,
     load,
     nearest,
@@ -23,17 +27,20 @@ from minikv.cli.config import (
     short,
     user_file,
 )
-from minikv.cli.config_edit import edited, literal
 from minikv.cli.paths import config_file
 from minikv.cli.saved.files import private, write
-from minikv.cli.tables import cells, cut, padded
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
+from minikv.cli.values import listed, text
 from minikv.errors import UsageError
 from minikv.settings import Plain, refuse_gone, spelled
 
 
-def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
+def show(terminal: Terminal, *, as_json: bool = False) -> None:
     """Print every setting with its value and where it came from."""
+    config = load()
+    for note in config.notes:
+        terminal.warn(note)
     values = {name: one.default for name, one in SETTINGS.items()}
     values |= {name: one.value for name, one in config.values.items()}
     origins = config.origins(())
@@ -47,24 +54,6 @@ def show(config: Config, terminal: Terminal, *, as_json: bool = False) -> None:
         if table:
             lines += [f"[{title}]", *(f"{name} = {value}" for name, value in table.items())]
     terminal.data("\n".join(lines))
-
-
-def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
-    """Lines of name, value and origin."""
-    names = max(len(name) for name in values)
-    wide = min(max(cells(value) for value in values.values()), 24)
-    return [
-        f"{name:<{names}}  {padded(cut(' '.join(value.split()), 60) or '-', wide)}  "
-        f"{origins.get(name, '')}".rstrip()
-        for name, value in values.items()
-    ]
-
-
-def text(value: Plain) -> str:
-    """A value as a file would have it, a text without quotes."""
-    if isinstance(value, tuple):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def paths(terminal: Terminal) -> None:
@@ -193,3 +182,60 @@ def template() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+# -- one line of the file -------------------------------------------------------------------------
+
+
+def literal(value: Plain) -> str:
+    """A value as TOML writes it."""
+    found: str = tomlkit.item(_listed(value)).as_string()
+    return found
+
+
+def edited(text: str, key: str, value: Plain | None, table: str = "") -> str:
+    """The file's text with `key` set, or, with None, without it; `table`: the table that has it.
+    All other lines, and their comments, stay as they are. Raises ValueError where that is not
+    possible."""
+    wanted = tomllib.loads(text)
+    inner = wanted.setdefault(table, {}) if table else wanted
+    if not isinstance(inner, dict):
+        raise ValueError(f"{table} is no table")
+    known = inner.pop(key, None) is not None
+    if value is not None:
+        inner[key] = _listed(value)
+        if not (known or table):  # the default of `config init`, a comment, makes place
+            default = rf"(?m)^[ \t]*#[ \t]*{re.escape(key)}[ \t]*=.*$"
+            found = re.sub(default, lambda _: f"{key} = {literal(value)}", text, count=1)
+            if _says(found, wanted, table):
+                return found
+    try:
+        found = _rewritten(text, key, value, table)
+    except TOMLKitError as error:
+        raise ValueError(str(error)) from None
+    if not _says(found, wanted, table):
+        raise ValueError(f"the line of {key} cannot be changed safely")
+    return found
+
+
+def _rewritten(text: str, key: str, value: Plain | None, table: str) -> str:
+    document = tomlkit.parse(text)
+    inner: Any = document.setdefault(table, tomlkit.table()) if table else document
+    if value is None:
+        del inner[key]
+    else:
+        inner[key] = _listed(value)
+    return tomlkit.dumps(document)
+
+
+def _says(text: str, wanted: dict[str, object], table: str) -> bool:
+    """Whether the file then says what is wanted; without its last key, a table may be gone."""
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return ({table: {}} if table else {}) | found == wanted
+
+
+def _listed(value: Plain) -> Any:
+    return list(value) if isinstance(value, tuple) else value

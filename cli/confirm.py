@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.command import Command, Context
 from minikv.cli.kept import counted
-from minikv.cli.tables import cells, cut_middle, padded
+from minikv.cli.screen.text import cells, cut_middle, padded
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession

@@ -6,13 +6,14 @@ import re
 import sys
 from dataclasses import dataclass
 
-from minikv.cli import commands, render
+from minikv.cli import commands
 from minikv.cli.command import Context
 from minikv.cli.documents.text import read_file
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.tables import wrapped
-from minikv.cli.terminal import Terminal, columns
+from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal, window
+from minikv.cli.screen.text import folded
 from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.errors import Interrupted
 from minikv.settings import Generation, Settings
@@ -167,8 +168,8 @@ def _said(document: str, step: Step) -> str:
 
 
 def _prose(text: str, terminal: Terminal, margin: str = "  ") -> None:
-    width = min(columns(terminal.err), _WIDE)
-    terminal.say("\n".join(wrapped(margin + text, width, margin)))
+    width = min(window(terminal.err)[0], _WIDE)
+    terminal.say("\n".join(folded(margin + text, width, margin, whole=True)))
 
 
 def _goes_on(terminal: Terminal) -> bool:

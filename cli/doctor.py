@@ -22,8 +22,8 @@ import typer
 import minikv
 from minikv.chat.report import size
 from minikv.cli import selftest
-from minikv.cli.tables import wrapped
-from minikv.cli.terminal import OutputError, Terminal
+from minikv.cli.screen.terminal import OutputError, Terminal
+from minikv.cli.screen.text import folded
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 from minikv.models import refuse_without_torch
@@ -89,8 +89,10 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
 def line(name: str, check: Check, width: int) -> str:
     """A check as text, broken between words; the hint on a line of its own."""
     margin, width = " " * 9, max(width, 30)
-    lines = wrapped(f"{check.state:<8} {name:<9} {check.detail}", width, margin)
-    return "\n".join([*lines, *(wrapped(margin + check.hint, width, margin) if check.hint else [])])
+    lines = folded(f"{check.state:<8} {name:<9} {check.detail}", width, margin, whole=True)
+    if check.hint:
+        lines += folded(margin + check.hint, width, margin, whole=True)
+    return "\n".join(lines)
 
 
 # -- the machine ----------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import typer
 
 from minikv.cli.interrupt import Terminated, ending
-from minikv.cli.terminal import OutputError, Terminal, clean, hush
+from minikv.cli.screen.terminal import OutputError, Terminal, hush
+from minikv.cli.screen.text import clean
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 

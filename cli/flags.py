@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -19,11 +19,19 @@ import typer
 
 from minikv.checks import quoted
 from minikv.cli import completion, config
-from minikv.cli.config import Config
+from minikv.cli.config import SETTINGS, Config
 from minikv.cli.failures import guard
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.settings import CACHE, Setting, settings_of, spelled
+
+MODEL = "model revision offline device dtype weights"
+"""The settings that say which model is loaded, where and in which format."""
+
+
+def list_of(name: str, default: str) -> Setting:
+    """A setting that takes several values."""
+    return replace(SETTINGS[name], default=default, help="comma-separated list", test=None)
 
 
 class Only:
@@ -37,18 +45,17 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What every command gets. `given`: the parameters that were typed; `subcommand`: the command
-    below this one that will run, or None."""
+    """What every command gets. `given`: the parameters that were typed."""
 
     terminal: Terminal
     config: Config
     given: Collection[str] = ()
-    subcommand: str | None = None
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
     """`run` as a function for typer: without its first parameter `call: Call`, and with a flag for
-    each field of its settings classes. Errors become a line and an exit code."""
+    each field of its settings classes. Errors become a line and an exit code. It does not run where
+    a command below it does."""
     made = inspect.signature(run, eval_str=True)
     parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context)]
     groups: dict[str, tuple[type, Mapping[str, Setting]]] = {}
@@ -66,6 +73,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             parameters.append(_OPTIONS if name == "options" else _parameter(known[name]))
 
     def called(context: typer.Context, **typed: Any) -> None:
+        if context.invoked_subcommand is not None:
+            return
         terminal = Terminal(quiet=typed.get("quiet", False), plain=typed.get("plain", False))
         debug = typed.get("debug", False)
         if not terminal.live:  # the hub library reads this when it is imported
@@ -75,7 +84,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         with guard(terminal, debug=debug):
             _check_cwd_exists()
             known, given = context.obj or Config(), config.given(context)
-            call = Call(terminal, known, given, context.invoked_subcommand)
+            call = Call(terminal, known, given)
             place = known.model_from(typed.get("model"), typed="model" in given)
             if typed.get("go_on") or typed.get("resume") is not None:
                 place = ""  # the chat says which model it is
@@ -86,7 +95,10 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             with _placed(place):
                 run(call, **typed)
 
-    called.__name__, called.__doc__ = run.__name__, run.__doc__
+    # A paragraph of its docstring is a line: typer would keep some of the line ends.
+    paragraphs = (inspect.getdoc(run) or "").split("\n\n")
+    called.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    called.__name__ = run.__name__
     # The signature that typer reads. Parameters without a default must come first.
     parameters.sort(key=lambda one: one.default is not inspect.Parameter.empty)
     vars(called)["__signature__"] = inspect.Signature(parameters)

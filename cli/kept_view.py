@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from minikv.cli import kept
 from minikv.cli.command import Command, Context
 from minikv.cli.kept import Kept
-from minikv.cli.layout import broken, clipped, folded, shown
-from minikv.cli.strips import Screen, along, level, percent, strip
+from minikv.cli.screen.strips import along, level, percent, strip
+from minikv.cli.screen.terminal import Screen
+from minikv.cli.screen.text import broken, clipped, folded, shown
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ _GUTTER = 7  # a block, a percentage and the spaces around them
 
 def _kept(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
-    screen = Screen.of(terminal)
+    screen = terminal.screen
     if not session.fed:
         terminal.say("no turn yet: nothing has been read")
         return
@@ -502,7 +503,11 @@ def _quoted(facts: Kept, place: tuple[int, int], label: str, screen: Screen) -> 
     quote += screen.dots if cut_right else ""
     if len(broken(quote, room)) > 1:
         quote = quote[: broken(quote, room - len(screen.dots))[0][1]].rstrip() + screen.dots
-    return [label.rstrip(), f"    {quote}"] if below else [label + quote]
+    return (
+        [*folded(label.rstrip(), screen.width, "    "), f"    {quote}"]
+        if below
+        else [label + quote]
+    )
 
 
 def _words(text: str, cells: int, screen: Screen) -> str:

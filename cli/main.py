@@ -1,7 +1,7 @@
-"""The commands of the command line. The flags of each are in `cli/entry/`.
+"""The commands of the command line.
 
-Only the module of the command that is typed is imported, and nothing here imports torch, so that
-`--help`, `--version` and `policies` answer at once.
+Their flags are in `arguments`, which is imported only when a command is typed. Nothing here imports
+torch, so that `--help`, `--version` and `policies` answer at once.
 """
 
 # Without `from __future__ import annotations`: typer needs the annotations as objects.
@@ -18,7 +18,7 @@ import typer
 
 import minikv
 from minikv.cli.help import Group, Later
-from minikv.cli.terminal import Terminal, hush, open_streams
+from minikv.cli.screen.terminal import Terminal, hush, open_streams
 from minikv.engine import threads
 
 _MORE = "Look up, measure, set up"
@@ -58,40 +58,41 @@ def main(
 
 
 _COMMANDS = (
-    ("ask", "entry.ask", None, "one question, one answer; made for pipes"),
-    ("chat", "entry.chat", None, "questions and answers over documents, on a terminal"),
-    ("demo", "entry.demo", None, "a guided chat of two minutes, with the bundled model"),
+    ("ask", "arguments:ask", None, "one question, one answer; made for pipes"),
+    ("chat", "arguments:chat", None, "questions and answers over documents, on a terminal"),
+    ("demo", "arguments:demo", None, "a guided chat of two minutes, with the bundled model"),
     (
         "eval",
-        "eval.arguments",
+        "eval.arguments:app",
         _MORE,
         "answer quality under each policy, compared with the full cache",
     ),
-    ("plan", "entry.plan", None, "will it fit in memory? and what to do if not"),
-    ("doctor", "entry.doctor", None, "what this machine offers, and a self-test"),
-    ("report", "entry.report", _MORE, "make a page from an exported chat; loads no model"),
-    ("policies", "entry.policies", _MORE, "the eviction methods, one line each"),
-    ("bench", "bench.command", _MORE, "measure speed, and compare with the hardware's limits"),
-    ("config", "entry.config", _MORE, "settings from files and MINIKV_* variables"),
-    ("models", "entry.models", None, "list, download and remove models"),
-    ("chats", "entry.chats", None, "list, show and remove saved chats"),
+    ("plan", "arguments:plan", None, "will it fit in memory? and what to do if not"),
+    ("doctor", "arguments:doctor", None, "what this machine offers, and a self-test"),
+    ("report", "arguments:report", _MORE, "make a page from an exported chat; loads no model"),
+    ("policies", "arguments:policies", _MORE, "the eviction methods, one line each"),
+    ("bench", "bench.command:app", _MORE, "measure speed, and compare with the hardware's limits"),
+    ("config", "arguments:config", _MORE, "settings from files and MINIKV_* variables"),
+    ("models", "arguments:models", None, "list, download and remove models"),
+    ("chats", "arguments:chats", None, "list, show and remove saved chats"),
 )
 _GONE = {"verify": "hf cache verify NAME compares the files of a model in the hub's cache"}
 """Commands of earlier versions, with what to use instead."""
 
 
-def _later(module: str) -> Callable[[], typer.Typer]:
+def _later(place: str) -> Callable[[], typer.Typer]:
     """A function that imports the module of a command, and returns its app."""
 
     def imported() -> typer.Typer:
-        made: typer.Typer = importlib.import_module(f"minikv.cli.{module}").app
+        module, _, name = place.partition(":")
+        made: typer.Typer = getattr(importlib.import_module(f"minikv.cli.{module}"), name)
         return made
 
     return imported
 
 
-for _name, _module, _panel, _help in _COMMANDS:
-    app.command(_name, cls=Later, rich_help_panel=_panel, short_help=_help)(_later(_module))
+for _name, _place, _panel, _help in _COMMANDS:
+    app.command(_name, cls=Later, rich_help_panel=_panel, short_help=_help)(_later(_place))
 
 
 def run() -> None:

@@ -17,9 +17,9 @@ from minikv.chat.report import size
 from minikv.cli.config import BUNDLED
 from minikv.cli.confirm import confirmed
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.progress import Loading
-from minikv.cli.tables import cut, grid
-from minikv.cli.terminal import Terminal, clean, columns
+from minikv.cli.screen.progress import Loading
+from minikv.cli.screen.terminal import Terminal, window
+from minikv.cli.screen.text import clean, cut, grid
 from minikv.errors import UsageError
 from minikv.models import packed_files
 from minikv.models.packed_files import PackedFile
@@ -60,7 +60,7 @@ def models(
         lines.append((clean(one.name), size(one.bytes), *packed, clean(one.state)))
     table = grid(lines, "<>><" if some else "<><").split("\n")
     if terminal.out.isatty():
-        width = columns(terminal.out)
+        width = window(terminal.out)[0]
         table = [cut(line, width) for line in table]
     terminal.data("\n".join(table))
     for name, model in (aliases or {}).items():

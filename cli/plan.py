@@ -12,8 +12,8 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Planner, Row, Suggestion
-from minikv.cli.tables import wrapped
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean, folded
 from minikv.cli.values import read_count
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
@@ -141,7 +141,7 @@ def shown(
     one, several, width = made[0], len(made) > 1, max(width, 20)
     lines = []
     for name, text in _facts(made, whole=whole):
-        lines += wrapped(f"{name:<9}{text}", width, " " * 9)
+        lines += folded(f"{name:<9}{text}", width, " " * 9, whole=True)
     for each in made:
         lines.append("")
         if several:
@@ -154,11 +154,11 @@ def shown(
         "READING: the most at once while the prompt is read. WRITING: the pool while the answer "
         f"is written. NEEDS: with the weights and {space} of work space."
     )
-    lines += ["", *wrapped(foot, min(width, 80))]
+    lines += ["", *folded(foot, min(width, 80), whole=True)]
     if suggestions:
         lines.append("")
     for hint in suggestions:
-        lines += wrapped(_advice(hint, one.model), width, "  ")
+        lines += folded(_advice(hint, one.model), width, "  ", whole=True)
     return "\n".join(lines)
 
 
@@ -252,10 +252,12 @@ def _table(made: Forecast, width: int) -> list[str]:
         fits = known if made.suffices else "no, context"
         reading, writing, needs = size(row.reading), size(row.writing), size(row.needs)
         if row.error:
-            lines += wrapped(f"{row.label}: {row.error}", width, "  " if narrow else "    ")
+            lines += folded(
+                f"{row.label}: {row.error}", width, "  " if narrow else "    ", whole=True
+            )
         elif narrow:
             text = f"KV reading {reading}, writing {writing}; needs {needs}, fits: {fits}"
-            lines += wrapped(f"{row.label}: {text}", width, "  ")
+            lines += folded(f"{row.label}: {text}", width, "  ", whole=True)
         else:
             lines.append(f"{row.label:<{wide}}  {reading:>11}  {writing:>11}  {needs:>11}  {fits}")
     return lines

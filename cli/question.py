@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from minikv.cli.terminal import clean
+from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
 _WORDS = 3  # an unquoted question has at least so many; of two, one may be a mistyped file

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import size
-from minikv.cli import completion, refresh, render
+from minikv.cli import completion, refresh
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS
-from minikv.cli.config_command import listed, text
 from minikv.cli.context_command import count_tokens
 from minikv.cli.documents.text import read_file
-from minikv.cli.tables import cells, padded
+from minikv.cli.screen import render
+from minikv.cli.screen.text import cells, padded
+from minikv.cli.values import listed, text
+from minikv.cli.wording import worded
 from minikv.errors import UsageError
 from minikv.policies import registry
-from minikv.settings import Generation, refuse_gone, settings_of, spelled
+from minikv.settings import GONE, Generation, settings_of, spelled
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -42,14 +44,7 @@ def _set(context: Context, arguments: list[str]) -> None:
         rest = [value, *rest]
     key = _SHORT.get(name, name.lstrip("-").replace("-", "_"))
     if key not in _CHANGES:
-        refuse_gone(key, key)
-        if key in SETTINGS:
-            raise UsageError(
-                f"{key} cannot change in a chat", f"start one with {SETTINGS[key].flag}"
-            )
-        near = difflib.get_close_matches(key, _CHANGES, n=1, cutoff=0.5)
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"no setting {name!r}", f"{guess}/set lists them all")
+        raise _refused(name, key)
     if rest:
         if len(rest) > 1 and key not in ("system", "stop"):
             raise UsageError(f"{key} takes one value, got {' '.join(rest)!r}")
@@ -61,11 +56,15 @@ def _set(context: Context, arguments: list[str]) -> None:
     context.terminal.say("\n".join(_lines(context, [key])))
 
 
-def _generation(key: str) -> Callable[[Context, Any], None]:
-    def change(context: Context, value: Any) -> None:
-        context.generation = replace(context.generation, **{key: value})
-
-    return change
+def _refused(name: str, key: str) -> UsageError:
+    """The error for a setting that a chat cannot change."""
+    if key in GONE:
+        return UsageError(f"{key} is gone: {worded(GONE[key], chat=True)}")
+    if key in SETTINGS:
+        return UsageError(f"{key} cannot change in a chat", f"start one with {SETTINGS[key].flag}")
+    near = difflib.get_close_matches(key, _CHANGES, n=1, cutoff=0.5)
+    guess = f"did you mean {near[0]}? " if near else ""
+    return UsageError(f"no setting {name!r}", f"{guess}/set lists them all")
 
 
 def _seed(context: Context, seed: int) -> None:
@@ -122,26 +121,6 @@ def _reuse(context: Context, value: str) -> None:
         )
 
 
-def _refresh_every(context: Context, value: int) -> None:
-    context.session.refresh_every = value
-
-
-def _fidelity(context: Context, value: str) -> None:
-    context.session.fidelity = value == "on"
-
-
-def _check(context: Context, value: str) -> None:
-    context.checks = value == "on"
-
-
-def _encoding(context: Context, value: str) -> None:
-    context.errors = value
-
-
-def _quiet(context: Context, value: bool) -> None:
-    context.terminal.quiet = value
-
-
 def _change_system(context: Context, given: str) -> None:
     """Change the system prompt: at once if nothing was read yet, else for the next conversation."""
     session = context.session
@@ -159,18 +138,25 @@ def _change_system(context: Context, given: str) -> None:
         context.terminal.say(f"{what}, for the next conversation: /clear begins it")
 
 
+def _written(key: str) -> Callable[[Context, Any], None]:
+    def change(context: Context, value: Any) -> None:
+        context.generation = replace(context.generation, **{key: value})
+
+    return change
+
+
 _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
-    **{key: _generation(key) for key in settings_of(Generation)},
+    **{key: _written(key) for key in settings_of(Generation)},
     "seed": _seed,
     "policy": _policy,
     "budget": _budget,
     "decode": _decode,
     "reuse": _reuse,
-    "refresh_every": _refresh_every,
-    "fidelity": _fidelity,
-    "check": _check,
-    "encoding_errors": _encoding,
-    "quiet": _quiet,
+    "refresh_every": lambda context, value: setattr(context.session, "refresh_every", value),
+    "fidelity": lambda context, value: setattr(context.session, "fidelity", value == "on"),
+    "check": lambda context, value: setattr(context, "checks", value == "on"),
+    "encoding_errors": lambda context, value: setattr(context, "errors", value),
+    "quiet": lambda context, value: setattr(context.terminal, "quiet", value),
     "system": _change_system,
 }
 """Setting -> the function that /set calls with the new value, which has the setting's type."""
@@ -184,45 +170,33 @@ def _settings(context: Context) -> None:
 
 def _lines(context: Context, names: list[str]) -> list[str]:
     values = _values(context)
-    return listed({name: values[name] for name in names}, context.origins)
+    shown = {name: values.get(name, "") for name in names}
+    shown |= {name: f"{value:g}" for name, value in shown.items() if isinstance(value, float)}
+    return listed({name: text(value) for name, value in shown.items()}, context.origins)
 
 
-def _values(context: Context) -> dict[str, str]:
+def _values(context: Context) -> dict[str, Any]:
     """Every setting as it is in force now, by name."""
     import torch
 
-    session, facts = context.session, context.session.facts
-    eviction = session.eviction
-    values = {
+    session, facts, eviction = context.session, context.session.facts, context.session.eviction
+    return {
+        **{name: getattr(context.generation, name) for name in settings_of(Generation)},
+        **{name: getattr(facts, name) for name in ("revision", "device", "dtype", "kernels", "kv")},
+        **{name: getattr(eviction, name) for name in ("policy", "budget", "decode", "stride")},
+        **{name: getattr(session, name) for name in ("reuse", "refresh_every", "system", "seed")},
         "model": facts.model or "bundled",
-        "revision": facts.revision,
-        "device": facts.device,
-        "dtype": facts.dtype,
         "weights": facts.form,
-        "kernels": facts.kernels,
-        "offline": text(context.offline),
-        "policy": eviction.policy,
-        "budget": str(eviction.budget),
-        "decode": eviction.decode,
-        "stride": str(eviction.stride),
-        "reuse": session.reuse,
+        "offline": context.offline,
         "tier": session.recall.kind,
         "tier_dtype": session.recall.dtype,
-        "refresh_every": str(session.refresh_every),
         "fidelity": "on" if session.fidelity else "off",
         "check": "on" if context.checks else "off",
-        "kv": facts.kv,
-        "threads": str(torch.get_num_threads()),
-        "system": session.system,
-        "pin_system": text(session.pin_system),
+        "threads": torch.get_num_threads(),
+        "pin_system": session.pin_system,
         "encoding_errors": context.errors,
-        "seed": str(session.seed),
-        "quiet": text(context.terminal.quiet),
+        "quiet": context.terminal.quiet,
     }
-    for name in settings_of(Generation):
-        value = getattr(context.generation, name)
-        values[name] = text(value) if isinstance(value, tuple | str) else f"{value:g}"
-    return {name: values.get(name, "") for name in SETTINGS}
 
 
 # -- /show ----------------------------------------------------------------------------------

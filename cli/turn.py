@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.documents.text import Text, distinct
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.progress import Live, Loading
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.progress import Live, Loading
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.wording import worded
 from minikv.loader import build
 from minikv.settings import Generation, Settings

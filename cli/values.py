@@ -1,12 +1,15 @@
-"""Values as flags take them: lists with commas, pairs, numbers of tokens. Loads nothing else, so
-`--help` may import it."""
+"""Values as flags take them (lists with commas, pairs, numbers of tokens), and as they are shown.
+Loads nothing else, so `--help` may import it."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 from minikv.checks import quoted
+from minikv.cli.screen.text import cells, cut, padded
 from minikv.errors import UsageError
 
 _SCALES = {"": 1, "k": 10**3, "ki": 1 << 10, "m": 10**6, "mi": 1 << 20}
@@ -45,3 +48,21 @@ def read_count(text: str) -> int:
         f"cannot read the number of tokens {quoted(text)}",
         "for example --tokens 8192, 100k or 32Ki",
     )
+
+
+def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
+    """Lines of name, value and origin."""
+    names = max(len(name) for name in values)
+    wide = min(max(cells(value) for value in values.values()), 24)
+    return [
+        f"{name:<{names}}  {padded(cut(' '.join(value.split()), 60) or '-', wide)}  "
+        f"{origins.get(name, '')}".rstrip()
+        for name, value in values.items()
+    ]
+
+
+def text(value: object) -> str:
+    """A value as a file would have it, a text without quotes."""
+    if isinstance(value, tuple):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value).lower() if isinstance(value, bool) else str(value)

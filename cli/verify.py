@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.command import Command, Context
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.layout import clipped, folded
-from minikv.cli.progress import FRAME
-from minikv.cli.strips import Screen
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.progress import FRAME
+from minikv.cli.screen.terminal import Screen, Terminal
+from minikv.cli.screen.text import clipped, folded
 from minikv.cli.wording import worded
 from minikv.errors import Interrupted, UsageError
 
@@ -33,7 +32,7 @@ def _verify(context: Context, arguments: list[str]) -> None:
         return
     found = _written_again(session, terminal, context.interrupts)
     if found.differs or found.complete:
-        terminal.page(shown(session.turns[-1].answer, found, Screen.of(terminal)))
+        terminal.page(shown(session.turns[-1].answer, found, terminal.screen))
     if not found.complete:
         raise Interrupted(
             f"stopped verifying after {_tokens(len(found.tokens))}", "the chat is as it was"

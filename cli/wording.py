@@ -16,26 +16,28 @@ _CALL = re.compile(r"chat\.(\w+)\(([^()]*)\)")
 _SET = re.compile(r"chat\.(\w+) = (.+)")
 
 
-def worded(text: str) -> str:
+def worded(text: str, *, chat: bool = False) -> str:
     """`dtype="float32"` becomes --dtype float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"`
-    /set reuse once. Other backquotes stay as they are."""
-    return _CODE.sub(lambda found: _worded(found[1]) or found[0], text)
+    /set reuse once. chat: a setting is changed there, so `budget` becomes /set budget. Other
+    backquotes stay as they are."""
+    return _CODE.sub(lambda found: _worded(found[1], chat) or found[0], text)
 
 
-def _worded(code: str) -> str:
+def _worded(code: str, chat: bool) -> str:
     if call := _CALL.fullmatch(code):
         return f"/{call[1]} {_plain(call[2])}".rstrip()
     if change := _SET.fullmatch(code):
         return f"/set {change[1]} {_plain(change[2])}"
-    flags = [_flag(argument) for argument in code.split(", ")]
-    return " ".join(flags) if all(flags) else ""
+    settings = [_setting(argument, chat) for argument in code.split(", ")]
+    return " ".join(settings) if all(settings) else ""
 
 
-def _flag(argument: str) -> str:
+def _setting(argument: str, chat: bool) -> str:
     name, _, value = argument.partition("=")
     if name not in SETTINGS:
         return ""
-    return f"{SETTINGS[name].flag} {'' if value == 'True' else _plain(value)}".rstrip()
+    shown = f"/set {name}" if chat else SETTINGS[name].flag
+    return f"{shown} {'' if value == 'True' else _plain(value)}".rstrip()
 
 
 def _plain(value: str) -> str:

@@ -43,10 +43,8 @@ GONE: Mapping[str, str] = {
 _CHAT = ("ask", "chat")
 _LARGEST = 1 << 64  # of whole numbers
 _KEY = "setting"
-_TRUTHS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
+_TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)
+_TRUTHS |= dict.fromkeys(("0", "false", "no", "off"), False)
 
 Plain = str | int | float | bool | tuple[str, ...]
 
@@ -59,8 +57,9 @@ class Setting:
     panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the
     word for its value there. letters: other spellings of the flag. within: the least and the most
     of a number. words: texts that may be in place of a number. test: raises UsageError for a text
-    that means nothing. commands: those for which a configuration file sets it (empty: every command
-    that has the flag). in_file: if False, a configuration file cannot set it.
+    that means nothing. hint: what is said beside a value that is refused. commands: those for which
+    a configuration file sets it (empty: every command that has the flag). in_file: if False, a
+    configuration file cannot set it.
     """
 
     name: str
@@ -76,6 +75,7 @@ class Setting:
     takes: str = ""
     words: tuple[str, ...] = ()
     test: Callable[[str], object] | None = None
+    hint: str = ""
 
     @property
     def flag(self) -> str:
@@ -105,31 +105,34 @@ class Setting:
         any other type and for a value that is not allowed."""
         kind = type(self.default)
         if kind is tuple:
-            texts = [value] if isinstance(value, str) else value
-            if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
-                raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}")
-            if "" in texts:
-                raise UsageError(f"{where} must not have an empty text")
-            return tuple(texts)
+            return self._texts(value, where)
+        if isinstance(value, str) and value in self.words:
+            return value
         if type(value) is int and not -_LARGEST < value < _LARGEST:
             raise UsageError(f"{where} is too large a number")
         if type(value) is int and kind is float:
             value = float(value)
         if type(value) is int and self.test is read_budget:
             value = str(value)
-        if isinstance(value, str) and value in self.words:
-            return value
         if type(value) is not kind or not isinstance(value, str | int | float):
-            raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}")
+            raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}", self.hint)
         self.check(value, where)
         return value
+
+    def _texts(self, value: object, where: str) -> tuple[str, ...]:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+            raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}")
+        if "" in texts:
+            raise UsageError(f"{where} must not have an empty text")
+        return tuple(texts)
 
     def check(self, value: Plain, where: str) -> None:
         """Raise UsageError if a value of the setting's type is not one of the choices or not within
         the limits."""
         if self.choices and value not in self.choices:
             some = ", ".join(self.choices)
-            raise UsageError(f"{where} must be one of {some}, got {quoted(value)}")
+            raise UsageError(f"{where} must be one of {some}, got {quoted(value)}", self.hint)
         low, high = self.within
         if isinstance(value, int | float) and not low <= value <= high:  # NaN fails too
             limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:,.0f}"
@@ -248,6 +251,7 @@ class Settings:
         flag_default="on",
         choices=("on", "off"),
         takes="on|off",
+        hint='`keep_packed="on"` keeps all of them: there is no limit to their size any more',
     )
     policy: str = setting(
         DEFAULT_PROMPT,

@@ -17,7 +17,7 @@ from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.report import Report, header
 from minikv.cli.failures import guard
 from minikv.cli.help import Group
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 

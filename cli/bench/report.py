@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from minikv.cli.progress import Live
-from minikv.cli.tables import grid
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.progress import Live
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import grid
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError, UsageError
 

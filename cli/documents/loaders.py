@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 from time import monotonic
 from typing import IO
 
-from minikv.cli.terminal import clean
+from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 TIMEOUT = 120.0

@@ -29,7 +29,8 @@ from minikv.cli.documents.text import (
     read_file,
     too_large,
 )
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 MAX_FILES = 1000

@@ -16,7 +16,7 @@ from minikv.cli.documents.text import (
     refuse_binary,
     refuse_formats,
 )
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 
 STDIN = "standard input"

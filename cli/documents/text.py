@@ -19,7 +19,7 @@ from minikv.chat.transcript import Source
 from minikv.cli.documents.loaders import command_for, load
 from minikv.cli.documents.origin import source_of
 from minikv.cli.documents.pdf import MAGIC, NEAR, is_pdf, is_surely_pdf, read_pdf
-from minikv.cli.terminal import clean
+from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 MAX_BYTES = 32 << 20

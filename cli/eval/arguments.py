@@ -8,8 +8,7 @@ import typer
 
 from minikv.cli import completion
 from minikv.cli.config import SETTINGS, Interface
-from minikv.cli.entry.shared import MODEL, list_of
-from minikv.cli.flags import Call, Only, command
+from minikv.cli.flags import MODEL, Call, Only, command, list_of
 from minikv.settings import CACHE, OUTPUT, Settings
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)

@@ -20,8 +20,8 @@ from minikv.cli.eval.passes import PASSES
 from minikv.cli.eval.records import named, read_items
 from minikv.cli.eval.run import REUSES, Run, choices, passes
 from minikv.cli.eval.tasks import CHATS
-from minikv.cli.progress import Live
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.progress import Live
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.values import read_list
 from minikv.errors import ContextError, UsageError
 from minikv.loader import build

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
 
-from minikv.cli import tables
 from minikv.cli.eval import pictures
 from minikv.cli.eval.cells import Cell
 from minikv.cli.eval.names import CHATS
+from minikv.cli.screen import text
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
@@ -76,7 +76,7 @@ def _scores(cells: Sequence[Cell]) -> str:
         line += [c.reuse if c.budget != "-" else "-"] if reused else []
         line += [_figure(task, c.score), interval, str(c.n), f"{c.held:.1%}"]
         lines.append([*line, *(_extra(c, key) for key in more)])
-    return tables.grid(lines, "<" * len(texts) + ">" * len(figures))
+    return text.grid(lines, "<" * len(texts) + ">" * len(figures))
 
 
 def _figure(task: str, value: float) -> str:
@@ -95,10 +95,10 @@ def _extra(cell: Cell, key: str) -> str:
 
 def _by_question(title: str, cells: Sequence[Cell], shares: Sequence[Sequence[float]]) -> str:
     longest, called = max(map(len, shares)), names(cells)
-    width = max(len(title), *map(tables.cells, called))
+    width = max(len(title), *map(text.cells, called))
     lines = [f"{title:{width}} " + " ".join(f"{f'Q{i + 1}':>6}" for i in range(longest))]
     for name, row in zip(called, shares, strict=True):
-        lines.append(f"{tables.padded(name, width)} " + " ".join(f"{100 * s:5.1f}%" for s in row))
+        lines.append(f"{text.padded(name, width)} " + " ".join(f"{100 * s:5.1f}%" for s in row))
     return "\n".join(lines)
 
 
@@ -109,7 +109,7 @@ def _by_group(cells: Sequence[Cell]) -> str:
     for called, c in zip(names(cells), cells, strict=True):
         scores = {name: score for name, score, _ in c.by_group}
         lines.append([called, *(f"{100 * scores[name]:.1f}%" for name, _ in groups)])
-    return tables.grid(lines, "<" + ">" * len(groups))
+    return text.grid(lines, "<" + ">" * len(groups))
 
 
 def as_csv(cells: Sequence[Cell]) -> str:

@@ -13,7 +13,8 @@ from minikv.chat.report import size
 from minikv.cli.command import Command, Context
 from minikv.cli.saved import files
 from minikv.cli.saved.listing import listing
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

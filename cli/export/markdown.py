@@ -7,7 +7,7 @@ import re
 from minikv.chat.report import size
 from minikv.cli.export.facts import ChatFacts, Turn
 from minikv.cli.export.safe import visible
-from minikv.cli.render import figures
+from minikv.cli.screen.render import figures
 
 _TAG = re.compile(r"<(?=[A-Za-z/!?])")
 

@@ -14,8 +14,8 @@ from markdown_it import MarkdownIt
 from minikv.chat.report import percent_saved, size
 from minikv.cli.export.facts import ChatFacts, Point
 from minikv.cli.export.safe import visible
-from minikv.cli.render import budget_words, figures
-from minikv.cli.strips import percent
+from minikv.cli.screen.render import budget_words, figures
+from minikv.cli.screen.strips import percent
 from minikv.cli.wording import worded
 
 if TYPE_CHECKING:

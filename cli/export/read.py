@@ -11,7 +11,7 @@ from pathlib import Path
 from minikv.cli.export.facts import FORMAT, KINDS, VERSION, ChatFacts
 from minikv.cli.json_limits import refuse_many
 from minikv.cli.records import Wrong, checked, fields_of
-from minikv.cli.terminal import clean
+from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
 MAX_BYTES = 256 << 20

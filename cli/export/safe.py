@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minikv.cli.terminal import clean
+from minikv.cli.screen.text import clean
 
 
 def visible(text: str) -> str:

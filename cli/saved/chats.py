@@ -20,8 +20,8 @@ from minikv.cli.saved.files import check_name
 from minikv.cli.saved.listing import listing, unknown
 from minikv.cli.saved.old import is_old, locked
 from minikv.cli.saved.transcript import read
-from minikv.cli.tables import cells, cut, grid, padded
-from minikv.cli.terminal import Terminal, clean, columns
+from minikv.cli.screen.terminal import Terminal, window
+from minikv.cli.screen.text import cells, clean, cut, grid, padded
 from minikv.cli.turn import record
 from minikv.errors import UsageError
 
@@ -67,7 +67,7 @@ def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> N
         (e.name, f"{e.turns:,}", age(time.time() - e.saved), size(nbytes), str(len(e.documents)))
         for e, nbytes in zip(entries, takes, strict=True)
     ]
-    width = columns(terminal.out) if terminal.out.isatty() else 10_000
+    width = window(terminal.out)[0] if terminal.out.isatty() else 10_000
     for shown in range(5, 1, -1):  # without the last columns, where they do not fit
         table = grid([line[:shown] for line in lines], "<>>>>"[:shown]).split("\n")
         if (wide := max(map(cells, table))) <= width:

@@ -23,7 +23,7 @@ from minikv.cli.saved.files import check_name, new_folder
 from minikv.cli.saved.identity import POLICY, differences, identity, model_identity, tier_identity
 from minikv.cli.saved.tier import TIER, find, place, settle
 from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, texts_of, write_to
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

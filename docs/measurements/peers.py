@@ -36,7 +36,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine, networks, report, systems
 from minikv.cli.bench.arguments import SHORTEST
 from minikv.cli.bench.machine import prepare
-from minikv.cli.tables import grid
+from minikv.cli.screen.text import grid
 
 BUNDLED = Path(networks.__file__).resolve().parents[2] / "models" / "bundled"
 MODULES = {

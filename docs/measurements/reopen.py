@@ -28,7 +28,7 @@ def main() -> None:
         os.environ["MINIKV_HOME"] = home
         import minikv
         from minikv.cli.saved.keeper import Keeper
-        from minikv.cli.terminal import Terminal
+        from minikv.cli.screen.terminal import Terminal
         from minikv.models import BUNDLED
 
         session = minikv.load(budget=256)

@@ -161,7 +161,7 @@ class DecodeStep:
         block = 1 if self.policy is None else self.policy.block
         if block == 1 or position < self._due_from:
             return block == 1
-        left = (self.arena.cap + block - self.count).flatten().tolist()
+        left: list[int] = (self.arena.cap + block - self.count).flatten().tolist()
         self._due_from = position + min(steps if steps > 0 else block for steps in left)
         return min(left) <= 0
 

@@ -11,7 +11,8 @@ from minikv.cache.budget import Budget
 from minikv.cache.stats import Shape
 from minikv.errors import ContextError, UsageError
 from minikv.policies.base import ALL, Evidence, StepPolicy
-from minikv.policies.parts import GlobalBudget, PromptPolicy, policy_columns, smallest_budget
+from minikv.policies.global_budget import GlobalBudget
+from minikv.policies.parts import PromptPolicy, policy_columns, smallest_budget
 from minikv.policies.repeats import Repeat, Wording
 
 

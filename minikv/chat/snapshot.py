@@ -176,7 +176,7 @@ class Conversation:
             held.opened_with,
             list(held.turns),
             list(held.pending),
-            TokenLog(held.tokens, 0 if held.held is None else held.held.position),
+            TokenLog(held.tokens, 0 if held.held is None else held.held.state.position),
             list(held.curve),
             held.rereads,
             noticed=self.noticed,

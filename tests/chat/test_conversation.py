@@ -21,7 +21,7 @@ from whole import whole
 from minikv.chat.session import ChatSession
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 
 SETTINGS = {
     "no tier": Setting(eviction(("adakv", "auto"), 48)),

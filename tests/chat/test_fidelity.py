@@ -11,7 +11,7 @@ from small_chat import chat, held_of, say
 from tiers import MILL, recalling
 
 from minikv.chat.session import ChatSession
-from minikv.cli import render
+from minikv.cli.screen import render
 
 
 def talked(**given: Any) -> ChatSession:

@@ -22,7 +22,7 @@ from whole import whole
 
 from minikv.chat.session import ChatSession
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import ContextError, Interrupted, UsageError
 
 GROWTH = 1 << 20

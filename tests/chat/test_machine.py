@@ -45,7 +45,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read as read_saved
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted, MinikvError, UsageError
 
 TEXTS = (

@@ -21,7 +21,7 @@ from minikv.chat.recall import Place, Recall
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.turn import run_turn
 from minikv.errors import Interrupted, MemoryShortError, UsageError
 from minikv.settings import Generation

@@ -15,7 +15,7 @@ from minikv.cache.tier_rows import TierError
 from minikv.chat.recall import Place, _in_memory, somewhere
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
-from minikv.cli import render
+from minikv.cli.screen import render
 from minikv.errors import Interrupted, UsageError
 
 ROW = 2 * 2 * 2 * 8 * 4

@@ -25,8 +25,8 @@ from minikv.chat.report import (
     percent_saved,
     size,
 )
-from minikv.cli import render
 from minikv.cli.records import report_of
+from minikv.cli.screen import render
 
 MIB = 1 << 20
 

@@ -23,11 +23,12 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import UNKNOWN
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import REUSES, shared
-from minikv.cli import refresh, render
+from minikv.cli import refresh
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import header
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.models.builtin_templates import (
     CHATML,

@@ -18,7 +18,7 @@ from test_cli import World, answer_of
 
 import minikv.cli.turn
 from minikv.cli import answer_commands
-from minikv.cli.markdown import Answer as Markdown
+from minikv.cli.screen.markdown import Answer as Markdown
 
 TEXT = "The mill is run by Ada."
 
@@ -143,7 +143,7 @@ def test_copy_sends_the_answer_to_the_terminals_clipboard(
 
 
 def test_copy_cannot_put_control_characters_in_the_clipboard() -> None:
-    from minikv.cli.terminal import Terminal
+    from minikv.cli.screen.terminal import Terminal
 
     terminal = Terminal()
     terminal.err, terminal.plain = Screen(), False

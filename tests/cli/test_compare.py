@@ -21,9 +21,10 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
-from minikv.cli import compare, render
+from minikv.cli import compare
 from minikv.cli.compare import Question, Run, Stop
 from minikv.cli.kept_view import Screen
+from minikv.cli.screen import render
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.policies import prompt_names
 

@@ -19,8 +19,8 @@ from minikv.cli import commands
 from minikv.cli.chat import _help
 from minikv.cli.command import Command
 from minikv.cli.config import SETTINGS
-from minikv.cli.editor import Commands
 from minikv.cli.paths import chats_folder
+from minikv.cli.screen.editor import Commands
 from minikv.policies import prompt_names, step_names
 
 Offers = Callable[[str], list[str]]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import minikv.cli.ask
 from minikv.cli import completion, config_command
 from minikv.cli.config import load, short
-from minikv.cli.config_edit import edited, literal
+from minikv.cli.config_command import edited, literal
 from minikv.cli.main import app
 from minikv.errors import UsageError
 from minikv.settings import Plain

@@ -10,7 +10,7 @@ import pytest
 from forked import Forked
 
 from minikv.cli import demo
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 
 
 def ran(capsys: pytest.CaptureFixture[str]) -> tuple[list[str], str]:

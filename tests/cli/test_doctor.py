@@ -21,8 +21,8 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cli import doctor as examination
 from minikv.cli import selftest
 from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, policies
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.selftest import attempt, tiny
-from minikv.cli.terminal import Terminal
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.native import build, choice
 from minikv.policies.roco import RoCo

@@ -28,7 +28,7 @@ from minikv.cli.export.facts import ChatFacts, Point, gather
 from minikv.cli.export.read import parse, read_file
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.settings import Generation
 
@@ -509,7 +509,7 @@ def test_report_needs_no_model_and_no_torch(context: Context, tmp_path: Path) ->
     code = (
         "import sys\n"
         "from minikv.cli.export.command import report\n"
-        "from minikv.cli.terminal import Terminal\n"
+        "from minikv.cli.screen.terminal import Terminal\n"
         "report('chat.json', None, False, Terminal())\n"
         "report('chat.json', 'other.md', False, Terminal())\n"
         "assert 'torch' not in sys.modules\n"

@@ -26,8 +26,7 @@ from minikv.cli.interrupt import Interrupts
 from minikv.cli.kept import Kept, Part
 from minikv.cli.kept_view import SHADES
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.strips import Screen
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.models.llama import Llama

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from minikv.cli import config_command, paths
-from minikv.cli.history import HistoryFile
 from minikv.cli.saved import tier
 from minikv.cli.saved.files import new_folder
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.history import HistoryFile
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 
 FILES = {

@@ -34,8 +34,8 @@ from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan, read_bytes
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.selftest import one_thread
-from minikv.cli.terminal import Terminal
 from minikv.cli.values import read_count
 from minikv.engine.engine import Engine, logits_nbytes
 from minikv.errors import UsageError

@@ -15,7 +15,7 @@ from minikv.cli.chat import converse
 from minikv.cli.command import Context
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.settings import Generation
 
 MILL = "A mill stands by the river and grinds. " * 8

@@ -31,7 +31,8 @@ from minikv.cli.flags import Call, _file_text, command
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.wording import worded
 from minikv.errors import UsageError
 from minikv.policies import registry
 from minikv.settings import GONE, Generation, Settings
@@ -219,14 +220,16 @@ def test_what_is_gone_is_refused_with_what_to_use(
     with pytest.raises(UsageError) as caught:
         read(home, **{f"MINIKV_{key.upper()}": "1"})
     assert str(caught.value) == f"MINIKV_{key.upper()} is gone: {GONE[key]}"
-    for act in (
-        lambda: do(context, "set", key, "1"),
-        lambda: config_command.change(key, ["1"], screen()),
-        lambda: minikv.load(**{key: 1}),
-    ):
+    acts = {
+        says: lambda: config_command.change(key, ["1"], screen()),
+        f"`{key}` is gone: {GONE[key]}": lambda: minikv.load(**{key: 1}),
+        f"{key} is gone: {worded(GONE[key], chat=True)}": lambda: do(context, "set", key, "1"),
+    }
+    for line, act in acts.items():
         with pytest.raises(UsageError) as caught:
             act()
-        assert str(caught.value).lstrip("`").replace(f"{key}` is", f"{key} is") == says
+        assert str(caught.value) == line
+    assert "--" not in worded(GONE[key], chat=True)  # in a chat there are no flags
     own = home / "home/.config/minikv/config.toml"
     own.write_text(f"{key} = 1 # mine\nseed = 3\n")
     config_command.unset(key, screen())
@@ -454,7 +457,7 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
 
 
 def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = read(home, 'seed = 3\n[aliases]\nx = "y/z"\n[loaders]\ndocx = "p {path}"')
+    read(home, 'seed = 3\n[aliases]\nx = "y/z"\n[loaders]\ndocx = "p {path}"')
     (home / "here/minikv.toml").unlink()
     monkeypatch.chdir(home / "here")
     paths, table, record = screen(), screen(), screen()
@@ -463,12 +466,12 @@ def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f"{home / 'here/minikv.toml'}  (not there)",
         str(home / "home/.config/minikv/config.toml"),
     ]
-    config_command.show(made, table)
+    config_command.show(table)
     lines = out(table).splitlines()
     assert ["seed", "3", "~/.config/minikv/config.toml"] in [line.split() for line in lines]
     assert {"x = y/z", "docx = p {path}"} <= set(lines)
     assert len(lines) == len(SETTINGS) + 4
-    config_command.show(made, record, as_json=True)
+    config_command.show(record, as_json=True)
     found = json.loads(out(record))
     assert found["settings"]["seed"] == {"value": 3, "origin": "~/.config/minikv/config.toml"}
     assert found["settings"]["top_p"] == {"value": 1.0, "origin": "default"}

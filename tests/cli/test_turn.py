@@ -9,10 +9,11 @@ import pytest
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli import demo, render
+from minikv.cli import demo
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal
 from minikv.cli.turn import TOY, run_turn
 from minikv.models import BUNDLED
 from minikv.settings import Generation

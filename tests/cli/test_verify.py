@@ -18,8 +18,7 @@ from minikv.chat.report import AgainstFull
 from minikv.chat.session import ChatSession
 from minikv.cli import commands
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.strips import Screen
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.cli.verify import check, shown
 from minikv.errors import Interrupted, UsageError
 

@@ -22,7 +22,7 @@ from whole import whole as sound
 
 import minikv
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted
 
 

@@ -20,7 +20,7 @@ linked()
 
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.command import measure
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from minikv import settings
 from minikv.cli.bench import networks as random_models
 from minikv.cli.bench.networks import Sizes
 from minikv.cli.plan import plan
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.kernels.dispatch import Kernels
 from minikv.models import linear, weights
 from minikv.models.checkpoint import Checkpoint

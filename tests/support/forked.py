@@ -36,7 +36,7 @@ _SERVER.set_forkserver_preload(
         "minikv.cli.main",
         "minikv.cli.chat",
         "minikv.cli.ask",
-        "minikv.cli.markdown",
+        "minikv.cli.screen.markdown",
         "minikv.cli.export.facts",
         "minikv.models",
         "minikv.engine.engine",
@@ -230,7 +230,7 @@ def _enter(start: Start, told: Any) -> None:
 
 def _press_at(presses: Presses) -> None:
     """A real SIGINT at exact moments of loading, reading and writing."""
-    from minikv.cli.progress import Loading
+    from minikv.cli.screen.progress import Loading
     from minikv.engine.engine import Engine
 
     seen: Counter[str] = Counter()

@@ -341,7 +341,7 @@ def _chats(folder: Path) -> list[Target]:
     from minikv.cli.saved.keeper import Keeper
     from minikv.cli.saved.listing import listing
     from minikv.cli.saved.transcript import header, held, read_cache, read_from, resumed
-    from minikv.cli.terminal import Terminal
+    from minikv.cli.screen.terminal import Terminal
     from minikv.errors import UsageError
     from minikv.settings import Settings
 
@@ -441,7 +441,7 @@ def _texts(folder: Path) -> list[Target]:
     from minikv.cli.export import markdown, page
     from minikv.cli.export.facts import gather
     from minikv.cli.export.read import read_file
-    from minikv.cli.history import HistoryFile
+    from minikv.cli.screen.history import HistoryFile
     from minikv.errors import UsageError
 
     refusals = (UsageError,)

@@ -63,7 +63,7 @@ SOURCES = (
     "models/stream.py",
     "models/checkpoint.py",
     "models/weights.py",
-    "cli/terminal.py",
+    "cli/screen/terminal.py",
 )
 _OTHERS = (
     "Lt LtE GtE, LtE Lt Gt, Gt GtE LtE, GtE Gt Lt, Eq NotEq, NotEq Eq, Is IsNot, IsNot Is, "

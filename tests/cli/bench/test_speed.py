@@ -14,7 +14,7 @@ from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.networks import Sizes
 from minikv.cli.bench.report import Report
 from minikv.cli.bench.systems import Cached
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.models.linear import lacks
 

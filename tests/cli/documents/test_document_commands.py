@@ -14,12 +14,12 @@ from fakes import ByteTokenizer, ChatML, FakeEngine
 from small_chat import chat_over
 
 from minikv.chat.session import ChatSession
-from minikv.cli import render
 from minikv.cli.command import Context
 from minikv.cli.documents import commands, named
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.settings import Generation
 

@@ -37,7 +37,7 @@ from minikv.cli.saved.identity import identity, model_identity
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import listing, newest
 from minikv.cli.saved.transcript import Saved, header, held, read, resumed
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.policies.roco import RoCo
 from minikv.settings import Settings
@@ -874,7 +874,7 @@ from minikv.cli.saved.listing import newest
 from minikv.cli.saved.transcript import header, resumed
 from minikv.loader import build
 from minikv.settings import Settings
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 session = build(resumed(Settings(), header(newest()), ()))
 Keeper(Terminal()).load(session, newest())
 print("".join(session.ask(sys.argv[1], 12)), *session.fed, sep="|")

@@ -24,7 +24,8 @@ from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved import commands
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
-from minikv.cli.terminal import Terminal, clean
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
 from minikv.cli.turn import run_turn
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.settings import Generation
@@ -283,7 +284,7 @@ def changed(origins: dict[str, str]) -> dict[str, str]:
 
 
 def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> None:
-    from minikv.cli import render
+    from minikv.cli.screen import render
 
     real.session.configure(EvictionConfig.read("full"))
     real.ask("Who?")

@@ -26,7 +26,7 @@ from minikv.cli.saved import transcript
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.tier import TIER
 from minikv.cli.saved.transcript import read
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.policies.roco import RoCo
 

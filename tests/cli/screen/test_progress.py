@@ -19,8 +19,8 @@ import minikv
 import minikv.models as models
 from minikv.cli import turn
 from minikv.cli.interrupt import Interrupts
-from minikv.cli.progress import Live, Loading, duration
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.progress import Live, Loading, duration
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig

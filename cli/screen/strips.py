@@ -7,69 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from minikv.chat.report import UNKNOWN, TurnReport, size
-from minikv.cli.layout import clipped, folded
-from minikv.cli.terminal import Terminal, window
+from minikv.cli.screen.terminal import ASCII, BLOCKS
+from minikv.cli.screen.text import clipped, folded
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
     from minikv.cli.kept import Kept
 
-BLOCKS = " ▁▂▃▄▅▆▇█"
-ASCII = " .:-=+*#%@"
 MOST_SLICES = 64
 MOST_DOCUMENTS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Screen:
-    """What a terminal can show: cells in a row, its encoding, whether it has block characters and
-    colours, and its number of rows; 0 if it has no limit, as a file."""
-
-    width: int = 80
-    encoding: str = "utf-8"
-    blocks: bool = True
-    colour: bool = False
-    rows: int = 0
-
-    @staticmethod
-    def of(terminal: Terminal) -> Screen:
-        """The screen that messages are written to."""
-        stream = terminal.err
-        width, rows = window(stream)
-        return Screen(
-            width,
-            stream.encoding or "utf-8",
-            takes_blocks(stream),
-            terminal.colour,
-            rows if stream.isatty() else 0,
-        )
-
-    @property
-    def signs(self) -> str:
-        """The characters of a strip, from zero to the largest value."""
-        return BLOCKS if self.blocks else ASCII
-
-    @property
-    def dots(self) -> str:
-        """The mark for text that is left out."""
-        return "…" if self.blocks else "..."
-
-
-# -- signs ----------------------------------------------------------------------------------
-
-
-def takes_blocks(stream: TextIO) -> bool:
-    """Whether block characters can be written to a stream. If not, ASCII characters are used."""
-    try:
-        BLOCKS.encode(stream.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def level(share: float, most: int) -> int:

@@ -1,9 +1,9 @@
-"""The one place that writes: answers to stdout, everything else to stderr, all of it filtered.
+"""The one place that knows the terminal and writes to it: answers to stdout, everything else to
+stderr, all of it filtered.
 
 Model output, documents, file names and library messages are not trusted: an escape sequence in them
-could set the window's title, fill the clipboard or hide text. rich lets escape sequences through.
-So `clean` removes single characters. It does not look for sequences, because it would miss one that
-is split over two tokens.
+could set the window's title, fill the clipboard or hide text, and rich lets them through. So what
+is written goes through `text.clean`.
 """
 
 from __future__ import annotations
@@ -13,41 +13,18 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from minikv.cli.keyboard import Keyboard, unechoed
-from minikv.cli.tables import cells, wrapped
+from minikv.cli.screen.keyboard import Keyboard, unechoed
+from minikv.cli.screen.text import DROPPED, cells, clean, encodable, fitting, folded, letters
 
 if TYPE_CHECKING:
-    from minikv.cli.markdown import Answer
+    from minikv.cli.screen.markdown import Answer
 
-_DROPPED = (
-    *(code for code in range(0x20) if chr(code) not in "\n\t"),  # C0, with ESC
-    *range(0x7F, 0xA0),  # DEL and C1
-    0x2028,  # line and paragraph separators
-    0x2029,
-    *range(0x202A, 0x202F),  # bidi embeddings and overrides
-    *range(0x2066, 0x206A),  # bidi isolates
-    *range(0xD800, 0xE000),  # lone surrogates
-    *range(0xE0000, 0xE0080),  # tags, invisible
-)
-# Signs that no one sees and that change the order or the ends of words, or are blank letters: LRM,
-# RLM, ZWSP, BOM, the soft hyphen, fillers of Hangul and the like. The joiners and variation
-# selectors of scripts and of emoji are none.
-_UNSEEN = (
-    *(0xAD, 0x34F, 0x61C, 0x17B4, 0x17B5, 0x180E, 0x200B, 0x200E, 0x200F),
-    *range(0x2060, 0x2070),
-    *(0x2800, 0x3164, 0xFEFF, 0xFFA0, 0xFFF9, 0xFFFA, 0xFFFB),
-)
-_FILTER: dict[int, str | None] = {
-    **{code: f"\\u{code:04x}" for code in _UNSEEN},
-    **dict.fromkeys(_DROPPED),
-}
-_ASCII = str.maketrans(
-    {"·": "-", "›": ">", "…": "...", "×": "x", "–": "-", "—": "-", "•": "*", "│": "|", "─": "-"}
-    | dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))
-)
+BLOCKS = " ▁▂▃▄▅▆▇█"
+ASCII = " .:-=+*#%@"
 _NAMED = re.compile(r" *\S+(?: \S+)*? {2,}")  # a row's first cell with the gap after it
 _STYLES = {"dim": "2", "warn": "33", "bad": "31", "head": "1"}
 
@@ -56,9 +33,26 @@ class OutputError(Exception):
     """Standard output cannot be written: it is closed, or the disk is full."""
 
 
-def clean(text: str) -> str:
-    """`text` without control characters and bidi overrides. Unseen signs are \\u escapes."""
-    return text.translate(_FILTER)
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What a terminal can show: columns, its encoding, whether it has block characters and colours,
+    and its number of rows; 0 if it has no limit, as a file."""
+
+    width: int = 80
+    encoding: str = "utf-8"
+    blocks: bool = True
+    colour: bool = False
+    rows: int = 0
+
+    @property
+    def signs(self) -> str:
+        """The characters of a strip, from zero to the largest value."""
+        return BLOCKS if self.blocks else ASCII
+
+    @property
+    def dots(self) -> str:
+        """The mark for text that is left out."""
+        return "…" if self.blocks else "..."
 
 
 class Terminal:
@@ -74,11 +68,17 @@ class Terminal:
         self.plain = plain or os.environ.get("TERM", "dumb") == "dumb"
         self.live = _is_tty(self.err) and not self.plain and not quiet
         self.colour = _is_tty(self.err) and not self.plain and not os.environ.get("NO_COLOR")
-        self.ascii = self._encodable(self.err, "›•│─█") != "›•│─█"
+        self.ascii = not _writes(self.err, "›•│─█")
         self.keyboard: Keyboard | None = None
         self._status = False
-        self._held = ""
-        self._markdown: Answer | None = None
+        self._answer: Answer | _Plain = _Plain()
+
+    @property
+    def screen(self) -> Screen:
+        """What stderr can show now."""
+        width, rows = window(self.err)
+        blocks, tall = _writes(self.err, BLOCKS), _is_tty(self.err)
+        return Screen(width, _encoding(self.err), blocks, self.colour, rows if tall else 0)
 
     def open_keyboard(self) -> None:
         """Until `close`, keep what is typed while no prompt is shown, without showing it."""
@@ -105,47 +105,37 @@ class Terminal:
             with self.silent():
                 yield
             return
-        from minikv.cli.markdown import Answer  # with rich and a parser
+        from minikv.cli.screen.markdown import Answer  # with rich and a parser
 
-        self._markdown = Answer(
-            lambda: window(self.out),
-            colour=not os.environ.get("NO_COLOR"),
-            ascii=self._encodable(self.out, "•│─") != "•│─",
-        )
+        colour, ascii = not os.environ.get("NO_COLOR"), not _writes(self.out, "•│─")
+        self._answer = Answer(lambda: window(self.out), colour=colour, ascii=ascii)
         try:
-            with unechoed(self.out, self._markdown.disturb):
+            with unechoed(self.out, self._answer.disturb):
                 yield
         finally:
-            self._markdown = None
+            self._answer = _Plain()
 
-    @contextlib.contextmanager
-    def silent(self) -> Iterator[None]:
+    def silent(self) -> contextlib.AbstractContextManager[None]:
         """Around work that shows a live line: keys are not echoed."""
-        with unechoed(self.err, lambda: None) if self.live else contextlib.nullcontext():
-            yield
+        return unechoed(self.err, lambda: None) if self.live else contextlib.nullcontext()
 
     def answer(self, piece: str) -> None:
         """Write a piece of the answer at once; newlines at its end only once more text follows."""
-        self.clear_status()
-        if self._markdown is not None:
-            self._write(self.out, self._markdown.push(self._encodable(self.out, clean(piece))))
-            return
-        text = self._held + clean(piece)
-        shown = text.rstrip("\n")
-        self._held = text[len(shown) :]
-        self._write(self.out, shown)
+        self._answered(self._answer.push, piece)
 
     def resume_answer(self, text: str) -> None:
         """Call before the pieces of an answer that continues after `text`. With Markdown, the block
         that was not complete is written again."""
-        if self._markdown is not None:
-            self._write(self.out, self._markdown.resume(self._encodable(self.out, clean(text))))
+        self._answered(self._answer.resume, text)
 
     def end_answer(self) -> None:
         """End the answer with exactly one newline."""
         self.clear_status()
-        self._held = ""
-        self._write(self.out, "\n" if self._markdown is None else self._markdown.finish())
+        self._write(self.out, self._answer.finish())
+
+    def _answered(self, act: Callable[[str], str], text: str) -> None:
+        self.clear_status()
+        self._write(self.out, act(encodable(clean(text), _encoding(self.out))))
 
     def data(self, text: str) -> None:
         """Write an output that is not an answer (a table, JSON) to stdout, with a newline."""
@@ -155,11 +145,11 @@ class Terminal:
     def say(self, text: str, style: str = "") -> None:
         """A line on stderr."""
         self.clear_status()
-        if self._markdown is not None:
-            self._markdown.disturb()
+        self._answer.disturb()
         line = clean(text)
         if _is_tty(self.err):
-            line = "\n".join(_wrapped(part, columns(self.err)) for part in line.split("\n"))
+            width = window(self.err)[0]
+            line = "\n".join(_in_columns(part, width) for part in line.split("\n"))
         if style and self.colour:
             line = f"\x1b[{_STYLES[style]}m{line}\x1b[0m"
         self._write(self.err, line + "\n")
@@ -184,8 +174,7 @@ class Terminal:
         that takes escape sequences. The terminal does not say whether it complied."""
         if self.plain or not _is_tty(self.err):
             return False
-        kept = text.translate(dict.fromkeys(_DROPPED))
-        data = base64.b64encode(kept.encode()).decode()
+        data = base64.b64encode(text.translate(DROPPED).encode()).decode()
         self._write(self.err, f"\x1b]52;c;{data}\x07")
         return True
 
@@ -198,8 +187,8 @@ class Terminal:
     def status(self, text: str) -> None:
         """Replace the live line. Without a terminal this does nothing."""
         if self.live:
-            width = columns(self.err)
-            self._write(self.err, f"\r\x1b[K{_cut(clean(text), width - 1)}")
+            line = "".join(fitting(letters(clean(text)), window(self.err)[0] - 1))
+            self._write(self.err, f"\r\x1b[K{line}")
             self._status = True
 
     def clear_status(self) -> None:
@@ -210,21 +199,11 @@ class Terminal:
 
     def writable(self, text: str) -> str:
         """`text` as stderr can show it, filtered."""
-        return self._encodable(self.err, clean(text))
-
-    def _encodable(self, stream: TextIO, text: str) -> str:
-        encoding = stream.encoding or "utf-8"
-        try:
-            text.encode(encoding)
-        except UnicodeEncodeError:
-            # minikv's own signs have ASCII forms; the rest is written as \u escapes.
-            plain = text.translate(_ASCII).encode(encoding, "backslashreplace")
-            return plain.decode(encoding)
-        return text
+        return encodable(clean(text), _encoding(self.err))
 
     def _write(self, stream: TextIO, text: str) -> None:
         try:
-            stream.write(self._encodable(stream, text))
+            stream.write(encodable(text, _encoding(stream)))
             stream.flush()
         except BrokenPipeError:
             if stream is self.out:
@@ -235,6 +214,33 @@ class Terminal:
             # If messages cannot be written, the answer must still be.
             if stream is self.out:
                 raise OutputError(f"cannot write the output: {error.strerror}") from None
+
+
+class _Plain:
+    """An answer where there is no terminal, as `markdown.Answer` is one on a terminal: as it comes,
+    but for newlines at its end."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        text = self._held + piece
+        shown = text.rstrip("\n")
+        self._held = text[len(shown) :]
+        return shown
+
+    def resume(self, text: str) -> str:
+        return ""
+
+    def finish(self) -> str:
+        self._held = ""
+        return "\n"
+
+    def disturb(self) -> None:
+        pass
+
+
+# -- streams --------------------------------------------------------------------------------------
 
 
 def open_streams() -> None:
@@ -264,33 +270,6 @@ def hush() -> None:
     os.close(null)
 
 
-def _is_tty(stream: TextIO) -> bool:
-    try:
-        return stream.isatty()
-    except ValueError:  # closed
-        return False
-
-
-def _cut(text: str, width: int) -> str:
-    """As much of `text` as fits."""
-    if text.isascii():
-        return text[:width]
-    from rich.cells import set_cell_size
-
-    return set_cell_size(text, min(width, cells(text)))
-
-
-def _wrapped(line: str, width: int) -> str:
-    """`line`, broken between words. If it begins with a name in a narrow column, the following
-    lines are indented to the second column."""
-    if cells(line) <= width:
-        return line
-    name = _NAMED.match(line)
-    column = cells(name[0]) if name else width
-    margin = " " * (column if column <= width // 3 else len(line) - len(line.lstrip()) + 2)
-    return "\n".join(wrapped(line, width, margin))
-
-
 def window(stream: TextIO) -> tuple[int, int]:
     """Columns (at least 20) and rows of a terminal. COLUMNS can make it narrower. COLUMNS and LINES
     are used if the terminal does not tell its size."""
@@ -303,13 +282,34 @@ def window(stream: TextIO) -> tuple[int, int]:
     return max(width, 20), rows or _number("LINES") or 24
 
 
-def columns(stream: TextIO) -> int:
-    """The columns of `window`."""
-    return window(stream)[0]
-
-
 def _number(variable: str) -> int:
     try:
         return max(0, int(os.environ.get(variable, "0")))
     except ValueError:
         return 0
+
+
+def _is_tty(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def _encoding(stream: TextIO) -> str:
+    return stream.encoding or "utf-8"  # a stream in memory has none
+
+
+def _writes(stream: TextIO, signs: str) -> bool:
+    return encodable(signs, _encoding(stream)) == signs
+
+
+def _in_columns(line: str, width: int) -> str:
+    """`line`, broken between words. If it begins with a name in a narrow column, the following
+    lines are indented to the second column."""
+    if cells(line) <= width:
+        return line
+    name = _NAMED.match(line)
+    column = cells(name[0]) if name else width
+    margin = " " * (column if column <= width // 3 else len(line) - len(line.lstrip()) + 2)
+    return "\n".join(folded(line, width, margin, whole=True))

@@ -14,27 +14,20 @@ MOST_LINES = 200
 """How many lines before the current one are read to colour it."""
 TAB = 8
 """Columns from one tab stop of a terminal to the next."""
+_LOOKS = {
+    "dim": "Comment Generic.Prompt",
+    "magenta": "Comment.Preproc Keyword Operator.Word Name.Tag",
+    "cyan": "Keyword.Constant Keyword.Type Name.Builtin Name.Decorator Name.Attribute "
+    "Literal.Number",
+    "bold": "Name.Class Name.Function Generic.Heading Generic.Subheading",
+    "green": "Literal.String Generic.Inserted",
+    "red": "Generic.Deleted",
+}
 _THEME = ANSISyntaxTheme(
     {
-        ("Comment",): Style(dim=True),
-        ("Comment", "Preproc"): Style(color="magenta"),
-        ("Keyword",): Style(color="magenta"),
-        ("Keyword", "Constant"): Style(color="cyan"),
-        ("Keyword", "Type"): Style(color="cyan"),
-        ("Operator", "Word"): Style(color="magenta"),
-        ("Name", "Builtin"): Style(color="cyan"),
-        ("Name", "Class"): Style(bold=True),
-        ("Name", "Function"): Style(bold=True),
-        ("Name", "Decorator"): Style(color="cyan"),
-        ("Name", "Tag"): Style(color="magenta"),
-        ("Name", "Attribute"): Style(color="cyan"),
-        ("Literal", "String"): Style(color="green"),
-        ("Literal", "Number"): Style(color="cyan"),
-        ("Generic", "Deleted"): Style(color="red"),
-        ("Generic", "Inserted"): Style(color="green"),
-        ("Generic", "Heading"): Style(bold=True),
-        ("Generic", "Subheading"): Style(bold=True),
-        ("Generic", "Prompt"): Style(dim=True),
+        tuple(name.split(".")): Style.parse(look)
+        for look, names in _LOOKS.items()
+        for name in names.split()
     }
 )
 
@@ -57,13 +50,13 @@ class Code:
         return Code(Syntax("", lexer, theme=_THEME, tab_size=TAB))
 
     def line(self, text: str) -> Text | None:
-        """The next line in colours, tabs as spaces; None if they would change anything else."""
+        """The next line in colours, tabs as spaces; None if it has none, or if they would change
+        anything else."""
         self._lines = [*self._lines[-MOST_LINES:], text]
         if "\t" in text and not text.isascii():
             return None  # where a tab ends depends on the width of the characters before it
         number = len(self._lines)
         read = self._syntax.highlight("\n".join(self._lines), line_range=(number, number))
         lines = read.split("\n", allow_blank=True)
-        if len(lines) < number or lines[number - 1].plain != text.expandtabs(TAB):
-            return None
-        return lines[number - 1]
+        found = lines[number - 1] if len(lines) >= number else Text()
+        return found if found.spans and found.plain == text.expandtabs(TAB) else None

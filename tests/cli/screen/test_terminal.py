@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from minikv.cli import terminal
-from minikv.cli.terminal import OutputError, Terminal, clean
+from minikv.cli.screen import terminal
+from minikv.cli.screen.terminal import OutputError, Terminal
+from minikv.cli.screen.text import clean
 
 
 class Screen(io.StringIO):
@@ -414,7 +415,6 @@ def test_the_window_where_the_terminal_says_nothing(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert terminal.window(io.StringIO()) == size
-    assert terminal.columns(io.StringIO()) == size[0]
 
 
 @pytest.mark.parametrize(
@@ -433,25 +433,52 @@ def test_columns_makes_a_window_narrower_and_never_wider(
         assert terminal.window(stream) == size
 
 
-def test_long_lines_are_broken_behind_a_narrow_first_column() -> None:
-    wrapped = terminal._wrapped
-    assert wrapped("x" * 40, 40) == "x" * 40
-    assert wrapped("a\t" + "b" * 36 + "  ", 40) == "a\t" + "b" * 36 + "  "  # it fits as it is
-    assert wrapped("name  " + "word " * 9 + "end", 40).split("\n") == [
-        "name  word word word word word word word",
-        "      word word end",
-    ]
-    # A first column of more than a third of the width is none: two blanks behind the line's own.
-    assert wrapped("  a rather long name  " + "word " * 9, 40).split("\n") == [
-        "  a rather long name  word word word",
-        "    word word word word word word",
-    ]
-    assert wrapped("word " * 9 + "end", 40).split("\n")[1].startswith("  w")
-    assert wrapped("/path" * 9 + " a-b", 40).split("\n") == ["/path" * 9, "  a-b"]
+@pytest.mark.parametrize(
+    ("line", "width", "rows"),
+    [
+        ("x" * 40, 40, ["x" * 40]),
+        (
+            "name  " + "word " * 9 + "end",
+            40,
+            ["name  " + "word " * 6 + "word", "      word word end"],
+        ),
+        # A first column of more than a third of the width is none: the line's own margin and two.
+        (
+            "  a rather long name  " + "word " * 9,
+            40,
+            ["  a rather long name  word word word", "    word word word word word word"],
+        ),
+        ("/path" * 9 + " a-b", 40, ["/path" * 9, "  a-b"]),
+        ("took back: " + "中" * 60, 80, ["took back: " + "中" * 34, "  " + "中" * 26]),
+        ("名前  " + "中文 " * 9, 20, ["名前  中文 中文 中文", "      中文 中文 中文"]),
+    ],
+)
+def test_long_lines_are_broken_behind_a_narrow_first_column(
+    screens: Use, monkeypatch: pytest.MonkeyPatch, line: str, width: int, rows: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, err = screens()
+    Terminal().say(line)
+    assert err.getvalue().split("\n")[: len(rows)] == rows
 
 
-def test_a_live_line_is_cut_by_cells() -> None:
-    """A wide character takes two."""
-    assert terminal._cut("abcdef", 3) == "abc"
-    assert terminal._cut("世界世界", 4) == "世界"
-    assert terminal._cut("世界", 9) == "世界"
+def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
+    """A wide character takes two, and the last column stays free."""
+    _, err = screens()
+    Terminal().status("é" * 30 + "世界" * 9)
+    assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "signs", "dots"),
+    [("utf-8", " ▁▂▃▄▅▆▇█", "…"), ("ascii", " .:-=+*#%@", "..."), ("latin-1", " .:-=+*#%@", "...")],
+)
+def test_a_screen_is_what_stderr_can_show(
+    screens: Use, monkeypatch: pytest.MonkeyPatch, encoding: str, signs: str, dots: str
+) -> None:
+    screens()
+    monkeypatch.setattr(Screen, "encoding", encoding)
+    monkeypatch.setenv("LINES", "30")
+    found = Terminal().screen
+    assert (found.width, found.rows, found.encoding) == (40, 30, encoding)
+    assert (found.signs, found.dots, found.colour) == (signs, dots, True)

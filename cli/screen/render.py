@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
-from minikv.cli.config_command import text
-from minikv.cli.tables import grid
+from minikv.cli.screen.text import grid
 from minikv.cli.turn import TOY, is_toy
+from minikv.cli.values import text
 from minikv.policies import Option, find, part_names, prompt_names, registry, step_names
 from minikv.policies.options import options_of
 

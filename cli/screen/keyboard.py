@@ -2,8 +2,9 @@
 
 A terminal that edits lines itself turns Enter into Ctrl-J, which is a new line for the line editor.
 So while a chat works, its terminal passes keys on unchanged. Ctrl-C, Ctrl-Z and Ctrl-\\ stay
-signals. A paste keeps its marks, so that it stays one message. Without the line editor, the
-terminal still edits lines, but does not show them.
+signals, which prompt_toolkit's own raw mode would turn into keys. A paste keeps its marks, so that
+it stays one message. Without the line editor, the terminal still edits lines, but does not show
+them.
 """
 
 from __future__ import annotations
@@ -69,14 +70,13 @@ class Keyboard:
         self._err = err
         self._asks = False
         self._before = _mode(self._number)
-        self._handler: Any = None
+        self._open = contextlib.ExitStack()
 
     def open(self) -> None:
         """Switch the terminal. The caller must already hold this keyboard and close it, because
         from here on a signal may end the program at any moment."""
-        if threading.current_thread() is threading.main_thread():
-            # A shell that continues the chat may have changed the terminal.
-            self._handler = signal.signal(signal.SIGCONT, self._resumed)
+        # A shell that continues the chat may have changed the terminal.
+        self._open.enter_context(_resuming(self._resumed))
         self._wait()
         if self.editor:  # until now an Enter was a Ctrl-J
             self.early = re.sub(r"\r?\n", "\r", self._typed())
@@ -104,9 +104,7 @@ class Keyboard:
 
     def close(self) -> None:
         """Restore the terminal's mode."""
-        if self._handler is not None:
-            signal.signal(signal.SIGCONT, self._handler)
-            self._handler = None
+        self._open.close()
         self._mark(_UNMARKED)
         _set(self._number, self._before)
 
@@ -114,6 +112,10 @@ class Keyboard:
         """Whether something was typed that has not been read: a key, or a line where the terminal
         edits lines itself."""
         return bool(select.select([self._number], [], [], 0)[0])
+
+    def _resumed(self) -> None:
+        if not self._asks:
+            self._wait()
 
     def _wait(self) -> None:
         if self._before is None:
@@ -144,53 +146,54 @@ class Keyboard:
                 found += data
         return found.decode("utf-8", "replace")
 
-    def _resumed(self, signum: int, frame: object) -> None:
-        if not self._asks:
-            self._wait()
-
 
 @contextlib.contextmanager
 def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
     """Inside, the terminal of `stream` does not echo keys. `moved` is called when the process
     continues after it was stopped, because the shell has then written to the terminal."""
+    echoed = False
 
-    def echoes() -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            mode = _mode(stream.fileno())
-            return mode is not None and bool(mode[_LOCAL] & termios.ECHO)
-        return False
-
-    def echo(on: bool) -> None:
+    def switch(on: bool) -> None:
+        nonlocal echoed
         with contextlib.suppress(OSError, ValueError):
             number = stream.fileno()
             mode = _mode(number)
             if mode is not None and bool(mode[_LOCAL] & termios.ECHO) != on:
+                echoed = True  # also in the background, where it cannot be switched off
                 mode[_LOCAL] ^= termios.ECHO
                 _set(number, mode)
 
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGCONT) if main else None
-
-    echoed = echoes()
-
-    def resumed(signum: int, frame: Any) -> None:
-        nonlocal echoed
-        if callable(before):
-            before(signum, frame)
-        echoed = echoed or echoes()  # a process started in the background saw the shell's mode
-        echo(False)
+    def resumed() -> None:
+        switch(False)
         moved()
 
-    try:  # a signal may end the program at any moment
-        if main:
-            signal.signal(signal.SIGCONT, resumed)
-        echo(False)
+    with _resuming(resumed):
+        try:  # a signal may end the program at any moment
+            switch(False)
+            yield
+        finally:
+            if echoed:
+                switch(True)
+
+
+@contextlib.contextmanager
+def _resuming(act: Callable[[], object]) -> Iterator[None]:
+    """Inside, `act` is called when the process continues after it was stopped."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may install handlers
+        return
+    before = signal.getsignal(signal.SIGCONT)
+
+    def resumed(signum: int, frame: Any) -> None:
+        if callable(before):
+            before(signum, frame)
+        act()
+
+    try:
+        signal.signal(signal.SIGCONT, resumed)
         yield
     finally:
-        if main:
-            signal.signal(signal.SIGCONT, before)
-        if echoed:
-            echo(True)
+        signal.signal(signal.SIGCONT, before)
 
 
 def _in_front(number: int) -> bool:

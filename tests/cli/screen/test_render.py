@@ -10,11 +10,12 @@ import pytest
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import compare, render
+from minikv.cli import compare
 from minikv.cli.eval import run, show
 from minikv.cli.eval.items import Item
 from minikv.cli.export import markdown, page
 from minikv.cli.export.facts import gather
+from minikv.cli.screen import render
 from minikv.policies import registry
 
 SHORT = "Velgate exports mostly salt."

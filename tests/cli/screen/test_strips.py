@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from test_kept import HOSTILE, STORY, chat, facts
 
 from minikv.cache.snapshot import Outcome
 from minikv.chat.report import UNKNOWN
-from minikv.cli import strips
 from minikv.cli.kept import Part
-from minikv.cli.strips import ASCII
+from minikv.cli.screen import strips
+from minikv.cli.screen.terminal import ASCII
 
 
 @pytest.mark.parametrize(
@@ -48,12 +47,6 @@ def test_a_strip_is_as_high_as_its_share_of_the_largest() -> None:
     assert strips.strip([0, 1, 4, 8], 8) == "| ▁▄█|"
     assert strips.strip([0, 1, 5, 9], 9, ASCII) == "| .+@|"
     assert strips.strip([0, 0], 0) == "|  |"
-
-
-def test_blocks_need_an_encoding() -> None:
-    assert strips.takes_blocks(SimpleNamespace(encoding="utf-8"))  # type: ignore[arg-type]
-    assert not strips.takes_blocks(SimpleNamespace(encoding="ascii"))  # type: ignore[arg-type]
-    assert not strips.takes_blocks(SimpleNamespace(encoding="latin-1"))  # type: ignore[arg-type]
 
 
 # -- layers and heads -----------------------------------------------------------------------

@@ -17,17 +17,17 @@ from prompt_toolkit.document import Document
 from small_chat import chat
 from terminals import Terminals
 
-from minikv.cli import editor, history, render
-from minikv.cli.editor import Commands, Help
-from minikv.cli.history import ENTRIES, HistoryFile
 from minikv.cli.interrupt import Terminated
+from minikv.cli.screen import editor, history, render
+from minikv.cli.screen.editor import Commands, Help
+from minikv.cli.screen.history import ENTRIES, HistoryFile
 
 # Asks for messages and shows each in one line; `pause` stands for an answer that takes a while.
 LOOP = """
 import sys, time
 from pathlib import Path
-from minikv.cli.editor import Help, open_reader
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.editor import Help, open_reader
+from minikv.cli.screen.terminal import Terminal
 history, pause = sys.argv[1], float(sys.argv[2])
 words = {1: ["/add", "/policy", "/exit"], 2: ["adakv", "snapkv"]}
 terminal = Terminal()
@@ -252,8 +252,8 @@ def test_ctrl_c_clears_a_line_and_is_told_apart_from_one_without_text(start: Sta
 
 _ENDS = """
 import termios
-from minikv.cli.keyboard import Keyboard
-from minikv.cli.terminal import Terminal
+from minikv.cli.screen.keyboard import Keyboard
+from minikv.cli.screen.terminal import Terminal
 
 def signalled(self):
     raise SystemExit(143)

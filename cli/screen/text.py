@@ -1,0 +1,209 @@
+"""Text on a terminal: which characters are written, how many columns they take, where rows end.
+
+rich measures characters. It does not break lines here: its rows do not say which part of the text
+they are, it splits what an ASCII terminal shows as \\u4e2d, and it counts a sign of several
+characters as the newest terminals show it, where others show its parts side by side.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, groupby
+
+_DROPPED = (
+    *(code for code in range(0x20) if chr(code) not in "\n\t"),  # C0, with ESC
+    *range(0x7F, 0xA0),  # DEL and C1
+    0x2028,  # line and paragraph separators
+    0x2029,
+    *range(0x202A, 0x202F),  # bidi embeddings and overrides
+    *range(0x2066, 0x206A),  # bidi isolates
+    *range(0xD800, 0xE000),  # lone surrogates
+    *range(0xE0000, 0xE0080),  # tags, invisible
+)
+# Signs that no one sees and that change the order or the ends of words, or are blank letters: LRM,
+# RLM, ZWSP, BOM, the soft hyphen, fillers of Hangul and the like. The joiners and variation
+# selectors of scripts and of emoji are none.
+_UNSEEN = (
+    *(0xAD, 0x34F, 0x61C, 0x17B4, 0x17B5, 0x180E, 0x200B, 0x200E, 0x200F),
+    *range(0x2060, 0x2070),
+    *(0x2800, 0x3164, 0xFEFF, 0xFFA0, 0xFFF9, 0xFFFA, 0xFFFB),
+)
+DROPPED: dict[int, str | None] = dict.fromkeys(_DROPPED)
+"""Control characters and bidi overrides, as `str.translate` removes them."""
+_FILTER = {**{code: f"\\u{code:04x}" for code in _UNSEEN}, **DROPPED}
+_ASCII = str.maketrans(
+    {"·": "-", "›": ">", "…": "...", "×": "x", "–": "-", "—": "-", "•": "*", "│": "|", "─": "-"}
+    | dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))
+)
+_JOINER = "\u200d"
+_TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))
+_FLAGS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))  # two of these letters are a flag
+# What a terminal takes that cannot join characters, and shows each of them.
+_MOST = {"\ufe0f": 1} | dict.fromkeys([*_TONES, *_FLAGS], 2)
+_WORDS = re.compile(r"[ \t]+|[^ \t]+")
+
+
+def clean(text: str) -> str:
+    """`text` without control characters and bidi overrides. Unseen signs are \\u escapes.
+
+    It removes single characters and does not look for escape sequences, because it would miss one
+    that is split over two tokens.
+    """
+    return text.translate(_FILTER)
+
+
+def encodable(text: str, encoding: str) -> str:
+    """`text` as a stream with this encoding can write it: minikv's own signs have ASCII forms, the
+    rest is written as \\u escapes."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
+def shown(text: str, encoding: str = "utf-8") -> str:
+    """`text` as a terminal will show it: filtered, tabs as spaces, unknown letters escaped."""
+    return clean(text).replace("\t", "    ").encode(encoding, "backslashreplace").decode(encoding)
+
+
+# -- columns --------------------------------------------------------------------------------------
+
+
+def cells(text: str) -> int:
+    """How many columns a terminal needs for a text without control characters."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # it is slow to import
+
+    return cell_len(text)
+
+
+def most_cells(text: str, encoding: str = "utf-8") -> int:
+    """The most columns that a terminal may take for a text."""
+    if text.isascii() and text.isprintable():
+        return len(text)
+    return sum(_most(sign, encoding) for sign in text)
+
+
+@lru_cache(4096)
+def _most(sign: str, encoding: str) -> int:
+    seen = shown(sign, encoding)
+    return cells(seen) if seen.isascii() else _MOST.get(sign) or cells(seen)
+
+
+def letters(text: str) -> list[str]:
+    """The characters, each with those that join it: accents, skin tones, the parts of an emoji."""
+    found: list[str] = []
+    for sign in text:
+        last = found[-1] if found else ""
+        pair = sign in _FLAGS and last in _FLAGS
+        if last and (pair or last[-1] == _JOINER or sign in _TONES or not cells(sign)):
+            found[-1] += sign
+        else:
+            found.append(sign)
+    return found
+
+
+def padded(text: str, width: int, side: str = "<") -> str:
+    """`text` with blanks behind it, or, for the side ">", before it."""
+    blanks = " " * (width - cells(text))
+    return blanks + text if side == ">" else text + blanks
+
+
+def cut(text: str, width: int) -> str:
+    """`text`, or as much of it as fits in `width` columns with a "…" behind it."""
+    return text if cells(text) <= width else "".join([*fitting(letters(text), width - 1), "…"])
+
+
+def cut_middle(text: str, width: int) -> str:
+    """`text`, or as much of its begin and its end as fits in `width` columns with a "…" between."""
+    if cells(text) <= width:
+        return text
+    found = letters(text)
+    begin, end = fitting(found, (width - 1) // 2), fitting(found[::-1], width // 2)
+    return "".join([*begin, "…", *end[::-1]])
+
+
+def fitting(found: Sequence[str], width: int) -> Sequence[str]:
+    """The first of some letters, as many as fit in `width` columns."""
+    used = accumulate(map(cells, found))
+    return found[: sum(size <= width for size in used)]
+
+
+def clipped(text: str, width: int, encoding: str = "utf-8") -> str:
+    """A name as one line of at most so many columns."""
+    text = " ".join(shown(text, encoding).split())
+    return text[slice(*broken(text, width)[0])].rstrip()
+
+
+def grid(lines: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
+    """Columns of equal width with two spaces between them; `sides`: < left, > right."""
+    widths = [max(cells(line[i]) for line in lines) for i in range(len(sides))]
+    return "\n".join("  ".join(map(padded, line, widths, sides)).rstrip() for line in lines)
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def units(line: str) -> Iterator[str]:
+    """The parts of a line between which it may be broken: blanks, words, and every wide letter or
+    emoji."""
+    for word in _WORDS.findall(line):
+        if word.isascii():
+            yield word
+        else:
+            for apart, group in groupby(letters(word), key=_apart):
+                found = list(group)
+                yield from found if apart else ["".join(found)]
+
+
+def _apart(letter: str) -> bool:
+    return any(cells(s) == 2 or s in _FLAGS or "\u2600" <= s <= "\u27bf" for s in letter)
+
+
+def broken(
+    text: str, width: int, encoding: str = "utf-8", *, less: int = 0, whole: bool = False
+) -> list[tuple[int, int]]:
+    """Where `text` breaks into rows of at most `width` columns: begin and end of each row.
+
+    less: how many columns fewer all rows but the first have. whole: a word of ASCII letters is
+    never broken, also if it is wider than a row (paths, addresses, flags). A row keeps its trailing
+    blanks, which do not count. Newlines belong to no row.
+    """
+    rows: list[tuple[int, int]] = []
+    at = 0
+    for line in text.split("\n"):
+        begin = end = at
+        used = 0
+        for unit in _rows_apart(line, width - less, encoding, whole):
+            size = most_cells(unit, encoding)
+            if used + size > width - bool(rows) * less and end > begin and not unit.isspace():
+                rows.append((begin, end))
+                begin, used = end, 0
+            end, used = end + len(unit), used + size
+        rows.append((begin, end))
+        at += len(line) + 1
+    return rows
+
+
+def _rows_apart(line: str, width: int, encoding: str, whole: bool) -> Iterable[str]:
+    """The units of a line, those that are wider than a row letter by letter."""
+    for unit in units(line):
+        if unit.isspace() or (whole and unit.isascii()) or most_cells(unit, encoding) <= width:
+            yield unit
+        else:  # escapes of what cannot be encoded join nothing
+            yield from letters(unit) if encodable(unit, encoding) == unit else unit
+
+
+def folded(
+    text: str, width: int, indent: str = "", encoding: str = "utf-8", *, whole: bool = False
+) -> list[str]:
+    """`text` as lines of at most `width` columns, all but the first after `indent`; `whole` as in
+    `broken`."""
+    text = shown(text, encoding)
+    rows = broken(text, width, encoding, less=len(indent), whole=whole)
+    lines = [text[begin:end].rstrip(" ") for begin, end in rows]
+    return [lines[0], *(indent + line for line in lines[1:])]
