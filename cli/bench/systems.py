@@ -40,6 +40,10 @@ class Cached:
     def read(self, ids: list[int], room: int = 256) -> float:
         """Seconds to read a prompt into a new conversation; `room`: how many steps will follow."""
         self.engine.reset()
+        return self.read_on(ids, room)
+
+    def read_on(self, ids: list[int], room: int = 256) -> float:
+        """Seconds to read a further prompt of the same conversation."""
 
         def run() -> None:
             self._token = int(self.engine.prompt(ids, room=room).argmax())
