@@ -52,26 +52,15 @@ def _number(field: Any) -> int:
     return 0 if field is None else int(field)
 
 
-class _Address:
-    """The parameter of a C function that is an address: of a tensor, a `Struct`, an array."""
-
-    @staticmethod
-    def from_param(given: Any) -> Any:
-        """What ctypes passes; None is NULL."""
-        try:
-            return c_void_p(given.data_ptr())
-        except AttributeError:
-            return given
-
-
-_TYPES = {"i": c_int, "n": c_int64, "d": c_double, "p": _Address}
+_TYPES = {"i": c_int, "n": c_int64, "d": c_double, "p": c_void_p}
 
 
 def function(name: str, takes: str, lacking: str = "") -> Callable[..., None]:
     """The function minikv_`name` of the library, which is loaded at the first call.
 
-    takes: a letter for each argument: i int, n int64_t, d double, p pointer. lacking: what raises
-    MemoryError if the function returns anything but 0; "": it returns nothing.
+    takes: a letter for each argument: i int, n int64_t, d double, p the address of a tensor, a
+    `Struct` or an array, or None. lacking: what raises MemoryError if the function returns anything
+    but 0; "": it returns nothing.
     """
 
     @cache
@@ -85,7 +74,11 @@ def function(name: str, takes: str, lacking: str = "") -> Callable[..., None]:
         if failed:
             raise MemoryError(f"{lacking} found no memory")
 
-    return lambda *given: found()(*given)
+    def call(*given: Any) -> None:
+        # Not in a `from_param`: ctypes would make an error of its own of an interrupt there.
+        found()(*[one.data_ptr() if isinstance(one, Tensor) else one for one in given])
+
+    return call
 
 
 def plain(dtype: torch.dtype, *tensors: Tensor) -> bool:

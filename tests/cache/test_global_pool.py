@@ -15,7 +15,6 @@ from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
-from minikv.errors import UsageError
 from minikv.policies.base import PromptView
 from minikv.policies.parts import GlobalBudget, PromptPolicy
 
@@ -138,13 +137,6 @@ def test_nothing_leaves_under_the_budget_and_heads_may_grow_to_it() -> None:
     for token in ids(30):
         run.step(token)
     assert run.kv.stats().kept_max == 60
-
-
-def test_what_shares_rows_among_heads_does_not_go_with_it() -> None:
-    made = policies.prompt_policy("adakv")
-    assert made is not None
-    with pytest.raises(UsageError, match="one budget for all layers"):
-        replace(made, layers=GlobalBudget())
 
 
 @pytest.mark.parametrize("windows", [None, (24, None, 60)])

@@ -303,7 +303,7 @@ class Kept:
     """A copy of such a cache."""
 
     def __init__(self, fed: list[int]) -> None:
-        self.fed, self.nbytes, self.position = fed, len(fed), len(fed)
+        self.fed, self.nbytes, self.state = fed, len(fed), State(len(fed))
 
 
 class FakeEngineWithMemory(FakeEngine):
