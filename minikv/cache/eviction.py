@@ -120,8 +120,9 @@ class Eviction:
         if not reads:
             self.scratch = ()
         elif not self.scratch or self.scratch[0].shape != (*sides, self.width):
-            exact = {"dtype": torch.float32, "device": self.device}  # whatever torch's default is
-            self.scratch = torch.empty((*sides, self.width), **exact), torch.empty(sides, **exact)
+            exact = torch.float32  # whatever torch's default is
+            sizes = (*sides, self.width), sides
+            self.scratch = tuple(torch.empty(n, dtype=exact, device=self.device) for n in sizes)
 
     def close(self) -> None:
         """Release the arena and, unless a graph needs it, the memory of steps."""
@@ -160,7 +161,7 @@ class Eviction:
             return block == 1
         left = (self.arena.cap + block - self.count).flatten().tolist()
         self._due_from = position + min(steps if steps > 0 else block for steps in left)
-        return min(left) <= 0
+        return bool(min(left) <= 0)
 
     # -- a step -------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
-from minikv.errors import UsageError
 from minikv.policies.base import PromptView
-from minikv.policies.parts import GlobalBudget, PromptPolicy
+from minikv.policies.global_budget import GlobalBudget
+from minikv.policies.parts import PromptPolicy
 
 Seen = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer: scores, positions, what is protected
 
@@ -60,6 +60,86 @@ def expected(
 
 
 @pytest.mark.parametrize("kv", [None, torch.int8])
+@pytest.mark.parametrize("windows", [None, (24, None, 60)])
+@pytest.mark.parametrize(
+    ("name", "step", "options"),
+    [
+        ("snapkv", "roco", {"window": 4, "kernel": 1}),
+        ("tova", "none", {}),
+        ("h2o+turns", "hashevict", {"edge": 3}),
+        ("l2", "streaming", {}),
+    ],
+)
+def test_the_best_rows_of_all_layers_stay(
+    name: str,
+    step: str,
+    options: dict[str, object],
+    windows: tuple[int | None, ...] | None,
+    kv: torch.dtype | None,
+) -> None:
+    """Three prompts and answers between them; the second time under the budget of many rows."""
+    net = network(windows=windows)
+    prompt, seen = policy(name, options)
+    stepper = policies.step_policy(step)
+    cache = over(net, Rules(prompt, stepper, Budget.parse(30)), kv=kv)
+    cache.pin(2)
+    run = Engine(net, cache)
+    least = 2 if stepper is not None and stepper.evict_first and stepper.recent else 1
+    turns, spread_out = [], False
+    for turn in range(3):
+        turns.append((cache.position, cache.position + 50))
+        run.prompt(ids(50, seed=turn))
+        edge = int(str(options.get("edge", 0)))
+        want = expected(seen, 9 * 30, 2, least, edge, turns)
+        found = [[cache.kept(i, h).tolist() for h in range(3)] for i in range(3)]
+        assert found == want
+        sizes = [sum(map(len, layer)) for layer in found]
+        spread_out |= len({*sizes}) > 1
+        assert sum(sizes) <= 270
+        arena = cache.arena
+        assert int(arena.cap.sum()) == 270
+        for layer in range(3):
+            for h in range(3):
+                pos = arena.segment("pos", layer, h).tolist()
+                assert pos == sorted(pos) == found[layer][h]
+                for column in arena.extra:
+                    assert bool(torch.isfinite(arena.segment(column, layer, h).float()).all())
+        lost = cache.stats().lost_max
+        assert (lost is not None) == (sum(sizes) == 270 and name != "l2")
+        for token in ids(6, seed=turn):
+            assert bool(torch.isfinite(run.step(token)).all())
+    assert spread_out
+
+
+def test_a_row_of_every_column_belongs_to_its_position() -> None:
+    """What stays has its own key and value: those of the same network without eviction."""
+    net = network()
+    prompt, _ = policy("snapkv", {"window": 4})
+    run = Engine(net, over(net, Rules(prompt, policies.step_policy("roco"), Budget.parse(20))))
+    full = Engine(net, over(net))
+    for each in (run, full):
+        each.prompt(ids(90))
+    for layer in range(3):
+        for h in range(3):
+            at = run.kv.arena.segment("pos", layer, h).long()
+            for name in ("k", "v"):
+                mine = run.kv.arena.segment(name, layer, h)
+                assert torch.equal(mine, full.kv.arena.segment(name, layer, h)[at])
+
+
+def test_nothing_leaves_under_the_budget_and_heads_may_grow_to_it() -> None:
+    net = network()
+    prompt, _ = policy("snapkv")
+    run = Engine(net, over(net, Rules(prompt, policies.step_policy("roco"), Budget.parse(60))))
+    run.prompt(ids(40))
+    assert run.kv.stats().kept_min == 40
+    assert run.kv.stats().lost_max is None
+    assert (run.kv.arena.cap == 60).all()
+    for token in ids(30):
+        run.step(token)
+    assert run.kv.stats().kept_max == 60
+
+
 @pytest.mark.parametrize("windows", [None, (24, None, 60)])
 @pytest.mark.parametrize(
     ("name", "step", "options"),

@@ -33,6 +33,7 @@ from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
 from minikv.policies import Option, Value, registry
 from minikv.policies.base import StepPolicy
+from minikv.policies.options import options_of
 from minikv.policies.parts import policy_columns
 
 FAR = torch.device("meta")
@@ -157,7 +158,7 @@ def walk(names: Sequence[str]) -> list[Any]:
         found.append(case(name, {}))
         new = [part for part in policies.find(name).parts if part not in seen]
         seen.update(new)
-        for option in (option for part in new for option in part.options):
+        for option in (option for part in new for option in options_of(part)):
             found += [case(name, {option.name: value}) for value in others(option)]
     return found
 
