@@ -195,7 +195,7 @@ class DecodeStep:
         query, key = both[:-heads].view(heads, -1, self.shape.head_dim), both[-heads:]
         if policy is not None:
             eviction.by_query(policy, layer, query, key)
-        self.ops.append(key, qkv[-heads:], *row)
+        self.ops.append(key, qkv[-heads:], row)
         if policy is not None:
             eviction.note_keys(policy, layer, key[None, :, None])
         return query
