@@ -144,7 +144,8 @@ def below_uniform(
     Arguments as in `each_attention`, W at most 32.
     """
     heads, group, rows, _ = q.shape
-    pos = torch.cat([part[1].expand(heads, part[1].shape[1]) for part in parts], 1)
+    at = [part[1].expand(heads, part[1].shape[1]) for part in parts]
+    pos = torch.cat(at, 1) if len(at) > 1 else at[0]
 
     def of(some: slice) -> Tensor:
         p = ops.each_attention(q, q_pos, parts, window, lse, some)
