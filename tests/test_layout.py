@@ -19,6 +19,7 @@ ELSEWHERE = {
     "minikv/engine/engine.py": "engine/test_decode_loop.py",
     "minikv/engine/threads.py": "cli/test_threads.py",
     "minikv/errors.py": "cli/test_cli.py",
+    "minikv/policies/moments.py": "policies/test_invariants.py",
     "minikv/policies/bits.py": "policies/test_scissorhands.py",
     "minikv/policies/base.py": "policies/test_invariants.py",
     "minikv/policies/expected.py": "policies/test_fixtures.py",

@@ -17,7 +17,8 @@ from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document, Message, Template
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.rereading import Rereading
-from minikv.engine.engine import Engine, Network, Predicting
+from minikv.engine.decode_loop import Network
+from minikv.engine.engine import Engine, Predicting
 from minikv.errors import ContextError
 from minikv.models.tokenizer import Tokenizer
 

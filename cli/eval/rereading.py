@@ -18,7 +18,8 @@ from minikv.cache.prefill import Prefill
 from minikv.cache.second_pass import SecondPass
 from minikv.cache.snapshot import CacheSnapshot
 from minikv.cache.tier import Tier
-from minikv.engine.engine import Engine, Network, Predicting
+from minikv.engine.decode_loop import Network
+from minikv.engine.engine import Engine, Predicting
 
 
 class Rereading:

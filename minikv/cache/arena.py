@@ -23,7 +23,7 @@ from minikv import kernels
 from minikv.kernels.decode.plain import in_use
 from minikv.kernels.dispatch import Kernels
 from minikv.pages import large
-from minikv.policies.base import blocks
+from minikv.policies.selection import blocks
 
 TABLES = ("start", "length", "capacity", "cap", "free_slot")
 _CORE = ("k", "v", "k_scale", "v_scale", "pos")

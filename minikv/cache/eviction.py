@@ -8,7 +8,7 @@ several at once (`StepPolicy.block`) leaves gaps, which the head's last rows fil
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from minikv.kernels.decode.plain import in_use
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import StepPolicy, StepView
 
-_ENDLESS = 1 << 40  # above every position
+_ENDLESS = 1 << 40  # above every position, and the window of a layer that sees all rows
+_MULTIPLE = 256  # a graph's width is a multiple, so that small changes of caps do not change it
 _AT_ONCE = 1 << 20  # rows, with padding, whose statistics and scores are computed at once
 
 
@@ -39,101 +40,225 @@ class Heads:
         return table[self.layers].view(-1)
 
 
-@dataclass(slots=True)
 class Eviction:
-    """The policy at work on an arena.
+    """The heads of an arena while an answer is written: where each new row goes, and which leaves.
 
-    window int64 [L]: how many rows each layer's queries see. count and slot int64 [L, H]: each
-    head's rows in use with the new one, and where that is. width: no head has more rows.
-    leaves_last bool [R]: rows that leave after all others; then shown int32 [R]: positions as the
-    policy sees them. readable: values may be read without waiting for a device. kept: the heads of
-    all layers, while none grows. full bool [L, H]: heads in which a row must leave before the new
-    one has room.
+    count int64 [L, H]: rows in use, the new one included; slot int64 [L, H]: the new row, an index
+    into the columns; position int64 []: tokens counted; window int64 [L]: how many rows each
+    layer's queries see; oldest_seen [L]: the oldest of these; width: no head has more rows. pinned,
+    leaves_last, captured: see `DecodeStep.open`; shown int32 [R]: with leaves_last, positions as
+    the policy sees them. scratch: the step's logits float32 [L, H, G, width] and their log-sum-exps
+    [L, H, G], if the policy reads them. quota: what `StepPolicy.quota` returns. due: whether a head
+    may have to evict at the end of the step.
     """
 
     arena: Arena
-    policy: StepPolicy | None
-    shape: Shape
-    ops: Kernels
-    window: Tensor
-    count: Tensor
-    slot: Tensor
-    width: int
-    pinned: int
-    leaves_last: Tensor | None
-    shown: Tensor | None
-    readable: bool
-    kept: Heads | None = None
-    full: Tensor = field(init=False)
+    _full: Tensor  # bool [L, H]: heads in which a row must leave before the new one has room
 
-    def before_attention(self, position: Tensor) -> None:
+    def __init__(self, shape: Shape, device: torch.device, ops: Kernels) -> None:
+        self.shape, self.device, self.ops = shape, device, ops
+        with torch.inference_mode(False):  # written inside and outside of a forward
+            sides = (shape.layers, shape.kv_heads)
+            self.count = torch.zeros(sides, dtype=torch.int64, device=device)
+            self.slot = torch.zeros_like(self.count)
+            self.position = torch.zeros((), dtype=torch.int64, device=device)
+            windows = [_ENDLESS if w is None else w for w in shape.windows]
+            self.window = torch.tensor(windows, dtype=torch.int64, device=device)
+            self.oldest_seen = torch.zeros_like(self.window)
+        self._slides = any(w is not None for w in shape.windows)
+        self.policy: StepPolicy | None = None
+        self.width = self.pinned = self._due_from = 0
+        self.captured, self.due = False, True
+        self.scratch: tuple[Tensor, ...] = ()
+        self.leaves_last: Tensor | None = None
+        self.shown: Tensor | None = None
+        self.quota: Tensor | None = None
+        self._kept: Heads | None = None  # the heads of all layers, while none grows
+
+    # -- an answer begins and ends ------------------------------------------------------------
+
+    def open(
+        self,
+        arena: Arena,
+        policy: StepPolicy | None,
+        position: int,
+        pinned: int,
+        leaves_last: Tensor | None,
+        *,
+        captured: bool,
+    ) -> None:
+        """See `DecodeStep.open`."""
+        self.arena, self.policy, self.pinned, self.captured = arena, policy, pinned, captured
+        with torch.inference_mode(False):
+            self._make_scratch(arena, policy)
+            # A graph holds addresses, so what it reads must stay at the same address.
+            shown = None if leaves_last is None else torch.zeros_like(arena.columns["pos"])
+            self.leaves_last = _in_place(self.leaves_last, leaves_last)
+            self.shown = _in_place(self.shown, shown)
+            self.quota = _in_place(self.quota, None if policy is None else policy.quota(arena.cap))
+        self.position.fill_(position)
+        self.due, self._due_from, self._kept = True, position, None
+        # A new row goes to its head's free slot, else behind its last row.
+        free = arena.free_slot
+        grows = free < 0
+        self.slot.copy_(torch.where(grows, arena.start + arena.length, free))
+        if policy is not None and policy.evict_first:
+            grows = grows & (arena.length < arena.cap)
+        self.count.copy_(arena.length + grows)
+        self._find_oldest()
+
+    def _make_scratch(self, arena: Arena, policy: StepPolicy | None) -> None:
+        """Choose the width, and make room for the logits of all heads if the policy reads them."""
+        reads = policy is not None and not policy.evict_first
+        assert policy is None or reads or policy.block == 1, "one row at a time before attention"
+        most = arena.capacity if policy is None else arena.cap + (policy.block if reads else 0)
+        multiple = _MULTIPLE if self.captured else 16
+        width = -(-int(most.max()) // multiple) * multiple
+        if not (self.captured and width <= self.width <= 4 * width):
+            self.width = width
+        sides = (*self.count.shape, self.shape.heads // self.shape.kv_heads)
+        if not reads:
+            self.scratch = ()
+        elif not self.scratch or self.scratch[0].shape != (*sides, self.width):
+            exact = torch.float32  # whatever torch's default is
+            sizes = (*sides, self.width), sides
+            self.scratch = tuple(torch.empty(n, dtype=exact, device=self.device) for n in sizes)
+
+    def close(self) -> None:
+        """Release the arena and, unless a graph needs it, the memory of steps."""
+        vars(self).pop("arena", None)
+        self._kept = None
+        if not self.captured:
+            self.scratch, self.leaves_last, self.shown, self.quota = (), None, None, None
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What `open` allocated, at addresses that stay while steps are captured."""
+        found = (*self.scratch, self.leaves_last, self.shown, self.quota)
+        return [one for one in found if one is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held beside the arena."""
+        rows = self._kept
+        used = () if rows is None else (rows.length, rows.index, rows.live)
+        return sum(one.nbytes for one in (*self.held, *used))
+
+    @property
+    def readable(self) -> bool:
+        """Values may be read without waiting for a device."""
+        return not self.captured and self.device.type == "cpu"
+
+    def is_due(self, position: int) -> bool:
+        """Whether a head has to evict at the end of the step under way, after which `position`
+        tokens are counted. Always, if heads evict one row at a time.
+
+        A head grows by a row a step at most, so the device is asked, and waited for, only when the
+        head that had the most rows can be full again.
+        """
+        block = 1 if self.policy is None else self.policy.block
+        if block == 1 or position < self._due_from:
+            return block == 1
+        left = (self.arena.cap + block - self.count).flatten().tolist()
+        self._due_from = position + min(steps if steps > 0 else block for steps in left)
+        return bool(min(left) <= 0)
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def before_attention(self) -> None:
         """Before the first layer: a policy that evicts first, but does not need the query for that,
         chooses the row that leaves each full head. The new row takes its place."""
         arena, policy = self.arena, self.policy
         if policy is None or not policy.evict_first:
             return
-        self.full = (arena.free_slot < 0) & (arena.length >= arena.cap)
-        if self.readable and not bool(self.full.any()):
+        self._full = (arena.free_slot < 0) & (arena.length >= arena.cap)
+        if self._none(self._full):
             return
         self._show(policy, arena.length)
         if not policy.needs_query:
             for heads in self._parts(arena.length):
-                self._evict(policy, heads, self.full, position)
+                self._evict(policy, heads, self._full, self.position)
             torch.where(arena.free_slot >= 0, arena.free_slot, self.slot, out=self.slot)
 
-    def by_query(
-        self, policy: StepPolicy, layer: int, position: Tensor, query: Tensor, key: Tensor
-    ) -> None:
+    def by_query(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> None:
         """The same in one layer, under a policy that needs the query. query [H, G, D]; key [H, D]:
         of the new row."""
-        if self.readable and not bool(self.full[layer].any()):
+        if self._none(self._full[layer]):
             return
         heads = self._heads_of(slice(layer, layer + 1), self.arena.length)
-        self._evict(policy, heads, self.full, position, probes=(query, key[:, None]))
+        self._evict(policy, heads, self._full, self.position, probes=(query, key[:, None]))
         free, slot = self.arena.free_slot[layer], self.slot[layer]
         torch.where(free >= 0, free, slot, out=slot)
 
-    def after_attention(
-        self, logits: Tensor, lse: Tensor, position: Tensor, quota: Tensor | None, due: bool
-    ) -> None:
-        """At the end of a step: update the policy's columns, and choose the row that leaves each
-        head over its cap (`Arena.free_slot`; -1 for the other heads).
+    def note_keys(self, policy: StepPolicy, layer: int, key: Tensor) -> None:
+        """Write the columns that depend on a row's key, for the new rows of the layers from `layer`
+        on. key [l, H, 1, D]."""
+        slot = self.slot[layer : layer + len(key)].flatten()
+        for name, values in policy.of_key(layer, key).items():
+            self.arena.columns[name].index_copy_(0, slot, values.flatten())
 
-        logits [L, H, G, N] and lse [L, H, G]: of the step. position: of its token. quota: what
-        `StepPolicy.quota` returned. due: a head may have to evict.
-        """
+    def end(self) -> None:
+        """The step's token counts: update the policy's columns, choose the row that leaves each
+        head over its cap (`Arena.free_slot`; -1 for the others), and where the next rows go."""
         arena, policy = self.arena, self.policy
+        if policy is not None and policy.has_key_columns and not policy.needs_query:
+            self.note_keys(policy, 0, arena.read(self.ops, "k", self.slot)[:, :, None])
         if policy is None or policy.evict_first:
             arena.free_slot.fill_(-1)
-            return
-        if due:
+        else:
+            self._after_attention(policy)
+        if self._slides:
+            self._free_unseen()
+        self.ops.advance(
+            arena.start,
+            arena.length,
+            arena.cap,
+            arena.free_slot,
+            self.position,
+            self.count,
+            self.slot,
+            before=policy is not None and policy.evict_first,
+        )
+        self._find_oldest()
+
+    def _after_attention(self, policy: StepPolicy) -> None:
+        arena = self.arena
+        if self.due:
             self._show(policy, self.count)
         kernel = self.ops.evict.get(policy.name)
         if kernel is not None:
             columns = [arena.columns[name] for name in policy.columns]
-            rows = self.for_kernel(policy, self.count, position)
-            kernel(logits, lse, rows, arena.free_slot, columns, quota)
+            rows = self.for_kernel(policy, self.count)
+            kernel(*self.scratch, rows, arena.free_slot, columns, self.quota)
             return
         over = self.count > arena.cap + (policy.block - 1)
-        evicts = due and not (self.readable and not bool(over.any()))
+        evicts = self.due and not self._none(over)
         arena.free_slot.fill_(-1)
         for heads in self._parts(self.count):
-            each = heads.layers
-            p = policy.attention(logits[each].flatten(0, 1), lse[each].flatten(0, 1), heads.live)
+            logits, lse = (t[heads.layers].flatten(0, 1) for t in self.scratch)
+            p = policy.attention(logits, lse, heads.live)
             self._update(policy, heads, p)
             if evicts:
-                self._evict(policy, heads, over, position + 1, attention=p)
+                self._evict(policy, heads, over, self.position + 1, attention=p)
 
-    def free_unseen(self, position: Tensor) -> None:
+    def _free_unseen(self) -> None:
         """In layers with a sliding window: the oldest row of a head that the next token does not
-        see leaves before all others. position: of the step's token."""
+        see leaves before all others."""
         arena = self.arena
         for heads in self._parts(self.count):
             at = arena.columns["pos"][heads.index].to(torch.int64)
             oldest, place = at.masked_fill(~heads.live, _ENDLESS).min(1)
             window = self.window[heads.layers, None].expand(-1, arena.heads).flatten()
             free, row = heads.of(arena.free_slot), heads.of(arena.start) + place
-            free.copy_(torch.where(oldest <= position + 1 - window, row, free))
+            free.copy_(torch.where(oldest <= self.position + 1 - window, row, free))
+
+    def _find_oldest(self) -> None:
+        if self._slides:
+            torch.sub(self.position, self.window, out=self.oldest_seen).add_(1)
+
+    def _none(self, heads: Tensor) -> bool:
+        """Whether it is known without waiting that none of these is set."""
+        return self.readable and not bool(heads.any())
 
     def _update(self, policy: StepPolicy, heads: Heads, p: Tensor) -> None:
         """Let the policy add a step's attention [F, N] to its columns."""
@@ -233,10 +358,10 @@ class Eviction:
         extra = [self.arena.columns[name] for name in self.arena.extra]
         return extra if self.leaves_last is None else [*extra, self.leaves_last]
 
-    def for_kernel(self, policy: StepPolicy, length: Tensor, position: Tensor) -> kernels.Rows:
+    def for_kernel(self, policy: StepPolicy, length: Tensor) -> kernels.Rows:
         """The argument of a kernel for all heads. length int64 [L, H]: the rows in use."""
         arena = self.arena
-        tables = arena.start, length, arena.cap, self.positions, position
+        tables = arena.start, length, arena.cap, self.positions, self.position
         return kernels.Rows(*tables, policy.sinks, policy.recent, self.pinned)
 
     def _parts(self, length: Tensor) -> Iterator[Heads]:
@@ -250,12 +375,12 @@ class Eviction:
     def _heads_of(self, part: slice, length: Tensor) -> Heads:
         """The heads of some layers. If these are all, the result is kept while no head grows."""
         whole = self.readable and part.stop - part.start == len(length)
-        if whole and self.kept is not None and torch.equal(self.kept.length, length):
-            return self.kept
+        if whole and self._kept is not None and torch.equal(self._kept.length, length):
+            return self._kept
         start, count = (table[part].flatten() for table in (self.arena.start, length))
         made = Heads(part, length, *in_use(start, count, self.width, self.arena.rows))
         if whole:
-            self.kept = replace(made, length=length.clone())
+            self._kept = replace(made, length=length.clone())
         return made
 
 
@@ -299,3 +424,10 @@ def close_gaps(
     into, moved = first(gaps), first(tails)
     for column in columns:
         column.index_copy_(0, into, column[moved])
+
+
+def _in_place(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """`new`, copied into the memory of `old` if they have the same shape."""
+    if old is None or new is None or old.shape != new.shape:
+        return new
+    return old.copy_(new)

@@ -440,7 +440,7 @@ class KVCache:
         if self._stepping:  # an interrupt has left the last one unfinished
             self.drop()
             raise RuntimeError("a step was interrupted, and nothing is cached")
-        ready = decode.is_open and decode.captured == captured
+        ready = decode.is_open and decode.eviction.captured == captured
         if not ready or (step is None and self.position >= self._full):
             self.settle()
             self._open_steps(captured=captured)
@@ -655,7 +655,10 @@ class KVCache:
     def attended(self, layer: int, head: int) -> Tensor:
         """Positions, int64 [n], of the rows that the head's query attends to in the step under way.
         Only for a layer that the step has been through."""
-        begin, count = int(self._arena.start[layer, head]), int(self.decode.count[layer, head])
+        begin, count = (
+            int(self._arena.start[layer, head]),
+            int(self.decode.eviction.count[layer, head]),
+        )
         pos = self._arena.columns["pos"][begin : begin + count]
         return pos.to(torch.int64)
 

@@ -18,9 +18,10 @@ from minikv.cache.stats import Shape
 from minikv.cache.tier_rows import row_nbytes, seen
 from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import ALL, largest_block
+from minikv.policies.base import ALL
 from minikv.policies.parts import policy_columns
 from minikv.policies.repeats import Repeat, Wording
+from minikv.policies.selection import largest_block
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from minikv.cache.snapshot import Outcome
 from minikv.cache.tier import Tier
 from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import ALL, Moments, PromptView
+from minikv.policies.base import ALL, PromptView
+from minikv.policies.moments import Moments
 from minikv.policies.parts import policy_columns
 from minikv.policies.scissorhands import below_uniform
 from minikv.policies.selection import stayed

@@ -29,9 +29,11 @@ _DRAWS = 256  # how many random numbers are sent to the device at once
 
 
 class Network(Protocol):
-    """What a step needs of a model."""
+    """What the engine needs of a model."""
 
-    def forward(self, ids: Tensor, kv: Attend) -> Tensor: ...
+    def forward(self, ids: Tensor, kv: Attend) -> Tensor:
+        """ids int64 [T] -> logits of the last token, float32 [V]."""
+        ...
 
 
 class Capture(Protocol):
@@ -156,9 +158,11 @@ class DecodeLoop:
         self._unended = False  # the step of the last launch has not been ended
         self._early: Callable[[], list[int]] | None = None  # the step that was launched ahead
         self._guess = -1  # the token that it was given
-        self._key: tuple[object, ...] = ()  # what the captured step depends on
+        # What the kernels of a step, and a captured step, depend on.
+        self._compiled: tuple[object, ...] = ()
+        self._key: tuple[object, ...] = ()
         self.failure, self._captures = "", True
-        # By `DecodeStep.due`: runs uncaptured so far, and the captured step.
+        # By `Eviction.due`: runs uncaptured so far, and the captured step.
         self._warmed = {False: 0, True: 0}
         self._replays: dict[bool, Callable[[], None]] = {}
 
@@ -230,7 +234,7 @@ class DecodeLoop:
         kv, decode, done = self._kv, self._kv.decode, False
         try:
             if self._unended and self._at <= kv.position and decode.is_open:
-                decode.due = decode.is_due(kv.position)
+                decode.eviction.due = decode.eviction.is_due(kv.position)
                 decode.end()
             self._early, self._unended = None, False
             done = True
@@ -245,12 +249,12 @@ class DecodeLoop:
             self._drawn = range(0)
         self._how = vocab, sampling, seed
         self._at = self._kv.position
-        key = (vocab, sampling, *decode.key)
+        compiled, key = (vocab, sampling, *decode.compiled), (vocab, sampling, *decode.key)
+        if compiled != self._compiled:
+            self._warmed = {False: 0, True: 0}
         if key != self._key:
-            same = 5  # vocabulary, sampling, policy, pinned and width; addresses follow
-            if key[:same] != self._key[:same]:  # if only addresses differ, nothing is compiled
-                self._warmed = {False: 0, True: 0}
-            self._key, self._replays = key, {}
+            self._replays = {}
+        self._compiled, self._key = compiled, key
 
     def _launch(self) -> Callable[[], list[int]]:
         """Launch the step of the token on the device. Returns a function that waits for its
@@ -258,8 +262,8 @@ class DecodeLoop:
         assert self._how is not None
         vocab, sampling, seed = self._how
         self._draw(sampling, seed)
-        decode, ends = self._kv.decode, self._unended
-        decode.due = due = ends and decode.is_due(self._at)  # of the last step
+        step, ends = self._kv.decode.eviction, self._unended
+        step.due = due = ends and step.is_due(self._at)  # of the last step
         me = ref(self)  # the captured body must not keep this object and its cache alive
 
         def body() -> None:
@@ -307,7 +311,7 @@ class DecodeLoop:
                 sampling.min_p,
                 self._draws,
                 self._first_draw,
-                decode.position,
+                decode.eviction.position,
                 *written,
             )
         if sampling.penalizes:

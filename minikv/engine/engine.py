@@ -14,17 +14,9 @@ from minikv.cache.attend import Attend
 from minikv.cache.fidelity import divergence
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Fidelity
-from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop
+from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop, Network
 from minikv.engine.sampling import Sampling, finite, pick
 from minikv.errors import ContextError, NumericsError
-
-
-class Network(Protocol):
-    """What the engine needs of a model."""
-
-    def forward(self, ids: Tensor, kv: Attend) -> Tensor:
-        """ids int64 [T] -> logits of the last token, float32 [V]."""
-        ...
 
 
 class Predicting(Network, Protocol):

@@ -11,7 +11,7 @@ of equal scores the younger row stays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -20,41 +20,11 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies import selection
+from minikv.policies.moments import Moments
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 ALL = 1 << 62
 """As a number of observed queries: every query of the prompt."""
-
-
-class Moments:
-    """Running mean and covariance of a layer's queries before rotation."""
-
-    def __init__(
-        self, heads: int, group: int, size: int, device: torch.device, most: int = 1 << 16
-    ) -> None:
-        """most: about how many numbers are computed at once."""
-        self.count, self._most = 0, most
-        self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
-        self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
-
-    def add(self, q: Tensor, angle: Tensor) -> None:
-        """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, which is
-        undone here."""
-        self.count += q.shape[2]
-        cos, sin = angle.cos(), angle.sin()
-        for some in blocks(len(q), q[0].numel(), self._most):
-            one, two = q[some].to(torch.float64).chunk(2, -1)
-            back = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
-            self._sum[some] += back.sum(2)
-            self._outer[some] += back.transpose(2, 3) @ back
-
-    def normal(self, turn: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32, after the map `turn`
-        float32 [D, D]: [[cos, -sin], [sin, cos]], each a diagonal matrix."""
-        mean = self._sum / max(1, self.count)
-        covariance = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
-        mean, covariance = mean.to(torch.float32), covariance.to(torch.float32)
-        return mean @ turn.T, turn @ covariance @ turn.T
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +97,15 @@ class PromptView:
     def order(self) -> Tensor:
         """int64 [H, `earlier`]: the first rows by position. Computed once."""
         return self.once("order", lambda: selection.order_of(self.pos[:, : self.earlier]))
+
+    def each_query(self, make: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """What `make` returns for the `attention` of some heads and their slice, of all heads."""
+        assert self.attention is not None
+        assert self.mass is not None
+        seen, each = self.attention, self.mass[0].numel() * self.observed
+        return selection.in_blocks(
+            len(self.mass), each, self.ops.block, lambda some: make(seen(some), some)
+        )
 
     def once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
         """What `make` returned when it was first asked for by this key."""
@@ -222,18 +201,6 @@ class Evidence:
     copies: str = ""
     vectors: int = 0
     projects: bool = False
-
-
-def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
-    """Divide `heads` heads of `each` numbers into slices of at most `most` numbers, but at least
-    one head."""
-    count = max(1, most // max(1, each))
-    yield from (slice(lo, min(lo + count, heads)) for lo in range(0, heads, count))
-
-
-def largest_block(heads: int, each: int, most: int) -> int:
-    """The most numbers that a slice of `blocks` has."""
-    return each * min(heads, max(1, most // max(1, each)))
 
 
 class Scorer(ABC):

@@ -15,7 +15,7 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
-from minikv.policies.snapkv import pooled
+from minikv.policies.selection import joined, pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,8 @@ class ChunkKV(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
         free = self.free(view)
-        scores = pooled(view, view.mass, self.group, free, self.kernel, self.pooling)
+        mean = joined(view.mass / view.observed, self.group)
+        scores = pool(mean, view.order, free, self.kernel, self.pooling)
         worth = chunk_means(scores, view.pos, free, self.chunk, view.position)
         return worth.masked_fill(~free, -torch.inf)
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_norms
 
@@ -63,17 +63,14 @@ class Defensive(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
-        assert view.attention is not None
         _, free, (_, _, have) = view.divide(*self.protected(view))
         gone = ~free
         # Rows are pooled with their neighbours in the text; rows that are not free come last.
         order = view.pos.masked_fill(gone, torch.iinfo(view.pos.dtype).max)
         order = order.argsort(dim=1, stable=True)
-        lines, most = [], view.ops.block
-        for some in blocks(len(free), view.mass[0].numel() * view.observed, most):
-            given = view.attention(some), order[some], free[some]
-            lines.append(worst_case(*given, self.kernel, most))
-        line = lines[0] if len(lines) == 1 else torch.cat(lines)
+        line = view.each_query(
+            lambda p, some: worst_case(p, order[some], free[some], self.kernel, view.ops.block)
+        )
         risk = torch.empty_like(line).scatter_(1, order, line)
         mean = risk.sum(1, keepdim=True) / have[:, None].clamp(min=1)
         worth = risk.clamp(min=mean)

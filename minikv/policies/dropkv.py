@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
-from minikv.policies.selection import pool_mass
+from minikv.policies.selection import blocks, joined, pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +45,14 @@ class DropKV(Scorer):
         )
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.attention is not None
-        assert view.mass is not None
-        changes, value, gone, most = [], view.value(), ~view.live[..., None], view.ops.block
-        for some in blocks(len(value), view.mass[0].numel() * view.observed, most):
+        value, gone, most = view.value(), ~view.live[..., None], view.ops.block
+
+        def changes(p: Tensor, some: slice) -> Tensor:
             rows = value[some].float().masked_fill(gone[some], 0.0)
-            changes.append(output_changes(view.attention(some), rows, self.epsilon, most))
-        free = self.free(view)
-        given = torch.cat(changes), 1, self.group
-        return pool_mass(*given, view.order, free, self.kernel, self.pooling)
+            return output_changes(p, rows, self.epsilon, most)
+
+        change = joined(view.each_query(changes), self.group)
+        return pool(change, view.order, self.free(view), self.kernel, self.pooling)
 
     differs = (
         "kvpress pools over the window's own tokens, too; here they count as 0",

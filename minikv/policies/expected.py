@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from minikv.policies import adakv, options
-from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
+from minikv.policies.selection import blocks, in_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,9 @@ def expected_attention(
     `epsilon` is added, and the sum multiplied by the length of the row's value. About `most`
     numbers are computed at once.
     """
-    (heads, rows, size), group, found = key.shape, mean.shape[1], []
-    for some in blocks(heads, group * rows * size, most):
+    (heads, rows, size), group = key.shape, mean.shape[1]
+
+    def of(some: slice) -> Tensor:
         line = key[some].float()
         logits = mean[some] @ line.transpose(1, 2) * size**-0.5  # [h, G, N]
         if covariance is not None:
@@ -92,12 +94,13 @@ def expected_attention(
             for part in blocks(group, line.numel(), most):
                 spread = (line @ covariance[some, part]).mul_(line)
                 logits[:, part] += spread.sum(-1) / (2 * size)
-        worth = logits.masked_fill(~free[some, None], -torch.inf).softmax(-1).mean(1)
+        worth: Tensor = logits.masked_fill(~free[some, None], -torch.inf).softmax(-1).mean(1)
         if value is not None:
             length = torch.linalg.vector_norm(value[some], dim=-1, dtype=torch.float32)
             worth = (worth + epsilon) * length
-        found.append(worth)
-    return torch.cat(found)
+        return worth
+
+    return in_blocks(heads, group * rows * size, most, of)
 
 
 def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:

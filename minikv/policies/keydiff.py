@@ -16,8 +16,9 @@ from torch import Tensor
 
 from minikv.kernels import order_key
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
+from minikv.policies.selection import in_blocks
 
 _LEFT = 4.0  # subtracted from the worth (-1 to 1) of rows that a block has dropped
 
@@ -43,13 +44,15 @@ class KeyDiff(Scorer):
         return Evidence(sinks=self.sinks, window=self.recent, adds_up=False, copies="k", vectors=2)
 
     def score(self, view: PromptView) -> Tensor:
-        key, found = view.key(), []
-        for some in blocks(len(key), key[0].numel(), view.ops.block):
+        key = view.key()
+
+        def of(some: slice) -> Tensor:
             length = torch.linalg.vector_norm(key[some], dim=-1, keepdim=True, dtype=torch.float32)
             unit = key[some] / length.clamp(min=1e-12)
             unit.masked_fill_(view.pos[some, :, None] < 0, 0.0)
-            found.append(self._in_blocks(view, some, unit) if self.block else distances(unit))
-        return torch.cat(found)
+            return self._in_blocks(view, some, unit) if self.block else distances(unit)
+
+        return in_blocks(len(key), key[0].numel(), view.ops.block, of)
 
     def _in_blocks(self, view: PromptView, some: slice, unit: Tensor) -> Tensor:
         """float32 [h, N]: scores of some heads' rows, chosen block by block. Rows that are kept

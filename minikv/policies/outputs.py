@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv.policies.base import PromptView, blocks
+from minikv.policies.base import PromptView
 from minikv.policies.repeats import RepeatView
+from minikv.policies.selection import blocks
 
 _PROJECTED = 4096  # rows projected at once, those of all heads counted
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import Evidence, PromptView, Scorer, blocks
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
 
@@ -85,23 +85,12 @@ class QuerySpan(Scorer):
         return torch.where(at >= 0, view.shared[self][at.clamp(min=0)], known)
 
     def score(self, view: PromptView) -> Tensor:
-        worth = (self._largest(view) * output_lengths(view)).amax(1).masked_fill(~view.live, 0.0)
+        by = 1.0 if view.lengths is None else view.lengths.clamp(min=1e-30)[:, None]
+        largest = view.each_query(lambda p, some: (p / by).amax(2))
+        worth = (largest * output_lengths(view)).amax(1).masked_fill(~view.live, 0.0)
         carried = carry(worth, view.pos, self.decay)
         unforeseen = (1.0 - self.state(view)[_COLUMN]).clamp(0.0, 1.0)
         return torch.maximum(worth, carried * unforeseen**self.gate)
-
-    def _largest(self, view: PromptView) -> Tensor:
-        """float32 [H, G, N]: the largest attention that a query gives each row, divided by the
-        length of its input."""
-        assert view.attention is not None
-        by = None if view.lengths is None else view.lengths.clamp(min=1e-30)
-        assert view.mass is not None
-        heads, group, rows = view.mass.shape
-        most = []
-        for some in blocks(heads, group * rows * view.observed, view.ops.block):
-            p = view.attention(some)  # [h, G, W, N]
-            most.append((p if by is None else p / by[:, None]).amax(2))
-        return torch.cat(most)
 
     differs = (
         "a prompt that must evict is read twice, first for the probabilities of its tokens; the "

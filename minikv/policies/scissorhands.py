@@ -21,6 +21,7 @@ from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import BITS, ones
 from minikv.policies.options import Method, option
+from minikv.policies.selection import in_blocks
 
 EVEN = 2.0**-13
 """A probability counts as an even share if it is lower by at most this part of the share, because
@@ -145,13 +146,12 @@ def below_uniform(
     heads, group, rows, _ = q.shape
     at = [part[1].expand(heads, part[1].shape[1]) for part in parts]
     pos = torch.cat(at, 1) if len(at) > 1 else at[0]
-    count = max(1, ops.block // max(1, group * rows * pos.shape[1]))
-    found = []
-    for lo in range(0, heads, count):
-        some = slice(lo, min(lo + count, heads))
+
+    def of(some: slice) -> Tensor:
         p = ops.each_attention(q, q_pos, parts, window, lse, some)
-        found.append(low_bits(p, q_pos, pos[some], window))
-    return torch.cat(found) if len(found) > 1 else found[0]
+        return low_bits(p, q_pos, pos[some], window)
+
+    return in_blocks(heads, group * rows * pos.shape[1], ops.block, of)
 
 
 def low_bits(p: Tensor, q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:

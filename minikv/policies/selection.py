@@ -7,6 +7,7 @@ divides counts among heads. `tests/policies/oracle.py` makes the same choices in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 import torch
@@ -15,6 +16,24 @@ from torch import Tensor
 
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
 _SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
+
+
+def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
+    """Divide `heads` heads of `each` numbers into slices of at most `most` numbers, but at least
+    one head."""
+    count = max(1, most // max(1, each))
+    yield from (slice(lo, min(lo + count, heads)) for lo in range(0, heads, count))
+
+
+def in_blocks(heads: int, each: int, most: int, make: Callable[[slice], Tensor]) -> Tensor:
+    """What `make` returns for each slice of `blocks`, one after the other."""
+    found = [make(some) for some in blocks(heads, each, most)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def largest_block(heads: int, each: int, most: int) -> int:
+    """The most numbers that a slice of `blocks` has."""
+    return each * min(heads, max(1, most // max(1, each)))
 
 
 def order_of(pos: Tensor) -> Tensor:
@@ -83,16 +102,6 @@ def joined(mass: Tensor, how: str) -> Tensor:
     if how == "max":
         return mass.amax(1)
     return mass.sum(1) if how == "sum" else mass.mean(1)
-
-
-def pool_mass(
-    mass: Tensor, queries: int, join: str, order: Tensor, free: Tensor, kernel: int, how: str
-) -> Tensor:
-    """`pool` of mass / queries, joined over the group by `joined`: float32 [H, N].
-
-    mass float32 [H, G, N]. The others are as for `pool`.
-    """
-    return pool(joined(mass / queries, join), order, free, kernel, how)
 
 
 def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method
-from minikv.policies.selection import pool_mass
+from minikv.policies.selection import joined, pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,8 @@ class SnapKV(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
-        return pooled(view, view.mass, self.group, self.free(view), self.kernel, self.pooling)
+        mean = joined(view.mass / view.observed, self.group)
+        return pool(mean, view.order, self.free(view), self.kernel, self.pooling)
 
     differs = (
         "scores are computed in float32; SnapKV's release rounds them to the model's precision, "
@@ -49,14 +50,6 @@ class SnapKV(Scorer):
         "at a later prompt its own queries judge old and new tokens together; releases know no "
         "second prompt",
     )
-
-
-def pooled(
-    view: PromptView, mass: Tensor, group: str, free: Tensor, kernel: int, pooling: str
-) -> Tensor:
-    """float32 [H, N]: the mean of mass [H, G, N] over the observed queries, joined over the group,
-    pooled over neighbouring rows. free bool [H, N]: rows that are pooled."""
-    return pool_mass(mass, view.observed, group, view.order, free, kernel, pooling)
 
 
 METHOD = Method(

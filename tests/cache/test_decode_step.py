@@ -21,7 +21,7 @@ from stepping import STEPS, engine, pair
 from tape import NoWaiting, Tape
 from torch import Tensor
 
-from minikv.cache import decode_step
+from minikv.cache import eviction
 from minikv.cache.arena import TABLES, Arena
 from minikv.cache.decode_step import DecodeStep
 from minikv.engine.decode_loop import Eager
@@ -39,7 +39,7 @@ FIRST = ("hashevict", "l2", "random", "streaming")  # these evict before attenti
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads here have a few dozen rows: views need not be padded to 256."""
-    monkeypatch.setattr(decode_step, "_MULTIPLE", 16)
+    monkeypatch.setattr(eviction, "_MULTIPLE", 16)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -168,7 +168,7 @@ def test_a_step_asks_the_device_for_nothing(step: str, marked: bool) -> None:
         for _ in range(4):
             made.network.forward(torch.tensor([5]), decode)
             decode.end()
-    assert int(decode.position) == kv.position + 4
+    assert int(decode.eviction.position) == kv.position + 4
 
 
 @pytest.mark.parametrize("step", [n for n in ("none", *STEPS) if n not in FIRST])
@@ -180,8 +180,8 @@ def test_a_step_that_is_not_ended_leaves_no_trace(step: str) -> None:
     held = _held(kv.arena)
     decode = kv.begin_step()
     made.network.forward(torch.tensor([5]), decode)
-    assert int(decode.position) == kv.position
-    after = _held(decode.arena)
+    assert int(decode.eviction.position) == kv.position
+    after = _held(decode.eviction.arena)
     for name, rows in held.items():
         assert torch.equal(rows, after[name]), name
 
@@ -311,8 +311,8 @@ def test_the_scratch_is_as_wide_as_the_longest_head_in_steps_of_sixteen() -> Non
     run = engine(network(), None, "snapkv", "tova", 44)
     run.prompt(ids(60))
     step = run.kv.begin_step()
-    assert step.width == 48
-    assert step.logits.shape == (3, 3, 2, 48)
+    assert step.eviction.width == 48
+    assert step.eviction.scratch[0].shape == (3, 3, 2, 48)
 
 
 def same(one: Arena, two: Arena) -> None:
@@ -418,11 +418,11 @@ def test_what_a_graph_reads_stays_where_it_is() -> None:
         for _ in range(2):
             decode = run.kv.begin_step(captured=True)
             run.kv._stepping = False  # nothing is computed
-            assert decode.leaves_last is not None
+            assert decode.eviction.leaves_last is not None
             want = run.kv._leaves_last(run.kv._arena)
             assert want is not None
-            assert torch.equal(decode.leaves_last, want)
-            held.append((decode.leaves_last, decode.shown))
+            assert torch.equal(decode.eviction.leaves_last, want)
+            held.append((decode.eviction.leaves_last, decode.eviction.shown))
             keys.append(decode.key)
             run.kv.settle()
     assert keys[0] == keys[1]
@@ -470,11 +470,12 @@ def test_all_layers_are_computed_at_once_unless_a_policy_reads_each(
     found = decode.step_arena()
     assert (found is made[0]) == (decode.step_arena() is found) == (len(made) == 1)
     *_, logits, lse, rule, rows, free_slot = made[0]
-    arena, policy = decode.arena, decode.policy
+    arena, policy = decode.eviction.arena, decode.eviction.policy
     assert free_slot is arena.free_slot
     evicts_first = policy is not None and policy.evict_first
     reads = policy is not None and not evicts_first
-    assert (logits is decode.logits) == (lse is decode.lse) == reads
+    assert [one for one in (logits, lse) if one is not None] == [*decode.eviction.scratch]
+    assert (logits is not None) == (lse is not None) == reads
     by_query = step == "hashevict"
     assert (rule is policy) == (rows is not None) == by_query or policy is None
     assert bool((arena.free_slot >= 0).any()) == (evicts_first and not by_query)
@@ -510,7 +511,7 @@ def test_without_such_a_kernel_or_if_it_refuses_nothing_is_done(
         monkeypatch.setattr(run.kv.ops, "step_arena", kernel)
         assert run.kv.step_arena is not None
         assert run.kv.step_arena() is None
-        assert bool((run.kv.decode.arena.free_slot < 0).all())
+        assert bool((run.kv.decode.eviction.arena.free_slot < 0).all())
     by_query = engine(network(layers=2), None, "full", "hashevict", 24)
     by_query.prompt(ids(40))
     monkeypatch.setattr(by_query.kv.ops, "step_arena", lambda *given: given)

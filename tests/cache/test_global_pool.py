@@ -16,7 +16,8 @@ from minikv.cache.budget import Budget
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.policies.base import PromptView
-from minikv.policies.parts import GlobalBudget, PromptPolicy
+from minikv.policies.global_budget import GlobalBudget
+from minikv.policies.parts import PromptPolicy
 
 Seen = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer: scores, positions, what is protected
 

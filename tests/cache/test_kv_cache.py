@@ -655,7 +655,7 @@ def test_a_step_that_begins_again_is_the_one_that_a_graph_holds() -> None:
         decode = run.kv.begin_step(captured=True)
         run.kv._stepping = False  # nothing is computed
         keys.append(decode.key)
-        held.append((decode.leaves_last, decode.shown, decode.quota, decode.logits))
+        held.append(decode.eviction.held)
         run.kv.settle()
     assert keys[0] == keys[1] == keys[2]
 

@@ -17,7 +17,7 @@ from stepping import GREEDY, STEPS, Pair, engine, pair
 from tape import Tape
 
 from minikv import policies
-from minikv.cache import decode_step
+from minikv.cache import eviction
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
@@ -33,7 +33,7 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_step, "_MULTIPLE", 16)
+    monkeypatch.setattr(eviction, "_MULTIPLE", 16)
 
 
 class Faulty:
@@ -155,7 +155,7 @@ def test_a_turn_is_recorded_anew_only_where_addresses_are(
     """A prompt is written to an arena of its own, and until then a chat can go back to the old one.
     On a GPU the first step then moves its rows to the place of the old ones, so that a graph holds
     for the whole chat; elsewhere nobody holds addresses."""
-    monkeypatch.setattr(decode_step, "_MULTIPLE", 64)  # the caps change from turn to turn
+    monkeypatch.setattr(eviction, "_MULTIPLE", 64)  # the caps change from turn to turn
     tape = Tape()
     run = pair(tape, "adakv", "roco", 44)
     run.there.kv.keeps_addresses = keeps
@@ -364,7 +364,7 @@ def test_an_error_while_random_numbers_are_sent_leaves_none(
     with pytest.raises(MemoryError):
         run.there.next(run.token, VOCAB, run.sampling, run.seed)
     monkeypatch.undo()
-    monkeypatch.setattr(decode_step, "_MULTIPLE", 16)
+    monkeypatch.setattr(eviction, "_MULTIPLE", 16)
     run.here.reset()
     run.prompt(ids(30))
     for each in (run, other):
@@ -400,6 +400,7 @@ def test_what_the_steps_work_with_is_counted() -> None:
     run.write(2)
     decode = run.there.kv.decode
     scratch = 2 * 6 * 32 * 4 + 2 * 6 * 4  # logits [L, H * G, C] and log-sum-exps, float32
+    scratch += 2 * 3 * 8  # RoCo's quota [L, H], int64
     assert decode.nbytes == scratch
     assert run.there.kv.stats().allocated_bytes == before + scratch
     assert decode.nbytes == scratch

@@ -36,10 +36,11 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.policies.base import Moments, StepPolicy, blocks
+from minikv.policies.base import StepPolicy
 from minikv.policies.counter_rng import gumbel, uniform
+from minikv.policies.moments import Moments
 from minikv.policies.parts import PromptPolicy
-from minikv.policies.selection import pool
+from minikv.policies.selection import blocks, pool
 from minikv.policies.snapkv import SnapKV
 
 BRIEF = settings(max_examples=20, deadline=None, derandomize=True, database=None)

@@ -30,8 +30,9 @@ from minikv.models.rope import RopeConfig
 from minikv.policies import registry
 from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import ones
+from minikv.policies.global_budget import GlobalBudget
 from minikv.policies.hashevict import codes
-from minikv.policies.parts import GlobalBudget, LayerAllocator, PromptPolicy, smallest_budget
+from minikv.policies.parts import LayerAllocator, PromptPolicy, smallest_budget
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {"rkv": {"window": 3, "buffer": 4}}

@@ -171,7 +171,7 @@ def test_rows_before_the_window_are_not_seen() -> None:
         engine.prompt(ids(70))
         step = engine.kv.begin_step()
         if hidden:
-            step.oldest_seen[1:] = 65
+            step.eviction.oldest_seen[1:] = 65
         found[together, hidden] = net.forward(torch.tensor([5]), step)
     assert torch.equal(found[True, True], found[False, True])
     assert torch.equal(found[True, False], found[False, False])
@@ -308,7 +308,7 @@ def test_tiles_are_used_where_attention_of_a_step_uses_them() -> None:
 def test_the_arena_is_released_when_the_steps_end() -> None:
     engine = cached(network(), "h2o")
     told(engine, 2)
-    column = weakref.ref(engine.kv.decode.arena.columns["k"])
+    column = weakref.ref(engine.kv.decode.eviction.arena.columns["k"])
     made = engine.kv.decode.step_arena()
     assert isinstance(made, layers.StepArena)
     assert made is engine.kv.decode.step_arena()  # made once

@@ -1,0 +1,39 @@
+"""What is known of the queries of a prompt without keeping them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minikv.policies.selection import blocks
+
+
+class Moments:
+    """Running mean and covariance of a layer's queries before rotation."""
+
+    def __init__(
+        self, heads: int, group: int, size: int, device: torch.device, most: int = 1 << 16
+    ) -> None:
+        """most: about how many numbers are computed at once."""
+        self.count, self._most = 0, most
+        self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
+        self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
+
+    def add(self, q: Tensor, angle: Tensor) -> None:
+        """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, which is
+        undone here."""
+        self.count += q.shape[2]
+        cos, sin = angle.cos(), angle.sin()
+        for some in blocks(len(q), q[0].numel(), self._most):
+            one, two = q[some].to(torch.float64).chunk(2, -1)
+            back = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
+            self._sum[some] += back.sum(2)
+            self._outer[some] += back.transpose(2, 3) @ back
+
+    def normal(self, turn: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean [H, G, D] and covariance [H, G, D, D] (population), float32, after the map `turn`
+        float32 [D, D]: [[cos, -sin], [sin, cos]], each a diagonal matrix."""
+        mean = self._sum / max(1, self.count)
+        covariance = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
+        mean, covariance = mean.to(torch.float32), covariance.to(torch.float32)
+        return mean @ turn.T, turn @ covariance @ turn.T
