@@ -139,6 +139,7 @@ def over(
     return kind(
         shape(net),
         rules,
+        device=net.device,
         dtype=net.dtype,
         kv=kv,
         output=output_of(net),

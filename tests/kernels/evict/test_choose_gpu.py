@@ -52,7 +52,8 @@ def chosen_alike(
         want = plain_torch.best(key, wish, most, also)
         same(made.best(there, guarded(wish), most, more), want)
     alike = wish[1:2].expand(len(wish))
-    same(made.best(there, alike, most), plain_torch.best(key, alike, most))
+    stride0 = guarded(wish[1:2]).expand(len(wish))
+    same(made.best(there, stride0, most), plain_torch.best(key, alike, most))
     for total in totals:
         some, limit = torch.tensor(total), max(1, total)
         want = plain_torch.wanted(key, some, limit)
