@@ -427,7 +427,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         wide = shape.heads * size  # about as wide as the network
         some = largest_block(heads, group * size * wide, setup.ops.block) // (group * size * wide)
         queries = block(group * observed * rows) if evidence.each_query else 0
-        projected = 4 * wide * min(_PROJECTED, some * rows) + queries if evidence.projects else 0
+        projected = 4 * wide * min(_PROJECTED, some * rows) if evidence.projects else 0
         vectors = 12 * every + evidence.vectors * block(rows * size)
         scoring = max(
             scoring + _CHOOSING * every + 2 * queries,

@@ -41,7 +41,7 @@ class KeyDiff(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False, copies="k", vectors=2)
+        return Evidence(sinks=self.sinks, window=self.recent, adds_up=False, copies="k", vectors=1)
 
     def score(self, view: PromptView) -> Tensor:
         key = view.key()

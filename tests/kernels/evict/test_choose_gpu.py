@@ -79,8 +79,7 @@ def test_the_edge_is_found(count: int, few: bool, monkeypatch: pytest.MonkeyPatc
     chosen_alike(tied, pos, free & False, wish, totals[:2])
     chosen_alike(torch.zeros_like(tied), pos, free, wish, totals[2:4])
     plain = draw(8, tied.shape, torch.float32)
-    plain[:, 1::3] = math.nan
-    plain[:, 2::9] = -math.nan
+    plain[:, 1::3] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a GPU's NaN
     far = torch.where(pos < 0, pos, pos + 2**31 - 3 * count)  # the last positions of an int32
     chosen_alike(plain, far, free, torch.tensor([1, 2, count // 3, 1]), totals[2:4])
 
