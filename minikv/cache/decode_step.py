@@ -67,7 +67,8 @@ class DecodeStep:
         position: tokens counted so far; positions below `pinned` never leave; `leaves_last` bool
         [R]: rows that leave after all others. captured: no step may read a value from the device,
         and addresses stay where they are. Allocates the memory that steps need. Raises what torch
-        raises, and then this stays closed.
+        raises, and then this stays closed. `key` changes whenever something changes that a captured
+        step holds fixed, and `compiled` with it where kernels are compiled anew.
         """
         step = self.eviction
         step.open(arena, policy, position, pinned, leaves_last, captured=captured)
@@ -75,7 +76,9 @@ class DecodeStep:
         self._step_arena = None
         whole = (arena.start, step.count, step.slot, step.oldest_seen, *step.scratch)
         self._layers = list(zip(*(t.unbind() for t in whole), strict=True))
-        fixed = *arena.columns.values(), *(getattr(arena, name) for name in TABLES), *step.held
+        tables = (getattr(arena, name) for name in TABLES)
+        own = step.count, step.slot, step.position, step.window, step.oldest_seen, self.arrived
+        fixed = *arena.columns.values(), *tables, *own, *step.held
         self.compiled = policy, pinned, step.width, len(step.blank)
         self.key = *self.compiled, *arena.region, *(one.data_ptr() for one in fixed)
         self.is_open = True  # last, so that an incomplete step is never open

@@ -660,6 +660,19 @@ def test_a_step_that_begins_again_is_the_one_that_a_graph_holds() -> None:
     assert keys[0] == keys[1] == keys[2]
 
 
+def test_a_graph_is_not_taken_for_that_of_other_kernels() -> None:
+    """`use` makes new counts and places of rows beside the same arena: no graph may read the old
+    ones."""
+    run = engine(network(), "snapkv", "none", 60)
+    run.prompt(ids(100))
+    decodes = []
+    for _ in range(2):
+        decodes.append(run.kv.begin_step(captured=True))
+        run.kv._stepping = False  # nothing is computed
+        run.kv.use(run.kv.ops)
+    assert decodes[0].key != decodes[1].key
+
+
 def test_the_oracle_has_the_shape_that_attend_promises() -> None:
     """[t, H * G, D], of a prompt and of a step."""
     dense = DenseAttend((None, 4))
