@@ -23,7 +23,6 @@ from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 MAX_BYTES = 32 << 20
-ENCODING_ERRORS = ("strict", "replace")
 REMEDY = "--encoding-errors replace reads it anyway and counts what it replaced"
 NO_LOADERS: Mapping[str, str] = MappingProxyType({})
 

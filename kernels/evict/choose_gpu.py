@@ -121,7 +121,6 @@ def _numbers(
     all_,
     more,
     have,
-    heads,
     HP: tl.constexpr,
     BN: tl.constexpr,
     LISTED: tl.constexpr,
@@ -248,7 +247,7 @@ def _settle(
             some = tl.load(sums + i, mask=real, other=0, cache_modifier=".cg")
             have = tl.load(sums + heads + i, mask=real, other=0, cache_modifier=".cg")
             all_ = tl.load(counts)
-            result = _numbers(listed, whose, many, 1, edge, all_, some, have, heads, HP, BN, True)
+            result = _numbers(listed, whose, many, 1, edge, all_, some, have, HP, BN, True)
             tl.store(out + i, result, mask=real)
 
 
@@ -300,7 +299,7 @@ def _wanted(key, total, out, heads, rows, HP: tl.constexpr, BN: tl.constexpr):
     edge = _edge(key, many, _rank(total), BN, "")
     none = tl.zeros((HP,), tl.int32)
     all_ = tl.load(total)
-    result = _numbers(key, key, many, rows, edge, all_, none, none, heads, HP, BN, False)
+    result = _numbers(key, key, many, rows, edge, all_, none, none, HP, BN, False)
     tl.store(out + i, result, mask=i < heads)
 
 

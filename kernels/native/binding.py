@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from ctypes import c_double, c_int, c_int64, c_void_p
 from functools import cache
+from operator import index
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def _number(field: Any) -> int:
         return field.at(0)
     if isinstance(field, ctypes.Array):
         return ctypes.addressof(field)
-    return 0 if field is None else int(field)
+    return 0 if field is None else index(field)
 
 
 _TYPES = {"i": c_int, "n": c_int64, "d": c_double, "p": c_void_p}

@@ -89,6 +89,7 @@ class KVCache:
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
         self._stepping = False  # a step was begun, and its token is not counted yet
+        self._stepped = False  # steps were opened since the last prompt
         self._full = 0  # see `full_at`
         self.keeps_addresses = self.device.type == "cuda"
         self.progress: Callable[[int, int], None] | None = None
@@ -265,7 +266,7 @@ class KVCache:
         assert prompt.tokens > 0
         assert self.reading is None, "a prompt is under way"
         arena, setup, scoring = self.arena, self._setup(), self.scoring_tier
-        self._before = None
+        self._before = None  # it would be a third arena while the prompt is read
         before = RowsBefore.read(self.shape, arena, prompt.position, prompt.tokens)
         plan = plan_prompt(prompt, setup, before)
         columns = policy_columns(self.rules.prompt, self.rules.step)
@@ -401,8 +402,8 @@ class KVCache:
         self._arena, old = reading.target, self._arena
         self._exact = reading.exact if isinstance(reading, Prefill) else []
         self.reading = None
-        if self.keeps_addresses:
-            self._before = old
+        if self.keeps_addresses and self._stepped:
+            self._before, self._stepped = old, False
         much = old.nbytes > _MUCH
         del old, reading  # both hold the old arena
         if much:
@@ -448,7 +449,7 @@ class KVCache:
         return decode
 
     def _open_steps(self, *, captured: bool) -> None:
-        self._exact = []
+        self._exact, self._stepped = [], True
         with torch.inference_mode(False):  # these tensors are also written outside of a forward
             arena, kept, self._before = self._arena, self._before, None
             size, frees = arena.nbytes, kept is not None
@@ -486,13 +487,14 @@ class KVCache:
             most = arena.cap + (step.block - 1)
             if bool((arena.held > most).any()):
                 arena = arena.trimmed(step.sinks, self.pinned, most)
-            capacity = arena.cap + block
+            capacity = (arena.cap + block).clamp(min=1)
         else:
             capacity = arena.capacity
             if bool((arena.held >= arena.capacity).any()):
                 capacity = arena.capacity + _ROOM
         if bool((capacity > arena.capacity).any()):
             arena = arena.grown(torch.maximum(capacity, arena.capacity))
+            arena.cap.clamp_(min=1)  # of an empty cache it is 0
         return arena
 
     def settle(self) -> None:
@@ -579,6 +581,7 @@ class KVCache:
     def _return(self, state: State, arena: Arena) -> None:
         self.state, self._arena, self._before = state, arena, None
         self._exact = []  # of the prompt that is undone
+        self._stepped = True  # there may have been steps over these rows
 
     def accepts(self, held: CacheSnapshot, rules: Rules) -> bool:
         """Whether `held` has the columns of this network and these policies, and no more rows than
@@ -664,8 +667,9 @@ class KVCache:
 
     @property
     def _allocated(self) -> int:
-        """Bytes of the arena and of the steps' working memory."""
-        return self._arena.nbytes + self.decode.nbytes
+        """Bytes of the arenas and of the steps' working memory."""
+        before = 0 if self._before is None else self._before.nbytes
+        return self._arena.nbytes + before + self.decode.nbytes
 
     def stats(self) -> CacheStats:
         """The present figures, counted from the tensors; see `CacheStats`."""

@@ -427,12 +427,11 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         wide = shape.heads * size  # about as wide as the network
         some = largest_block(heads, group * size * wide, setup.ops.block) // (group * size * wide)
         queries = block(group * observed * rows) if evidence.each_query else 0
-        projected = 4 * wide * min(_PROJECTED, some * rows) if evidence.projects else 0
+        projected = 4 * wide * min(_PROJECTED, some * rows) + queries if evidence.projects else 0
         vectors = 12 * every + evidence.vectors * block(rows * size)
-        scoring = max(
-            scoring + _CHOOSING * every + 2 * queries,
-            len(evidence.copies) * copies + max(_CHOOSING * every + projected, vectors),
-        )
+        choosing, read = _CHOOSING * every, len(evidence.copies) * copies
+        attended = 2 * queries + (read if evidence.vectors else 0)  # what is compared is read first
+        scoring = max(scoring + choosing + attended, read + max(choosing + projected, vectors))
     coding = 0
     if coded:
         coding = 2 * heads * plan.tokens * (size + 4) + 5 * block(plan.tokens * size) // 4

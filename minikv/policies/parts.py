@@ -141,7 +141,8 @@ class Preference(ABC):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPolicy:
     """A method that evicts at the end of every prompt, made of one part for each question, in a
-    field of its `axis`. Raises UsageError for parts that cannot be combined."""
+    field of its `axis`. Raises UsageError for parts that cannot be combined; which names cannot is
+    for `composition`."""
 
     name: str
     scorer: Scorer

@@ -660,6 +660,19 @@ def test_a_step_that_begins_again_is_the_one_that_a_graph_holds() -> None:
     assert keys[0] == keys[1] == keys[2]
 
 
+@pytest.mark.parametrize("step", ["none", "roco", "hashevict", "l2", "rkv"])
+def test_a_step_without_a_prompt(step: str) -> None:
+    """In a cache that is empty, and in one that was dropped."""
+    run, dense = engine(network(), "full", step, None if step == "none" else 60), Dense(network())
+    for _ in range(2):
+        dense.kv.begin(1)
+        want = dense.net.forward(torch.tensor([3]), dense.kv)
+        torch.testing.assert_close(run.step(3), want, atol=1e-4, rtol=1e-4)
+        assert run.kv.position == 1
+        run.kv.drop()
+        dense = Dense(network())
+
+
 def test_a_graph_is_not_taken_for_that_of_other_kernels() -> None:
     """`use` makes new counts and places of rows beside the same arena: no graph may read the old
     ones."""

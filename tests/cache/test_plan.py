@@ -184,8 +184,10 @@ CASES: list[tuple[str, str, int, torch.dtype | None, tuple[int | None, ...]]] = 
 # (in blocks, float32 copies and who sees what; with int8, codes and the order of rows) does not all
 # exist at once.
 LOOSE = {
-    ("roco", "auto", 32, None, NOTHING): 1.07,
-    ("adakv", "none", 0, torch.int8, NOTHING): 1.07,
+    ("roco", "auto", 32, None, NOTHING): (1.05, 1.07),
+    ("adakv", "none", 0, torch.int8, NOTHING): (1.05, 1.07),
+    ("queryspan", "none", 0, None, NOTHING): (1.05, 1.08),  # with larger blocks all is needed
+    ("defensive+global", "none", 0, None, NOTHING): (1.08, 1.08),
 }
 
 
@@ -220,10 +222,10 @@ def in_file(kv: KVCache, path: Path, *, coded: bool = False) -> FileRows:
 )
 def test_no_more_exists_at_once_than_planned_and_hardly_less(case: tuple[object, ...]) -> None:
     """Of a first prompt and of a later one."""
-    kv, loose = cache(*case), LOOSE.get(case, 1.05)  # type: ignore[arg-type, call-overload]
+    kv, loose = cache(*case), LOOSE.get(case, (1.05, 1.05))  # type: ignore[arg-type, call-overload]
     for turn, tokens in enumerate((1600, 1200)):
         begin = partial(kv.begin, tokens, 20)
-        keeps_its_promise(kv, measured(kv, begin, tokens, turn), loose if turn else 1.05)
+        keeps_its_promise(kv, measured(kv, begin, tokens, turn), loose[turn])
 
 
 @pytest.mark.parametrize("policy", ["kvzip", "kvzip+uniform"])

@@ -99,6 +99,15 @@ def test_both_ends_are_seen() -> None:
     assert words == ["differs from the full cache after 1 token", "as without eviction (checked)"]
 
 
+def test_the_next_answer_is_that_of_a_chat_that_was_not_verified() -> None:
+    one, two = asked("Who?"), asked("Who?")
+    list(one.verify())
+    for question in ("Why?", "And?"):
+        assert say(one, question) == say(two, question)
+        list(one.verify())
+    assert held_of(one) == held_of(two)
+
+
 def test_a_stop_in_the_middle_and_an_error_leave_the_chat_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

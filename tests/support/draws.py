@@ -18,7 +18,7 @@ CLOSE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a draw is made of; see `torch.sampling.drawn`."""
+    """What a draw is made of; see `kernels.sample.plain.drawn`."""
 
     logits: Tensor
     temperature: float = 1.0

@@ -1,5 +1,5 @@
 """The torch form of every step policy that has a kernel, behind that kernel's signature: the
-policy's own `update` and `score`, and `torch.decode.lowest`."""
+policy's own `update` and `score`, and `kernels.lowest`."""
 
 from __future__ import annotations
 
