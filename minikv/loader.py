@@ -9,7 +9,6 @@ from os import PathLike, fspath
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-import minikv
 from minikv.cache.budget import Budget
 from minikv.checks import quoted
 from minikv.engine import threads
@@ -131,7 +130,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         def identity() -> dict[str, object]:
             form = {"dtype": str(network.dtype), "weights form": settings.weights}
             name = loaded.name if loaded.revision else loaded.folder.name
-            return {"minikv": minikv.__version__, "model": name, **digests(loaded.folder), **form}
+            return {"model": name, **digests(loaded.folder), **form}
 
         folder = packed_files.store().with_name("prompts")
         recall.store = Store(folder, Budget.size(settings.remember) or 0, identity)

@@ -20,7 +20,7 @@ from minikv.cache.tier import Tier, copy_rows
 from minikv.cache.tier_file import FileRows, Header, remove
 from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, row_nbytes
 from minikv.chat.report import size
-from minikv.chat.store import LEAST, Store
+from minikv.chat.store import Store
 from minikv.chat.transcript import Stored, shared
 from minikv.errors import MinikvError, UsageError
 
@@ -314,7 +314,7 @@ class Recall:
         read as without a store."""
         if self.remembering:  # for a prompt that was given up
             self.leave()
-        if self.store is None or self.tier is not None or len(ids) < LEAST:
+        if self.store is None or self.tier is not None or len(ids) < self.store.least:
             return
         if self._kv.rules.cannot_recall is not None:
             return
@@ -329,7 +329,7 @@ class Recall:
         header = Header(kv.shape.layers, kv.shape.kv_heads, self.columns, identity)
         found = store.find(header, ids)
         have = 0 if found is None else shared(found.ids, ids)
-        self._becomes = len(ids) - have >= LEAST
+        self._becomes = len(ids) - have >= store.least
         need, first = self._bytes(len(ids) - have), not store.entries()
         if self._becomes and (no := store.room(need)):
             self._becomes = False

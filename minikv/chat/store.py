@@ -49,13 +49,17 @@ class Store:
 
     folder: need not exist. limit: bytes that all entries may take; they never take more than a
     tenth of the disk that would be free without them. identity(): of the model, as in the headers
-    of its tiers.
+    of its tiers. least: tokens of an entry, and of what is read of one.
     """
 
     def __init__(
-        self, folder: Path, limit: int, identity: Callable[[], Mapping[str, object]]
+        self,
+        folder: Path,
+        limit: int,
+        identity: Callable[[], Mapping[str, object]],
+        least: int = LEAST,
     ) -> None:
-        self.folder, self.limit, self.identity = folder, limit, identity
+        self.folder, self.limit, self.identity, self.least = folder, limit, identity, least
 
     def entries(self) -> list[Entry]:
         """All entries, the last used one first."""
@@ -67,8 +71,8 @@ class Store:
 
     def find(self, header: Header, ids: Sequence[int]) -> FileRows | None:
         """The entry that has the most of the first tokens `ids`, open for reading; None if no entry
-        has `LEAST` of them."""
-        best, most = None, LEAST - 1
+        has `least` of them."""
+        best, most = None, self.least - 1
         for path in self._paths():
             try:
                 rows = FileRows.open(path, shared=True)
