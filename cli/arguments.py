@@ -303,6 +303,34 @@ def remove_models(
     models_command.remove(names, call.terminal, yes=yes)
 
 
+# -- prompts that were read -----------------------------------------------------------------------
+
+cache = group(
+    "minikv cache\n\nThe prompts that were read and are kept for later, the last used first."
+)
+
+
+@cache.callback(invoke_without_command=True)
+@command
+def list_cache(call: Call, as_json: Json = False) -> None:
+    from minikv.cli import cache_command
+
+    cache_command.cache(call.terminal, as_json=as_json)
+
+
+@cache.command("rm")
+@command
+def remove_cache(
+    call: Call,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    yes: Yes = False,
+) -> None:
+    """Remove these prompts, or all."""
+    from minikv.cli import cache_command
+
+    cache_command.remove(names or [], call.terminal, yes=yes)
+
+
 # -- saved chats ----------------------------------------------------------------------------------
 
 chats = group("minikv chats show NAME\n\nThe saved chats, the newest first.")

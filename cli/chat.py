@@ -101,7 +101,6 @@ def chat(
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
     session.undo_turns = UNDO_TURNS
     keeper.attend(session)
-    session.recall.say = terminal.note
     origins = config.origins(given)
     if resume is not None:
         began = perf_counter()

@@ -104,6 +104,7 @@ class Forecast:
     notes: tuple[str, ...]
     disk: int = 0
     tier: TierForecast | None = None
+    remembered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,17 @@ class Planner:
             notes=tuple(dict.fromkeys(self.notes)),
             disk=self.disk,
             tier=self._tier(tokens, rows),
+            remembered=self._remembered(tokens),
         )
+
+    def _remembered(self, tokens: int) -> int:
+        """Bytes that the prompt takes on disk for later chats."""
+        from minikv.cache.tier_rows import row_nbytes
+        from minikv.chat.store import LEAST
+
+        if self.settings.remember == "off" or tokens < LEAST:
+            return 0
+        return tokens * row_nbytes(self.shape, self.dtype, self.settings.tier_dtype == "int8")
 
     def _tier(self, tokens: int, rows: Sequence[Row]) -> TierForecast | None:
         from minikv.cache.tier_rows import RamRows, row_nbytes

@@ -75,6 +75,7 @@ _COMMANDS = (
     ("config", "arguments:config", _MORE, "settings from files and MINIKV_* variables"),
     ("models", "arguments:models", None, "list, download and remove models"),
     ("chats", "arguments:chats", None, "list, show and remove saved chats"),
+    ("cache", "arguments:cache", _MORE, "prompts that were read and need not be read again"),
 )
 _GONE = {"verify": "hf cache verify NAME compares the files of a model in the hub's cache"}
 """Commands of earlier versions, with what to use instead."""

@@ -196,6 +196,9 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
         reads = ", ".join(f"{size(t.same)} of keys and values for {t.again:,}" for t in tiers)
         yield "tier", f"in RAM {ram}, in int8 {half}; in a file about {file}"
         yield "later", f"a later question reads {reads}; without a tier, all tokens again"
+    if any(made.remembered for made in made):
+        kept = each(lambda made: f"{size(made.remembered)} for {made.tokens:,}")
+        yield "remember", f"{kept} on disk, so that the document is not read twice (--remember)"
     for at, row in enumerate(one.rows):
         twice = [(made.tokens, made.rows[at]) for made in made if made.rows[at].again]
         if twice:

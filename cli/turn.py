@@ -66,6 +66,7 @@ def open_chat(
     finally:
         loading.finish()
     session.words = worded
+    session.recall.say = lambda line: terminal.note(worded(line))
     for note in session.facts.notes:
         terminal.warn(note)
     for text in distinct(texts):

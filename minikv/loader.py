@@ -9,6 +9,7 @@ from os import PathLike, fspath
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from minikv.cache.budget import Budget
 from minikv.checks import quoted
 from minikv.engine import threads
 from minikv.errors import UsageError
@@ -59,10 +60,12 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.chat.fitting import USEFUL, Machine, tier_beside
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
+    from minikv.chat.store import Store
     from minikv.engine.engine import Engine
     from minikv.engine.sampling import Sampling
     from minikv.engine.warmup import compiles, remarks, warm
-    from minikv.models import free_memory, load
+    from minikv.models import free_memory, load, packed_files
+    from minikv.models.identity import digests
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
         raise no_cuda()
@@ -122,6 +125,15 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             network.use(None)
     cuda = network.device.type == "cuda"
     recall = Recall(kv, settings.tier, settings.tier_dtype, free_memory)
+    if settings.remember != "off":
+
+        def identity() -> dict[str, object]:
+            form = {"dtype": str(network.dtype), "weights form": settings.weights}
+            name = loaded.name if loaded.revision else loaded.folder.name
+            return {"model": name, **digests(loaded.folder), **form}
+
+        folder = packed_files.store().with_name("prompts")
+        recall.store = Store(folder, Budget.size(settings.remember) or 0, identity)
 
     def work(tokens: int) -> int:
         return workspace(config, tokens, kv.dtype.itemsize, cuda=cuda, packed=settings.packs())

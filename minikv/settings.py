@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from minikv import checks
+from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig, read_budget
 from minikv.chat.transcript import REUSES, TIER_DTYPES, TIERS
 from minikv.checks import quoted
@@ -201,6 +202,14 @@ def _known_device(name: str) -> None:
         raise UsageError(f"unknown device {name!r}", "use auto, cpu, cuda or cuda:N")
 
 
+def _known_size(text: str) -> None:
+    if text != "off" and Budget.size(text) is None:
+        raise UsageError(
+            f"`remember` must be off or a size, got {quoted(text)}",
+            "give a size with its unit, such as 10GiB",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that decides what a chat computes. Raises UsageError for values that are wrong on
@@ -322,6 +331,14 @@ class Settings:
         takes="FORMAT",
         choices=TIER_DTYPES,
     )
+    remember: str = setting(
+        "10GiB",
+        "disk space for prompts of 2,000 tokens and more that were read, so that no document is "
+        "read twice (at most a tenth of the free disk; `minikv cache` lists them); off: none",
+        CACHE,
+        takes="SIZE|off",
+        test=_known_size,
+    )
     refresh_every: int = setting(
         0,
         "every so many tokens of an answer, choose again which tokens stay in memory, from all "
@@ -377,6 +394,7 @@ class Settings:
                 _check_field(one.name, getattr(self, one.name), str(one.type), one.metadata[_KEY])
         checks.unicode("the system prompt", self.system)
         _known_device(self.device)
+        _known_size(self.remember)
         if self.kernels == "triton" and self.device == "cpu":
             raise no_cuda()
 

@@ -25,7 +25,8 @@ BUNDLED = Path(__file__).parent / "bundled"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to run. revision: the commit of a hub model; None for a directory."""
+    """A model that is ready to run. revision: the commit of a hub model; None for a directory.
+    folder: where its files are."""
 
     network: Llama
     tokenizer: Tokenizer
@@ -33,6 +34,7 @@ class Loaded:
     config: ModelConfig
     name: str
     revision: str | None
+    folder: Path
     weight_bytes: int
     """Bytes that the weights take on the device."""
 
@@ -136,6 +138,7 @@ def load(
         config=network.config,
         name=source.name,
         revision=source.revision,
+        folder=source.folder,
         weight_bytes=network.weight_bytes,
     )
 

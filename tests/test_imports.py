@@ -29,6 +29,7 @@ PACKAGES = {
 EXCEPTIONS = {
     ("minikv/loader.py", "minikv.models"),
     ("minikv/loader.py", "minikv.models.config"),
+    ("minikv/loader.py", "minikv.models.identity"),
     ("minikv/loader.py", "minikv.models.linear"),
     ("minikv/loader.py", "minikv.models.llama"),
     ("minikv/loader.py", "minikv.models.weights"),

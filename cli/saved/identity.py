@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 from collections.abc import Collection, Mapping
 from fractions import Fraction
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import minikv
 from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.models.identity import digests
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -22,17 +21,6 @@ POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "str
 """The fields of an identity that a loaded chat brings along, so that they need not agree."""
 
 _UNITS = ("rows", "share", "bytes", "auto")
-_LARGE = 16 << 20  # bytes of a file above which only samples of it are hashed
-_WEIGHTS = ("config.json", "generation_config.json", "params.json")
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def identity(session: ChatSession, model: Mapping[str, object]) -> dict[str, object]:
@@ -107,29 +95,7 @@ def model_identity(session: ChatSession) -> dict[str, object]:
         return {**named, "weights": "", "tokenizer": ""}
     if not facts.revision:
         named["model"] = "bundled" if folder == bundled() else folder.name  # wherever it lies
-    stored = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
-    return {
-        **named,
-        "weights": _digest([*(folder / name for name in _WEIGHTS), *stored]),
-        "tokenizer": _digest([folder / name for name in _TOKENIZER]),
-    }
-
-
-def _digest(paths: Collection[Path]) -> str:
-    """Of names, sizes and contents; of a large file its beginning and 64 evenly spaced samples."""
-    digest = hashlib.sha256()
-    for path in filter(Path.is_file, paths):
-        with open(path, "rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            digest.update(f"{path.name} {length}\n".encode())
-            if length <= _LARGE:
-                digest.update(file.read())
-                continue
-            digest.update(file.read(1 << 20))
-            for i in range(64):
-                file.seek((length - 4096) * i // 63)
-                digest.update(file.read(4096))
-    return digest.hexdigest()[:32]
+    return {**named, **digests(folder)}
 
 
 def model_folder(session: ChatSession) -> Path | None:

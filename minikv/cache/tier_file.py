@@ -5,7 +5,9 @@ part for each layer, which is [column][KV head][row], so that one `preadv` reads
 segment into their places in [KV head][row] columns. `manifest` says what counts: a first line with
 the format and a CRC of all that follows, and JSON with layers, heads, columns, the identity of the
 model, the token ids of all rows, and of each segment its first position, its rows and the CRCs of
-its parts. What is behind the last segment is ignored.
+its parts. What is behind the last segment is ignored. A tier may begin with the rows of another
+one, which never change: then the first segments are in files `base1` and so on, which are other
+names of the other tier's files.
 
 A prompt writes its segment, which is on disk before a new manifest replaces the old one. When a
 conversation becomes shorter, a manifest with fewer rows is on disk before anything is overwritten;
@@ -31,7 +33,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ from minikv.cache.tier_rows import Columns, Memory, Slots, TierError, put, width
 
 MAGIC = b"minikv tier 3 %08x\n"
 _LINE = len(MAGIC % 0)
-_ROWS, _MANIFEST, _NEXT = "rows", "manifest", "manifest.next"
+_ROWS, _BASE, _MANIFEST, _NEXT = "rows", "base%d", "manifest", "manifest.next"
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = _SAFE | os.O_RDONLY | os.O_DIRECTORY
 _NEW = _SAFE | os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -58,12 +60,13 @@ _KINDS = {
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a tier is of. columns: dtype and size of one row of each, by name. identity: what the
-    rows belong to; other modules write and compare it."""
+    rows belong to; other modules write and compare it. about: for people."""
 
     layers: int
     heads: int
     columns: Columns
     identity: Mapping[str, object]
+    about: str = field(default="", compare=False)
 
     def part(self, rows: int) -> int:
         """Bytes of a layer's part of a segment."""
@@ -74,12 +77,14 @@ class Header:
 class Segment:
     """The rows of one prompt. at: its offset in bytes. begin: position of its first row. rows: how
     many it has; those from the next segment's `begin` on are not used. checks: the CRC of each
-    layer's part. sound: layers whose part was read and is not damaged."""
+    layer's part. file: 0 for `rows`, n for the n-th base. sound: layers whose part was read and is
+    not damaged."""
 
     at: int
     begin: int
     rows: int
     checks: list[int]
+    file: int = 0
     sound: set[int] = field(default_factory=set)
 
 
@@ -97,8 +102,10 @@ def written(header: Header, segments: Sequence[Segment], ids: Sequence[int]) -> 
         "heads": header.heads,
         "columns": columns,
         "identity": header.identity,
+        "about": header.about,
         "ids": ids,
         "segments": [(one.begin, one.rows, one.checks) for one in segments],
+        "files": [one.file for one in segments],
     }
     return sealed(json.dumps(made).encode())
 
@@ -119,17 +126,23 @@ def parsed(data: bytes, name: str) -> tuple[Header, list[Segment], list[int]]:
         columns = {
             column: (_KINDS[kind], tuple(size)) for column, (kind, size) in made["columns"].items()
         }
-        header = Header(made["layers"], made["heads"], columns, made["identity"])
-        ids, segments, at = made["ids"], made["segments"], 0
-        _check(header.layers, header.part(1), *ids, *(n for one in segments for n in one[:2]))
+        about = str(made.get("about", ""))
+        header = Header(made["layers"], made["heads"], columns, made["identity"], about)
+        ids, segments = made["ids"], made["segments"]
+        files = made.get("files", [0] * len(segments))
+        places = [n for begin, rows, _ in segments for n in (begin, rows)]
+        _check(header.layers, header.part(1), *ids, *files, *places)
         ends = [*(begin for begin, _, _ in segments), len(ids)]
         if ends[0] or not columns or min(header.layers, header.heads) < 1:
             raise ValueError("rows without a segment, a column, a layer or a head")
+        at = dict.fromkeys(files, 0)
+        if len(files) != len(segments) or min(at, default=0) < 0 or max(at, default=0) > len(at):
+            raise ValueError(files)
         for i, (begin, rows, checks) in enumerate(segments):
             if not begin < ends[i + 1] <= begin + rows or len(checks) != header.layers:
                 raise ValueError(begin)
-            segments[i] = Segment(at, begin, rows, checks)
-            at += header.layers * header.part(rows)
+            segments[i] = Segment(at[files[i]], begin, rows, checks, files[i])
+            at[files[i]] += header.layers * header.part(rows)
         return header, segments, ids
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TierError(f"{name} does not say what it is") from None
@@ -190,7 +203,8 @@ class FileRows:
         """See `create` and `open`. handle: the file `rows`. folder: an open directory; None for a
         file without a name. opened: closes both; it is called with `close`, or if nobody calls
         that."""
-        self.path, self.header, self._handle, self._folder = path, header, handle, folder
+        self.path, self.header, self._folder, self._opened = path, header, folder, opened
+        self._files = [handle]  # `rows`, and the bases
         self.memory = Memory(torch.device("cuda" if pinned else "cpu"))
         self.damage, self.kept = "", True
         self.ids: list[int] = []
@@ -215,6 +229,7 @@ class FileRows:
         heads: int,
         columns: Columns,
         identity: Mapping[str, object] | None = None,
+        about: str = "",
         *,
         named: bool = True,
         pinned: bool = False,
@@ -222,7 +237,7 @@ class FileRows:
         """Create a tier that only the user can read. named: as a directory; otherwise as a file
         whose name is removed at once, so that it is deleted with the process. pinned: for a GPU.
         Raises TierError, also if the path exists; then nothing was created."""
-        header, folder = Header(layers, heads, columns, identity or {}), None
+        header, folder = Header(layers, heads, columns, identity or {}, about), None
         with _as_tier_error(path), contextlib.ExitStack() as undo:
             opened = undo.enter_context(contextlib.ExitStack())
             if named:
@@ -239,17 +254,20 @@ class FileRows:
         return cls(path, header, handle, folder, opened, pinned=pinned)
 
     @classmethod
-    def open(cls, path: Path, *, pinned: bool = False) -> FileRows:
+    def open(cls, path: Path, *, pinned: bool = False, shared: bool = False) -> FileRows:
         """Open a tier with its committed rows. Those from a damaged one on are left out, and
-        `damage` says so. Raises TierError."""
+        `damage` says so. shared: only to read, beside other processes. Raises TierError."""
         with _as_tier_error(path), contextlib.ExitStack() as opened:
             folder = _opened(path, _FOLDER, opened)
-            _lock(folder, path)
+            if not shared:
+                _lock(folder, path)
             header, segments, ids = parsed(_read_manifest(folder), path.name)
-            handle = _opened(_ROWS, _SAFE | os.O_RDWR, opened, folder)
-            size = os.fstat(handle).st_size
+            handle = _opened(_ROWS, _SAFE | (os.O_RDONLY if shared else os.O_RDWR), opened, folder)
             made = cls(path, header, handle, folder, opened.pop_all(), pinned=pinned)
-        made._segments = [one for one in segments if made._at(one, header.layers) <= size]
+            made._open_bases(max((one.file for one in segments), default=0))
+            sizes = [os.fstat(file).st_size for file in made._files]
+        fits = [made._at(one, header.layers) <= sizes[one.file] for one in segments]
+        made._segments = segments[: fits.index(False)] if False in fits else [*segments]
         made.ids, made._stated = ids, len(ids)
         if len(made._segments) < len(segments):  # the rest is behind the end of the file
             first = segments[len(made._segments)].begin
@@ -268,7 +286,7 @@ class FileRows:
             remove(self.path)
         if self._stated <= self.rows:  # else the manifest still names what is behind
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, self.nbytes)
+                os.ftruncate(self._files[0], self._end)
         self._closing()
 
     def move(self, path: Path) -> bool:
@@ -286,6 +304,43 @@ class FileRows:
             return False
         self.path, self.kept = path, True
         return True
+
+    def publish(self, path: Path) -> None:
+        """Rename the tier to `path` as soon as all that is committed is on disk, and keep it. In
+        the background: if a write fails, the tier stays what it is."""
+        self._submit(self._publish, path, [*self._writes])
+
+    def _publish(self, path: Path, writes: Sequence[Future[None]]) -> None:
+        for write in writes:
+            write.result()
+        os.rename(self.path, path)
+        self.path, self.kept = path, True
+
+    def rest_on(self, other: FileRows, ids: Sequence[int]) -> None:
+        """Begin with the rows of the token ids `ids` that `other` has, without copying them. This
+        tier must be empty; `other` may be closed afterwards, but its rows must not change. Raises
+        TierError, also if they are on another disk."""
+        assert not self._segments
+        used = [one for one in other._segments if one.begin < len(ids)]
+        files = sorted({one.file for one in used})
+        with _as_tier_error(self.path):
+            for number, file in enumerate(files, 1):
+                if self._folder is None:
+                    self._files.append(os.dup(other._files[file]))
+                    self._opened.callback(os.close, self._files[-1])
+                else:
+                    name = _BASE % file if file else _ROWS
+                    os.link(name, _BASE % number, src_dir_fd=other._folder, dst_dir_fd=self._folder)
+            if self._folder is not None:
+                self._open_bases(len(files))
+        self._segments = [replace(one, file=1 + files.index(one.file)) for one in used]
+        self.ids = [*ids]
+
+    def _open_bases(self, count: int) -> None:
+        """Open the first `count` bases. Raises OSError."""
+        for number in range(1, count + 1):
+            flags = _SAFE | os.O_RDONLY
+            self._files.append(_opened(_BASE % number, flags, self._opened, self._folder))
 
     def is_at(self, path: Path) -> bool:
         """Whether `path` is this tier. If so, `self.path` becomes that name."""
@@ -311,8 +366,8 @@ class FileRows:
             self._cut(have)
             if rows > have:
                 size = self.header.layers * self.header.part(rows - have)
-                _allocate(self._handle, self.nbytes, size)
-        self._new = Segment(self.nbytes, have, rows - have, [0] * self.header.layers)
+                _allocate(self._files[0], self._end, size)
+        self._new = Segment(self._end, have, rows - have, [0] * self.header.layers)
 
     def _cut(self, rows: int) -> None:
         """Keep only the first `rows` rows, and state that in the manifest. Raises OSError."""
@@ -355,7 +410,7 @@ class FileRows:
             return
         self._segments.append(made)
         self.ids += ids[begin:rows] if len(ids) >= rows else [-1] * made.rows
-        self._new = Segment(self.nbytes, rows, 0, [])
+        self._new = Segment(self._end, rows, 0, [])
         self._stated = rows
         self._writes.append(self._submit(self._seal, [*self._segments], [*self.ids]))
 
@@ -383,8 +438,14 @@ class FileRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file `rows` up to the end of its last segment."""
-        return self._at(self._segments[-1], self.header.layers) if self._segments else 0
+        """Bytes of all segments."""
+        return sum(self.header.layers * self.header.part(one.rows) for one in self._segments)
+
+    @property
+    def _end(self) -> int:
+        """Where the last segment in the file `rows` ends."""
+        own = [one for one in self._segments if not one.file]
+        return self._at(own[-1], self.header.layers) if own else 0
 
     def _slot(self, layer: int, count: int) -> Mapping[str, Tensor]:
         """The layer's rows in memory that has room for `count` rows, for the prompt's and for all
@@ -410,7 +471,7 @@ class FileRows:
         for one in self._segments:  # in this order: used rows overwrite unused ones
             pieces = _pieces(into, one)
             with _as_tier_error(self.path, one.begin):
-                _transfer(os.preadv, self._handle, pieces, self._at(one, layer))
+                _transfer(os.preadv, self._files[one.file], pieces, self._at(one, layer))
             if layer not in one.sound:
                 if _checksum(pieces) != one.checks[layer]:
                     name = self.path.name
@@ -420,12 +481,12 @@ class FileRows:
     def _save(self, layer: int, columns: Mapping[str, Tensor]) -> None:
         pieces = _pieces(columns, self._new)
         self._new.checks[layer] = _checksum(pieces)
-        _transfer(os.pwritev, self._handle, pieces, self._at(self._new, layer))
+        _transfer(os.pwritev, self._files[0], pieces, self._at(self._new, layer))
 
     def _seal(self, segments: Sequence[Segment], ids: Sequence[int]) -> None:
         """Write the manifest: the rows are on disk before it."""
         if self._folder is not None:
-            getattr(os, "fdatasync", os.fsync)(self._handle)
+            getattr(os, "fdatasync", os.fsync)(self._files[0])
         self._state(segments, ids)
 
     def _at(self, one: Segment, layer: int) -> int:

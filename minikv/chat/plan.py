@@ -82,15 +82,17 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The settings that decide. rules: those of `eviction`. reuse: one of `REUSES`. rereads:
-    read everything again with this question. keeps_cache: `auto` must not read anything again.
-    pinned: tokens at the beginning that must never be evicted. max_context: positions that the
-    model was trained for. refresh_every: see `ChatSession`."""
+    """The settings that decide. rules: those of `eviction`. reuse: one of `REUSES`. remembers:
+    the store has rows of the first prompt, or gets them. rereads: read everything again with this
+    question. keeps_cache: `auto` must not read anything again. pinned: tokens at the beginning that
+    must never be evicted. max_context: positions that the model was trained for. refresh_every: see
+    `ChatSession`."""
 
     eviction: EvictionConfig
     rules: Rules
     reuse: str
     max_context: int
+    remembers: bool = False
     rereads: bool = False
     keeps_cache: bool = False
     pinned: int = 0
@@ -162,7 +164,8 @@ def plan(
 ) -> PromptPlan:
     """What to read so that the cache has seen `question`. held: the figures of the cache.
 
-    The first row that is true decides. "tier": `recalls` is true, and the tier has room. "blind":
+    The first row that is true decides. "tier": `recalls` is true (for a first prompt also if the
+    store has its beginning, or gets it), and the tier has room. "blind":
     see `PlanSettings`; for `auto` it needs a policy with a second pass. "all": the conversation,
     into an empty cache. "new": only what the cache has not seen.
 
@@ -256,6 +259,8 @@ def _behind_what_is_there(
 def recalls(history: History, held: CacheStats, tier: Stored, settings: PlanSettings) -> bool:
     """Whether the question is answered from a tier, if that has room. Raises UsageError if `reuse`
     is "recall" and the policies or `tier="none"` rule that out."""
+    if settings.remembers and not history.fed and not settings.blind:
+        return True
     # Without eviction the cache has all rows, unless it is empty or another policy evicted.
     gone = bool(tier.ids) and (not history.fed or held.gaps)
     reuse, evicts = settings.reuse, settings.eviction.evicts

@@ -7,18 +7,20 @@ policy, `Recall` uses the rows of the tokens that the conversation still begins 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.tier import Tier, copy_rows
-from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_file import FileRows, Header, remove
 from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, row_nbytes
 from minikv.chat.report import size
+from minikv.chat.store import Store
 from minikv.chat.transcript import Stored, shared
 from minikv.errors import MinikvError, UsageError
 
@@ -62,7 +64,9 @@ class Recall:
 
     kind: one of `TIERS`; may be set between turns. why: why there is no tier, after one was
     needed; else "". where(): where to create a file; raises UsageError. say(line): called once per
-    conversation, with a line about where its tier is, or why there is none."""
+    conversation, with a line about where its tier is, or why there is none. store: of prompts that
+    were read in other conversations; None: they are not remembered. remembering: the prompt under
+    way must be read with the tier, because the store has rows of it or gets them."""
 
     def __init__(
         self,
@@ -81,6 +85,11 @@ class Recall:
         self._told = False
         self.broken = ""  # why files are not tried again in this conversation
         self.why = ""
+        self.store: Store | None = None
+        self.remembering = False
+        self._becomes = False  # the tier becomes an entry of the store
+        self._source: Path | None = None  # the entry whose rows the tier has
+        self._entry: FileRows | None = None  # it is being written to disk
 
     @classmethod
     def lent(cls, lender: Recall, kv: KVCache, chunk: int) -> Recall:
@@ -166,6 +175,8 @@ class Recall:
         cannot be such a tier."""
         if self._chunk:
             return self.tier is not None and self._kv.rules.cannot_recall is None
+        if self.remembering:
+            return self.tier is not None
         self.why = '`tier="none"`' if self.kind == "none" else self._kv.rules.cannot_recall or ""
         if self.why:
             return False
@@ -241,6 +252,19 @@ class Recall:
     ) -> FileRows:
         """Create a file with room for `tokens` tokens, and copy the first `have` rows of the tier
         to it. columns: by default those of the tier. Raises TierError; then there is no file."""
+        rows = self._file_at(place, columns)
+        try:
+            if have:
+                assert self.tier is not None
+                copy_rows(self.tier.rows, rows, self._kv.shape.layers, have, self.ids)
+            rows.reserve(tokens, have)
+        except BaseException:
+            rows.close()
+            raise
+        return rows
+
+    def _file_at(self, place: Place, columns: Columns | None = None, about: str = "") -> FileRows:
+        """Create an empty file that is removed when it is closed. Raises TierError."""
         kv = self._kv
         rows = FileRows.create(
             place.path,
@@ -248,28 +272,25 @@ class Recall:
             kv.shape.kv_heads,
             columns or self.columns,
             place.identity,
+            about,
             named=place.named,
             pinned=kv.device.type == "cuda",
         )
         rows.kept = False
-        try:
-            if have:
-                assert self.tier is not None
-                copy_rows(self.tier.rows, rows, kv.shape.layers, have, self.ids)
-            rows.reserve(tokens, have)
-        except BaseException:
-            rows.close()
-            raise
         return rows
 
     def _take(self, rows: FileRows | None, ids: Sequence[int] = ()) -> Tier:
         """Replace the tier by one with these rows; None: an empty one in memory. ids: the tokens of
         the rows."""
-        kv = self._kv
         self.leave()
-        kv.tier = Tier(kv.shape, kv.dtype, kv.device, coded=self._coded, rows=rows)
-        kv.tier.ids, kv.tier.length = list(ids), len(ids)
-        return kv.tier
+        self._kv.tier = tier = self._tier(rows, ids)
+        return tier
+
+    def _tier(self, rows: FileRows | None, ids: Sequence[int]) -> Tier:
+        kv = self._kv
+        tier = Tier(kv.shape, kv.dtype, kv.device, coded=self._coded, rows=rows)
+        tier.ids, tier.length = list(ids), len(ids)
+        return tier
 
     def _tell(self, line: str) -> None:
         if not self._told:
@@ -284,6 +305,78 @@ class Recall:
         self.tier.ids = list(ids)
         return self.tier.length
 
+    # -- prompts of other conversations ---------------------------------------------------------
+
+    def remember(self, ids: Sequence[int], about: str) -> Iterator[str]:
+        """Before a conversation's first prompt is planned: rest on what the store has of its tokens
+        `ids`, and if much of it is new, make the tier an entry of the store. about: for people.
+        Yields warnings. Without a store, for a short prompt, and if anything fails, the prompt is
+        read as without a store."""
+        if self.remembering:  # for a prompt that was given up
+            self.leave()
+        if self.store is None or self.tier is not None or len(ids) < self.store.least:
+            return
+        if self._kv.rules.cannot_recall is not None:
+            return
+        try:
+            yield from self._remember(self.store, ids, about)
+        except (TierError, UsageError, OSError) as error:
+            self.leave()
+            yield f"what is read is not remembered: {error}"
+
+    def _remember(self, store: Store, ids: Sequence[int], about: str) -> Iterator[str]:
+        kv, identity = self._kv, store.identity()
+        header = Header(kv.shape.layers, kv.shape.kv_heads, self.columns, identity)
+        found = store.find(header, ids)
+        have = 0 if found is None else shared(found.ids, ids)
+        self._becomes = len(ids) - have >= store.least
+        need, first = self._bytes(len(ids) - have), not store.entries()
+        if self._becomes and (no := store.room(need)):
+            self._becomes = False
+            if first:
+                yield f"what is read is not remembered: {no}"
+        try:
+            if found is None and not self._becomes:
+                return
+            place = Place(store.place(), identity, True) if self._becomes else self.where()
+            rows = self._file_at(place, about=about)
+            self._take(rows)
+            if found is not None:
+                rows.rest_on(found, ids[:have])
+        finally:
+            if found is not None:
+                found.close()
+        assert self.tier is not None
+        self.tier.ids, self.tier.length, self.remembering = list(ids[:have]), have, True
+        if found is not None:
+            self._source = found.path
+            self.say(f"{have:,} of {len(ids):,} tokens were read before")
+        elif first:
+            self.say(
+                f"what is read is kept for later chats: {size(need)} in {store.folder}; "
+                '`remember="off"` keeps nothing'
+            )
+
+    def _remembered(self, ids: Sequence[int]) -> None:
+        """The prompt was read, and the tier has all of it. If it becomes an entry, which never
+        changes, the conversation continues in a tier that rests on it."""
+        self.remembering, self._source, rows = False, None, self.file
+        assert self.store is not None
+        if self._becomes and rows is not None:
+            self._becomes, self._entry, self._kv.tier = False, rows, None
+            rows.publish(self.store.name())
+            if self.kind != "none":
+                with contextlib.suppress(TierError, UsageError):
+                    own = self._file_at(self.where())
+                    try:
+                        own.rest_on(rows, ids)
+                    except TierError:
+                        own.close()
+                        raise
+                    self._kv.tier = self._tier(own, ids)
+        elif self.kind == "none":
+            self.leave()
+
     # -- after a prompt -------------------------------------------------------------------------
 
     def keep(self, ids: Sequence[int]) -> str:
@@ -295,6 +388,8 @@ class Recall:
         if self.tier.failed is not None:
             return self.failed(self.tier.failed)
         self.tier.ids = list(ids)
+        if self.remembering:
+            self._remembered(ids)
         return ""
 
     def failed(self, error: TierError) -> str:
@@ -308,6 +403,9 @@ class Recall:
                 "again"
             )
         assert self.tier is not None
+        if self._source is not None:
+            remove(self._source)
+            self._source = None
         if self._chunk:  # the damaged part stays in the other chat's file: nothing of it is used
             self.leave()
             return f"the tier is damaged: {error}; everything is read again"
@@ -381,9 +479,11 @@ class Recall:
     def leave(self) -> None:
         """Drop the tier. The file of a saved chat stays."""
         self.scored()
-        if self.file is not None:
-            self.file.close()
-        self._kv.tier = None
+        for file in (self.file, self._entry):
+            if file is not None:
+                file.close()
+        self._kv.tier = self._source = self._entry = None
+        self.remembering = False
 
     def clear(self) -> None:
         """Forget the conversation and free its memory. The file of a saved chat stays."""

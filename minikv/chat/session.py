@@ -632,6 +632,9 @@ class ChatSession(ConversationView):
             told.tell(*self._decide(tokens, answer))
         if told is not None and self.refresh_every and self.eviction.evicts:
             tokens = min(tokens + answer, self.max_context)
+        if told is not None and not (self.log.ids or self._plan_settings().blind):
+            about = ", ".join(document.name or "" for document in self.pending)
+            told.tell(*self.recall.remember(question.ids, about))
         history, held, tier, settings = self._known(tokens, alone=told is None)
         return plan(history, question, held, tier, settings)
 
@@ -682,6 +685,7 @@ class ChatSession(ConversationView):
             self.engine.kv.rules,
             self.reuse,
             self.max_context,
+            self.recall.remembering,
             self.rereads,
             self.keeps_cache,
             len(self.start()) if self.pin_system and self.system else 0,

@@ -1,0 +1,75 @@
+"""`minikv cache`: prompts that were read and are kept for later chats; their removal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from minikv.chat.report import size
+from minikv.chat.store import Entry, Store
+from minikv.cli.confirm import confirmed
+from minikv.cli.paths import cache_folder
+from minikv.cli.saved.chats import age
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean, grid
+from minikv.errors import UsageError
+
+
+def cache(terminal: Terminal, *, as_json: bool = False) -> None:
+    """Print a line per prompt, the last used one first, and what all take."""
+    entries = _store().entries()
+    if as_json:
+        rows = [
+            {
+                "name": one.path.name,
+                "model": one.model,
+                "documents": one.about,
+                "tokens": one.tokens,
+                "bytes": one.nbytes,
+                "used": round(one.used),
+            }
+            for one in entries
+        ]
+        terminal.data(json.dumps(rows))
+        return
+    if not entries:
+        terminal.say(f"no prompt is kept in {cache_folder() / 'prompts'}")
+        return
+    lines = [("NAME", "TOKENS", "SIZE", "USED", "MODEL", "DOCUMENTS")]
+    lines += [
+        (
+            one.path.name,
+            f"{one.tokens:,}",
+            size(one.nbytes),
+            age(time.time() - one.used),
+            clean(one.model),
+            clean(one.about),
+        )
+        for one in entries
+    ]
+    terminal.data(grid(lines, "<>>><<"))
+    count = "1 prompt" if len(entries) == 1 else f"{len(entries):,} prompts"
+    terminal.say(f"{count}, {size(sum(one.nbytes for one in entries))}")
+
+
+def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> None:
+    """Remove the prompts with these names; without names, all. Raises UsageError."""
+    store = _store()
+    entries = {one.path.name: one for one in store.entries()}
+    for name in names:
+        if name not in entries:
+            raise UsageError(f"no prompt {name!r} is kept", "`minikv cache` lists them")
+    chosen: list[Entry] = [entries[name] for name in names or entries]
+    total, count = sum(one.nbytes for one in chosen), len(chosen)
+    what = "1 prompt" if count == 1 else f"{count:,} prompts"
+    if not chosen or not confirmed(f"remove {what}, {size(total)}?", terminal, yes=yes):
+        terminal.say("nothing was removed")
+        return
+    for one in chosen:
+        store.remove(one)
+    terminal.note(f"removed {what}, {size(total)}")
+
+
+def _store() -> Store:
+    return Store(cache_folder() / "prompts", 0, dict)

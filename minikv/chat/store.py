@@ -1,0 +1,149 @@
+"""The store: prompts that were read, on disk, for conversations that begin with the same tokens.
+
+An entry is a tier (`minikv.cache.tier_file`) with the rows of one conversation's first prompt. It
+never changes. A later conversation rests on its rows as far as the tokens agree, and reads only
+what follows; if that is much, it becomes an entry of its own, which shares the files of the first.
+
+An entry is written under a hidden name and gets its own name when all of it is on disk. So other
+processes see whole entries only. The least recently used ones are removed for new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from minikv.cache.tier_file import FileRows, Header, is_open, remove
+from minikv.cache.tier_rows import TierError
+from minikv.chat.transcript import shared
+
+LEAST = 2000
+"""Tokens: shorter prompts are read at once, and are not worth a file."""
+_SHARE = 10  # at most one part in so many of the free disk is taken
+_NAME = re.compile(r"[0-9a-f]{16}")
+_WAITING = re.compile(r"\.[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A stored prompt. nbytes: of its files, those that it shares included. used: when it was last
+    used, in seconds since 1970. model, about: of what it is, for people; about says so if it is
+    damaged."""
+
+    path: Path
+    nbytes: int
+    used: float
+    tokens: int = 0
+    model: str = ""
+    about: str = "damaged"
+
+
+class Store:
+    """The stored prompts in a folder.
+
+    folder: need not exist. limit: bytes that all entries may take; they never take more than a
+    tenth of the disk that would be free without them. identity(): of the model, as in the headers
+    of its tiers. least: tokens of an entry, and of what is read of one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        limit: int,
+        identity: Callable[[], Mapping[str, object]],
+        least: int = LEAST,
+    ) -> None:
+        self.folder, self.limit, self.identity, self.least = folder, limit, identity, least
+
+    def entries(self) -> list[Entry]:
+        """All entries, the last used one first."""
+        found = []
+        for path in self._paths():
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found.append(_entry(path))
+        return sorted(found, key=lambda one: -one.used)
+
+    def find(self, header: Header, ids: Sequence[int]) -> FileRows | None:
+        """The entry that has the most of the first tokens `ids`, open for reading; None if no entry
+        has `least` of them."""
+        best, most = None, self.least - 1
+        for path in self._paths():
+            try:
+                rows = FileRows.open(path, shared=True)
+            except TierError:  # damaged, or removed meanwhile
+                remove(path)
+                continue
+            has = shared(rows.ids, ids) if rows.header == header else 0
+            if has > most:
+                best, rows, most = rows, best, has
+            if rows is not None:
+                rows.close()
+        if best is not None:
+            with contextlib.suppress(OSError):
+                os.utime(best.path)
+        return best
+
+    def _paths(self) -> list[Path]:
+        try:
+            return [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        except OSError:
+            return []
+
+    def room(self, size: int) -> str:
+        """Make room for `size` bytes by removing entries. Returns "", or why there is none."""
+        try:
+            os.makedirs(self.folder, 0o700, exist_ok=True)
+            self._sweep()
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            return f"{error.strerror} ({self.folder})"
+        entries = self.entries()
+        held = sum(entry.nbytes for entry in entries)
+        most = min(self.limit, (free + held) // _SHARE)
+        if size > most:
+            return f"it takes {size / 2**20:,.0f} MiB, and {most / 2**20:,.0f} MiB may be taken"
+        while held + size > most:
+            last = entries.pop()
+            held -= last.nbytes
+            self.remove(last)
+        return ""
+
+    def remove(self, entry: Entry) -> None:
+        """Remove an entry. Chats that use its rows keep them."""
+        remove(entry.path)
+
+    def place(self) -> Path:
+        """A new hidden name for an entry that is being written."""
+        return self.folder / f".{secrets.token_hex(8)}"
+
+    def name(self) -> Path:
+        """A new name for an entry that is on disk."""
+        return self.folder / secrets.token_hex(8)
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left."""
+        for path in self.folder.iterdir():
+            if _WAITING.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    if not is_open(path):
+                        remove(path)
+
+
+def _entry(path: Path) -> Entry:
+    """Raises OSError."""
+    size = sum(file.stat().st_size for file in path.iterdir())
+    made = Entry(path, size, path.stat().st_mtime)
+    with contextlib.suppress(TierError):
+        rows = FileRows.open(path, shared=True)
+        header, tokens = rows.header, rows.rows
+        rows.close()
+        made = replace(
+            made, tokens=tokens, model=str(header.identity.get("model", "")), about=header.about
+        )
+    return made

@@ -1,0 +1,47 @@
+"""What a model's files are: hashes of the weights and of the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+_LARGE = 16 << 20  # bytes of a file above which only samples of it are hashed
+_WEIGHTS = ("config.json", "generation_config.json", "params.json")
+_TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Hashes of a model's files: those with its weights, and those of its tokenizer. Raises
+    OSError."""
+    stored = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
+    return {
+        "weights": _digest([*(folder / name for name in _WEIGHTS), *stored]),
+        "tokenizer": _digest([folder / name for name in _TOKENIZER]),
+    }
+
+
+def _digest(paths: Collection[Path]) -> str:
+    """Of names, sizes and contents; of a large file its beginning and 64 evenly spaced samples."""
+    digest = hashlib.sha256()
+    for path in filter(Path.is_file, paths):
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name} {length}\n".encode())
+            if length <= _LARGE:
+                digest.update(file.read())
+                continue
+            digest.update(file.read(1 << 20))
+            for i in range(64):
+                file.seek((length - 4096) * i // 63)
+                digest.update(file.read(4096))
+    return digest.hexdigest()[:32]

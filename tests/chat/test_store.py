@@ -1,0 +1,312 @@
+"""No document is read twice: what one conversation read, a later one finds on disk, and it answers
+as if it had read it. Whatever happens to the files, every answer is that of a chat without them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_chat import chat, held_of, reported, say
+from tiers import MILL, RIVER, served
+
+from minikv.chat.recall import Recall
+from minikv.chat.session import ChatSession
+from minikv.chat.store import Store
+from minikv.errors import Interrupted
+
+LIMIT = 1 << 30
+LONG = MILL + RIVER * 2
+
+
+def remembering(folder: Path, model: str = "x", limit: int = LIMIT, **given: Any) -> ChatSession:
+    """A chat whose prompts of 100 tokens and more are remembered in this folder."""
+    kind, dtype = given.pop("tier", "file"), given.pop("tier_dtype", "same")
+    session = chat(reuse=given.pop("reuse", "auto"), **given)
+    session.recall = Recall(session.engine.kv, kind, dtype)
+    session.recall.store = Store(folder, limit, lambda: {"model": model}, least=100)
+    return session
+
+
+def told(session: ChatSession, question: str, *documents: str) -> tuple[str, list[list[int]], int]:
+    """The answer, the rows that were kept, and how many tokens were read."""
+    for document in documents:
+        session.attach(document, "a.txt")
+    answer = say(session, question)[0]
+    return answer, held_of(session), reported(session).tokens.prompt_new
+
+
+def anew(question: str, *documents: str, **given: Any) -> tuple[str, list[list[int]]]:
+    """The same of a chat that remembers nothing."""
+    session = chat(reuse="auto", **given)
+    session.recall = Recall(session.engine.kv, "none")
+    answer, held, read = told(session, question, *documents)
+    assert read > len("".join(documents))
+    return answer, held
+
+
+def leave(session: ChatSession) -> None:
+    """What the end of a process does."""
+    session.recall.leave()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "prompts"
+
+
+@pytest.fixture
+def read(folder: Path) -> Path:
+    """A folder in which one conversation about the mill and the river is remembered."""
+    session = remembering(folder)
+    told(session, "Who?", LONG)
+    leave(session)
+    assert [one.about for one in Store(folder, LIMIT, dict).entries()] == ["a.txt"]
+    return folder
+
+
+CASES: list[dict[str, Any]] = [{"policy": name} for name in served()]
+CASES += [{"policy": "full", "decode": "none"}, {"policy": "full"}, {"budget": "auto"}]
+CASES += [{"budget": "20%"}, {"window": 64}, {"decode": "none"}, {"tier": "none"}]
+
+
+@pytest.mark.parametrize("how", CASES, ids=str)
+def test_a_later_chat_reads_only_the_question(folder: Path, how: dict[str, Any]) -> None:
+    """Under every policy that can choose from a tier, whatever read the document first."""
+    rest = {name: value for name, value in how.items() if name != "tier"}
+    first = remembering(folder, **how)
+    assert told(first, "Who?", LONG)[:2] == anew("Who?", LONG, **rest)
+    second = told(first, "Since when?")[0]  # the chat itself continues
+    leave(first)
+    other = remembering(folder, **how)
+    answer, held, new = told(other, "And the river?", LONG)
+    assert (answer, held) == anew("And the river?", LONG, **rest)
+    assert new < 60
+    leave(other)
+    assert len(Store(folder, LIMIT, dict).entries()) == 1
+    without = chat(reuse="auto", **rest)
+    without.recall = Recall(without.engine.kv, how.get("tier", "ram"))
+    told(without, "Who?", LONG)
+    assert told(without, "Since when?")[0] == second
+
+
+def test_the_longest_known_beginning_is_used_and_shared(read: Path) -> None:
+    more = MILL * 2
+    session = remembering(read)
+    answer, held, new = told(session, "Who?", LONG, more)
+    assert (answer, held) == anew("Who?", LONG, more)
+    assert len(more) < new < len(more) + 60
+    leave(session)
+    entries = Store(read, LIMIT, dict).entries()
+    assert len(entries) == 2
+    assert {path.stat().st_nlink for one in entries for path in one.path.glob("[rb]*[0-9s]")} == {
+        1,
+        2,
+    }
+    store = Store(read, LIMIT, dict)
+    store.remove(min(entries, key=lambda one: one.tokens))
+    for documents in ((LONG, more), (LONG,), (LONG[:-9] + "otherwise",)):
+        session = remembering(read)
+        answer, held, new = told(session, "Why?", *documents)
+        assert (answer, held) == anew("Why?", *documents)
+        assert new < 70
+        leave(session)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"policy": "h2o"},
+        {"policy": "kvzip"},
+        {"reuse": "blind"},
+        {"documents": (MILL[:40],)},
+        {"model": "another"},
+        {"tier_dtype": "int8", "foreign": True},
+    ],
+    ids=str,
+)
+def test_what_is_not_remembered(read: Path, how: dict[str, Any]) -> None:
+    """Policies that need what no tier has, short prompts, other models and formats."""
+    foreign = how.pop("foreign", False)
+    documents = how.pop("documents", (LONG,))
+    before = len(Store(read, LIMIT, dict).entries())
+    session = remembering(read, **how)
+    _, _, new = told(session, "Who?", *documents)
+    assert new > len("".join(documents))
+    leave(session)
+    after = len(Store(read, LIMIT, dict).entries())
+    assert after - before == (foreign or "model" in how)
+
+
+def test_the_least_recently_used_leave(folder: Path) -> None:
+    """Two fit. A prompt that takes more than the limit is not remembered, and removes nothing."""
+    store, limit = Store(folder, LIMIT, dict), LIMIT
+    told_of = [("A", False), ("B", False), ("A", True), ("C", False), ("A", True), ("B", False)]
+    for letter, found in told_of:
+        session = remembering(folder, limit=limit)
+        assert (told(session, "Who?", letter + LONG)[2] < 60) == found
+        leave(session)
+        limit = store.entries()[0].nbytes * 5 // 2
+    assert len(store.entries()) == 2
+    session = remembering(folder, limit=limit // 3)
+    assert told(session, "Who?", "D" + LONG)[:2] == anew("Who?", "D" + LONG)
+    leave(session)
+    assert len(store.entries()) == 2
+
+
+def test_every_altered_byte_is_found(read: Path, tmp_path: Path) -> None:
+    """The damaged entry is removed, and the document is read again."""
+    entry = Store(read, LIMIT, dict).entries()[0].path
+    draw, want = random.Random(3), anew("Why?", LONG)
+    for name in ("rows", "manifest"):
+        data = (entry / name).read_bytes()
+        for at in draw.sample(range(len(data)), 20):
+            copy = tmp_path / f"{name}{at}"
+            shutil.copytree(read, copy)
+            altered = bytearray(data)
+            altered[at] ^= 1 << draw.randrange(8)
+            (copy / entry.name / name).write_bytes(altered)
+            session = remembering(copy)
+            assert told(session, "Why?", LONG)[:2] == want
+            leave(session)
+            for count in (2, 1):  # what was read instead is remembered, at the latest now
+                later = remembering(copy)
+                answer, held, new = told(later, "Why?", LONG)
+                assert (answer, held) == want
+                assert new < 60 or count == 2
+                leave(later)
+            shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("name", ["rows", "manifest"])
+@pytest.mark.parametrize("what", ["gone", "empty", "cut", "folder", "link"])
+def test_damaged_entries_stop_nothing(read: Path, name: str, what: str) -> None:
+    path = Store(read, LIMIT, dict).entries()[0].path / name
+    data = path.read_bytes()
+    path.unlink()
+    if what == "folder":
+        path.mkdir()
+    elif what == "link":
+        path.symlink_to("/dev/zero")
+    elif what != "gone":
+        path.write_bytes(data[: len(data) // 2 if what == "cut" else 0])
+    session = remembering(read)
+    assert told(session, "Why?", LONG)[:2] == anew("Why?", LONG)
+    leave(session)
+
+
+class Nth:
+    """`real`, but the n-th call fails."""
+
+    def __init__(self, real: Callable[..., Any], number: Iterator[int], n: int, code: int) -> None:
+        self.real, self.number, self.n, self.code = real, number, n, code
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if next(self.number) == self.n:
+            raise OSError(self.code, os.strerror(self.code))
+        return self.real(*given, **named)
+
+
+CALLS = [("posix_fallocate", errno.ENOSPC), ("pwritev", errno.ENOSPC), ("preadv", errno.EIO)]
+CALLS += [("fdatasync", errno.EIO), ("fsync", errno.EIO), ("rename", errno.EROFS)]
+CALLS += [("mkdir", errno.EROFS), ("makedirs", errno.EROFS), ("open", errno.EACCES)]
+CALLS += [("link", errno.EXDEV), ("dup", errno.EMFILE), ("utime", errno.EROFS)]
+
+
+@pytest.mark.parametrize(("name", "code"), CALLS)
+def test_whichever_call_fails_answers_are_right(
+    tmp_path: Path, name: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the chat itself and in the one after it: a full disk, one that can only be read, one that
+    does not answer."""
+    asked = [("Who?", LONG), ("Why?", LONG, MILL * 2)]
+    wants = [anew(*one) for one in asked]
+    for n in itertools.count():
+        folder, number = tmp_path / str(n), itertools.count()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, Nth(getattr(os, name), number, n, code))
+            for one, want in zip(asked, wants, strict=True):
+                session = remembering(folder)
+                assert told(session, *one)[:2] == want
+                leave(session)
+        later = remembering(folder)
+        assert told(later, *asked[1])[:2] == wants[1]
+        leave(later)
+        if next(number) <= n:
+            break
+    assert n > 0
+
+
+def test_a_prompt_that_is_stopped_leaves_nothing(folder: Path) -> None:
+    session = remembering(folder)
+    session.attach(LONG, "a.txt")
+    with pytest.raises(Interrupted):
+        list(session.ask("Who?", progress=lambda done, total: session.cancel()))
+    assert told(session, "Why?")[:2] == anew("Why?", LONG)
+    leave(session)
+    names = [path.name for path in folder.iterdir()]
+    assert len(names) == 1
+    assert not names[0].startswith(".")
+
+
+def test_two_chats_at_once(folder: Path) -> None:
+    """Each writes its own entry, or rests on that of the other, which may be removed meanwhile."""
+    one, two = remembering(folder), remembering(folder)
+    for session in (one, two):
+        session.attach(LONG, "a.txt")
+    first, second = one.ask("Who?", 8, 0.7), two.ask("Who?", 8, 0.7)
+    pieces = list(itertools.zip_longest(first, second, fillvalue=""))
+    assert {"".join(side) for side in zip(*pieces, strict=True)} == {anew("Who?", LONG)[0]}
+    three = remembering(folder)
+    leave(one)
+    leave(two)
+    assert told(three, "Why?", LONG)[2] < 60
+    shutil.rmtree(folder)
+    four = chat(reuse="auto")
+    four.recall = Recall(four.engine.kv, "file")
+    told(four, "Why?", LONG)
+    assert told(three, "Since when?")[0] == told(four, "Since when?")[0]
+    leave(three)
+
+
+KILLED = """
+import sys, threading, time, os, signal
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+from test_store import remembering, told, leave, LONG
+threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+while True:
+    for letter in "ABC":
+        session = remembering(Path(sys.argv[1]), limit=700_000)
+        told(session, "Who?", letter + LONG)
+        leave(session)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_after_200_kills_answers_are_right(folder: Path) -> None:
+    draw = random.Random(7)
+    wants = {letter: anew("Why?", letter + LONG) for letter in "ABC"}
+    found = 0
+    for _ in range(200):
+        paths = [path for path in sys.path if path.endswith(("tests/chat", "tests/support"))]
+        command = [sys.executable, "-c", KILLED, str(folder), str(draw.uniform(0.05, 1.0)), *paths]
+        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+        for letter, want in wants.items():
+            session = remembering(folder, limit=700_000)
+            answer, held, new = told(session, "Why?", letter + LONG)
+            assert (answer, held) == want
+            found += new < 60
+            leave(session)
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert found > 20
