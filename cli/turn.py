@@ -13,6 +13,7 @@ from minikv.cli.documents.text import Text, distinct
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.screen.progress import Live, Loading
 from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.thoughts import Thinking
 from minikv.cli.wording import worded
 from minikv.loader import build
 from minikv.settings import Generation, Settings
@@ -20,6 +21,7 @@ from minikv.settings import Generation, Settings
 if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
+    from minikv.chat.thoughts import Say
     from minikv.chat.transcript import Turn
 
 
@@ -95,7 +97,7 @@ def run_turn(
             live.label = "scoring what was read"
         live(done, total)
 
-    def ask(notice: Callable[[str], None]) -> Generator[str, None, None]:
+    def ask(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
         return session.ask(
             question,
             generation.max_tokens,
@@ -105,8 +107,10 @@ def run_turn(
             min_p=generation.min_p,
             repeat_penalty=generation.repeat_penalty,
             stop=generation.stop,
+            max_thoughts=generation.max_thoughts,
             progress=progress,
             notice=notice,
+            thinking=thinking,
         )
 
     return _stream(session, ask, terminal, interrupts, show=show)
@@ -117,7 +121,7 @@ def continue_turn(
 ) -> str:
     """Continue the last answer, as `run_turn` does. Returns the added text."""
 
-    def go_on(notice: Callable[[str], None]) -> Generator[str, None, None]:
+    def go_on(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
         return session.continue_answer(
             generation.max_tokens,
             generation.temperature,
@@ -126,7 +130,9 @@ def continue_turn(
             min_p=generation.min_p,
             repeat_penalty=generation.repeat_penalty,
             stop=generation.stop,
+            max_thoughts=generation.max_thoughts,
             notice=notice,
+            thinking=thinking,
         )
 
     session.continuable()
@@ -135,7 +141,7 @@ def continue_turn(
 
 def _stream(
     session: ChatSession,
-    write: Callable[[Callable[[str], None]], Generator[str, None, None]],
+    write: Callable[[Callable[[str], None], Say | None], Generator[str, None, None]],
     terminal: Terminal,
     interrupts: Interrupts,
     *,
@@ -149,26 +155,29 @@ def _stream(
     finished = False
     before, show = session.report, show and not terminal.records
     setting = terminal.answering() if show else terminal.silent()
+    thinking = Thinking(terminal)
 
     def notice(line: str) -> None:
         """A warning: at once, but not in the middle of the answer."""
-        if show and (pieces or after):
+        if show and (pieces or after or thinking.tokens):
             late.append(line)
         else:
             terminal.warn(line)
 
-    answer = write(notice)
+    answer = write(notice, thinking if show else None)
     with setting, interrupts.stopping(session.skip, session.cancel):
         if show and after:
             terminal.resume_answer(after)
         try:
             for piece in answer:
+                thinking.end()
                 pieces.append(piece)
                 if show:
                     terminal.answer(piece)
             finished = True
         finally:
             answer.close()
+            thinking.end()
             terminal.clear_status()
             # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):
@@ -180,11 +189,18 @@ def _stream(
     return "".join(pieces)
 
 
+def thoughts_of(turn: Turn) -> dict[str, str]:
+    """The thoughts as a part of a record; nothing if there are none."""
+    return {"thoughts": turn.thoughts} if turn.thoughts else {}
+
+
 def record(turn: Turn) -> dict[str, object]:
-    """A turn as `chat --json` prints it: question, answer, the names of its documents, figures."""
+    """A turn as `chat --json` prints it: question, answer, thoughts if there are any, the names of
+    its documents, figures."""
     return {
         "question": turn.question,
         "answer": turn.answer,
+        **thoughts_of(turn),
         "documents": [document.name for document in turn.documents],
         **turn.report.to_dict(),
     }

@@ -70,6 +70,7 @@ class ChatML:
     """<bos> then <role> content <end> per message, <assistant> where the answer begins."""
 
     name = "fake"
+    tags: Any = None
 
     def __init__(self, tokenizer: ByteTokenizer, notes: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -165,6 +166,10 @@ class FakeKv:
         return SimpleNamespace(
             arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
         )
+
+    def cut(self, position: int) -> None:
+        self.position = position
+        del self.fed[position:]
 
     def drop(self) -> None:
         self.position = 0
