@@ -101,6 +101,42 @@ class ChatML:
         return text.count("\u2620")
 
 
+@dataclass(frozen=True)
+class FakeTags:
+    """Tags that are plain text."""
+
+    forgets: bool = True
+    begin: str = "<think>"
+    end: str = "</think>"
+    ending: tuple[int, ...] = tuple(b"\n</think>\n\n")
+    unseen: dict[int, str] = field(default_factory=dict)
+
+    def opened(self, ids: Sequence[int]) -> bool:
+        return bytes(id for id in ids[-12:] if id < 256).rstrip().endswith(b"<think>")
+
+
+class ThinkML(ChatML):
+    """With thoughts as R1's template has them, which opens them in the prompt and leaves those of
+    earlier turns out, or as SmolLM3's has them, which does neither."""
+
+    def __init__(self, tokenizer: ByteTokenizer, *, forgets: bool = True, opens: bool = True):
+        super().__init__(tokenizer)
+        self.tags, self.opens = FakeTags(forgets), list(b"<think>\n") if opens else []
+
+    def render(self, messages: Sequence[Any]) -> list[int]:
+        def whole(m: Any) -> str:
+            kept = m.thoughts and not self.tags.forgets
+            return f"<think>\n{m.thoughts}\n</think>\n\n{m.content}" if kept else m.content
+
+        return super().render([SimpleNamespace(role=m.role, content=whole(m)) for m in messages])
+
+    def opening(self, messages: Sequence[Any]) -> list[int]:
+        return [*super().opening(messages), *self.opens]
+
+    def following(self, messages: Sequence[Any]) -> list[int]:
+        return [*super().following(messages), *self.opens]
+
+
 @dataclass
 class FakeKv:
     """A cache that keeps everything; `configured` records what the chat asked for."""
