@@ -301,7 +301,7 @@ class ChatTemplate:
         self._folds = briefed is None
         closed = self._probe([user, answer], "assistant")
         longer = self._probe([user, answer, more], "assistant")
-        if longer and self.tags is not None:
+        if self.tags is not None:
             thought = [user, replace(answer, thoughts=_THOUGHTS), more]
             forgets = _THOUGHTS not in (self._probe(thought, "assistant") or _THOUGHTS)
             self.tags = replace(self.tags, forgets=forgets)

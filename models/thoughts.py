@@ -48,7 +48,9 @@ class ThoughtTags:
 
     def opened(self, ids: Sequence[int]) -> bool:
         """Whether the prompt of these ids ends with the opening tag."""
-        tail = (self.unseen.get(id) or self._tokenizer.decode([id]) for id in ids[-_TAIL:])
+        text = self._tokenizer.decode
+        # A control token without text is between what a user typed and the end.
+        tail = (self.unseen.get(id) or text([id]) or "\0" for id in ids[-_TAIL:])
         return "".join(tail).rstrip().endswith(self.begin)
 
     def wrapped(self, thoughts: str, answer: str) -> str:

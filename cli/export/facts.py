@@ -163,7 +163,6 @@ def gather(session: ChatSession) -> ChatFacts:
     facts, eviction, shape = session.facts, session.eviction, session.engine.kv.shape
     spans = spell(session.tokenizer, session.fed)
     documents = [document for turn in session.turns for document in turn.documents]
-    forgets = session.template.tags is not None and session.template.tags.forgets
     return ChatFacts(
         minikv=minikv.__version__,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -185,7 +184,8 @@ def gather(session: ChatSession) -> ChatFacts:
         documents=tuple(Attached(d.name, len(d.text)) for d in documents),
         turns=_turns(session.turns),
         tokens=Tokens(
-            _pieces(spans, len(session.fed)), _sections(spans, session.turns, forgets=forgets)
+            _pieces(spans, len(session.fed)),
+            _sections(spans, session.turns, forgets=session.forgets),
         ),
         kept=tuple(
             tuple(

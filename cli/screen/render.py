@@ -58,7 +58,7 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
         lost += ", an estimate"
     thoughts = ""
     if tokens.thoughts:
-        thoughts = f", {tokens.thoughts:,} of them thoughts in {time.thoughts:.2f} s"
+        thoughts = f", {tokens.thoughts:,} of them of thought ({time.thoughts:.2f} s)"
     rows = [
         (
             f"turn {report.turn}",

@@ -36,7 +36,9 @@ class Thinking:
         self.tokens = tokens
         piece = clean(piece)
         if self._how == "show":
-            self._terminal.think(self._wrap(piece))
+            text = (self._text + piece).rstrip("\n")
+            self._text = (self._text + piece)[len(text) :]  # line ends wait for what follows
+            self._terminal.think(self._wrap(text))
             return
         self._text = (self._text + piece)[-_LAST:]
         now = self._clock()

@@ -15,7 +15,6 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.stopping import stoppable
-from minikv.chat.thoughts import Tags
 from minikv.chat.transcript import (
     Document,
     Message,
@@ -61,14 +60,15 @@ class History:
     forgotten: bool = False
 
     @staticmethod
-    def of(turns: Sequence[Turn], log: TokenLog, tags: Tags | None = None) -> History:
+    def of(turns: Sequence[Turn], log: TokenLog, *, forgets: bool = False) -> History:
+        """forgets: see `ChatSession`."""
         if not turns:
             return History(log.fed, log.unfed, log.known)
         documents, last = [turn.documents for turn in turns], turns[-1].report.tokens
         read = last.prompt_reused + last.prompt_new
         read, seen = (min(count, len(log.ids)) for count in (read, last.seen_total))
-        forgotten = tags is not None and tags.forgets and last.thoughts > 0
-        return History(log.fed, log.unfed, log.known, documents, read, seen, forgotten)
+        left_out = forgets and last.thoughts > 0
+        return History(log.fed, log.unfed, log.known, documents, read, seen, left_out)
 
 
 @dataclass(frozen=True, slots=True)

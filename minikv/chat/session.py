@@ -79,7 +79,17 @@ from minikv.settings import MAX_TOKENS, Settings
 _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
     *("continuable", "continue_answer", "conversation", "curve", "documents", "evicted_for_turn"),
-    *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
+    *(
+        "eviction",
+        "fidelity",
+        "finish",
+        "fits",
+        "forgets",
+        "kept",
+        "keeps_cache",
+        "known",
+        "max_context",
+    ),
     *("messages", "pending", "reads_again", "recalls", "refresh", "refresh_every"),
     *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
     *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
@@ -112,6 +122,7 @@ class ChatSession(ConversationView):
     - verified: the result of the last `verify`; None if there is none.
     - evicted_for_turn: the number of the question for which the cache was evicted; 0 if it was
       evicted before any question; None if neither.
+    - forgets: the template leaves out the thoughts of earlier turns.
     - keeps_cache: `auto` reads nothing again in this conversation.
     - rereading: `auto` is reading the conversation again, and `skip` would stop that.
     - known: if the cache is empty but a tier may have rows, the tokens of the conversation as they
@@ -360,6 +371,11 @@ class ChatSession(ConversationView):
     def scoring(self) -> bool:
         """Whether a second pass is scoring the prompt that was read."""
         return self.engine.kv.scoring
+
+    @property
+    def forgets(self) -> bool:
+        """See the class."""
+        return self.template.tags is not None and self.template.tags.forgets
 
     @property
     def recalls(self) -> bool:
@@ -750,7 +766,7 @@ class ChatSession(ConversationView):
 
     @property
     def _history(self) -> History:
-        return History.of(self.turns, self.log, self.template.tags)
+        return History.of(self.turns, self.log, forgets=self.forgets)
 
     @property
     def _tools(self) -> Tools:

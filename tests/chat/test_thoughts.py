@@ -162,6 +162,12 @@ def test_thoughts_that_do_not_end(most: int, max_tokens: int, reason: str, answe
         assert bytes(id for id in chat.fed if id < 256).count(b"\n</think>\n\n") == 1
 
 
+def test_an_opening_tag_longer_than_the_limit_is_written_whole() -> None:
+    chat = scripted("<think>on and on and on, yes")
+    assert "".join(chat.ask("a?", max_thoughts=2)).endswith(", yes")
+    assert b"<think>\n</think>\n\n" in bytes(id for id in chat.fed if id < 256)
+
+
 def test_stopped_within_thoughts() -> None:
     chat, told = scripted("so and so", opens=True), list[str]()
     pieces = chat.ask("a?", notice=told.append, thinking=lambda piece, n: n == 3 and chat.cancel())
@@ -212,7 +218,7 @@ def test_a_turn_reads_what_the_template_writes(case: str) -> None:
         assert read == chat.template.opening(chat.messages[:-1]), number
         assert chat.turns[-1].thoughts
         kept = [chat.kept(layer, head) for layer in range(2) for head in range(2)]
-        assert all(0 <= int(some.min()) and int(some.max()) < len(chat.fed) for some in kept)
+        assert all(int(some.min()) >= 0 and int(some.max()) < len(chat.fed) for some in kept)
     first, fed = chat.turns[-1], list(chat.fed)
     chat.undo()
     asked(chat, first.question)
