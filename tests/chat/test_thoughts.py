@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import END, PADDED, ByteStream, ByteTokenizer, FakeEngine, FakeTags, ThinkML
+from fakes import PADDED, ByteStream, ByteTokenizer, FakeTags, ThinkML
 from small import SPOKEN, network, over
-from small_chat import chat_over, reported, verified
+from small_chat import chat_over, reported, scripted, verified
 
 from minikv.chat.answer import Answer
 from minikv.chat.eviction_config import EvictionConfig
@@ -114,14 +114,6 @@ def test_a_control_token_without_text_is_a_tag() -> None:
 
 
 # -- in a chat -----------------------------------------------------------------------------------
-
-
-def scripted(text: str, *, opens: bool = False, forgets: bool = True) -> ChatSession:
-    """A chat whose every answer is this text."""
-    engine, tokenizer = FakeEngine(length=10_000), ByteTokenizer()
-    template = ThinkML(tokenizer, opens=opens, forgets=forgets)
-    engine.script = [0] * len(template.opens) + [*text.encode(), END]
-    return chat_over(engine, tokenizer, template)
 
 
 @pytest.mark.parametrize("opens", [False, True])
