@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minikv.cli.documents.text import Text, distinct
@@ -100,14 +101,7 @@ def run_turn(
     def ask(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
         return session.ask(
             question,
-            generation.max_tokens,
-            generation.temperature,
-            top_k=generation.top_k,
-            top_p=generation.top_p,
-            min_p=generation.min_p,
-            repeat_penalty=generation.repeat_penalty,
-            stop=generation.stop,
-            max_thoughts=generation.max_thoughts,
+            **asdict(generation),
             progress=progress,
             notice=notice,
             thinking=thinking,
@@ -122,18 +116,7 @@ def continue_turn(
     """Continue the last answer, as `run_turn` does. Returns the added text."""
 
     def go_on(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
-        return session.continue_answer(
-            generation.max_tokens,
-            generation.temperature,
-            top_k=generation.top_k,
-            top_p=generation.top_p,
-            min_p=generation.min_p,
-            repeat_penalty=generation.repeat_penalty,
-            stop=generation.stop,
-            max_thoughts=generation.max_thoughts,
-            notice=notice,
-            thinking=thinking,
-        )
+        return session.continue_answer(**asdict(generation), notice=notice, thinking=thinking)
 
     session.continuable()
     return _stream(session, go_on, terminal, interrupts, after=session.turns[-1].answer)

@@ -32,12 +32,13 @@ _LEAST = 48  # of them, in such runs
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
     """How an answer is written: how tokens are drawn, how many at most, the texts before which it
-    ends, and of how many tokens its thoughts are at most; 0: no limit."""
+    ends, of how many tokens its thoughts are at most (0: no limit), and who is told of these."""
 
     sampling: Sampling
     max_tokens: int
     stop: tuple[str, ...]
     max_thoughts: int = 0
+    thinking: Say | None = None
 
     @staticmethod
     def read(
@@ -46,6 +47,7 @@ class AnswerSettings:
         max_tokens: int,
         stop: str | Sequence[str] | None,
         max_thoughts: int = 0,
+        thinking: Say | None = None,
     ) -> AnswerSettings:
         """Check the settings. own: the model's own sampling, if its temperature is wanted, and its
         filters where those of `given` are off. Raises UsageError."""
@@ -59,7 +61,8 @@ class AnswerSettings:
                 top_p=own.top_p if given.top_p == 1.0 else given.top_p,
                 min_p=given.min_p or own.min_p,
             )
-        return AnswerSettings(given, max_tokens, checks.stop_texts(stop), max_thoughts)
+        checks.function("thinking", thinking)
+        return AnswerSettings(given, max_tokens, checks.stop_texts(stop), max_thoughts, thinking)
 
     def record(self) -> dict[str, object]:
         """The settings for the turn record."""
@@ -110,10 +113,12 @@ class Answer:
         thoughts: Thoughts | None = None,
     ) -> Answer:
         """An answer that goes on after the tokens `ids`, of which the text `shown` was returned. No
-        stop text is in it. thoughts: before their first token."""
-        made = cls(stream, stop, thoughts)
+        stop text is in it. thoughts: another's; those of this answer begin anew."""
+        made = cls(stream, stop, None if thoughts is None else thoughts.again())
         made.ids = list(ids)
         made._whole = "".join(map(made._read, made.ids))
+        if made.thoughts is not None and thoughts is not None:
+            made.thoughts.say = thoughts.say  # of what follows
         made._before = len(made._whole)
         made._end, _ = certain(made._whole, stop, 0)
         # The rest of `shown` is text that `finish` returned at the end of the earlier part: what
@@ -168,8 +173,7 @@ class Answer:
         made = copy(self)
         made.reason = self.reason or ("stop" if self.stopped else "error")
         if self.generated - self.overshot != len(ids):
-            anew = None if self.thoughts is None else self.thoughts.again()
-            again = Answer.resumed(tokenizer.stream(), self._stop, ids, "", anew)
+            again = Answer.resumed(tokenizer.stream(), self._stop, ids, "", self.thoughts)
             made._whole, made.ids, made.thoughts = again._whole, again.ids, again.thoughts
             made.reason = self.reason or "error"
         if not self.stopped or made.ids is not self.ids:
@@ -313,12 +317,14 @@ class Writer:
 
 
 def thoughts_after(
-    template: Template, read: Sequence[int], most: int, say: Say | None = None
+    template: Template, read: Sequence[int], settings: AnswerSettings
 ) -> Thoughts | None:
     """The thoughts of an answer after a prompt that ends with the tokens `read`, before their first
-    token; None if the model has no tags. most, say: see `Thoughts`."""
+    token; None if the model has no tags."""
     tags = template.tags
-    return None if tags is None else Thoughts(tags, tags.opened(read), most, say)
+    if tags is None:
+        return None
+    return Thoughts(tags, tags.opened(read), settings.max_thoughts, settings.thinking)
 
 
 def unanswered(answer: Answer) -> list[str]:
@@ -408,16 +414,15 @@ def rewritten(
         why = _why_not(tools.recall)
         raise UsageError(f"this answer cannot be verified: {why}", _HINT)
     how: Any = report.sampling
-    # A chat that was saved by an earlier version has no penalty in its record.
+    # A chat that was saved by an earlier version has no penalty and no limit in its record.
     sampling = Sampling(**{one.name: how[one.name] for one in fields(Sampling) if one.name in how})
     # An answer that did not end by itself is compared up to its length.
     itself = report.stop_reason in ("eos", "stop")
     most = max(int(how["max_tokens"]), 1) if itself else report.tokens.generated
     steps, ops = TierSteps(tier, read - 1, engine.kv.ops), engine.kv.ops
-    # Nor has one of an earlier version a limit of thoughts.
-    most_thoughts = how.get("max_thoughts", 0)
-    thoughts = thoughts_after(tools.template, ids[:read], most_thoughts)
-    answer = Answer(tokenizer.stream(), how["stop"], thoughts)
+    settings = AnswerSettings(sampling, most, tuple(how["stop"]), how.get("max_thoughts", 0))
+    thoughts = thoughts_after(tools.template, ids[:read], settings)
+    answer = Answer(tokenizer.stream(), settings.stop, thoughts)
 
     def step(token: int, recent: list[int], ahead: bool) -> int:
         fed = torch.tensor([token], dtype=torch.int64, device=engine.kv.device)
@@ -428,7 +433,6 @@ def rewritten(
         return found
 
     log = TokenLog(ids[:read], read - 1)
-    settings = AnswerSettings(sampling, most, tuple(how["stop"]))
     context = engine.kv.shape.max_context
     writer = Writer(
         tools, step, lambda: steps.position, log, settings, report.seed, 0, context, began

@@ -434,14 +434,15 @@ class ChatSession(ConversationView):
         written stays.
         """
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty}
-        settings = self._answer_settings(given, temperature, max_tokens, stop, max_thoughts)
+        settings = self._answer_settings(
+            given, temperature, max_tokens, stop, max_thoughts, thinking
+        )
         checks.function("progress", progress)
         checks.function("notice", notice)
-        checks.function("thinking", thinking)
         checks.unicode("the question", question)
         if not question.strip():
             raise UsageError("the question is empty", "ask something in words")
-        return self._cancelling.during(self._turn(question, settings, progress, notice, thinking))
+        return self._cancelling.during(self._turn(question, settings, progress, notice))
 
     ask_async = in_background(ask)
 
@@ -469,11 +470,12 @@ class ChatSession(ConversationView):
         if there is no such answer.
         """
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty}
-        settings = self._answer_settings(given, temperature, max_tokens, stop, max_thoughts)
+        settings = self._answer_settings(
+            given, temperature, max_tokens, stop, max_thoughts, thinking
+        )
         checks.function("notice", notice)
-        checks.function("thinking", thinking)
         self.continuable()
-        return self._cancelling.during(self._longer(settings, notice, thinking))
+        return self._cancelling.during(self._longer(settings, notice))
 
     @answers
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Pieces:
@@ -506,6 +508,7 @@ class ChatSession(ConversationView):
         max_tokens: int,
         stop: str | Sequence[str] | None,
         max_thoughts: int,
+        thinking: Say | None,
     ) -> AnswerSettings:
         """Check how an answer is to be written. given: filters and penalty."""
         own = temperature == "auto"
@@ -515,7 +518,7 @@ class ChatSession(ConversationView):
             self.engine.notices.append(why)
             self._not_own = ""  # said once
         drawn = self.own if own else None
-        return AnswerSettings.read(sampling, drawn, max_tokens, stop, max_thoughts)
+        return AnswerSettings.read(sampling, drawn, max_tokens, stop, max_thoughts, thinking)
 
     # -- the steps of a turn -----------------------------------------------------------------------
 
@@ -525,7 +528,6 @@ class ChatSession(ConversationView):
         settings: AnswerSettings,
         progress: Callable[[int, int], None] | None,
         notice: Callable[[str], None] | None,
-        thinking: Say | None,
     ) -> Pieces:
         """A question and its answer: plan, read, write; `_write` closes the turn and reports."""
         began, told = perf_counter(), Warnings(self.words, notice)
@@ -565,17 +567,12 @@ class ChatSession(ConversationView):
         asked, log = Turn(question, "", documents, record), self.log.read(found.ids, found.anew)
         now = self._now.begun(asked, log, self._copies(copy), known)
         writer = self._writer(log, settings, self.refresh_every * found.recalled, began)
-        thoughts = thoughts_after(self.template, found.ids, settings.max_thoughts, thinking)
+        thoughts = thoughts_after(self.template, found.ids, settings)
         answer = Answer(self.tokenizer.stream(), settings.stop, thoughts)
         kept = self._keep(found)
         yield from self._write(now, now, asked, writer, answer, read.logits, known, told, kept)
 
-    def _longer(
-        self,
-        settings: AnswerSettings,
-        notice: Callable[[str], None] | None,
-        thinking: Say | None,
-    ) -> Pieces:
+    def _longer(self, settings: AnswerSettings, notice: Callable[[str], None] | None) -> Pieces:
         """Continue the last answer. settings: `max_tokens` is that of the new part."""
         began = perf_counter()
         self.continuable()  # again, because the chat may have changed since `continue_answer`
@@ -585,12 +582,10 @@ class ChatSession(ConversationView):
             *_, tier, limits = self._known(most)
             refuse_without_tier(tier, limits, recalled=tier.room)
         begins = len(log.ids) - turn.report.tokens.generated
-        thoughts = thoughts_after(self.template, log.ids[:begins], settings.max_thoughts)
+        thoughts = thoughts_after(self.template, log.ids[:begins], settings)
         answer = Answer.resumed(
             self.tokenizer.stream(), settings.stop, log.ids[begins:], turn.answer, thoughts
         )
-        if thoughts is not None:
-            thoughts.say = thinking
         answer.first_s = turn.report.time_s.first_token
         settings = replace(settings, max_tokens=answer.generated + settings.max_tokens)
         writer = self._writer(log, settings, self.refresh_every, began)
