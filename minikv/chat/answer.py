@@ -90,7 +90,7 @@ class Answer:
     def __init__(
         self, stream: TextStream, stop: Sequence[str] = (), thoughts: Thoughts | None = None
     ) -> None:
-        self.thoughts = thoughts
+        self.thoughts = thoughts or Thoughts()
         self.ids: list[int] = []
         self.stopped = False
         self.steps = self.passes = 0
@@ -114,11 +114,10 @@ class Answer:
     ) -> Answer:
         """An answer that goes on after the tokens `ids`, of which the text `shown` was returned. No
         stop text is in it. thoughts: another's; those of this answer begin anew."""
-        made = cls(stream, stop, None if thoughts is None else thoughts.again())
+        made = cls(stream, stop, thoughts and thoughts.again())
         made.ids = list(ids)
         made._whole = "".join(map(made._read, made.ids))
-        if made.thoughts is not None and thoughts is not None:
-            made.thoughts.say = thoughts.say  # of what follows
+        made.thoughts.say = thoughts and thoughts.say  # of what follows
         made._before = len(made._whole)
         made._end, _ = certain(made._whole, stop, 0)
         # The rest of `shown` is text that `finish` returned at the end of the earlier part: what
@@ -143,8 +142,7 @@ class Answer:
 
     def push(self, token: int) -> str:
         """Add a token. Returns the text that is now certain to belong to the answer."""
-        thoughts = self.thoughts
-        thinking, unsure = (thoughts.inside, thoughts.unsure) if thoughts else (False, "")
+        thinking, unsure = self.thoughts.inside, self.thoughts.unsure
         piece = self._read(token)
         self.ids.append(token)
         self._before = len(self._whole + unsure)
@@ -154,16 +152,14 @@ class Answer:
 
     def _read(self, token: int) -> str:
         """The text that a token adds to the answer."""
-        piece = self._stream.push(token)
-        return piece if self.thoughts is None else self.thoughts.push(token, piece)
+        return self.thoughts.push(token, self._stream.push(token))
 
     def finish(self, *, more: bool = False) -> str:
         """No more tokens come now: return the text that was held back. After a stop text that is
         "". more: the answer may be continued, so an incomplete character is still held back."""
         if self.stopped:
             return ""
-        rest = "" if more else self._stream.flush()
-        text = self._add(rest if self.thoughts is None else self.thoughts.finish(rest))
+        text = self._add(self.thoughts.finish("" if more else self._stream.flush()))
         return text if self.stopped else text + self._give(len(self._whole))
 
     def ended(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Answer:
@@ -177,7 +173,7 @@ class Answer:
             made._whole, made.ids, made.thoughts = again._whole, again.ids, again.thoughts
             made.reason = self.reason or "error"
         if not self.stopped or made.ids is not self.ids:
-            made._whole += "" if made.thoughts is None else made.thoughts.unsure
+            made._whole += made.thoughts.unsure
             made._end = len(made._whole)
         return made
 
@@ -229,9 +225,11 @@ class Writer:
         log, cancelled = self.log, self.tools.cancelling.cancelled
         while not answer.reason:
             token = None if cancelled() else self._next(answer, logits)
-            if token is not None and answer.thoughts is not None:
-                forced = answer.thoughts.forced(answer.generated)
-                token = token if forced is None else forced
+            if (
+                token is not None
+                and (forced := answer.thoughts.forced(answer.generated)) is not None
+            ):
+                token = forced
             if token is None or token in self.tools.tokenizer.stop_ids:
                 answer.reason = "user" if token is None else "eos"
                 break
@@ -316,20 +314,17 @@ class Writer:
         return [*self.log.fed[-WINDOW:], *self.log.unfed]
 
 
-def thoughts_after(
-    template: Template, read: Sequence[int], settings: AnswerSettings
-) -> Thoughts | None:
+def thoughts_after(template: Template, read: Sequence[int], settings: AnswerSettings) -> Thoughts:
     """The thoughts of an answer after a prompt that ends with the tokens `read`, before their first
-    token; None if the model has no tags."""
+    token."""
     tags = template.tags
-    if tags is None:
-        return None
-    return Thoughts(tags, tags.opened(read), settings.max_thoughts, settings.thinking)
+    opened = tags is not None and tags.opened(read)
+    return Thoughts(tags, opened, settings.max_thoughts, settings.thinking)
 
 
 def unanswered(answer: Answer) -> list[str]:
     """What to tell the user if the thoughts did not end, unless the user ended them."""
-    if answer.thoughts is None or not answer.thoughts.inside or answer.reason in ("user", "error"):
+    if not answer.thoughts.inside or answer.reason in ("user", "error"):
         return []
     way = "`max_thoughts=N` ends its thoughts after N tokens"
     return [f"the model was still thinking, so there is no answer; {way}"]

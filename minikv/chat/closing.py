@@ -200,7 +200,7 @@ def turn_report(
         tokens=replace(
             before.tokens,
             generated=answer.generated,
-            thoughts=0 if answer.thoughts is None else answer.thoughts.tokens,
+            thoughts=answer.thoughts.tokens,
             seen_total=stats.seen,
             evicted_total=stats.evicted,
             kept_mean=stats.kept_mean,

@@ -79,20 +79,21 @@ from minikv.settings import MAX_TOKENS, Settings
 _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
     *("continuable", "continue_answer", "conversation", "curve", "documents", "evicted_for_turn"),
-    *(
-        "eviction",
-        "fidelity",
-        "finish",
-        "fits",
-        "forgets",
-        "kept",
-        "keeps_cache",
-        "known",
-        "max_context",
-    ),
+    *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
     *("messages", "pending", "reads_again", "recalls", "refresh", "refresh_every"),
     *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
-    *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
+    *(
+        "forgets",
+        "skip",
+        "snapshot",
+        "start",
+        "system",
+        "turn",
+        "turns",
+        "undo",
+        "undo_turns",
+        "undone",
+    ),
     *("verified", "verify"),
 )
 """What `dir` shows of a chat. Its other attributes are for this repository."""
@@ -622,9 +623,8 @@ class ChatSession(ConversationView):
             lines = [*told.lines, *self._new_notices(), *late]
             took = perf_counter() - writer.began
             report = turn_report(last.report, ended, stats, took, self.recall, lines)
-            thoughts = ended.thoughts.text if ended.thoughts else ""
-            turn = replace(last, answer=ended.text, report=report, thoughts=thoughts)
-            closed = begun.closed(turn, stats)
+            told_of = {"answer": ended.text, "thoughts": ended.thoughts.text}
+            closed = begun.closed(replace(last, report=report, **told_of), stats)
             # After a step that failed, the cache has seen nothing.
             seen = TokenLog(log.ids, self.engine.kv.position)
             return replace(closed, log=seen, noticed=len(self.engine.notices))

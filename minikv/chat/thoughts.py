@@ -48,16 +48,23 @@ class Thoughts:
     """Takes the text of tokens and returns what belongs to the answer. The result depends only on
     the text, not on how it is divided.
 
-    tags: of the model. opened: the prompt ends with the opening tag. most: tokens after which the
-    closing tag is fed; 0: never. say: called with the text of the thoughts. inside: whether the
-    closing tag is still to come. unsure: text that may be the beginning of the opening tag.
+    tags: of the model; None: all text belongs to the answer. opened: the prompt ends with the
+    opening tag. most: tokens after which the closing tag is fed; 0: never. say: called with the
+    text of the thoughts. inside: whether the closing tag is still to come. unsure: text that may be
+    the beginning of the opening tag.
     """
 
-    def __init__(self, tags: Tags, opened: bool, most: int = 0, say: Say | None = None) -> None:
+    def __init__(
+        self,
+        tags: Tags | None = None,
+        opened: bool = False,
+        most: int = 0,
+        say: Say | None = None,
+    ) -> None:
         self.tags, self.opened, self.most, self.say = tags, opened, most, say
         self.inside = opened
         self.unsure = ""
-        self._undecided = not opened  # whether there are any
+        self._undecided = tags is not None and not opened  # whether there are any
         self._before_answer = False  # between the closing tag and the first letter of the answer
         self._text = self._held = ""
         self._counted = self._began = 0  # tokens so far, and before the text after the opening tag
@@ -78,12 +85,16 @@ class Thoughts:
 
     def push(self, token: int, piece: str) -> str:
         """Add a token and its text. Returns the text that belongs to the answer."""
+        if self.tags is None:
+            return piece
         if self.inside or self._undecided:
             self._counted += 1
         return self.add(self.tags.unseen.get(token, piece))
 
     def add(self, piece: str) -> str:
         """Add text. Returns what belongs to the answer."""
+        if self.tags is None:
+            return piece
         if self._undecided:
             self.unsure += piece
             begun, begin = self.unsure.lstrip(), self.tags.begin
@@ -125,6 +136,8 @@ class Thoughts:
     def forced(self, written: int) -> int | None:
         """The token to write after `written` tokens instead of the one that was drawn: those that
         end thoughts of `most` tokens. None: the drawn one."""
+        cut = self.most and self.tokens and (self.inside or self._counted > self.most)
+        if self.tags is None or not cut:
+            return None
         at, ending = written - max(self.most, self._began), self.tags.ending
-        cut = self.inside or self._counted > self.most
-        return ending[at] if self.most and self.tokens and cut and 0 <= at < len(ending) else None
+        return ending[at] if 0 <= at < len(ending) else None

@@ -84,7 +84,6 @@ def test_thoughts_are_told_from_the_answer(case: str) -> None:
         shown += made.finish()
         made.reason = "length"
         ended = made.ended(ByteTokenizer(), range(made.generated - made.overshot))
-        assert ended.thoughts is not None
         assert (ended.thoughts.text, shown, ended.text) == (thoughts, answer, answer), pieces
         assert "".join(said).strip() == thoughts
         # Its tokens are those up to the one that completes the closing tag.
@@ -101,7 +100,6 @@ def test_thoughts_are_told_from_the_answer(case: str) -> None:
         for token in range(fewer):
             left.push(token, pieces[token])
         cut = made.ended(codec, range(fewer)).thoughts
-        assert cut is not None
         assert (cut.text, cut.tokens) == (left.text, left.tokens)
 
 
@@ -109,7 +107,6 @@ def test_a_control_token_without_text_is_a_tag() -> None:
     tags = FakeTags(begin="[THINK]", end="[/THINK]", unseen={300: "[THINK]", 301: "[/THINK]"})
     made = Answer(ByteStream(), (), Thoughts(tags, opened=False))
     text = "".join(map(made.push, [300, *b"so", 301, *b"Yes"])) + made.finish()
-    assert made.thoughts is not None
     assert (made.thoughts.text, made.thoughts.tokens, text) == ("so", 4, "Yes")
 
 
