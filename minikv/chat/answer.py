@@ -117,7 +117,7 @@ class Answer:
         made = cls(stream, stop, thoughts and thoughts.again())
         made.ids = list(ids)
         made._whole = "".join(map(made._read, made.ids))
-        made.thoughts.say = thoughts and thoughts.say  # of what follows
+        made.thoughts.say = None if thoughts is None else thoughts.say  # of what follows
         made._before = len(made._whole)
         made._end, _ = certain(made._whole, stop, 0)
         # The rest of `shown` is text that `finish` returned at the end of the earlier part: what

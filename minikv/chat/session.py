@@ -623,8 +623,9 @@ class ChatSession(ConversationView):
             lines = [*told.lines, *self._new_notices(), *late]
             took = perf_counter() - writer.began
             report = turn_report(last.report, ended, stats, took, self.recall, lines)
-            told_of = {"answer": ended.text, "thoughts": ended.thoughts.text}
-            closed = begun.closed(replace(last, report=report, **told_of), stats)
+            thoughts = ended.thoughts.text
+            turn = replace(last, answer=ended.text, report=report, thoughts=thoughts)
+            closed = begun.closed(turn, stats)
             # After a step that failed, the cache has seen nothing.
             seen = TokenLog(log.ids, self.engine.kv.position)
             return replace(closed, log=seen, noticed=len(self.engine.notices))
