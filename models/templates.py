@@ -428,7 +428,7 @@ class _Shield:
 
     _FIRST, _COUNT = 0xE000, 6400
 
-    def __init__(self, search: TokenSearch, tags: ThoughtTags | None) -> None:
+    def __init__(self, search: TokenSearch, tags: ThoughtTags | None = None) -> None:
         self._search = search
         self._tags = () if tags is None else (tags.begin, tags.end)
         self._name = "".join(self._character(secrets.randbelow(self._COUNT)) for _ in range(8))
