@@ -120,7 +120,7 @@ def chat(
     call: Call,
     settings: Settings,
     generation: Generation,
-    interface: Annotated[Interface, Only("encoding_errors chats_limit quiet plain debug")],
+    interface: Annotated[Interface, Only("encoding_errors chats_limit thoughts quiet plain debug")],
     files: Files = None,
     prompt: Annotated[
         str | None, flag("--prompt", "ask this first", letters=["-p"], metavar="QUESTION")

@@ -25,7 +25,7 @@ from minikv.cli.saved.listing import newest
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.turn import open_chat, run_turn
+from minikv.cli.turn import open_chat, run_turn, thoughts_of
 from minikv.cli.verify import check
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
@@ -59,6 +59,7 @@ def ask(
     if one of `files` is "-".
     """
     terminal, given, loaders = call.terminal, call.given, call.config.loaders
+    terminal.thoughts = interface.thoughts
     errors = interface.encoding_errors
     question, files, note = sorted_out(question, files)
     if note:
@@ -100,7 +101,8 @@ def ask(
     report = session.report
     assert report is not None, "a finished turn has a report"
     if as_json:
-        terminal.data(json.dumps({"answer": answer, **report.to_dict()}))
+        thoughts = thoughts_of(session.turns[-1])
+        terminal.data(json.dumps({"answer": answer, **thoughts, **report.to_dict()}))
     if interface.stats:
         terminal.say(render.stats(report), "dim")
     else:

@@ -70,6 +70,7 @@ def chat(
     what is typed is stored for later chats.
     """
     terminal, config, given = call.terminal, call.config, call.given
+    terminal.thoughts = interface.thoughts
     errors, limit = interface.encoding_errors, read_limit(interface.chats_limit)
     piped = piped_document(terminal) if "-" in files else b""
     typed = sys.stdin.isatty()

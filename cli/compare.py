@@ -88,8 +88,9 @@ def _compare(context: Context, arguments: list[str]) -> None:
                 stop.session = beside(session, eviction)
                 most = context.generation.max_tokens
                 live, ends = _live(terminal, name), context.generation.stop
-                tell = _tell(terminal, name, runs, told)
-                runs.append(run(stop.session, name, question, most, live, stop, ends, tell))
+                tell, thoughts = _tell(terminal, name, runs, told), context.generation.max_thoughts
+                one = run(stop.session, name, question, most, live, stop, ends, tell, thoughts)
+                runs.append(one)
                 stop.session = None  # so that only one cache exists beside the chat's
     except Interrupted:
         if len(runs) > 1:  # at least one that can be compared
@@ -276,6 +277,7 @@ def run(
     stop: Stop,
     ends: Sequence[str] = (),
     tell: Callable[[str], None] | None = None,
+    max_thoughts: int = 0,
 ) -> Run:
     """Ask greedily in a fresh chat; `ends` are the stop texts. `tell` gets each warning that comes
     before anything was read, such as what reading will cost. Raises the session's errors, and
@@ -299,7 +301,13 @@ def run(
     pieces: list[str] = []
     try:
         for piece in session.ask(
-            question.text, max_tokens, stop=ends, progress=reading, notice=notice
+            question.text,
+            max_tokens,
+            stop=ends,
+            max_thoughts=max_thoughts,
+            progress=reading,
+            notice=notice,
+            thinking=lambda piece, tokens: show(0, 0, tokens),
         ):
             pieces.append(piece)
             show(0, 0, len(pieces))

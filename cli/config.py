@@ -69,6 +69,15 @@ class Interface:
         commands=("chat", "chats"),
         takes="SIZE|off",
     )
+    thoughts: str = setting(
+        "fold",
+        "of what a reasoning model writes before its answer, show all (show), the end while it is "
+        "written and then one line (fold), or nothing (hide)",
+        OUTPUT,
+        commands=("ask", "chat"),
+        choices=("show", "fold", "hide"),
+        takes="HOW",
+    )
     quiet: bool = setting(
         False,
         "answers and errors only",

@@ -37,13 +37,19 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
     tokens, documents = counted(session), [*session.documents, *session.pending]
     read = len(session.documents) if fed else 0
     owed = int(session.pending_token is not None)
-    system = questions = answers = 0
+    system = questions = answers = thoughts = 0
     if fed:
         said = [message.content for message in session.messages if message.role == "system"]
         system = sum(count_tokens(session, text) for text in said)
         questions = sum(count_tokens(session, turn.question) for turn in session.turns)
         answers = sum(count_tokens(session, turn.answer) for turn in session.turns) - owed
-    markers = fed - system - sum(count or 0 for count in tokens[:read]) - questions - answers
+        there = session.turns
+        if session.forgets:  # the last thoughts stay until the next question
+            last = session.report
+            there = there[-1:] if last is not None and last.tokens.seen_total == fed else []
+        thoughts = sum(turn.report.tokens.thoughts for turn in there)
+    markers = fed - system - sum(count or 0 for count in tokens[:read])
+    markers -= questions + thoughts + answers
     if markers < 0:  # parts encoded apart can take a few tokens more than together
         questions, markers = max(0, questions + markers), 0
     rows = [("system prompt", system, '/system "", then /clear' if system else "")]
@@ -58,6 +64,7 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
     rows += [
         ("questions", questions, "/clear" if questions else ""),
         ("answers", answers, "/clear" if answers else ""),
+        *([("thoughts", thoughts, "/clear")] if thoughts else []),
         ("names and turn markers", markers, ""),
     ]
     if owed:

@@ -156,6 +156,7 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "fidelity": lambda context, value: setattr(context.session, "fidelity", value == "on"),
     "check": lambda context, value: setattr(context, "checks", value == "on"),
     "encoding_errors": lambda context, value: setattr(context, "errors", value),
+    "thoughts": lambda context, value: setattr(context.terminal, "thoughts", value),
     "quiet": lambda context, value: setattr(context.terminal, "quiet", value),
     "system": _change_system,
 }
@@ -195,6 +196,7 @@ def _values(context: Context) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "pin_system": session.pin_system,
         "encoding_errors": context.errors,
+        "thoughts": context.terminal.thoughts,
         "quiet": context.terminal.quiet,
     }
 

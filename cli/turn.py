@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minikv.cli.documents.text import Text, distinct
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.screen.progress import Live, Loading
 from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.thoughts import Thinking
 from minikv.cli.wording import worded
 from minikv.loader import build
 from minikv.settings import Generation, Settings
@@ -20,6 +22,7 @@ from minikv.settings import Generation, Settings
 if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
+    from minikv.chat.thoughts import Say
     from minikv.chat.transcript import Turn
 
 
@@ -96,18 +99,13 @@ def run_turn(
             live.label = "scoring what was read"
         live(done, total)
 
-    def ask(notice: Callable[[str], None]) -> Generator[str, None, None]:
+    def ask(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
         return session.ask(
             question,
-            generation.max_tokens,
-            generation.temperature,
-            top_k=generation.top_k,
-            top_p=generation.top_p,
-            min_p=generation.min_p,
-            repeat_penalty=generation.repeat_penalty,
-            stop=generation.stop,
+            **asdict(generation),
             progress=progress,
             notice=notice,
+            thinking=thinking,
         )
 
     return _stream(session, ask, terminal, interrupts, show=show)
@@ -118,17 +116,8 @@ def continue_turn(
 ) -> str:
     """Continue the last answer, as `run_turn` does. Returns the added text."""
 
-    def go_on(notice: Callable[[str], None]) -> Generator[str, None, None]:
-        return session.continue_answer(
-            generation.max_tokens,
-            generation.temperature,
-            top_k=generation.top_k,
-            top_p=generation.top_p,
-            min_p=generation.min_p,
-            repeat_penalty=generation.repeat_penalty,
-            stop=generation.stop,
-            notice=notice,
-        )
+    def go_on(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
+        return session.continue_answer(**asdict(generation), notice=notice, thinking=thinking)
 
     session.continuable()
     return _stream(session, go_on, terminal, interrupts, after=session.turns[-1].answer)
@@ -136,7 +125,7 @@ def continue_turn(
 
 def _stream(
     session: ChatSession,
-    write: Callable[[Callable[[str], None]], Generator[str, None, None]],
+    write: Callable[[Callable[[str], None], Say | None], Generator[str, None, None]],
     terminal: Terminal,
     interrupts: Interrupts,
     *,
@@ -150,26 +139,29 @@ def _stream(
     finished = False
     before, show = session.report, show and not terminal.records
     setting = terminal.answering() if show else terminal.silent()
+    thinking = Thinking(terminal)
 
     def notice(line: str) -> None:
         """A warning: at once, but not in the middle of the answer."""
-        if show and (pieces or after):
+        if show and (pieces or after or thinking.tokens):
             late.append(line)
         else:
             terminal.warn(line)
 
-    answer = write(notice)
+    answer = write(notice, thinking if show else None)
     with setting, interrupts.stopping(session.skip, session.cancel):
         if show and after:
             terminal.resume_answer(after)
         try:
             for piece in answer:
+                thinking.end()
                 pieces.append(piece)
                 if show:
                     terminal.answer(piece)
             finished = True
         finally:
             answer.close()
+            thinking.end()
             terminal.clear_status()
             # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):
@@ -181,11 +173,18 @@ def _stream(
     return "".join(pieces)
 
 
+def thoughts_of(turn: Turn) -> dict[str, str]:
+    """The thoughts as a part of a record; nothing if there are none."""
+    return {"thoughts": turn.thoughts} if turn.thoughts else {}
+
+
 def record(turn: Turn) -> dict[str, object]:
-    """A turn as `chat --json` prints it: question, answer, the names of its documents, figures."""
+    """A turn as `chat --json` prints it: question, answer, thoughts if there are any, the names of
+    its documents, figures."""
     return {
         "question": turn.question,
         "answer": turn.answer,
+        **thoughts_of(turn),
         "documents": [document.name for document in turn.documents],
         **turn.report.to_dict(),
     }

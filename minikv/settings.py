@@ -474,6 +474,14 @@ class Generation:
         "and a tab; may be given several times",
         SAMPLING,
     )
+    max_thoughts: int = setting(
+        0,
+        "end the thoughts of a reasoning model after so many tokens, so that the answer comes; 0: "
+        "when it ends them",
+        SAMPLING,
+        within=(0, 1 << 31),
+        takes="TOKENS",
+    )
 
     def __post_init__(self) -> None:
         checks.stop_texts(self.stop)

@@ -22,6 +22,7 @@ from minikv.models.builtin_templates import PLAIN, BuiltIn, recognise
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import read_bytes, read_json
 from minikv.models.rendering import SOURCE_LIMIT, Program, TemplateRefusal
+from minikv.models.thoughts import ThoughtTags
 from minikv.models.tokenizer import Tokenizer, well_formed
 from minikv.models.vocabulary import ADDED_LENGTH, Place, TokenSearch
 
@@ -31,6 +32,7 @@ _NEUTRAL = 0xF0000
 """The first of the private-use characters that stand for the messages of a neutral chat: two for
 each. They have no case, and are not white space."""
 _ANSWER = chr(0x10FFFD)  # stands for an answer that is not yet written
+_THOUGHTS = chr(0x10FFFC)  # stands for the thoughts of a neutral chat
 _MARK = re.compile(r"<<?[^<>\s]+>>?|\[[^\[\]\s]+\]")
 _LABEL = re.compile(r"(#+ *[^\n#]{1,40}|(?:^|(?<=\n))[^\n]{1,40}:|[^\s:]+:)\s*$")
 """What a turn marker looks like if it is plain text: `[INST]`, `<|user|>`, `### Response:` or
@@ -49,14 +51,16 @@ _WHICH = {"user": "a question", "system": "the system prompt", "assistant": "an 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation. thoughts: those before the answer that `content` is."""
 
     role: Role
     content: str
+    thoughts: str = ""
 
 
 class ChatTemplate:
-    """The chat format of one model. name: where it comes from, for messages."""
+    """The chat format of one model. name: where it comes from, for messages. tags: around the
+    model's thoughts; None if it has none."""
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class ChatTemplate:
         self._folds = False
         self._tail: list[Message] = []  # what a conversation needs to have the header of an answer
         self._notes = tuple(notes)
+        self.tags = ThoughtTags.of(source, tokenizer)
         self._markers = TokenSearch(self._learn())
         self._folded = False
 
@@ -155,12 +160,12 @@ class ChatTemplate:
 
     def _compose(self, messages: Sequence[Message], follow: bool) -> list[int]:
         clean = self._prepared(messages)
-        shield = _Shield(self._tokenizer.search)
+        shield = _Shield(self._tokenizer.search, self.tags)
         end = shield.mark("") if follow else None
-        hidden = [Message(m.role, shield.hide(m.content)) for m in clean]
+        hidden = [Message(m.role, *map(shield.hide, (m.content, m.thoughts))) for m in clean]
         neutral = _neutral(clean)
         if end is not None:
-            hidden[-2] = neutral[-2] = replace(clean[-2], content=end)
+            hidden[-2] = neutral[-2] = Message("assistant", end)
         text, plain = self._written(hidden, end), self._written(neutral, end)
         self._refuse_loss(hidden, text, neutral, plain, follow)
         segments, expected = self._tokenizer.split(text), self._tokenizer.split(plain)
@@ -220,7 +225,7 @@ class ChatTemplate:
         user message."""
         if not messages or messages[-1].role != "user":
             raise ValueError("a conversation ends with a user message")
-        clean = [Message(m.role, well_formed(m.content)) for m in messages]
+        clean = [Message(m.role, *map(well_formed, (m.content, m.thoughts))) for m in messages]
         if not self._folds:
             return clean
         folded: list[Message] = []
@@ -272,9 +277,10 @@ class ChatTemplate:
         }
 
     def _content(self, message: Message) -> str | list[dict[str, str]]:
-        if message.role in self._parts:
-            return [{"type": "text", "text": message.content}]
-        return message.content
+        text = message.content
+        if self.tags is not None:
+            text = self.tags.wrapped(message.thoughts, text)
+        return [{"type": "text", "text": text}] if message.role in self._parts else text
 
     def _learn(self) -> list[str]:
         """Find out how the template takes messages: whose contents are lists of parts, whether it
@@ -295,6 +301,10 @@ class ChatTemplate:
         self._folds = briefed is None
         closed = self._probe([user, answer], "assistant")
         longer = self._probe([user, answer, more], "assistant")
+        if self.tags is not None:
+            thought = [user, replace(answer, thoughts=_THOUGHTS), more]
+            forgets = _THOUGHTS not in (self._probe(thought, "assistant") or _THOUGHTS)
+            self.tags = replace(self.tags, forgets=forgets)
         self._find_header(asked, closed, longer, (user, answer, more))
         return self._plain_markers(text for text in (briefed, asked, closed, longer) if text)
 
@@ -375,7 +385,9 @@ def _neutral(messages: Sequence[Message]) -> list[Message]:
     for n, message in enumerate(messages):
         first = _NEUTRAL + 2 * n % 0x10000
         text = chr(first) + chr(first + 1)
-        made.append(replace(message, content=text) if message.content.strip() else message)
+        thoughts = _THOUGHTS if message.thoughts else ""
+        content = text if message.content.strip() else message.content
+        made.append(replace(message, content=content, thoughts=thoughts))
     return made
 
 
@@ -416,8 +428,9 @@ class _Shield:
 
     _FIRST, _COUNT = 0xE000, 6400
 
-    def __init__(self, search: TokenSearch) -> None:
+    def __init__(self, search: TokenSearch, tags: ThoughtTags | None = None) -> None:
         self._search = search
+        self._tags = () if tags is None else (tags.begin, tags.end)
         self._name = "".join(self._character(secrets.randbelow(self._COUNT)) for _ in range(8))
         self._placeholders: dict[str, str] = {}
         self._texts: dict[str, str] = {}
@@ -432,8 +445,11 @@ class _Shield:
         return self._placeholders[text]
 
     def hide(self, text: str) -> str:
-        """The text with placeholders for control tokens, and for parts of them at its edges."""
+        """The text with placeholders for control tokens and tags of thoughts, and for parts of
+        control tokens at its edges."""
         search = self._search
+        for tag in self._tags:
+            text = text.replace(tag, self.mark(tag))
         parts, at = [], 0
         for found, token in search.find(text):
             parts += [text[at:found], self.mark(token)]

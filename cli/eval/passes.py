@@ -47,6 +47,7 @@ class _Wording:
         self._roles = roles
         self._begins = self._tokenizer.encode(begins, "inside") if begins else []
         self.notes = chat.template.notes if roles else ()
+        self.tags = chat.template.tags if roles else None
 
     def opening(self, messages: Sequence[Any]) -> list[int]:
         if self._roles:

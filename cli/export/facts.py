@@ -11,8 +11,9 @@ The JSON of `/export chat.json`, version 1. The version is raised when a key cha
     policy      at the time of the export: name, decode, options, budget {unit, value}
     system      the system prompt, "" if none
     documents   [{name (or null), characters}]
-    turns       [{question, answer, documents: indices into documents, record}]; `record` is the
-                turn record of `minikv ask --json`, or null if none is known
+    turns       [{question, answer, documents: indices into documents, record, thoughts}]; `record`
+                is the turn record of `minikv ask --json`, or null if none is known; thoughts: ""
+                or missing if there are none
     tokens      {text, sections}: every token that was fed, in order. text[i] is what token i added
                 to the text: "" if it is the beginning of a character that a later token completes,
                 null for a control token. sections: [{kind, label, start, end}], kind is document,
@@ -35,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import minikv
-from minikv.chat.report import TurnReport
+from minikv.chat.report import TurnReport, thought_for
 from minikv.cli.kept import Spans, spell
 from minikv.cli.screen.render import budget_words, pair_words
 
@@ -98,6 +99,12 @@ class Turn:
     answer: str
     documents: tuple[int, ...]
     record: TurnReport | None
+    thoughts: str = ""
+
+    @property
+    def folded(self) -> str:
+        """ "thought for 312 tokens"."""
+        return thought_for(self.record.tokens.thoughts) if self.record else "thoughts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +183,10 @@ def gather(session: ChatSession) -> ChatFacts:
         system=session.system,
         documents=tuple(Attached(d.name, len(d.text)) for d in documents),
         turns=_turns(session.turns),
-        tokens=Tokens(_pieces(spans, len(session.fed)), _sections(spans, session.turns)),
+        tokens=Tokens(
+            _pieces(spans, len(session.fed)),
+            _sections(spans, session.turns, forgets=session.forgets),
+        ),
         kept=tuple(
             tuple(
                 bitmap(session.kept(layer, head), len(session.fed))
@@ -224,14 +234,17 @@ def _turns(turns: Sequence[Asked]) -> tuple[Turn, ...]:
         before = brought.stop
         lines = tuple(_PATH.sub(r"\1", line) for line in turn.report.warnings)
         record = replace(turn.report, warnings=lines)
-        shown.append(Turn(turn.question, turn.answer, tuple(brought), record))
+        shown.append(Turn(turn.question, turn.answer, tuple(brought), record, turn.thoughts))
     return tuple(shown)
 
 
-def _sections(spans: Spans, turns: Sequence[Asked]) -> tuple[Section, ...]:
+def _sections(
+    spans: Spans, turns: Sequence[Asked], *, forgets: bool = False
+) -> tuple[Section, ...]:
     """The token ranges of the texts of the conversation, found by searching the text of each turn.
 
-    A text that the template changed is not found and gets no section.
+    forgets: the template leaves out the thoughts of earlier turns. A text that the template changed
+    is not found and gets no section.
     """
     text, sections = spans.text, []
 
@@ -266,5 +279,9 @@ def _sections(spans: Spans, turns: Sequence[Asked]) -> tuple[Section, ...]:
             at += len(shown)
         mark("question", f"question {number}", turn.question, at)
         answer = turn.answer.strip()
+        # Behind its thoughts, or where they would be if the template has left them out since.
+        end = place(spent.prompt_reused + spent.prompt_new + spent.thoughts)
+        left_out = forgets and spent.thoughts and turn is not turns[-1]
+        end = at + len(turn.question) if left_out else end
         mark("answer", f"answer {number}", answer, text.find(answer, end))
     return tuple(sections)

@@ -43,6 +43,9 @@ def _turn(facts: ChatFacts, number: int, turn: Turn) -> str:
         parts.append(f"With {name}, {document.characters:,} characters.")
     parts.append(_quote(turn.question))
     parts.append(f"**Answer {number}**")
+    if turn.thoughts:
+        parts.append(f"<details><summary>{turn.folded}</summary>")
+        parts += [_quote(turn.thoughts), "</details>"]
     parts.append(_quote(turn.answer))
     if turn.record is None:
         parts.append("No figures were recorded for this turn.")

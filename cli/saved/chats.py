@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 from minikv.cache.budget import Budget
-from minikv.chat.report import size
+from minikv.chat.report import size, thought_for
 from minikv.checks import quoted
 from minikv.cli.confirm import confirmed
 from minikv.cli.paths import chats_folder
@@ -124,7 +124,9 @@ def show(name: str, terminal: Terminal, *, as_json: bool = False) -> None:
     parts = []
     for turn in saved.turns:
         parts += [f"document {d.name or 'piped text'}" for d in turn.documents]
-        parts += [f"> {turn.question.strip()}", turn.answer.strip("\n"), ""]
+        parts.append(f"> {turn.question.strip()}")
+        parts += [f"({thought_for(turn.report.tokens.thoughts)})"] if turn.thoughts else []
+        parts += [turn.answer.strip("\n"), ""]
     parts += [f"document {d.name or 'piped text'}, not read yet" for d in saved.pending]
     terminal.data("\n".join(parts).rstrip("\n"))
 

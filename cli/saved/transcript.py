@@ -22,6 +22,7 @@ from minikv.cli.saved.files import check_name
 from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
 from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
 from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old, locked
+from minikv.cli.turn import thoughts_of
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
@@ -177,7 +178,9 @@ def read_from(chat: Chat) -> Saved:
         for about, question, answer in chat.rows("turn"):
             known = decoded(about)
             documents = tuple(texts[i] for i in known["documents"])
-            turns.append(Turn(question, answer, documents, report_of(known["record"], known=True)))
+            report = report_of(known["record"], known=True)
+            thoughts = checked(str, known.get("thoughts", ""), "thoughts")
+            turns.append(Turn(question, answer, documents, report, thoughts))
         if (facts["turns"], len(facts["documents"])) != (len(turns), len(texts)):
             raise ValueError("turns or documents are missing")
         pending = tuple(texts[i] for i in facts["pending"])
@@ -326,7 +329,7 @@ def _document_row(document: Document) -> tuple[str, str]:
 
 def _turn_row(turn: Turn, texts: Sequence[Document]) -> tuple[str, str, str]:
     documents = [texts.index(document) for document in turn.documents]
-    about = {"documents": documents, "record": turn.report.to_dict()}
+    about = {"documents": documents, "record": turn.report.to_dict(), **thoughts_of(turn)}
     return _encoded(about), turn.question, turn.answer
 
 

@@ -65,7 +65,7 @@ class Answer:
         self._size = size
         self._formatter = _Formatter(colour=colour, ascii=ascii)
         self._window = size()
-        self._rows = _Rows(self._window[0] - 1)
+        self._rows = Rows(self._window[0] - 1)
         self._kind = ""  # of the current block; empty between two blocks
         self._source = ""  # its Markdown; of code, the current line
         self._fence = ""  # the marks that opened the code
@@ -91,7 +91,7 @@ class Answer:
         self.push(text)
         if not self._kind or self._kind in _CODE or not self._source:
             return ""
-        self._rows = _Rows(self._window[0] - 1)
+        self._rows = Rows(self._window[0] - 1)
         return self._rows.write(self._source)
 
     def finish(self) -> str:
@@ -170,7 +170,7 @@ class Answer:
         self._in_list = kind == "item" or (self._in_list and len(line) - len(text) >= 2)
         self._kind, self._last, self._source, self._blanks = kind, kind, "", 0
         self._window = self._size()
-        self._rows = _Rows(self._window[0] - 1)
+        self._rows = Rows(self._window[0] - 1)
         self._fence, self._code = "", None
         if kind != "fence":
             return out + self._show(line)
@@ -205,7 +205,7 @@ class Answer:
         return rows.flush() + "\n"
 
 
-class _Rows:
+class Rows:
     """Breaks the current block between words, and counts its rows on the screen.
 
     `known` becomes False when the terminal breaks a line itself: at a word wider than the window.

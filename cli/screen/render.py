@@ -56,6 +56,9 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
             worst = f"worst layer {loss.est_mass_lost_argmax_layer}"
             lost += f" ({worst}: {100 * loss.est_mass_lost_max:.1f}%)"
         lost += ", an estimate"
+    thoughts = ""
+    if tokens.thoughts:
+        thoughts = f", {tokens.thoughts:,} of them of thought ({time.thoughts:.2f} s)"
     rows = [
         (
             f"turn {report.turn}",
@@ -64,7 +67,7 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
         (
             "tokens",
             f"{tokens.prompt_reused:,} before + {tokens.prompt_new:,} read · "
-            f"{tokens.generated:,} written · stopped by {STOPS[report.stop_reason]}",
+            f"{tokens.generated:,} written{thoughts} · stopped by {STOPS[report.stop_reason]}",
         ),
         (
             "kept",

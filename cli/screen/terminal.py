@@ -58,13 +58,15 @@ class Screen:
 class Terminal:
     """Writes the answer to stdout and everything else to stderr. Colour, live lines and Markdown
     only on a terminal. `plain`: no escape sequences. `ascii`: stderr can write only ASCII.
-    `records`: stdout gets a JSON record per turn instead of the answer."""
+    `records`: stdout gets a JSON record per turn instead of the answer. `thoughts`: how those of a
+    reasoning model are shown (`minikv.cli.screen.thoughts`)."""
 
     def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet
         self.out: TextIO = sys.stdout
         self.err: TextIO = sys.stderr
         self.records = False
+        self.thoughts = "fold"
         self.plain = plain or os.environ.get("TERM", "dumb") == "dumb"
         self.live = _is_tty(self.err) and not self.plain and not quiet
         self.colour = _is_tty(self.err) and not self.plain and not os.environ.get("NO_COLOR")
@@ -150,9 +152,7 @@ class Terminal:
         if _is_tty(self.err):
             width = window(self.err)[0]
             line = "\n".join(_in_columns(part, width) for part in line.split("\n"))
-        if style and self.colour:
-            line = f"\x1b[{_STYLES[style]}m{line}\x1b[0m"
-        self._write(self.err, line + "\n")
+        self._write(self.err, self._styled(line, style) + "\n")
 
     def note(self, text: str, style: str = "dim") -> None:
         """A line on stderr that --quiet silences."""
@@ -184,10 +184,19 @@ class Terminal:
         self.clear_status()
         self._write(self.err, "".join(f"{line}\n" for line in lines))
 
-    def status(self, text: str) -> None:
+    def think(self, text: str) -> None:
+        """Write text to stderr as it is, dimmed."""
+        self.clear_status()
+        self._write(self.err, self._styled(clean(text), "dim"))
+
+    def _styled(self, text: str, style: str) -> str:
+        return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and text and self.colour else text
+
+    def status(self, text: str, style: str = "") -> None:
         """Replace the live line. Without a terminal this does nothing."""
         if self.live:
             line = "".join(fitting(letters(clean(text)), window(self.err)[0] - 1))
+            line = self._styled(line, style)
             self._write(self.err, f"\r\x1b[K{line}")
             self._status = True
 

@@ -309,6 +309,17 @@ class Arena:
         mine = (row >= start) & (row < start + self.length[layer][:, None]) & (row != free_slot)
         return (mine & (self.columns["pos"][begin:end] >= position)).sum()
 
+    def cut(self, position: int) -> None:
+        """Forget the rows at `position` and later ones, in place; the others move to the front of
+        their segments. Waits for the device."""
+        for layer in range(self.layers):
+            index, live = self.index(layer)
+            keep = live & (self.columns["pos"][index] < position)
+            self.length[layer] = keep.sum(1)
+            if not torch.equal(keep, keep.cumprod(1).bool()):
+                self._put(layer, self.columns, index[keep])
+        self.free_slot.fill_(-1)
+
     # -- copies on the host -------------------------------------------------------------------
 
     def layout(self) -> Layout:

@@ -525,6 +525,25 @@ class KVCache:
 
     # -- snapshots ----------------------------------------------------------------------------
 
+    def cut(self, position: int) -> None:
+        """Forget the tokens from `position` on. The rows before them stay, as far as they were not
+        evicted. But if a layer's window may have dropped some of them, everything is forgotten.
+        Between turns only. After an error, also for lack of memory, the cache is empty."""
+        windows = [window for window in self.shape.windows if window is not None]
+        if position == self.position:
+            return
+        arena, state, done = self.arena, self.state, False
+        try:
+            if position and self.position <= min([self.position, *windows]):
+                arena.cut(position)
+                turns = ((begin, min(end, position)) for begin, end in state.turns)
+                some = tuple(turn for turn in turns if turn[0] < turn[1])
+                self._return(replace(state, position=position, turns=some), arena)
+                done = True
+        finally:
+            if not done:
+                self.drop()
+
     def share(self) -> SharedSnapshot:
         """The present state. It copies nothing, and keeps the memory of the rows alive. Between
         turns only. Only prompts may come before it is restored, because steps write to the rows in

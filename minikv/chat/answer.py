@@ -19,7 +19,8 @@ from minikv.cache.tier_rows import TierError
 from minikv.chat.reading import Tools
 from minikv.chat.recall import Recall
 from minikv.chat.report import AgainstFull, TurnReport
-from minikv.chat.transcript import TextStream, Tokenizer, TokenLog, shared
+from minikv.chat.thoughts import Say, Thoughts, certain
+from minikv.chat.transcript import Template, TextStream, Tokenizer, TokenLog, shared
 from minikv.engine.sampling import WINDOW, Sampling, pick
 from minikv.errors import Interrupted, UsageError
 
@@ -30,12 +31,14 @@ _LEAST = 48  # of them, in such runs
 
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
-    """How an answer is written: how tokens are drawn, how many at most, and the texts before which
-    it ends."""
+    """How an answer is written: how tokens are drawn, how many at most, the texts before which it
+    ends, of how many tokens its thoughts are at most (0: no limit), and who is told of these."""
 
     sampling: Sampling
     max_tokens: int
     stop: tuple[str, ...]
+    max_thoughts: int = 0
+    thinking: Say | None = None
 
     @staticmethod
     def read(
@@ -43,10 +46,13 @@ class AnswerSettings:
         own: Sampling | None,
         max_tokens: int,
         stop: str | Sequence[str] | None,
+        max_thoughts: int = 0,
+        thinking: Say | None = None,
     ) -> AnswerSettings:
         """Check the settings. own: the model's own sampling, if its temperature is wanted, and its
         filters where those of `given` are off. Raises UsageError."""
         checks.whole("max_tokens", max_tokens, 1)
+        checks.whole("max_thoughts", max_thoughts, 0)
         if own is not None:
             given = replace(
                 given,
@@ -55,7 +61,8 @@ class AnswerSettings:
                 top_p=own.top_p if given.top_p == 1.0 else given.top_p,
                 min_p=given.min_p or own.min_p,
             )
-        return AnswerSettings(given, max_tokens, checks.stop_texts(stop))
+        checks.function("thinking", thinking)
+        return AnswerSettings(given, max_tokens, checks.stop_texts(stop), max_thoughts, thinking)
 
     def record(self) -> dict[str, object]:
         """The settings for the turn record."""
@@ -63,39 +70,31 @@ class AnswerSettings:
             **asdict(self.sampling),
             "max_tokens": self.max_tokens,
             "stop": list(self.stop),
+            "max_thoughts": self.max_thoughts,
         }
-
-
-def _certain(text: str, stop: Sequence[str], begins: int) -> tuple[int, bool]:
-    """How many characters of `text` belong to the answer, whatever comes next, and whether a stop
-    text is complete. No stop text begins before character `begins`."""
-    found = [(at + len(one), at) for one in stop if (at := text.find(one, begins)) >= 0]
-    if found:
-        return min(found)[1], True
-    longest = max(map(len, stop), default=1) - 1
-    for size in range(min(longest, len(text) - begins), 0, -1):
-        end = text[-size:]
-        if any(len(one) > size and one.startswith(end) for one in stop):
-            return len(text) - size, False
-    return len(text), False
 
 
 class Answer:
     """Takes tokens and returns pieces of text, until a stop text is complete, even over several
     tokens. Text that may be the beginning of a stop text is held back until that is decided. The
-    result depends only on the text, not on how it is divided.
+    result depends only on the text, not on how it is divided. No stop text is looked for in
+    `thoughts`, which are not returned.
 
-    ids: its tokens so far. stopped: whether a stop text ended it. steps, decode_s: decode steps,
-    and their seconds. passes, passes_s: how often the conversation was recalled instead of a step,
-    and the seconds of that. first_s: seconds until the first token; None before it. reason: why the
-    answer ended; "" before it ends.
+    ids: its tokens so far, with those of its thoughts. stopped: whether a stop text ended it.
+    steps, decode_s: decode steps, and their seconds; thought_s: those of its thoughts. passes,
+    passes_s: how often the conversation was recalled instead of a step, and the seconds of that.
+    first_s: seconds until the first token; None before it. reason: why the answer ended; "" before
+    it ends.
     """
 
-    def __init__(self, stream: TextStream, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, stream: TextStream, stop: Sequence[str] = (), thoughts: Thoughts | None = None
+    ) -> None:
+        self.thoughts = thoughts or Thoughts()
         self.ids: list[int] = []
         self.stopped = False
         self.steps = self.passes = 0
-        self.decode_s = self.passes_s = 0.0
+        self.decode_s = self.passes_s = self.thought_s = 0.0
         self.first_s: float | None = None
         self.reason = ""
         self._stream, self._stop = stream, stop
@@ -106,15 +105,21 @@ class Answer:
 
     @classmethod
     def resumed(
-        cls, stream: TextStream, stop: Sequence[str], ids: Iterable[int], shown: str
+        cls,
+        stream: TextStream,
+        stop: Sequence[str],
+        ids: Iterable[int],
+        shown: str,
+        thoughts: Thoughts | None = None,
     ) -> Answer:
         """An answer that goes on after the tokens `ids`, of which the text `shown` was returned. No
-        stop text is in it."""
-        made = cls(stream, stop)
+        stop text is in it. thoughts: another's; those of this answer begin anew."""
+        made = cls(stream, stop, thoughts and thoughts.again())
         made.ids = list(ids)
-        made._whole = "".join(map(stream.push, made.ids))
+        made._whole = "".join(map(made._read, made.ids))
+        made.thoughts.say = None if thoughts is None else thoughts.say  # of what follows
         made._before = len(made._whole)
-        made._end, _ = _certain(made._whole, stop, 0)
+        made._end, _ = certain(made._whole, stop, 0)
         # The rest of `shown` is text that `finish` returned at the end of the earlier part: what
         # was held back, and U+FFFD for an incomplete character.
         made._shown = shown[made._end :]
@@ -137,18 +142,25 @@ class Answer:
 
     def push(self, token: int) -> str:
         """Add a token. Returns the text that is now certain to belong to the answer."""
-        piece = self._stream.push(token)
+        thinking, unsure = self.thoughts.inside, self.thoughts.unsure
+        piece = self._read(token)
         self.ids.append(token)
-        self._before = len(self._whole)
+        self._before = len(self._whole + unsure)
+        if thinking:
+            self.thought_s = self.decode_s
         return self._add(piece)
+
+    def _read(self, token: int) -> str:
+        """The text that a token adds to the answer."""
+        return self.thoughts.push(token, self._stream.push(token))
 
     def finish(self, *, more: bool = False) -> str:
         """No more tokens come now: return the text that was held back. After a stop text that is
         "". more: the answer may be continued, so an incomplete character is still held back."""
         if self.stopped:
             return ""
-        certain = "" if more else self._add(self._stream.flush())
-        return certain if self.stopped else certain + self._give(len(self._whole))
+        text = self._add(self.thoughts.finish("" if more else self._stream.flush()))
+        return text if self.stopped else text + self._give(len(self._whole))
 
     def ended(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Answer:
         """This answer as it stays in the conversation, with the text that was held back as the
@@ -157,17 +169,18 @@ class Answer:
         made = copy(self)
         made.reason = self.reason or ("stop" if self.stopped else "error")
         if self.generated - self.overshot != len(ids):
-            again = Answer.resumed(tokenizer.stream(), self._stop, ids, "")
-            made._whole, made.ids, made._end = again._whole, again.ids, len(again._whole)
+            again = Answer.resumed(tokenizer.stream(), self._stop, ids, "", self.thoughts)
+            made._whole, made.ids, made.thoughts = again._whole, again.ids, again.thoughts
             made.reason = self.reason or "error"
-        elif not self.stopped:
-            made._end = len(self._whole)
+        if not self.stopped or made.ids is not self.ids:
+            made._whole += made.thoughts.unsure
+            made._end = len(made._whole)
         return made
 
     def _add(self, piece: str) -> str:
         """Add text. Returns what is now certain to belong to the answer."""
         self._whole += piece
-        end, self.stopped = _certain(self._whole, self._stop, self._end)
+        end, self.stopped = certain(self._whole, self._stop, self._end)
         return self._give(end)
 
     def _give(self, end: int) -> str:
@@ -212,6 +225,11 @@ class Writer:
         log, cancelled = self.log, self.tools.cancelling.cancelled
         while not answer.reason:
             token = None if cancelled() else self._next(answer, logits)
+            if (
+                token is not None
+                and (forced := answer.thoughts.forced(answer.generated)) is not None
+            ):
+                token = forced
             if token is None or token in self.tools.tokenizer.stop_ids:
                 answer.reason = "user" if token is None else "eos"
                 break
@@ -296,6 +314,22 @@ class Writer:
         return [*self.log.fed[-WINDOW:], *self.log.unfed]
 
 
+def thoughts_after(template: Template, read: Sequence[int], settings: AnswerSettings) -> Thoughts:
+    """The thoughts of an answer after a prompt that ends with the tokens `read`, before their first
+    token."""
+    tags = template.tags
+    opened = tags is not None and tags.opened(read)
+    return Thoughts(tags, opened, settings.max_thoughts, settings.thinking)
+
+
+def unanswered(answer: Answer) -> list[str]:
+    """What to tell the user if the thoughts did not end, unless the user ended them."""
+    if not answer.thoughts.inside or answer.reason in ("user", "error"):
+        return []
+    way = "`max_thoughts=N` ends its thoughts after N tokens"
+    return [f"the model was still thinking, so there is no answer; {way}"]
+
+
 def loops(ids: Sequence[int]) -> bool:
     """Whether at least half of the last tokens, and not only a few, belong to runs that the answer
     had before, word for word. The figures come from answers of a small model to questions about
@@ -375,13 +409,15 @@ def rewritten(
         why = _why_not(tools.recall)
         raise UsageError(f"this answer cannot be verified: {why}", _HINT)
     how: Any = report.sampling
-    # A chat that was saved by an earlier version has no penalty in its record.
+    # A chat that was saved by an earlier version has no penalty and no limit in its record.
     sampling = Sampling(**{one.name: how[one.name] for one in fields(Sampling) if one.name in how})
     # An answer that did not end by itself is compared up to its length.
     itself = report.stop_reason in ("eos", "stop")
     most = max(int(how["max_tokens"]), 1) if itself else report.tokens.generated
     steps, ops = TierSteps(tier, read - 1, engine.kv.ops), engine.kv.ops
-    answer = Answer(tokenizer.stream(), how["stop"])
+    settings = AnswerSettings(sampling, most, tuple(how["stop"]), how.get("max_thoughts", 0))
+    thoughts = thoughts_after(tools.template, ids[:read], settings)
+    answer = Answer(tokenizer.stream(), settings.stop, thoughts)
 
     def step(token: int, recent: list[int], ahead: bool) -> int:
         fed = torch.tensor([token], dtype=torch.int64, device=engine.kv.device)
@@ -392,7 +428,6 @@ def rewritten(
         return found
 
     log = TokenLog(ids[:read], read - 1)
-    settings = AnswerSettings(sampling, most, tuple(how["stop"]))
     context = engine.kv.shape.max_context
     writer = Writer(
         tools, step, lambda: steps.position, log, settings, report.seed, 0, context, began

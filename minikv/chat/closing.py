@@ -151,7 +151,8 @@ def prompt_report(
     reused, reread = now.log.seen, 0
     if plan.anew:
         earlier = now.report.tokens.seen_total if now.report is not None else 0
-        reused, reread = plan.given, max(0, earlier - plan.given)
+        # Of what earlier turns wrote, the template may have left thoughts out.
+        reused, reread = plan.given, min(plan.tokens, max(0, earlier - plan.given))
     return TurnReport(
         turn=now.turn + 1,
         policy=eviction.policy,
@@ -199,6 +200,7 @@ def turn_report(
         tokens=replace(
             before.tokens,
             generated=answer.generated,
+            thoughts=answer.thoughts.tokens,
             seen_total=stats.seen,
             evicted_total=stats.evicted,
             kept_mean=stats.kept_mean,
@@ -218,6 +220,7 @@ def turn_report(
             time,
             first_token=seconds if answer.first_s is None else answer.first_s,
             decode=decode_s,
+            thoughts=time.thoughts + answer.thought_s,
             refresh=time.refresh + answer.passes_s,
             total=time.total + seconds,
         ),

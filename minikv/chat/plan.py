@@ -47,7 +47,8 @@ class History:
     fed: the tokens that the cache has seen. unfed: those with which the next prompt begins. known:
     if the cache is empty, the tokens as far as they are known. documents: those that came with each
     question. read: tokens of the conversation up to the last answer; seen: and with it, as far as
-    it was fed.
+    it was fed. forgotten: the template leaves out the thoughts of the last answer; all these tokens
+    are then before them.
     """
 
     fed: Sequence[int] = ()
@@ -56,14 +57,18 @@ class History:
     documents: Sequence[Sequence[Document]] = ()
     read: int = 0
     seen: int = 0
+    forgotten: bool = False
 
     @staticmethod
-    def of(turns: Sequence[Turn], log: TokenLog) -> History:
+    def of(turns: Sequence[Turn], log: TokenLog, *, forgets: bool = False) -> History:
+        """forgets: see `ChatSession`."""
         if not turns:
             return History(log.fed, log.unfed, log.known)
         documents, last = [turn.documents for turn in turns], turns[-1].report.tokens
         read = last.prompt_reused + last.prompt_new
-        return History(log.fed, log.unfed, log.known, documents, read, last.seen_total)
+        read, seen = (min(count, len(log.ids)) for count in (read, last.seen_total))
+        left_out = forgets and last.thoughts > 0
+        return History(log.fed, log.unfed, log.known, documents, read, seen, left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,13 +471,19 @@ class Composer:
         self, history: History, messages: Sequence[Message], documents: Sequence[Document]
     ) -> Question:
         """The last message as a question after `history`."""
+        begins = len(history.fed or history.known)
+
+        def following(messages: Sequence[Message]) -> list[int]:
+            if history.forgotten:  # the last answer is read again, without its thoughts
+                return self.opening(messages)[begins:]
+            return self.following(messages)
 
         def new(messages: Sequence[Message]) -> list[int]:
-            return [*history.unfed, *self.following(messages)]
+            return [*history.unfed, *following(messages)]
 
         compose = new if history.fed else self.opening
         ids = compose(messages)
-        return Question(messages, documents, ids, compose, self.opening, self.following)
+        return Question(messages, documents, ids, compose, self.opening, following)
 
     def _ids(
         self, compose: Compose, messages: Sequence[Message], new: Sequence[Message]

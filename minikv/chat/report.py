@@ -36,7 +36,8 @@ UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Numbers of tokens. kept_*: per KV head and layer. prompt_reread: of `prompt_new`, those that
-    earlier turns had read or written."""
+    earlier turns had read or written. thoughts: of `generated`, those of the thoughts, with their
+    tags."""
 
     prompt_new: int
     prompt_reused: int
@@ -47,6 +48,7 @@ class Tokens:
     kept_min: int
     kept_max: int
     prompt_reread: int = 0
+    thoughts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class KvBytes:
 class Seconds:
     """Wall time in seconds. load: of loading the model, once. compile: None if nothing was
     compiled. refresh: of the passes of `--refresh-every`. fidelity: of measuring what eviction
-    loses."""
+    loses. thoughts: of `decode`, those of the thoughts."""
 
     load: float
     compile: float | None
@@ -87,6 +89,7 @@ class Seconds:
     total: float
     refresh: float = 0.0
     fidelity: float = 0.0
+    thoughts: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +245,10 @@ class TurnReport:
     def lines(self) -> tuple[str, ...]:
         """The short lines below an answer: speed, then memory, then what the answer may lack."""
         tokens = self.tokens
-        speed = [f"{tokens.generated:,} token{'' if tokens.generated == 1 else 's'}"]
+        written = tokens.generated - tokens.thoughts
+        speed = [f"{written:,} token{'' if written == 1 else 's'}"]
+        if tokens.thoughts:
+            speed[0] += f" after {tokens.thoughts:,} of thought"
         if self.rate.decode_tok_s is not None and tokens.generated >= FEW:
             speed.append(f"{self.rate.decode_tok_s:.1f} tok/s")
         speed.append(f"first token {self.time_s.first_token:.2f} s")
@@ -264,6 +270,11 @@ class TurnReport:
                 "again"
             )
         return tuple(lines)
+
+
+def thought_for(tokens: int) -> str:
+    """What stands for folded thoughts: "thought for 312 tokens"."""
+    return f"thought for {tokens:,} token{'' if tokens == 1 else 's'}"
 
 
 def size(count: int, unit: str = "") -> str:

@@ -26,6 +26,8 @@ from minikv.chat.answer import (
     Writer,
     looping,
     rewritten,
+    thoughts_after,
+    unanswered,
 )
 from minikv.chat.closing import Facts, Warnings, before, measured, prompt_report, turn_report
 from minikv.chat.eviction_config import EvictionConfig
@@ -55,6 +57,7 @@ from minikv.chat.snapshot import (
     taken_back,
 )
 from minikv.chat.stopping import Cancelling, Guard, Pieces, answers, changes, closed, in_background
+from minikv.chat.thoughts import Say
 from minikv.chat.transcript import (
     Document,
     Message,
@@ -65,6 +68,7 @@ from minikv.chat.transcript import (
     TokenLog,
     Turn,
     checked,
+    shared,
     user_message,
 )
 from minikv.engine.engine import Engine
@@ -78,7 +82,18 @@ _PUBLIC = (
     *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
     *("messages", "pending", "reads_again", "recalls", "refresh", "refresh_every"),
     *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
-    *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
+    *(
+        "forgets",
+        "skip",
+        "snapshot",
+        "start",
+        "system",
+        "turn",
+        "turns",
+        "undo",
+        "undo_turns",
+        "undone",
+    ),
     *("verified", "verify"),
 )
 """What `dir` shows of a chat. Its other attributes are for this repository."""
@@ -108,6 +123,7 @@ class ChatSession(ConversationView):
     - verified: the result of the last `verify`; None if there is none.
     - evicted_for_turn: the number of the question for which the cache was evicted; 0 if it was
       evicted before any question; None if neither.
+    - forgets: the template leaves out the thoughts of earlier turns.
     - keeps_cache: `auto` reads nothing again in this conversation.
     - rereading: `auto` is reading the conversation again, and `skip` would stop that.
     - known: if the cache is empty but a tier may have rows, the tokens of the conversation as they
@@ -358,6 +374,11 @@ class ChatSession(ConversationView):
         return self.engine.kv.scoring
 
     @property
+    def forgets(self) -> bool:
+        """See the class."""
+        return self.template.tags is not None and self.template.tags.forgets
+
+    @property
     def recalls(self) -> bool:
         """Whether `reuse` and the policies allow that the next question is answered from a tier."""
         return self.reuse in ("auto", "recall") and self.engine.kv.rules.cannot_recall is None
@@ -387,8 +408,10 @@ class ChatSession(ConversationView):
         min_p: float = 0.0,
         repeat_penalty: float = 1.0,
         stop: str | Sequence[str] | None = None,
+        max_thoughts: int = 0,
         progress: Callable[[int, int], None] | None = None,
         notice: Callable[[str], None] | None = None,
+        thinking: Say | None = None,
     ) -> Pieces:
         """Ask about the attached documents; yield the text of the answer piece by piece.
 
@@ -396,10 +419,15 @@ class ChatSession(ConversationView):
         they are off here. `repeat_penalty` divides the logits of the last 64 tokens of the
         conversation (see `minikv.engine.sampling.penalized`). The answer ends before the first of
         the texts in `stop`. `progress(done, total)` is called between chunks of the prompt,
-        `notice(line)` with each warning. Closing the iterator early
-        is the same as `cancel`. From its first piece until it ends, is closed or is
-        garbage-collected, everything else that would change the chat raises UsageError (see
-        `minikv.chat.stopping`).
+        `notice(line)` with each warning. Closing the iterator early is the same as `cancel`.
+
+        What a reasoning model writes between its tags is not part of the answer:
+        `thinking(piece, tokens)` gets its text, with how many tokens it has by then, and
+        `turns[-1].thoughts` has all of it. No stop text ends it. After `max_thoughts` tokens of it
+        the closing tag is fed, and the answer comes; 0: never.
+
+        From its first piece until it ends, is closed or is garbage-collected, everything else that
+        would change the chat raises UsageError (see `minikv.chat.stopping`).
 
         Raises ContextError if the prompt does not fit (it is never cut), UsageError,
         MemoryShortError, Interrupted and NumericsError. After an error while the prompt was read,
@@ -407,7 +435,9 @@ class ChatSession(ConversationView):
         written stays.
         """
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty}
-        settings = self._answer_settings(given, temperature, max_tokens, stop)
+        settings = self._answer_settings(
+            given, temperature, max_tokens, stop, max_thoughts, thinking
+        )
         checks.function("progress", progress)
         checks.function("notice", notice)
         checks.unicode("the question", question)
@@ -428,7 +458,9 @@ class ChatSession(ConversationView):
         min_p: float = 0.0,
         repeat_penalty: float = 1.0,
         stop: str | Sequence[str] | None = None,
+        max_thoughts: int = 0,
         notice: Callable[[str], None] | None = None,
+        thinking: Say | None = None,
     ) -> Pieces:
         """Continue an answer that ended at its `max_tokens` or was stopped; yield the text that
         follows.
@@ -439,7 +471,9 @@ class ChatSession(ConversationView):
         if there is no such answer.
         """
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty}
-        settings = self._answer_settings(given, temperature, max_tokens, stop)
+        settings = self._answer_settings(
+            given, temperature, max_tokens, stop, max_thoughts, thinking
+        )
         checks.function("notice", notice)
         self.continuable()
         return self._cancelling.during(self._longer(settings, notice))
@@ -474,6 +508,8 @@ class ChatSession(ConversationView):
         temperature: float | Literal["auto"],
         max_tokens: int,
         stop: str | Sequence[str] | None,
+        max_thoughts: int,
+        thinking: Say | None,
     ) -> AnswerSettings:
         """Check how an answer is to be written. given: filters and penalty."""
         own = temperature == "auto"
@@ -482,7 +518,8 @@ class ChatSession(ConversationView):
             why = f'{self._not_own}: `temperature="auto"` takes the likeliest token, as 0 does'
             self.engine.notices.append(why)
             self._not_own = ""  # said once
-        return AnswerSettings.read(sampling, self.own if own else None, max_tokens, stop)
+        drawn = self.own if own else None
+        return AnswerSettings.read(sampling, drawn, max_tokens, stop, max_thoughts, thinking)
 
     # -- the steps of a turn -----------------------------------------------------------------------
 
@@ -496,6 +533,7 @@ class ChatSession(ConversationView):
         """A question and its answer: plan, read, write; `_write` closes the turn and reports."""
         began, told = perf_counter(), Warnings(self.words, notice)
         self.guard.question = question
+        self._forget()
         chosen, known, documents = self.eviction, self.engine.kv.stats(), tuple(self.pending)
         messages = [*self.messages, user_message(documents, question)]
         text, tokens = messages[-1].content, settings.max_tokens
@@ -530,7 +568,9 @@ class ChatSession(ConversationView):
         asked, log = Turn(question, "", documents, record), self.log.read(found.ids, found.anew)
         now = self._now.begun(asked, log, self._copies(copy), known)
         writer = self._writer(log, settings, self.refresh_every * found.recalled, began)
-        answer, kept = Answer(self.tokenizer.stream(), settings.stop), self._keep(found)
+        thoughts = thoughts_after(self.template, found.ids, settings)
+        answer = Answer(self.tokenizer.stream(), settings.stop, thoughts)
+        kept = self._keep(found)
         yield from self._write(now, now, asked, writer, answer, read.logits, known, told, kept)
 
     def _longer(self, settings: AnswerSettings, notice: Callable[[str], None] | None) -> Pieces:
@@ -543,8 +583,9 @@ class ChatSession(ConversationView):
             *_, tier, limits = self._known(most)
             refuse_without_tier(tier, limits, recalled=tier.room)
         begins = len(log.ids) - turn.report.tokens.generated
+        thoughts = thoughts_after(self.template, log.ids[:begins], settings)
         answer = Answer.resumed(
-            self.tokenizer.stream(), settings.stop, log.ids[begins:], turn.answer
+            self.tokenizer.stream(), settings.stop, log.ids[begins:], turn.answer, thoughts
         )
         answer.first_s = turn.report.time_s.first_token
         settings = replace(settings, max_tokens=answer.generated + settings.max_tokens)
@@ -578,10 +619,13 @@ class ChatSession(ConversationView):
             ended = answer.ended(self.tokenizer, log.ids[begins:])
             stats = measured(self.engine.kv, known, log.seen)
             circles = looping(answer.ids, writer.settings.sampling, self.own)
-            lines = [*told.lines, *self._new_notices(), *map(self.words, circles)]
+            late = map(self.words, [*circles, *unanswered(ended)])
+            lines = [*told.lines, *self._new_notices(), *late]
             took = perf_counter() - writer.began
             report = turn_report(last.report, ended, stats, took, self.recall, lines)
-            closed = begun.closed(replace(last, answer=ended.text, report=report), stats)
+            thoughts = ended.thoughts.text
+            turn = replace(last, answer=ended.text, report=report, thoughts=thoughts)
+            closed = begun.closed(turn, stats)
             # After a step that failed, the cache has seen nothing.
             seen = TokenLog(log.ids, self.engine.kv.position)
             return replace(closed, log=seen, noticed=len(self.engine.notices))
@@ -620,6 +664,16 @@ class ChatSession(ConversationView):
         self.log.seen = kv.position
         self._before_reading = None
         self.recall.scored()
+
+    def _forget(self) -> None:
+        """Cut cache and log back to where the template writes the conversation otherwise, because
+        it leaves out the thoughts of the last answer: the next prompt is then what it writes."""
+        if self._history.forgotten:
+            whole = self._composer.opening([*self.messages, user_message((), "?")])
+            log = TokenLog(self.log.ids[: shared(self.log.ids, whole)])
+            self.engine.kv.cut(min(self.log.seen, len(log.ids)))
+            log.seen = self.engine.kv.position
+            self._now = replace(self._now, log=log)
 
     def _plan(
         self, messages: Sequence[Message], answer: int, told: Warnings | None = None
@@ -697,15 +751,22 @@ class ChatSession(ConversationView):
     ) -> tuple[History, CacheStats, Stored, PlanSettings]:
         """What a plan needs beside the question. tokens: those for which the tier must have room,
         if a question may be answered from it. alone: see `_plan_settings`."""
-        history, held = History.of(self.turns, self.log), self.engine.kv.stats()
+        history, held = self._history, self.engine.kv.stats()
         tier, settings = self.recall.stored(), self._plan_settings(alone=alone)
         if recalls(history, held, tier, settings):
             tier = self.recall.stored(tokens)
         return history, held, tier, settings
 
     def _question(self, messages: Sequence[Message], documents: Sequence[Document]) -> Question:
-        composer = Composer(self.template, self.recall.free, self._cancelling.cancelled)
-        return composer.question(History.of(self.turns, self.log), messages, documents)
+        return self._composer.question(self._history, messages, documents)
+
+    @property
+    def _composer(self) -> Composer:
+        return Composer(self.template, self.recall.free, self._cancelling.cancelled)
+
+    @property
+    def _history(self) -> History:
+        return History.of(self.turns, self.log, forgets=self.forgets)
 
     @property
     def _tools(self) -> Tools:

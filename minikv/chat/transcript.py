@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minikv.chat.report import TurnReport
+from minikv.chat.thoughts import Tags
 from minikv.errors import UsageError
 
 REUSES = ("auto", "recall", "refresh", "once", "blind")
@@ -29,10 +30,12 @@ _BLOCK = 4096  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of the conversation. role: "system", "user" or "assistant"."""
+    """One message of the conversation. role: "system", "user" or "assistant". thoughts: those
+    before the answer that `content` is."""
 
     role: str
     content: str
+    thoughts: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +65,19 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question with its documents, and the answer as far as it was written."""
+    """A question with its documents, and the answer as far as it was written. thoughts: what the
+    model wrote between its tags before the answer."""
 
     question: str
     answer: str
     documents: tuple[Document, ...]
     report: TurnReport
+    thoughts: str = ""
 
     def messages(self) -> tuple[Message, Message]:
         """The turn as two messages of the conversation."""
-        return user_message(self.documents, self.question), Message("assistant", self.answer)
+        answer = Message("assistant", self.answer, self.thoughts)
+        return user_message(self.documents, self.question), answer
 
 
 def said(system: str, turns: Iterable[Turn]) -> list[Message]:
@@ -208,15 +214,18 @@ class Tokenizer(Protocol):
 
 
 class Template(Protocol):
-    """What a session needs of a chat template. Messages carry `.role` and `.content`.
+    """What a session needs of a chat template. Messages carry `.role`, `.content` and `.thoughts`.
 
     `opening` renders a whole conversation that ends with a user message. `following` renders what
     comes after the text of the last assistant message, beginning with its end-of-turn marker. Both
-    end where the answer begins. `notes`: lines for the user. `lookalikes` and `markers` count
+    end where the answer begins. `tags`: around the model's thoughts; None if it has none. `notes`:
+    lines for the user. `lookalikes` and `markers` count
     strings that look like control tokens or turn markers, and `lost` the characters that the
     tokenizer drops or changes.
     """
 
+    @property
+    def tags(self) -> Tags | None: ...
     @property
     def notes(self) -> tuple[str, ...]: ...
     # Any: the models package has its own message type, and neither package may import the other's.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minikv import policies
 from minikv.cache import kv_cache
+from minikv.cache.arena import Arena
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
@@ -542,6 +543,42 @@ def test_what_the_query_of_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     run.kv.attend = listen  # type: ignore[method-assign]
     run.step(5)
     assert seen == [[*held, 60] for held in before]
+
+
+@pytest.mark.parametrize("window", [None, 30, 90])
+@pytest.mark.parametrize("step", ["none", "roco", "streaming"])
+def test_a_cut_cache_has_never_seen_the_rest(step: str, window: int | None) -> None:
+    net, tokens = network(windows=(window, None)), ids(60)
+    some, all_rows = engine(net, "snapkv", step, 48), engine(net, "snapkv", step, 128)
+    for runner in (some, all_rows):
+        runner.prompt(tokens)
+        for token in ids(9, seed=1):
+            runner.step(token)
+    places = [(layer, head) for layer in range(2) for head in range(2)]
+    before = [some.kv.kept(*place) for place in places]
+    some.kv.cut(55)
+    all_rows.kv.cut(55)
+    if window == 30:  # its layer has lost rows that the tokens before 55 need
+        assert some.kv.position == all_rows.kv.position == 0
+        return
+    for place, kept in zip(places, before, strict=True):
+        assert torch.equal(some.kv.kept(*place), kept[kept < 55])
+    assert (some.kv.stats().seen, some.kv.state.turns) == (55, ((0, 55),))
+    assert some.prompt(ids(7, seed=2)).isfinite().all()
+    fresh = Dense(net)
+    fresh.prompt(tokens[:55])
+    for turn in (2, 3):
+        got, want = (each.prompt(ids(7, seed=turn)) for each in (all_rows, fresh))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+def test_after_an_error_in_cutting_the_cache_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = engine(network(), "snapkv", "roco", 48)
+    runner.prompt(ids(60))
+    monkeypatch.setattr(Arena, "index", None)
+    with pytest.raises(TypeError):
+        runner.kv.cut(50)
+    assert runner.kv.position == 0
 
 
 def test_a_shared_snapshot_holds_the_tiers_rows_too() -> None:

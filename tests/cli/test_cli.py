@@ -305,7 +305,7 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
     flags = (
         "-m some/model --policy snapkv --budget 20% --decode none -o window=16 --device cpu "
         "--dtype bfloat16 --kernels torch -s 7 --revision abc --offline -t 0.5 --top-p 0.9 "
-        "--top-k 5 --repeat-penalty 1.2 --min-p 0.1 --json --reuse blind"
+        "--top-k 5 --repeat-penalty 1.2 --min-p 0.1 --json --reuse blind --max-thoughts 50"
     )
     result = world.run("ask", "q", document, *flags.split(), "-S", f"@{tmp_path / 'system.txt'}")
     assert result.exit_code == 0, result.output
@@ -339,6 +339,7 @@ def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -
         "repeat_penalty": 1.2,
         "max_tokens": 512,
         "stop": [],
+        "max_thoughts": 50,
     }
     assert record["seed"] == 7
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from exports import HEADS, HOSTILE, LAYERS, chat, large
+from fakes import END, ByteTokenizer, ThinkML
 
 import minikv
 from minikv.chat.session import ChatSession
@@ -75,6 +76,28 @@ def test_facts_are_those_of_the_chat() -> None:
     assert [(p.tokens, p.held, p.full) for p in facts.curve] == session.curve
     assert len(facts.curve) == 4
     assert facts.last == session.report
+
+
+def test_thoughts_are_folded_and_their_text_is_not_taken_for_the_answer() -> None:
+    session, text = chat(), "<think>\nIs it Ada? Yes, <b>Ada</b>.\n</think>\n\nAda"
+    engine: Any = session.engine
+    session.template = ThinkML(ByteTokenizer(), opens=False)
+    engine.length, engine.script = 1 << 20, [*text.encode(), END]
+    list(session.ask("who?"))
+    list(session.ask("really?"))
+    facts = gather(session)
+    assert parse(as_json(facts)) == facts
+    assert [turn.thoughts for turn in facts.turns] == ["Is it Ada? Yes, <b>Ada</b>."] * 2
+    spans = {s.label: (s.start, s.end) for s in facts.tokens.sections}
+    for number in (1, 2):
+        begin, end = spans[f"answer {number}"]
+        shown = "".join(piece or "" for piece in facts.tokens.text[begin:end])
+        assert (shown, session.fed[end : end + 1]) == ("Ada", [END] if number == 1 else [])
+    folded = f"<details><summary>thought for {len(text) - 5} tokens</summary>"
+    assert page.render(facts).count(folded) == markdown.render(facts).count(folded) == 2
+    old = json.loads(as_json(facts))
+    del old["turns"][0]["thoughts"]
+    assert parse(json.dumps(old).encode()).turns[0].thoughts == ""
 
 
 def test_sections_hold_the_texts() -> None:

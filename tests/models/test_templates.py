@@ -380,9 +380,6 @@ def test_a_template_may_change_case_and_space_and_take_reasoning_out(change: str
 @pytest.mark.parametrize(
     ("end", "answer"),
     [
-        ("</think>", "</think> hi"),
-        ("</think>", "<think>so</think>"),
-        ("[/THINK]", "[THINK]so[/THINK] hi"),
         ("<|/think|>", "<|think|>so<|/think|> hi"),
         ("</seed:think>", "<seed:think>so</seed:think> hi"),
         ("<|end_of_thought|>", "so<|end_of_thought|> hi"),

@@ -70,6 +70,7 @@ class ChatML:
     """<bos> then <role> content <end> per message, <assistant> where the answer begins."""
 
     name = "fake"
+    tags: Any = None
 
     def __init__(self, tokenizer: ByteTokenizer, notes: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -98,6 +99,42 @@ class ChatML:
 
     def lost(self, text: str) -> int:
         return text.count("\u2620")
+
+
+@dataclass(frozen=True)
+class FakeTags:
+    """Tags that are plain text."""
+
+    forgets: bool = True
+    begin: str = "<think>"
+    end: str = "</think>"
+    ending: tuple[int, ...] = tuple(b"\n</think>\n\n")
+    unseen: dict[int, str] = field(default_factory=dict)
+
+    def opened(self, ids: Sequence[int]) -> bool:
+        return bytes(id for id in ids[-12:] if id < 256).rstrip().endswith(b"<think>")
+
+
+class ThinkML(ChatML):
+    """With thoughts as R1's template has them, which opens them in the prompt and leaves those of
+    earlier turns out, or as SmolLM3's has them, which does neither."""
+
+    def __init__(self, tokenizer: ByteTokenizer, *, forgets: bool = True, opens: bool = True):
+        super().__init__(tokenizer)
+        self.tags, self.opens = FakeTags(forgets), list(b"<think>\n") if opens else []
+
+    def render(self, messages: Sequence[Any]) -> list[int]:
+        def whole(m: Any) -> str:
+            kept = m.thoughts and not self.tags.forgets
+            return f"<think>\n{m.thoughts}\n</think>\n\n{m.content}" if kept else m.content
+
+        return super().render([SimpleNamespace(role=m.role, content=whole(m)) for m in messages])
+
+    def opening(self, messages: Sequence[Any]) -> list[int]:
+        return [*super().opening(messages), *self.opens]
+
+    def following(self, messages: Sequence[Any]) -> list[int]:
+        return [*super().following(messages), *self.opens]
 
 
 @dataclass
@@ -165,6 +202,10 @@ class FakeKv:
         return SimpleNamespace(
             arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
         )
+
+    def cut(self, position: int) -> None:
+        self.position = position
+        del self.fed[position:]
 
     def drop(self) -> None:
         self.position = 0

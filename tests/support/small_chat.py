@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fakes import PADDED, ByteTokenizer, ChatML
+from fakes import END, PADDED, ByteTokenizer, ChatML, FakeEngine, ThinkML
 from small import SPOKEN, network, over
 
 from minikv.cache.stats import Shape
@@ -51,6 +51,14 @@ def chat_over(
     made = ChatSession(engine, tokenizer, template, settings, **{"max_context": 4096} | given)
     made.undo_turns = undo_turns
     return made
+
+
+def scripted(text: str, *, opens: bool = False, forgets: bool = True) -> ChatSession:
+    """A chat over a fake whose every answer is this text, with its thoughts."""
+    engine, tokenizer = FakeEngine(length=10_000), ByteTokenizer()
+    template = ThinkML(tokenizer, opens=opens, forgets=forgets)
+    engine.script = [0] * len(template.opens) + [*text.encode(), END]
+    return chat_over(engine, tokenizer, template)
 
 
 def say(session: ChatSession, question: str, tokens: int = 8) -> tuple[str, list[int]]:

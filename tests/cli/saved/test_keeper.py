@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from fakes import ByteTokenizer, ThinkML
 from safetensors.torch import load, save
 from small_chat import chat, held_of, say
 from sqlite_calls import WRITES, before, edit, edit_facts
@@ -897,6 +898,23 @@ def test_a_new_process_gives_the_same_next_answer(tier: str) -> None:
     )
     assert found.stderr == ""
     assert found.stdout == "|".join([answer, *map(str, session.fed)]) + "\n"
+
+
+def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
+    def thinker() -> ChatSession:
+        session = chat("full")
+        session.template = ThinkML(ByteTokenizer())
+        return session
+
+    first, second = thinker(), thinker()
+    list(first.ask("Who?", 30, 0.7, max_thoughts=9))
+    saved(first).close()
+    assert take_up(second).turns == tuple(first.turns)
+    assert second.turns[0].thoughts
+    for session in (first, second):
+        list(session.ask("Why?", 30, 0.7, max_thoughts=9))
+    assert second.turns[1].answer == first.turns[1].answer
+    assert second.fed == first.fed
 
 
 def test_the_list_and_the_header_need_no_torch() -> None:
