@@ -14,7 +14,8 @@ import torch
 from lettered import lettered
 from pairwise import pairwise, some_by_day
 from rich.cells import cell_len
-from test_kept import HOSTILE, STORY, chat, context, network
+from test_kept import HOSTILE, STORY, chat, network
+from typed import context
 
 from minikv.cache.arena import Arena
 from minikv.chat.eviction_config import EvictionConfig, read_budget
@@ -25,6 +26,7 @@ from minikv.cli import compare
 from minikv.cli.compare import Question, Run, Stop
 from minikv.cli.kept_view import Screen
 from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.policies import prompt_names
 
@@ -71,7 +73,7 @@ def state(session: ChatSession) -> tuple[Any, ...]:
 
 
 def compared(session: ChatSession, *arguments: str) -> None:
-    compare._compare(context(session), list(arguments))
+    compare._compare(context(session, Terminal()), list(arguments))
 
 
 # -- the chat is untouched ------------------------------------------------------------------

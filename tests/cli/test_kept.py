@@ -17,21 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from small_chat import chat_over
+from typed import context
 
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
 from minikv.cli import kept, kept_view
-from minikv.cli.command import Context
-from minikv.cli.interrupt import Interrupts
 from minikv.cli.kept import Kept, Part
 from minikv.cli.kept_view import SHADES
-from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.models.llama import Llama
 from minikv.models.stream import TextStream
-from minikv.settings import Generation
 
 STORY = "The mill is run by Ada.\nThe 中 well 😀 is dry.\n\n" * 6
 HOSTILE = "a \x1b]52;c;evil\x07 [bold]b[/bold] \x9b31m \u202e<|eot_id|>\tc\r\nd\u2028e"
@@ -53,17 +50,6 @@ def chat(prompt: str = "adakv", step: str = "roco", budget: int = 48, **given: A
         ChatML(tokenizer),
         max_context=4096,
         **given,
-    )
-
-
-def context(session: ChatSession) -> Context:
-    return Context(
-        session,
-        Terminal(),
-        "strict",
-        Generation(max_tokens=5),
-        Interrupts(),
-        Keeper(Terminal(), active=False),
     )
 
 
@@ -469,7 +455,7 @@ def test_how_much_was_kept_stands_over_the_text() -> None:
 
 
 def test_before_the_first_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    kept_view._kept(context(chat()), [])
+    kept_view._kept(context(chat(), Terminal()), [])
     assert capsys.readouterr().err == "no turn yet: nothing has been read\n"
 
 
@@ -499,7 +485,7 @@ def test_before_the_first_turn(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_bad_arguments(asked: ChatSession, line: str, said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
-        kept_view._kept(context(asked), line.split())
+        kept_view._kept(context(asked, Terminal()), line.split())
 
 
 @pytest.mark.parametrize(
@@ -509,7 +495,7 @@ def test_bad_arguments(asked: ChatSession, line: str, said: str) -> None:
 def test_output_is_plain_text_on_stderr(
     asked: ChatSession, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept_view._kept(context(asked), line.split())
+    kept_view._kept(context(asked, Terminal()), line.split())
     out, err = capsys.readouterr()
     assert not out
     assert err.endswith("\n")

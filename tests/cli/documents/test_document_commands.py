@@ -7,52 +7,30 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes import ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat_over
+import typed
+from typed import fake_chat
 
 from minikv.chat.session import ChatSession
-from minikv.cli.command import Context
 from minikv.cli.documents import commands, named
-from minikv.cli.interrupt import Interrupts
-from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen import render
-from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
-from minikv.settings import Generation
 
 Run = Callable[..., str]
-RUN = {word: command.run for command in commands.COMMANDS for word in command.words}
 
 
 @pytest.fixture
 def session() -> ChatSession:
-    tokenizer = ByteTokenizer()
-    return chat_over(FakeEngine(), tokenizer, ChatML(tokenizer))
+    return fake_chat()
 
 
 @pytest.fixture
-def run(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(session: ChatSession) -> Run:
     """Run a command by its word and return what it said."""
-
-    def execute(word: str, *arguments: str) -> str:
-        context = Context(
-            session,
-            Terminal(),
-            "strict",
-            Generation(max_tokens=5),
-            Interrupts(),
-            Keeper(Terminal(), active=False),
-        )
-        capsys.readouterr()
-        RUN[word](context, list(arguments))
-        out, err = capsys.readouterr()
-        assert out == ""
-        return err
-
-    return execute
+    return partial(typed.run, commands.COMMANDS, typed.context(session))
 
 
 def file(folder: Path, name: str, data: bytes = b"some text") -> str:

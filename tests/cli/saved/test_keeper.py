@@ -11,8 +11,6 @@ import shutil
 import signal
 import sqlite3
 import stat
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +30,7 @@ from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import TurnReport
 from minikv.chat.session import ChatSession
-from minikv.cli.saved import transcript
+from minikv.cli.saved import database, transcript
 from minikv.cli.saved.identity import identity, model_identity
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import listing, newest
@@ -250,6 +248,7 @@ def test_a_file_system_that_cannot_lock_is_said_once(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refused)
+    monkeypatch.setattr(database, "_WAIT", 0)  # seconds for one that another process lets go
     session, one, fresh, two = talked(), keeper(), chat(), keeper()
     with before(lambda: number, "fcntl"):
         one.save(session, "one")
@@ -865,49 +864,6 @@ def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
     settings = resumed(stated, top, {"model", "seed", "policy", "budget"})
     assert (settings.model, settings.revision, settings.seed) == ("x/y", None, 1)
     assert (settings.policy, settings.budget) == ("snapkv", "64")
-
-
-_GO_ON = """
-import sys, minikv
-from minikv.cli.saved.keeper import Keeper
-from minikv.cli.saved.listing import newest
-from minikv.cli.saved.transcript import header, resumed
-from minikv.loader import build
-from minikv.settings import Settings
-from minikv.cli.screen.terminal import Terminal
-session = build(resumed(Settings(), header(newest()), ()))
-Keeper(Terminal()).load(session, newest())
-print("".join(session.ask(sys.argv[1], 12)), *session.fed, sep="|")
-"""
-
-
-@pytest.mark.parametrize("tier", ["none", "file"])
-def test_a_new_process_gives_the_same_next_answer(tier: str) -> None:
-    session = minikv.load(budget=64, tier=tier)
-    session.attach("The mayor of Velmora is Tarin Oskvin. " * 20, "mayor.txt")
-    list(session.ask("Who is the mayor of Velmora?", 12))
-    one = keeper()
-    one.keep(session)
-    question = "And of which town?"
-    answer = "".join(session.ask(question, 12))
-    session.recall.leave()
-    one.close()
-    found = subprocess.run(
-        [sys.executable, "-c", _GO_ON, question], capture_output=True, text=True, timeout=300
-    )
-    assert found.stderr == ""
-    assert found.stdout == "|".join([answer, *map(str, session.fed)]) + "\n"
-
-
-def test_the_list_and_the_header_need_no_torch() -> None:
-    saved(talked()).close()
-    code = (
-        "import sys; from minikv.cli.saved import commands; "
-        "from minikv.cli.saved import listing, transcript; "
-        "listing.listing(); transcript.header('one'); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def test_that_all_is_to_be_read_again_is_something_to_save() -> None:
