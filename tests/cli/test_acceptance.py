@@ -516,7 +516,8 @@ def test_06_an_answer_from_a_small_part_of_the_document_says_so(program: Program
         "--budget 70%": 0,
         "--policy full": 0,
     }.items():
-        said = program.ask("story.txt", *flags.split()).err
+        words = ["ask", "q", str(program.folder / "story.txt"), *program.flags(), *flags.split()]
+        said = invoke(*words).stderr
         assert len(line.findall(said)) == said.count("what was read") == count, flags
 
 

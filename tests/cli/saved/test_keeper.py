@@ -44,10 +44,7 @@ OLD = Path(__file__).parents[2] / "data" / "chat-1"
 """A chat as version 0.1.0 saved it, in the directory `old`, before chats were databases."""
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
-    return tmp_path / "home" / "chats"
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def keeper(**given: Any) -> Keeper:
@@ -107,7 +104,7 @@ def test_a_chat_goes_on_as_if_it_had_never_been_closed(policy: str, budget: int 
     want = say(session, "And now?"), say(session, "Then?"), held_of(session)
     fresh = chat("adakv", 40, seed=9)
     say(fresh, "something else first")
-    take_up(fresh, "one")
+    take_up(fresh)
     assert state(fresh) == before
     assert fresh.report == fresh.turns[-1].report
     assert fresh.system == "be brief"
@@ -268,61 +265,59 @@ def test_a_file_system_that_cannot_lock_is_said_once(
 # -- refused ------------------------------------------------------------------------------
 
 
-def model(folder: Path, weights: bytes = b"weights", config: str = "{}") -> Facts:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(config)
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(weights)
-    return Facts(model=str(folder))
+def model(
+    home: Path,
+    folder: str = "a",
+    weights: bytes = b"weights",
+    config: str = "{}",
+    tokenizer: str = "{}",
+) -> Facts:
+    folder = str(home / folder)
+    os.makedirs(folder, exist_ok=True)
+    Path(folder, "config.json").write_text(config)
+    Path(folder, "tokenizer.json").write_text(tokenizer)
+    Path(folder, "model.safetensors").write_bytes(weights)
+    return Facts(model=folder)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("files", "facts", "said"),
     [
-        (lambda s, f: setattr(s, "facts", model(f / "b", b"Weights")), "model b here, a there"),
-        (lambda s, f: setattr(s, "facts", model(f / "a", b"Weights")), "weights"),
-        (lambda s, f: setattr(s, "facts", model(f / "a", config="{ }")), "weights"),
-        (lambda s, f: setattr(s, "facts", replace(s.facts, revision="abc")), "revision abc here"),
-        (lambda s, f: (f / "a" / "tokenizer.json").write_text("[]"), "tokenizer"),
-        (
-            lambda s, f: setattr(s, "facts", replace(s.facts, dtype="bfloat16")),
-            "dtype bfloat16 here, float32 there",
-        ),
-        (
-            lambda s, f: setattr(s, "facts", replace(s.facts, weights="int8")),
-            "form int8 here, plain there",
-        ),
-        (
-            lambda s, f: setattr(s, "facts", replace(s.facts, kv="int8")),
-            "kv int8 here, float32 there",
-        ),
+        ({"folder": "b", "weights": b"Weights"}, {}, "model b here, a there"),
+        ({"weights": b"Weights"}, {}, "weights"),
+        ({"config": "{ }"}, {}, "weights"),
+        ({"tokenizer": "[]"}, {}, "tokenizer"),
+        ({}, {"revision": "abc"}, "revision abc here"),
+        ({}, {"dtype": "bfloat16"}, "dtype bfloat16 here, float32 there"),
+        ({}, {"weights": "int8"}, "form int8 here, plain there"),
+        ({}, {"kv": "int8"}, "kv int8 here, float32 there"),
     ],
 )
 def test_another_model_tokenizer_or_dtype_is_refused_by_name(
-    change: Callable[[ChatSession, Path], object], said: str, tmp_path: Path
+    files: dict[str, Any], facts: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    session = talked(facts=model(tmp_path / "a"))
+    session = talked(facts=model(tmp_path))
     saved(session).close()
     fresh = chat(facts=session.facts)
-    take_up(fresh, "one")
+    take_up(fresh)
     fresh.reset()
     before = state(fresh)
-    change(fresh, tmp_path)
+    fresh.facts = replace(model(tmp_path, **files) if files else fresh.facts, **facts)
     with pytest.raises(UsageError, match="does not belong to this run") as error:
-        take_up(fresh, "one")
+        take_up(fresh)
     assert said in str(error.value)
     assert "--reread" in error.value.hint
     assert state(fresh) == before
-    take_up(fresh, "one", reread=True)  # which works with any model
+    take_up(fresh, reread=True)  # which works with any model
     assert [turn.question for turn in fresh.turns] == ["Who owns\nthe mill?", "Why?"]
 
 
 def test_a_large_file_of_weights_is_told_apart_by_samples(tmp_path: Path) -> None:
     weights = bytearray(20 << 20)
-    session = chat(facts=model(tmp_path / "a", bytes(weights)))
+    session = chat(facts=model(tmp_path, weights=bytes(weights)))
     one = identity(session, model_identity(session))["weights"]
     weights[10 << 20 : (10 << 20) + (1 << 19)] = b"\1" * (1 << 19)
-    model(tmp_path / "a", bytes(weights))
+    model(tmp_path, weights=bytes(weights))
     assert identity(session, model_identity(session))["weights"] != one
 
 
@@ -330,39 +325,34 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     saved(talked()).close()
     monkeypatch.setattr(minikv, "__version__", "9.9")
     with pytest.raises(UsageError, match=r"minikv 9\.9 here, 0\.\d+\.\d+ there"):
-        take_up(chat(), "one")
+        take_up(chat())
     monkeypatch.setattr(transcript, "FORMAT", 2)
     with pytest.raises(UsageError, match="format 1, not 2"):
-        take_up(chat(), "one")
+        take_up(chat())
 
 
 @pytest.mark.parametrize(
-    ("given", "eviction", "said"),
+    ("given", "read", "said"),
     [
-        ({"policy"}, EvictionConfig.read("snapkv", budget=48), "policy snapkv here, adakv there"),
-        (
-            {"decode"},
-            EvictionConfig.read("adakv", "tova", budget=48),
-            "decode tova here, h2o there",
-        ),
-        ({"budget"}, EvictionConfig.read("adakv", budget=64), "budget 64 rows here, 48 rows there"),
-        ({"options"}, EvictionConfig.read(budget=48, options={"window": 16}), "policy_options"),
+        ("policy", {"policy": "snapkv"}, "policy snapkv here, adakv there"),
+        ("decode", {"decode": "tova"}, "decode tova here, h2o there"),
+        ("budget", {"budget": 64}, "budget 64 rows here, 48 rows there"),
+        ("options", {"options": {"window": 16}}, "policy_options"),
     ],
 )
 def test_a_policy_that_the_user_insists_on_is_compared(
-    given: set[str], eviction: EvictionConfig, said: str
+    given: str, read: dict[str, Any], said: str
 ) -> None:
     saved(talked()).close()
-    fresh = chat()
-    fresh.configure(eviction)
+    fresh, one = chat(), keeper()
+    fresh.configure(EvictionConfig.read(**{"budget": 48} | read))
     with pytest.raises(UsageError, match="does not belong to this run") as error:
-        take_up(fresh, "one", given=given)
+        take_up(fresh, given={given})
     assert said in str(error.value)
     assert fresh.turns == []
-    one = keeper()
     one.load(fresh, "one")  # without insisting, the chat's own policy is taken
     assert fresh.eviction == EvictionConfig.read("adakv", budget=48)
-    one.load(fresh, "one", given=given)  # now they are alike
+    one.load(fresh, "one", given={given})  # now they are alike
 
 
 def test_reading_again_takes_the_settings_that_the_user_insists_on() -> None:
@@ -383,14 +373,13 @@ def test_reading_again_takes_the_settings_that_the_user_insists_on() -> None:
 
 def unchanged_but_for(path: Path, how: str) -> None:
     data = path.read_bytes()
-    if how in ("gone", "pipe", "folder"):
-        path.unlink()
+    path.unlink()
     if how == "pipe":
         os.mkfifo(path)
     elif how == "folder":
         path.mkdir()
     elif how == "link":
-        path.rename(path.with_suffix(".real"))
+        path.with_suffix(".real").write_bytes(data)
         path.symlink_to(path.with_suffix(".real"))
     elif how != "gone":
         changed = {"cut": data[: len(data) // 2], "noise": os.urandom(len(data)), "empty": b""}
@@ -649,8 +638,8 @@ def test_a_cache_too_large_to_save_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     saved(session).close()
     fresh = chat()
     with pytest.raises(UsageError, match=r"has no cache: it held .* and at most 100 B are saved"):
-        take_up(fresh, "one")
-    take_up(fresh, "one", reread=True)
+        take_up(fresh)
+    take_up(fresh, reread=True)
     assert fresh.messages == session.messages
     assert fresh.curve == session.curve
     say(fresh, "And now?")
@@ -663,7 +652,7 @@ def test_a_cache_too_large_to_save_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 PanicException = type("PanicException", (BaseException,), {})
 
 
-@pytest.mark.parametrize("error", [MemoryError, PanicException])
+@pytest.mark.parametrize("error", [MemoryError, PanicException, KeyboardInterrupt])
 def test_memory_that_is_short_for_a_save_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -676,13 +665,14 @@ def test_memory_that_is_short_for_a_save_is_one_line(
 
     monkeypatch.setattr(safetensors.torch, "save", short)
     session, one = talked(), keeper()
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            one.keep(session)
+        return
     one.keep(session)
     assert "this chat is not saved: out of memory" in capsys.readouterr().err
     with pytest.raises(UsageError, match="cannot be saved: out of memory"):
         one.save(session)
-    error = KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        one.keep(session)
 
 
 def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
@@ -725,7 +715,10 @@ def saving(home: Path) -> tuple[Callable[[], object], set[int]]:
 
 
 @pytest.mark.parametrize("begun", [opening, saving])
-@pytest.mark.parametrize("fatal", [errno.ENOSPC, errno.EIO, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "fatal",
+    [errno.ENOSPC, signal.SIGKILL, pytest.param(errno.EIO, marks=pytest.mark.soak)],
+)
 def test_every_system_call_may_be_the_last(
     home: Path,
     begun: Callable[[Path], Any],
@@ -802,20 +795,6 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
         assert read("one").turns == tuple(session.turns)
 
 
-def test_a_home_that_cannot_be_written_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
-    session, one = talked(), keeper()
-    for _ in range(2):
-        one.keep(session)
-        say(session, "more")
-    assert capsys.readouterr().err.count("this chat is not saved: ") == 1
-    with pytest.raises(UsageError, match="cannot be saved"):
-        one.save(session, "x")
-
-
 def test_a_chat_that_can_only_be_read_is_opened(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -831,12 +810,27 @@ def test_a_chat_that_can_only_be_read_is_opened(
     one.close()
 
 
-def test_documents_without_end_are_not_saved(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("why", ["home", "documents"])
+def test_what_cannot_be_saved_costs_one_warning(
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(transcript, "DOCUMENT_BYTES", 100)
-    keeper().keep(talked())
-    assert "of text, more than the 100 B that are stored" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    if why == "home":
+        monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
+    else:
+        monkeypatch.setattr(transcript, "DOCUMENT_BYTES", 100)
+    session, one = talked(), keeper()
+    for _ in range(2):
+        one.keep(session)
+        say(session, "more")
+    err = capsys.readouterr().err
+    assert err.count("this chat is not saved: ") == 1
+    assert ("of text, more than the 100 B that are stored" in err) == (why == "documents")
+    with pytest.raises(UsageError, match=r"cannot be saved|of text, more than the 100 B"):
+        one.save(session, "x")
 
 
 def test_no_save_saves_nothing_until_asked(home: Path) -> None:
@@ -853,7 +847,7 @@ def test_no_save_saves_nothing_until_asked(home: Path) -> None:
 
 
 def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
-    session = talked(facts=model(tmp_path / "a"), pin_system=True)
+    session = talked(facts=model(tmp_path), pin_system=True)
     saved(session)
     top = header("one")
     settings = resumed(Settings(), top, ())
@@ -867,12 +861,11 @@ def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
 
 
 def test_that_all_is_to_be_read_again_is_something_to_save() -> None:
-    session = talked()
+    session, again = talked(), chat()
     one = saved(session)
     session.refresh()
     one.keep(session)
     one.close()
-    again = chat()
     take_up(again)
     assert again.rereads
 
