@@ -178,9 +178,15 @@ def vars_of(settings: Any) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_value_is_refused_in_the_same_words_wherever_it_is(
-    home: Path, monkeypatch: pytest.MonkeyPatch, key: str, text: str, message: str
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: Context,
+    key: str,
+    text: str,
+    message: str,
 ) -> None:
-    """With the place at the beginning: a file and a key, a variable, a flag, or /set."""
+    """With the place at the beginning: a file and a key, a variable, a flag, or /set. Nothing
+    changes."""
     monkeypatch.chdir(home / "here")
     monkeypatch.setenv("NO_COLOR", "1")
     number = text.lstrip("-").replace(".", "").isdigit() or text == "nan"
@@ -200,6 +206,12 @@ def test_a_wrong_value_is_refused_in_the_same_words_wherever_it_is(
         assert message in done.stderr
         assert done.stderr.count("\n") <= 2
     assert not (home / "home/.config/minikv/config.toml").exists()
+    before = do(context, "set")
+    with pytest.raises(UsageError) as caught:
+        do(context, "set", key, text)
+    fixed = f"{key} cannot change in a chat" in str(caught.value)
+    assert fixed or message.replace("--policy", "`policy`") in str(caught.value)
+    assert do(context, "set") == before
 
 
 @pytest.mark.parametrize("key", GONE)
@@ -323,16 +335,7 @@ def test_variables_that_set_nothing(home: Path, monkeypatch: pytest.MonkeyPatch)
         assert "MINIKV_TEMPRATURE" not in done.stdout
 
 
-def test_python_is_refused_what_the_flags_refuse() -> None:
-    for given, words in (
-        ({"dtype": "int3"}, "`dtype` must be one of auto"),
-        ({"refresh_every": -1}, "`refresh_every` must be between 0"),
-        ({"stride": 512}, "`stride` must be between 0 and 256"),
-        ({"keep_packed": "20GiB"}, "`keep_packed` must be one of on, off"),
-    ):
-        with pytest.raises(UsageError) as caught:
-            minikv.load(**given)  # type: ignore[arg-type]
-        assert str(caught.value).startswith(words)
+def test_python_has_the_defaults_of_the_flags() -> None:
     for name, parameter in inspect.signature(minikv.load).parameters.items():
         if name != "settings":
             assert str(parameter.default) == str(getattr(Settings(), name)), name
@@ -558,27 +561,21 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "message", "hint"),
     [
-        ("temperature -1", "temperature must be between"),
-        ("top_k 1.5", "top_k must be a whole number"),
-        ("max_tokens 0", "max_tokens must be at least 1"),
-        ("budget lots", "cannot read the budget"),
-        ("budget 8", "below the smallest"),
-        ("policy adakb", "unknown policy 'adakb'"),
-        ("decode snapkv", "works only as `policy`"),
-        ("quiet maybe", "quiet must be true or false"),
-        ("device cuda", "device cannot change in a chat"),
-        ("temprature 1", "no setting 'temprature'"),
-        ("top_k 1 2", "top_k takes one value"),
-        ("fidelity some", "must be one of on, off"),
+        ("budget 8", "below the smallest", ""),
+        ("device cuda", "device cannot change in a chat", ""),
+        ("temprature 1", "no setting 'temprature'", "did you mean temperature?"),
+        ("top_k 1 2", "top_k takes one value", ""),
     ],
 )
-def test_a_refused_value_changes_nothing(context: Context, line: str, message: str) -> None:
+def test_what_set_does_not_take_changes_nothing(
+    context: Context, line: str, message: str, hint: str
+) -> None:
     before = do(context, "set")
     with pytest.raises(UsageError, match=message) as caught:
         do(context, "set", *line.split())
-    assert "did you mean temperature?" in caught.value.hint or "tempr" not in line
+    assert hint in caught.value.hint
     assert do(context, "set") == before
 
 
