@@ -637,11 +637,7 @@ def test_10_forty_columns(program: Program) -> None:
     held = next(i for i, line in enumerate(lines) if line.startswith("memory     "))
     assert re.match(r" {11}\S", lines[held + 1]), "a row goes on below itself"
     text = " ".join(" ".join(lines).split())
-    for screen in (
-        "memory",
-        "share of the heads that hold a token",
-        "put documents before",
-    ):
+    for screen in ("memory", "share of the heads that hold a token", "put documents before"):
         assert screen in text, screen
 
 

@@ -203,9 +203,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Question, list[Run]]]:
     return made
 
 
-def test_runs_are_fresh_chats_under_each_policy(
-    tables: list[tuple[Question, list[Run]]],
-) -> None:
+def test_runs_are_fresh_chats_under_each_policy(tables: list[tuple[Question, list[Run]]]) -> None:
     session = asked("Who?")
     report = session.report
     assert report is not None
@@ -228,10 +226,7 @@ def test_runs_are_fresh_chats_under_each_policy(
     ("policy", "words"), [("kvzip", "tokens more to score"), ("queryspan", "tokens twice")]
 )
 def test_what_a_policy_reads_more_is_told_before_it_is_paid(
-    policy: str,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    policy: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And once, not again after the table."""
     session = asked("Who?", document=STORY * 2)
@@ -480,9 +475,7 @@ def test_warnings_of_single_runs_are_shown(capsys: pytest.CaptureFixture[str]) -
     assert "! full:" not in err
 
 
-def test_the_full_caches_speed_is_in_every_record(
-    tables: list[tuple[Question, list[Run]]],
-) -> None:
+def test_the_full_caches_speed_is_in_every_record(tables: list[tuple[Question, list[Run]]]) -> None:
     session = asked("Who?")
     for length, measured in ((compare.ENOUGH - 1, False), (compare.ENOUGH, True)):
         compare._compare(context(session, generation=Generation(length)), ["streaming"])

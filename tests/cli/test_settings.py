@@ -178,12 +178,7 @@ def vars_of(settings: Any) -> dict[str, Any]:
     ],
 )
 def test_a_wrong_value_is_refused_in_the_same_words_wherever_it_is(
-    home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    context: Context,
-    key: str,
-    text: str,
-    message: str,
+    home: Path, monkeypatch: pytest.MonkeyPatch, context: Context, key: str, text: str, message: str
 ) -> None:
     """With the place at the beginning: a file and a key, a variable, a flag, or /set. Nothing
     changes."""
@@ -248,10 +243,7 @@ def test_what_is_gone_is_refused_with_what_to_use(
     [
         (["ask", "q", "--quality", "1"], "--quality is gone: choose --budget; the record"),
         (["chat", "--preset", "many-questions"], "--preset is gone: --policy kvzip"),
-        (
-            ["chat", "--reread-limit=3"],
-            "--reread-limit is gone: a chat asks once before",
-        ),
+        (["chat", "--reread-limit=3"], "--reread-limit is gone: a chat asks once before"),
         (["verify", "-m", "x"], "verify is gone: hf cache verify NAME"),
         (["ask", "q", "--xyzzy"], "No such option: --xyzzy"),
         (["nonsense"], "No such command 'nonsense'"),

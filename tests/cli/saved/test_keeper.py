@@ -654,9 +654,7 @@ PanicException = type("PanicException", (BaseException,), {})
 
 @pytest.mark.parametrize("error", [MemoryError, PanicException, KeyboardInterrupt])
 def test_memory_that_is_short_for_a_save_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[BaseException]
 ) -> None:
     """The library of safetensors raises what is no Exception."""
 
@@ -716,14 +714,10 @@ def saving(home: Path) -> tuple[Callable[[], object], set[int]]:
 
 @pytest.mark.parametrize("begun", [opening, saving])
 @pytest.mark.parametrize(
-    "fatal",
-    [errno.ENOSPC, signal.SIGKILL, pytest.param(errno.EIO, marks=pytest.mark.soak)],
+    "fatal", [errno.ENOSPC, signal.SIGKILL, pytest.param(errno.EIO, marks=pytest.mark.soak)]
 )
 def test_every_system_call_may_be_the_last(
-    home: Path,
-    begun: Callable[[Path], Any],
-    fatal: int,
-    monkeypatch: pytest.MonkeyPatch,
+    home: Path, begun: Callable[[Path], Any], fatal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails, and all after it, or the process is killed before it. The chat on disk is the
     old one or the new one, whole."""
@@ -812,10 +806,7 @@ def test_a_chat_that_can_only_be_read_is_opened(
 
 @pytest.mark.parametrize("why", ["home", "documents"])
 def test_what_cannot_be_saved_costs_one_warning(
-    why: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
     if why == "home":

@@ -250,9 +250,7 @@ def test_a_file_gets_what_is_left_of_a_reading(
     assert screen.text.splitlines() == lines
 
 
-def test_piped_readings_are_told_and_nothing_else_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_piped_readings_are_told_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the clock says, the answer is the same."""
     answers, session = [], minikv.load(policy="adakv", budget=64, tier="none")
     for step in (0.0, 3.0):

@@ -229,9 +229,7 @@ def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
     assert out.getvalue().endswith("**plain**")
 
 
-def test_an_answer_that_goes_on_is_shown_from_its_block(
-    screens: Use,
-) -> None:
+def test_an_answer_that_goes_on_is_shown_from_its_block(screens: Use) -> None:
     out, _ = screens()
     made = Terminal()
     with made.answering():
