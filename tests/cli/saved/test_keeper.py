@@ -14,6 +14,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -581,42 +582,41 @@ def test_a_journal_that_names_a_file_does_not_delete_it(home: Path) -> None:
     take_up(chat(), "two")  # the same journal without the name is rolled back
 
 
-@pytest.mark.parametrize("part", ["column.k", "column.pos", "column.sum", "tokens", "length"])
-@pytest.mark.parametrize("how", ["shorter", "gone", "other kind"])
+@pytest.mark.parametrize(
+    ("part", "how"),
+    [
+        *product(("column.k", "column.pos", "column.sum"), ("shorter", "gone", "other kind")),
+        ("tokens", "shorter"),
+        ("length", "other"),
+    ],
+)
 def test_a_cache_that_does_not_fit_the_chat_is_refused(home: Path, part: str, how: str) -> None:
     """With checksums that fit, as an edit by a program would leave it. The rest is not lost."""
     saved(talked()).close()
+    path, size = home / "one" / "chat.db", 1
 
     def change(row: list[Any]) -> None:
+        nonlocal size
         length = int.from_bytes(row[0][:8], "little")
         tensors, about = load(row[0]), json.loads(row[0][8 : 8 + length])["__metadata__"]
         tensor = tensors.pop(part)
         if how != "gone":
             tensors[part] = tensor[1:].clone() if how == "shorter" else tensor.to(torch.float16)
         row[0] = save(tensors, about)
+        size = len(row[0])
 
-    path = home / "one" / "chat.db"
     if part == "tokens":
         edit(path, "chat", lambda row: row.__setitem__(1, row[1][:-4]))
-    elif part == "length":
-        edit_facts(path, "chat", lambda f: f.update(cache=1))
     else:
-        edit(path, "cache", change)
-        found = load_bytes(path)
-        edit_facts(path, "chat", lambda f: f.update(cache=len(found)))
+        if part != "length":
+            edit(path, "cache", change)
+        edit_facts(path, "chat", lambda facts: facts.update(cache=size))
     fresh = chat()
     with pytest.raises(UsageError, match=r"damaged|another version"):
         take_up(fresh)
     assert fresh.fed == []
     take_up(fresh, reread=True)
     assert len(fresh.turns) == 2
-
-
-def load_bytes(path: Path) -> bytes:
-    db = sqlite3.connect(path)
-    (data,) = db.execute("SELECT data FROM cache").fetchone()
-    db.close()
-    return bytes(data)
 
 
 def test_a_cache_with_other_figures_per_token_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -677,8 +677,7 @@ def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session, one = talked(), keeper()
-    full = before(lambda: errno.ENOSPC, "pwrite64")
-    with full:
+    with before(lambda: errno.ENOSPC, "pwrite64"):
         with pytest.raises(UsageError, match="No space left"):
             one.save(session, "x")
         assert (os.listdir(home), one.name) == ([], None)
