@@ -7,12 +7,13 @@ import json
 import os
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked import Forked
-from typed import World, answer_of
+from typed import Tty, World, answer_of, context, fake_chat, said, screen
 
 from minikv.cli import answer_commands
 from minikv.cli.screen.markdown import Answer as Markdown
@@ -83,30 +84,18 @@ def test_markdown_that_goes_on_shows_the_block_that_was_under_way_again() -> Non
 # -- /copy ----------------------------------------------------------------------------------
 
 
-def test_copy_sends_the_answer_to_the_terminals_clipboard(
-    world: World, document: str, home: Path
-) -> None:
-    env = {"TERM": "xterm", "MINIKV_HOME": str(home.parent)}
-    terminal = Forked("chat", document, "-n", "4", env=env, columns=120)
-    try:
-        terminal.ready()
-        terminal.type("Who runs it?\r")
-        terminal.until("without eviction")
-        terminal.ready()
-        terminal.type("/copy\r")
-        sent = terminal.until("to the terminal's clipboard")
-        terminal.ready()
-        terminal.type("/exit\r")
-        assert terminal.code() == 0
-    finally:
-        terminal.close()
-    found = re.search(r"\x1b\]52;c;([A-Za-z0-9+/=]*)\x07", sent)
+def test_copy_sends_the_answer_to_the_terminals_clipboard() -> None:
+    session, terminal = fake_chat(), screen()
+    answer = "".join(session.ask("Who runs it?"))
+    terminal.err, terminal.plain = Tty(), False
+    commands = {word: one for one in answer_commands.COMMANDS for word in one.words}
+    commands["copy"].run(context(session, terminal), [])
+    text = said(terminal)
+    found = re.search(r"\x1b\]52;c;([A-Za-z0-9+/=]*)\x07", text)
     assert found is not None
-    copied = base64.b64decode(found[1]).decode()
-    assert copied
-    (name,) = os.listdir(home)
-    assert copied in world.run("chats", "show", name).stdout
-    assert f"sent {len(copied)} character" in sent
+    assert base64.b64decode(found[1]).decode() == answer
+    assert f"sent {len(answer)} character" in text
+    assert "to the terminal's clipboard" in text
 
 
 def test_copy_says_what_to_do_where_it_cannot(
@@ -138,10 +127,8 @@ def test_a_first_question_is_asked_and_the_chat_stays(world: World, document: st
 
 
 def test_a_first_question_on_a_terminal(document: str) -> None:
-    env = {"TERM": "xterm", "MINIKV_HOME": os.environ["MINIKV_HOME"]}
-    terminal = Forked("chat", document, "-n", "4", "-p", "Who runs it?", env=env)
-    try:
-        terminal.until("› Who runs it?")
+    with closing(Forked("chat", document, "-p", "Who?", env={"TERM": "xterm"}, pace=0)) as terminal:
+        terminal.until("› Who?")
         terminal.until("without eviction")
         terminal.ready()
         terminal.type("And why?\r")
@@ -149,8 +136,6 @@ def test_a_first_question_on_a_terminal(document: str) -> None:
         terminal.ready()
         terminal.type("\x04")
         assert terminal.code() == 0
-    finally:
-        terminal.close()
 
 
 def test_json_is_a_record_per_turn_and_nothing_else(world: World, document: str) -> None:
@@ -199,7 +184,7 @@ def test_json_of_an_answer_that_goes_on_has_all_of_it(world: World, document: st
 def test_ask_goes_on_in_a_saved_chat(
     world: World, document: str, home: Path, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
-    said = world.run("chat", document, input="Who runs it?\nSince when?\nWhy?\n").stdout
+    world.run("chat", document, input="Who runs it?\nSince when?\nWhy?\n")
     (home / os.listdir(home)[0]).rename(home / "mine")
     world.run("chat", document, *["--no-save"] * (how[0] == "--continue"), input="x\n")
     for name in set(os.listdir(home)) - {"mine"}:  # the one that was saved last
@@ -216,7 +201,6 @@ def test_ask_goes_on_in_a_saved_chat(
     assert "\n> Since when?\n" in world.run("chats", "show", "mine").stdout
     assert set(os.listdir(home)) - {"later"} == {"mine"}
     shutil.rmtree(home / "later", ignore_errors=True)
-    assert said
     other = tmp_path / "other.txt"
     other.write_text("And a second document.")
     world.run("ask", "--continue", "And that?", str(other))

@@ -250,6 +250,7 @@ def test_what_a_policy_reads_more_is_told_before_it_is_paid(
     order = [err.index(f"{name} begins"), err.index(words), err.index(f"{name} reads")]
     assert order == sorted(order)
     assert f"! {name}: " in err
+    assert "! full:" not in err
 
 
 def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,13 +467,6 @@ def test_columns_or_blocks_fit(width: int, encoding: str, count: int) -> None:
 )
 def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str) -> None:
     assert compare.same_as(tokens, full) == said
-
-
-def test_warnings_of_single_runs_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    compared(asked("Who?"), "kvzip")
-    err = capsys.readouterr().err
-    assert "! kvzip 48: kvzip scores what is read" in err
-    assert "! full:" not in err
 
 
 def test_the_full_caches_speed_is_in_every_record(tables: list[tuple[Question, list[Run]]]) -> None:

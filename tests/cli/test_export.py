@@ -18,7 +18,6 @@ import pytest
 import typed
 from exports import HEADS, HOSTILE, LAYERS, chat, large
 
-import minikv
 from minikv.chat.session import ChatSession
 from minikv.cli.command import Context
 from minikv.cli.export import command, markdown, page
@@ -502,25 +501,6 @@ def test_report_writes_beside_the_export_or_where_it_is_told(
     facts = read_file("chat.json")
     assert Path("chat.html").read_text("utf-8") == page.render(facts)
     assert Path("other.md").read_text("utf-8") == markdown.render(facts)
-
-
-# A real model --------------------------------------------------------------------------------
-
-
-def test_figures_of_the_bundled_model_add_up() -> None:
-    session = minikv.load(budget=40)
-    session.attach("Velgate exports mostly salt. " + "The mill of Orlin is closed. " * 20, "n.txt")
-    list(session.ask("What does Velgate export?", max_tokens=4))
-    facts = gather(session)
-    report = facts.last
-    assert report is not None
-    rows = [len(bits(head)) for layer in facts.kept for head in layer]
-    assert sum(rows) / len(rows) == report.tokens.kept_mean
-    assert (min(rows), max(rows)) == (report.tokens.kept_min, report.tokens.kept_max)
-    assert report.tokens.kept_max < len(facts.tokens.text) == report.tokens.seen_total
-    assert facts.curve[-1].held == report.kv_bytes.held
-    assert facts.curve[-1].full == report.kv_bytes.full
-    assert [s.label for s in facts.tokens.sections] == ["n.txt", "question 1", "answer 1"]
 
 
 PATHS = ("/home/ada/models/Some-3B", "~/models/Some-3B", "./Some-3B", "../models/Some-3B/")
