@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import sys
 import threading
 import tomllib
 from dataclasses import fields
@@ -236,29 +235,6 @@ def test_what_is_gone_is_refused_with_what_to_use(
     own.write_text(f"{key} = 1 # mine\nseed = 3\n")
     config_command.unset(key, screen())
     assert own.read_text() == "seed = 3\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["ask", "q", "--quality", "1"], "--quality is gone: choose --budget; the record"),
-        (["chat", "--preset", "many-questions"], "--preset is gone: --policy kvzip"),
-        (["chat", "--reread-limit=3"], "--reread-limit is gone: a chat asks once before"),
-        (["verify", "-m", "x"], "verify is gone: hf cache verify NAME"),
-        (["ask", "q", "--xyzzy"], "No such option: --xyzzy"),
-        (["nonsense"], "No such command 'nonsense'"),
-    ],
-)
-def test_a_flag_or_command_that_is_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str], line: str
-) -> None:
-    from minikv.cli.main import run
-
-    monkeypatch.setattr(sys, "argv", ["minikv", *arguments])
-    with pytest.raises(SystemExit) as left:
-        run()
-    assert left.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
 @pytest.mark.parametrize(
