@@ -320,6 +320,8 @@ def test_a_large_file_of_weights_is_told_apart_by_samples(tmp_path: Path) -> Non
     weights[10 << 20 : (10 << 20) + (1 << 19)] = b"\1" * (1 << 19)
     model(tmp_path, weights=bytes(weights))
     assert identity(session, model_identity(session))["weights"] != one
+    session.facts = Facts(model="bundled")
+    assert identity(session, model_identity(session))["weights"] not in ("", one)
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
