@@ -51,6 +51,7 @@ def chat() -> ChatSession:
         ({"offline": 1}, "`offline` must be True or False, got 1", ""),
         ({"threads": -1}, "`threads` must be between 0", ""),
         ({"stride": 3}, "`stride` must be a power of two", ""),
+        ({"dtype": "int3"}, "`dtype` must be one of auto", ""),
         ({"device": "tpu"}, "unknown device 'tpu'", "cuda:N"),
         ({"kernels": "triton", "device": "cpu"}, "no triton kernels", '`kernels="auto"`'),
         ({"weights": "int8", "dtype": "float32"}, '`weights="int8"` needs', '`dtype="auto"`'),

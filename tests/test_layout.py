@@ -18,7 +18,7 @@ ELSEWHERE = {
     "minikv/chat/transcript.py": "chat/test_session.py",
     "minikv/engine/engine.py": "engine/test_decode_loop.py",
     "minikv/engine/threads.py": "cli/test_threads.py",
-    "minikv/errors.py": "cli/test_cli.py",
+    "minikv/errors.py": "cli/test_ask.py",
     "minikv/policies/moments.py": "policies/test_invariants.py",
     "minikv/policies/bits.py": "policies/test_scissorhands.py",
     "minikv/policies/base.py": "policies/test_invariants.py",

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngine
 from forked import Forked
-from test_cli import World, answer_of
+from typed import Tty, World, answer_of, context, fake_chat, said, screen
 
-import minikv.cli.turn
 from minikv.cli import answer_commands
 from minikv.cli.screen.markdown import Answer as Markdown
 
 TEXT = "The mill is run by Ada."
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
-    return tmp_path / "home" / "chats"
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World()
-    monkeypatch.setattr(minikv.cli.turn, "build", made.build)
-    return made
-
-
-@pytest.fixture
-def document(tmp_path: Path) -> str:
-    path = tmp_path / "report.txt"
-    path.write_text(TEXT)
-    return str(path)
 
 
 def records(text: str) -> list[dict[str, Any]]:
@@ -59,7 +37,6 @@ def test_continue_goes_on_with_the_answer(world: World, document: str) -> None:
     assert [line.split()[0] for line in lines] == ["5", "10", "12"]
     assert "stopped by max_tokens" in lines[1]
     assert "stopped by" not in lines[2]
-    assert world.session is not None
     assert [turn.answer for turn in world.session.turns] == [whole]
 
 
@@ -68,11 +45,9 @@ def test_continue_is_saved_and_goes_on_in_another_process(
 ) -> None:
     whole = answer_of(TEXT, "Who runs it?")
     world.run("chat", document, "-n", "3", input="Who runs it?\n/continue\n")
-    world.engine = FakeEngine()
     result = world.run("chat", "--resume=", "-n", "50", input="/continue\nAnd?\n")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[0] == whole[6:]
-    assert world.session is not None
     assert world.session.turns[0].answer == whole
     (name,) = os.listdir(home)
     assert whole in world.run("chats", "show", name).stdout
@@ -109,49 +84,18 @@ def test_markdown_that_goes_on_shows_the_block_that_was_under_way_again() -> Non
 # -- /copy ----------------------------------------------------------------------------------
 
 
-class Screen(io.StringIO):
-    encoding = "utf-8"  # type: ignore[assignment]
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_copy_sends_the_answer_to_the_terminals_clipboard(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = {"TERM": "xterm", "MINIKV_HOME": os.environ["MINIKV_HOME"]}
-    terminal = Forked("chat", document, "-n", "4", env=env, columns=120)
-    try:
-        terminal.ready()
-        terminal.type("Who runs it?\r")
-        terminal.until("without eviction")
-        terminal.ready()
-        terminal.type("/copy\r")
-        sent = terminal.until("to the terminal's clipboard")
-        terminal.ready()
-        terminal.type("/exit\r")
-        assert terminal.code() == 0
-    finally:
-        terminal.close()
-    found = re.search(r"\x1b\]52;c;([A-Za-z0-9+/=]*)\x07", sent)
+def test_copy_sends_the_answer_to_the_terminals_clipboard() -> None:
+    session, terminal = fake_chat(), screen()
+    answer = "".join(session.ask("Who runs it?"))
+    terminal.err, terminal.plain = Tty(), False
+    commands = {word: one for one in answer_commands.COMMANDS for word in one.words}
+    commands["copy"].run(context(session, terminal), [])
+    text = said(terminal)
+    found = re.search(r"\x1b\]52;c;([A-Za-z0-9+/=]*)\x07", text)
     assert found is not None
-    copied = base64.b64decode(found[1]).decode()
-    assert copied
-    name = os.listdir(Path(env["MINIKV_HOME"]) / "chats")[0]
-    assert copied in world.run("chats", "show", name).stdout
-    assert f"sent {len(copied)} character" in sent
-
-
-def test_copy_cannot_put_control_characters_in_the_clipboard() -> None:
-    from minikv.cli.screen.terminal import Terminal
-
-    terminal = Terminal()
-    terminal.err, terminal.plain = Screen(), False
-    assert terminal.copy("rm\x1b[201~ -rf\x07 é")
-    text = terminal.err.getvalue()
-    assert base64.b64decode(text[7:-1]).decode() == "rm[201~ -rf é"
-    terminal.plain = True
-    assert not terminal.copy("x")
+    assert base64.b64decode(found[1]).decode() == answer
+    assert f"sent {len(answer)} character" in text
+    assert "to the terminal's clipboard" in text
 
 
 def test_copy_says_what_to_do_where_it_cannot(
@@ -164,7 +108,6 @@ def test_copy_says_what_to_do_where_it_cannot(
     assert "/export FILE.md" in result.stderr
     assert "\x1b" not in result.output
     monkeypatch.setattr(answer_commands, "MOST", 3)
-    world.engine = FakeEngine()
     result = world.run("chat", document, input="Who?\n/copy\n")
     assert "the answer has 12 bytes, and a terminal's clipboard takes about 3" in result.stderr
 
@@ -175,10 +118,8 @@ def test_copy_says_what_to_do_where_it_cannot(
 def test_a_first_question_is_asked_and_the_chat_stays(world: World, document: str) -> None:
     result = world.run("chat", document, "-p", "Who runs it?", input="And why?\n")
     assert result.exit_code == 0
-    assert world.session is not None
     assert [turn.question for turn in world.session.turns] == ["Who runs it?", "And why?"]
     assert "› Who runs it?" in result.stderr
-    world.engine = FakeEngine()
     result = world.run("chat", "-p", "/help is a word", input="")  # without a document, too
     assert result.exit_code == 0
     assert world.session.turns[0].question == "/help is a word"
@@ -186,10 +127,8 @@ def test_a_first_question_is_asked_and_the_chat_stays(world: World, document: st
 
 
 def test_a_first_question_on_a_terminal(document: str) -> None:
-    env = {"TERM": "xterm", "MINIKV_HOME": os.environ["MINIKV_HOME"]}
-    terminal = Forked("chat", document, "-n", "4", "-p", "Who runs it?", env=env)
-    try:
-        terminal.until("› Who runs it?")
+    with closing(Forked("chat", document, "-p", "Who?", env={"TERM": "xterm"}, pace=0)) as terminal:
+        terminal.until("› Who?")
         terminal.until("without eviction")
         terminal.ready()
         terminal.type("And why?\r")
@@ -197,8 +136,6 @@ def test_a_first_question_on_a_terminal(document: str) -> None:
         terminal.ready()
         terminal.type("\x04")
         assert terminal.code() == 0
-    finally:
-        terminal.close()
 
 
 def test_json_is_a_record_per_turn_and_nothing_else(world: World, document: str) -> None:
@@ -247,19 +184,16 @@ def test_json_of_an_answer_that_goes_on_has_all_of_it(world: World, document: st
 def test_ask_goes_on_in_a_saved_chat(
     world: World, document: str, home: Path, tmp_path: Path, how: tuple[str, ...]
 ) -> None:
-    said = world.run("chat", document, input="Who runs it?\nSince when?\nWhy?\n").stdout
+    world.run("chat", document, input="Who runs it?\nSince when?\nWhy?\n")
     (home / os.listdir(home)[0]).rename(home / "mine")
-    world.engine = FakeEngine()
     world.run("chat", document, *["--no-save"] * (how[0] == "--continue"), input="x\n")
     for name in set(os.listdir(home)) - {"mine"}:  # the one that was saved last
         (home / name).rename(home / "later")
     for question, more in (("Since when?", ()), ("Why?", ("--json",))):
-        world.engine = FakeEngine()
         result = world.run("ask", *how, question, *more, input="")
         assert result.exit_code == 0, result.stderr
         assert len(result.stdout.splitlines()) == 1  # the answer alone
     assert "in chat mine, after 4 turns" in result.stderr
-    assert world.session is not None
     assert [turn.question for turn in world.session.turns] == [
         *("Who runs it?", "Since when?", "Why?", "Since when?", "Why?")
     ]
@@ -267,12 +201,9 @@ def test_ask_goes_on_in_a_saved_chat(
     assert "\n> Since when?\n" in world.run("chats", "show", "mine").stdout
     assert set(os.listdir(home)) - {"later"} == {"mine"}
     shutil.rmtree(home / "later", ignore_errors=True)
-    assert said
     other = tmp_path / "other.txt"
     other.write_text("And a second document.")
-    world.engine = FakeEngine()
     world.run("ask", "--continue", "And that?", str(other))
-    assert world.session is not None
     assert [d.name for d in world.session.documents] == ["report.txt", "other.txt"]
 
 
@@ -298,7 +229,7 @@ def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
     world.run("chat", document, input="Who runs it?\n")
     (name,) = os.listdir(home)
     before = (home / name / "chat.db").read_bytes()
-    world.engine, world.max_context = FakeEngine(), 60
+    world.max_context = 60
     result = world.run("ask", "--continue", "long " * 20, document)
     assert result.exit_code == 5
     assert (home / name / "chat.db").read_bytes() == before
@@ -311,7 +242,6 @@ def test_stop_ends_an_answer_of_ask_and_of_a_chat(world: World, document: str) -
     whole = answer_of(TEXT, "Who runs it?")
     result = world.run("ask", "Who runs it?", document, "--stop", "#", "--stop", whole[4:6])
     assert result.stdout == whole[:4] + "\n"
-    world.engine = FakeEngine()
     lines = f"Who runs it?\n/undo\n/set stop {whole[2:4]}\nWho runs it?\n"
     result = world.run("chat", document, "--stop", whole[4:6], input=lines)
     assert result.stdout.splitlines() == [whole[:4], whole[:2]]
@@ -319,10 +249,8 @@ def test_stop_ends_an_answer_of_ask_and_of_a_chat(world: World, document: str) -
 
 
 def test_stop_texts_of_a_command_line_may_name_a_new_line(world: World, document: str) -> None:
-    world.engine.script = [*b"one\ntwo\\three"]
-    world.engine.length = 13
+    world.writes("one\ntwo\\three")
     assert world.run("ask", "Who?", document, "--stop", r"\n").stdout == "one\n"
-    world.engine.reset()
     assert world.run("ask", "Who?", document, "--stop", r"\\").stdout == "one\ntwo\n"
     result = world.run("ask", "Who?", document, "--stop", "")
     assert result.exit_code == 2

@@ -14,7 +14,8 @@ import torch
 from lettered import lettered
 from pairwise import pairwise, some_by_day
 from rich.cells import cell_len
-from test_kept import HOSTILE, STORY, chat, context, network
+from test_kept import HOSTILE, STORY, chat, network
+from typed import context
 
 from minikv.cache.arena import Arena
 from minikv.chat.eviction_config import EvictionConfig, read_budget
@@ -25,8 +26,10 @@ from minikv.cli import compare
 from minikv.cli.compare import Question, Run, Stop
 from minikv.cli.kept_view import Screen
 from minikv.cli.screen import render
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.policies import prompt_names
+from minikv.settings import Generation
 
 BUDGET = 48
 
@@ -71,7 +74,7 @@ def state(session: ChatSession) -> tuple[Any, ...]:
 
 
 def compared(session: ChatSession, *arguments: str) -> None:
-    compare._compare(context(session), list(arguments))
+    compare._compare(context(session, Terminal()), list(arguments))
 
 
 # -- the chat is untouched ------------------------------------------------------------------
@@ -192,17 +195,18 @@ def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> No
     assert "the 1 question before it" in err
 
 
-def test_runs_are_fresh_chats_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Question, list[Run]]]:
+    """What comparisons would have shown."""
+    made: list[tuple[Question, list[Run]]] = []
+    monkeypatch.setattr(compare, "table", lambda q, runs, screen: made.append((q, runs)) or [])
+    return made
+
+
+def test_runs_are_fresh_chats_under_each_policy(tables: list[tuple[Question, list[Run]]]) -> None:
     session = asked("Who?")
     report = session.report
     assert report is not None
-    tables: list[tuple[Question, list[Run]]] = []
-
-    def table(question: Question, runs: list[Run], screen: Screen) -> list[str]:
-        tables.append((question, runs))
-        return []
-
-    monkeypatch.setattr(compare, "table", table)
     compared(session)
     question, (own, full) = tables[0]
     assert question == Question("Who?", (Document(STORY, "story.txt"),), 0)
@@ -222,13 +226,10 @@ def test_runs_are_fresh_chats_under_each_policy(monkeypatch: pytest.MonkeyPatch)
     ("policy", "words"), [("kvzip", "tokens more to score"), ("queryspan", "tokens twice")]
 )
 def test_what_a_policy_reads_more_is_told_before_it_is_paid(
-    policy: str,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    policy: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And once, not again after the table."""
-    session = asked("Who?", document=STORY * 5)
+    session = asked("Who?", document=STORY * 2)
     began: list[str] = []
 
     def live(terminal: Any, name: str) -> Any:
@@ -249,6 +250,7 @@ def test_what_a_policy_reads_more_is_told_before_it_is_paid(
     order = [err.index(f"{name} begins"), err.index(words), err.index(f"{name} reads")]
     assert order == sorted(order)
     assert f"! {name}: " in err
+    assert "! full:" not in err
 
 
 def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,31 +469,14 @@ def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str)
     assert compare.same_as(tokens, full) == said
 
 
-def test_warnings_of_single_runs_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    compared(asked("Who?"), "kvzip")
-    err = capsys.readouterr().err
-    assert "! kvzip 48: kvzip scores what is read" in err
-    assert "! full:" not in err
-
-
-def test_the_full_caches_speed_is_in_every_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_full_caches_speed_is_in_every_record(tables: list[tuple[Question, list[Run]]]) -> None:
     session = asked("Who?")
-    tables: list[list[Run]] = []
-
-    def table(question: Question, runs: list[Run], screen: Screen) -> list[str]:
-        tables.append(runs)
-        return []
-
-    monkeypatch.setattr(compare, "table", table)
     for length, measured in ((compare.ENOUGH - 1, False), (compare.ENOUGH, True)):
-        one = context(session)
-        one.generation = replace(one.generation, max_tokens=length)
-        compare._compare(one, ["streaming"])
-        streaming, full = tables.pop()
-        rate = full.report.rate.decode_tok_s if measured else None
-        assert streaming.report.rate.baseline_decode_tok_s == rate
-        assert full.report.rate.baseline_decode_tok_s == rate
-        assert streaming.report.rate.decode_tok_s != rate
+        compare._compare(context(session, generation=Generation(length)), ["streaming"])
+        streaming, full = (run.report.rate for run in tables.pop()[1])
+        rate = full.decode_tok_s if measured else None
+        assert streaming.baseline_decode_tok_s == full.baseline_decode_tok_s == rate
+        assert streaming.decode_tok_s != rate
         assert session.baseline_tok_s == rate
         list(session.ask("Next?", 3))
         assert session.report is not None
@@ -500,18 +485,18 @@ def test_the_full_caches_speed_is_in_every_record(monkeypatch: pytest.MonkeyPatc
         if rate:
             told = f"of a full cache ({rate:,.1f} tok/s), run"
         assert told in render.stats(session.report)
-    before = session.snapshot()
-    session.restore(before)
-    assert session.baseline_tok_s is None, "another chat's cache is another baseline"
 
 
-def test_undo_keeps_the_full_caches_speed_and_reset_forgets_it() -> None:
+def test_undo_keeps_the_full_caches_speed_and_reset_and_another_chat_forget_it() -> None:
     session = asked("Who?")
     session.undo_turns = 2
     list(session.ask("Why?", 3))
     session.baseline_tok_s = 40.0
     session.undo()
     assert session.baseline_tok_s == 40.0
+    session.restore(session.snapshot())
+    assert session.baseline_tok_s is None
+    session.baseline_tok_s = 40.0
     session.reset()
     assert session.baseline_tok_s is None
 

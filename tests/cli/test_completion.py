@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import subprocess
 import sys
@@ -112,61 +112,52 @@ def test_every_command_that_takes_words_of_ours_offers_them(tab: Offers, command
 # -- the shell ------------------------------------------------------------------------------
 
 
-def shell(line: str) -> tuple[list[str], set[str]]:
-    """What bash is offered for the last word of a line, and which modules that loaded."""
-    words = line.split(" ")
-    script = (
-        "import sys, atexit\n"
-        "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
-        "sys.argv = ['minikv']\n"
-        "from minikv.cli.__main__ import run; run()"
-    )
-    environ = {
-        "_MINIKV_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(len(words) - 1),
+ALL = """
+import contextlib, io, json, os, sys
+from minikv.cli.__main__ import run
+os.environ["_MINIKV_COMPLETE"], sys.argv, found = "complete_bash", ["minikv"], []
+for line in json.load(sys.stdin):
+    os.environ |= {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        run()
+    found.append([said.getvalue().split(), [*sys.modules]])
+print(json.dumps(found))
+"""
+
+
+def test_the_shell_completes_values_without_torch(saved: Path) -> None:
+    """What bash is offered for the last word of each line. Only the options of a policy need torch:
+    they are in the policy's file, which imports it."""
+    (saved / "minikv.toml").write_text('[aliases]\nbigger = "some/model"\n')
+    lines = {
+        "chat --policy ": prompt_names(),
+        "chat --policy h2o+ad": ["h2o+ada"],
+        "ask q --decode ro": ["roco"],
+        "chat --budget 5": ["512"],
+        "chat --resume ": ["thesis"],
+        "chats show ": ["thesis"],
+        "chats rm th": ["thesis"],
+        "config set reu": ["reuse"],
+        "config set reuse o": ["once"],
+        "config set budget 5": ["512"],
+        "chat --reuse o": ["once"],
+        "eval --policy adakv,snap": ["adakv,snapkv"],
+        "eval --tasks facts,nee": ["facts,needle"],
+        "policies show snap": ["snapkv"],
+        "chat -m big": ["bigger"],
+        "chat the": [],  # left to the shell, which knows files
+        "chat --policy snapkv -o win": ["window="],
     }
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **environ},
+        [sys.executable, "-c", ALL],
+        input=json.dumps([f"minikv {line}" for line in lines]),
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
-    return done.stdout.split(), set(done.stderr.split("\n")[-2].split())
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("minikv chat --policy ", prompt_names()),
-        ("minikv chat --policy h2o+ad", ["h2o+ada"]),
-        ("minikv ask q --decode ro", ["roco"]),
-        ("minikv chat --budget 5", ["512"]),
-        ("minikv chat --resume ", ["thesis"]),
-        ("minikv chats show ", ["thesis"]),
-        ("minikv chats rm th", ["thesis"]),
-        ("minikv config set reu", ["reuse"]),
-        ("minikv config set reuse o", ["once"]),
-        ("minikv config set budget 5", ["512"]),
-        ("minikv chat --reuse o", ["once"]),
-        ("minikv eval --policy adakv,snap", ["adakv,snapkv"]),
-        ("minikv eval --tasks facts,nee", ["facts,needle"]),
-        ("minikv policies show snap", ["snapkv"]),
-        ("minikv chat -m big", ["bigger"]),
-        ("minikv chat the", []),  # left to the shell, which knows files
-    ],
-)
-def test_the_shell_completes_values_without_torch(
-    saved: Path, line: str, expected: list[str]
-) -> None:
-    (saved / "minikv.toml").write_text('[aliases]\nbigger = "some/model"\n')
-    offered, loaded = shell(line)
-    assert offered == expected
-    assert "minikv.cli.completion" in loaded
-    assert not loaded & {"torch", "numpy", "transformers", "huggingface_hub"}
-
-
-def test_the_shell_completes_the_options_of_a_policy() -> None:
-    """They are in the policy's file, which imports torch."""
-    assert shell("minikv chat --policy snapkv -o win")[0] == ["window="]
+    found = json.loads(done.stdout)
+    assert {line: said for line, (said, _) in zip(lines, found, strict=True)} == lines
+    *others, (_, loaded) = found
+    assert {"minikv.cli.completion", "torch"} <= {*loaded}
+    for _, loaded in others:
+        assert not {*loaded} & {"torch", "numpy", "transformers", "huggingface_hub"}

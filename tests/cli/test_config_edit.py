@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_hub import cache  # noqa: F401
-from test_settings import err, out, screen
-from typer.testing import CliRunner, Result
+from typed import invoke, printed, said, screen
 
 import minikv.cli.ask
 from minikv.cli import completion, config_command
 from minikv.cli.config import load, short
 from minikv.cli.config_command import edited, literal
-from minikv.cli.main import app
 from minikv.errors import UsageError
 from minikv.settings import Plain
 
@@ -100,17 +98,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "new/config.toml"
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
 def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
-    done = run("config", "set", "max-tokens", "99")
+    done = invoke("config", "set", "max-tokens", "99")
     assert file.read_text() == done.stdout == "max_tokens = 99\n"
     assert file.stat().st_mode & 0o777 == 0o600
     assert str(file) in done.stderr.replace("~", str(Path.home()))
-    run("config", "set", "stop", r"\n", "Q:")
-    run("config", "set", "quiet", "yes")
+    invoke("config", "set", "stop", r"\n", "Q:")
+    invoke("config", "set", "quiet", "yes")
     values = {name: value.value for name, value in load().values.items()}
     assert values == {"max_tokens": 99, "stop": ("\n", "Q:"), "quiet": True}
 
@@ -161,7 +155,7 @@ def test_what_is_refused_writes_nothing(
     if text is not None:
         file.parent.mkdir()
         file.write_text(text)
-    done = run("config", *words)
+    done = invoke("config", *words)
     assert done.exit_code == 2
     assert message in done.stderr
     assert (file.read_text() if file.exists() else None) == text
@@ -171,17 +165,17 @@ def test_aliases_are_set_listed_and_removed(
     file: Path,
     cache: Path,  # noqa: F811
 ) -> None:
-    made = run("config", "set", "aliases.l3.1", "owner/name").stdout
+    made = invoke("config", "set", "aliases.l3.1", "owner/name").stdout
     assert made == 'aliases."l3.1" = "owner/name"\n'
     assert load().model("l3.1") == "owner/name"
-    assert run("config", "set", "aliases.fast", "a/b").exit_code == 0
-    assert "[aliases]\nl3.1 = owner/name\nfast = a/b\n" in run("config", "show").stdout
-    assert "alias l3.1 = owner/name\n" in run("models").stderr
+    assert invoke("config", "set", "aliases.fast", "a/b").exit_code == 0
+    assert "[aliases]\nl3.1 = owner/name\nfast = a/b\n" in invoke("config", "show").stdout
+    assert "alias l3.1 = owner/name\n" in invoke("models").stderr
     assert sorted(completion.keys_set("")) == ["aliases.fast", "aliases.l3.1"]
-    failed = run("plan", "-m", "l3.1", "--offline")
+    failed = invoke("plan", "-m", "l3.1", "--offline")
     assert failed.exit_code == 3
     assert "/config.toml: [aliases] l3.1: owner/name is not" in failed.stderr
-    assert run("config", "unset", "aliases.l3.1").stdout == 'aliases."l3.1" removed\n'
+    assert invoke("config", "unset", "aliases.l3.1").stdout == 'aliases."l3.1" removed\n'
     assert load().aliases == {"fast": "a/b"}
 
 
@@ -192,13 +186,13 @@ def test_set_and_unset_say_what_else_sets_it(file: Path, monkeypatch: pytest.Mon
     terminal = screen()
     config_command.change("seed", ["3"], terminal)
     config_command.change("top_k", ["4"], terminal)
-    assert "! MINIKV_SEED sets seed, too, and wins over it here" in err(terminal)
-    assert "! ./minikv.toml sets top_k" in err(terminal)
+    assert "! MINIKV_SEED sets seed, too, and wins over it here" in said(terminal)
+    assert "! ./minikv.toml sets top_k" in said(terminal)
     for key in ("--max-tokens", "seed", "top_k"):
         config_command.unset(key, terminal)
     assert file.read_text() == ""
-    assert out(terminal).endswith("max_tokens removed\nseed removed\ntop_k removed\n")
-    assert "! MINIKV_SEED still sets seed" in err(terminal)
+    assert printed(terminal).endswith("max_tokens removed\nseed removed\ntop_k removed\n")
+    assert "! MINIKV_SEED still sets seed" in said(terminal)
     file.write_text("bugdet = 3\nseed = 1\n")
     with pytest.raises(UsageError, match="unknown key 'bugdet'"):
         load()
@@ -224,7 +218,7 @@ def test_a_wrong_model_names_the_file_that_it_is_from(
     monkeypatch.setenv("MINIKV_MODEL", variable)
     for command in (["ask", "-"], ["plan"]):
         words = [*command, *(["-m", flag] if flag else [])]
-        done = CliRunner().invoke(app, words, input="Who?")
+        done = invoke(*words, input="Who?")
         assert done.exit_code == 3
         assert f"error: {begin.format(file=short(file))}model 'nosuch' not found" in done.stderr
     # A saved chat says itself which model it is.
@@ -232,4 +226,4 @@ def test_a_wrong_model_names_the_file_that_it_is_from(
     monkeypatch.setattr(minikv.cli.ask, "header", lambda name: name)
     gone = partial(replace, model="gone")
     monkeypatch.setattr(minikv.cli.ask, "resumed", lambda settings, *saved: gone(settings))
-    assert "error: model 'gone' not found" in run("ask", "Who?", "--continue").stderr
+    assert "error: model 'gone' not found" in invoke("ask", "Who?", "--continue").stderr

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from fakes import ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat_over
-from test_settings import do, talk_of
+from typed import context, fake_chat, run
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli import kept
-from minikv.cli.command import Context
+from minikv.cli import context_command, kept
 from minikv.cli.context_command import usage
 from minikv.cli.documents import commands as document_commands
-
-
-@pytest.fixture
-def context() -> Context:
-    tokenizer = ByteTokenizer()
-    return talk_of(chat_over(FakeEngine(), tokenizer, ChatML(tokenizer)))
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +17,15 @@ def bundled() -> ChatSession:
     return minikv.load(device="cpu", budget=64)
 
 
-def test_tokens_adds_up_to_the_context(context: Context) -> None:
-    session = context.session
+def tokens(session: ChatSession) -> str:
+    return run(context_command.COMMANDS, context(session), "tokens")
+
+
+def test_tokens_adds_up_to_the_context() -> None:
+    session = fake_chat()
     assert sum(n for name, n, _ in usage(session)) == 4096
-    do(context, "system", "Be brief.")
+    session.system = "Be brief."
+    session.reset()
     session.attach("A first text.", "a.txt")
     session.attach("A second text.", None)
     "".join(session.ask("What is it?", max_tokens=5))
@@ -58,7 +52,7 @@ def test_tokens_adds_up_to_the_context(context: Context) -> None:
     assert set(frees.values()) == {""}, "nothing is there to be freed"
     session.attach("A first text.", "a.txt")
     "".join(session.ask("What is it?", max_tokens=5))
-    text = do(context, "tokens")
+    text = tokens(session)
     assert "/drop 1" in text
     used = len(session.fed)
     assert f"{used:,} tokens read of 4,096 positions" in text
@@ -71,7 +65,7 @@ def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
     rows = usage(bundled)
     assert all(count >= 0 for _, count, _ in rows)
     assert sum(count for _, count, _ in rows) == bundled.max_context
-    assert "\x1b" not in do(talk_of(bundled), "tokens")
+    assert "\x1b" not in tokens(bundled)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +85,7 @@ def test_tokens_docs_and_kept_count_alike(
     session.attach("It is run by Ida, not by Ada.", "later.txt")
     facts = kept.read(session)
     parts = [part.last - part.first for part in facts.parts]
-    talk = talk_of(session)
-    talk.terminal.err = io.StringIO()
-    document_commands._docs(talk, [])
-    listed = talk.terminal.err.getvalue()
+    listed = run(document_commands.COMMANDS, context(session), "docs")
     rows = usage(session)
     for n, count in enumerate(parts, 1):
         (own,) = [row for row in rows if row[0].startswith(f"document {n}: ")]

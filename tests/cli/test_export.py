@@ -5,33 +5,27 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
-import io
 import json
 import os
 import re
 import stat
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typed
 from exports import HEADS, HOSTILE, LAYERS, chat, large
 from fakes import END, ByteTokenizer, ThinkML
 
-import minikv
 from minikv.chat.session import ChatSession
 from minikv.cli.command import Context
 from minikv.cli.export import command, markdown, page
 from minikv.cli.export.facts import ChatFacts, Point, gather
 from minikv.cli.export.read import parse, read_file
-from minikv.cli.interrupt import Interrupts
-from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.settings import Generation
 
 
 def spoken() -> ChatSession:
@@ -430,18 +424,11 @@ def test_an_answer_cannot_leave_its_quotation() -> None:
 
 @pytest.fixture
 def context() -> Context:
-    terminal = Terminal()
-    terminal.err = terminal.out = io.StringIO()
-    return Context(
-        spoken(), terminal, "strict", Generation(), Interrupts(), Keeper(terminal, active=False)
-    )
+    return typed.context(spoken())
 
 
 def run(context: Context, *arguments: object) -> str:
-    (export,) = command.COMMANDS
-    export.run(context, [str(argument) for argument in arguments])
-    assert isinstance(context.terminal.err, io.StringIO)
-    return context.terminal.err.getvalue()
+    return typed.run(command.COMMANDS, context, "export", *map(str, arguments))
 
 
 @pytest.mark.parametrize(
@@ -527,39 +514,16 @@ def test_a_failed_write_leaves_what_was_there(
     assert os.listdir(tmp_path) == ["a.md"]
 
 
-def test_report_needs_no_model_and_no_torch(context: Context, tmp_path: Path) -> None:
+def test_report_writes_beside_the_export_or_where_it_is_told(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(context, tmp_path / "chat.json")
-    code = (
-        "import sys\n"
-        "from minikv.cli.export.command import report\n"
-        "from minikv.cli.screen.terminal import Terminal\n"
-        "report('chat.json', None, False, Terminal())\n"
-        "report('chat.json', 'other.md', False, Terminal())\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-    facts = read_file(str(tmp_path / "chat.json"))
-    assert (tmp_path / "chat.html").read_text("utf-8") == page.render(facts)
-    assert (tmp_path / "other.md").read_text("utf-8") == markdown.render(facts)
-
-
-# A real model --------------------------------------------------------------------------------
-
-
-def test_figures_of_the_bundled_model_add_up() -> None:
-    session = minikv.load(budget=40)
-    session.attach("Velgate exports mostly salt. " + "The mill of Orlin is closed. " * 20, "n.txt")
-    list(session.ask("What does Velgate export?", max_tokens=4))
-    facts = gather(session)
-    report = facts.last
-    assert report is not None
-    rows = [len(bits(head)) for layer in facts.kept for head in layer]
-    assert sum(rows) / len(rows) == report.tokens.kept_mean
-    assert (min(rows), max(rows)) == (report.tokens.kept_min, report.tokens.kept_max)
-    assert report.tokens.kept_max < len(facts.tokens.text) == report.tokens.seen_total
-    assert facts.curve[-1].held == report.kv_bytes.held
-    assert facts.curve[-1].full == report.kv_bytes.full
-    assert [s.label for s in facts.tokens.sections] == ["n.txt", "question 1", "answer 1"]
+    monkeypatch.chdir(tmp_path)
+    for out in (None, "other.md"):
+        command.report("chat.json", out, False, Terminal())
+    facts = read_file("chat.json")
+    assert Path("chat.html").read_text("utf-8") == page.render(facts)
+    assert Path("other.md").read_text("utf-8") == markdown.render(facts)
 
 
 PATHS = ("/home/ada/models/Some-3B", "~/models/Some-3B", "./Some-3B", "../models/Some-3B/")

@@ -12,26 +12,24 @@ from typing import Any
 import pytest
 import small
 import torch
+import typed
 from fakes import BOS, PADDED, ByteTokenizer, ChatML
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from small_chat import chat_over
+from typed import context
 
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
 from minikv.cli import kept, kept_view
-from minikv.cli.command import Context
-from minikv.cli.interrupt import Interrupts
 from minikv.cli.kept import Kept, Part
 from minikv.cli.kept_view import SHADES
-from minikv.cli.saved.keeper import Keeper
-from minikv.cli.screen.terminal import Screen, Terminal
+from minikv.cli.screen.terminal import Screen
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.models.llama import Llama
 from minikv.models.stream import TextStream
-from minikv.settings import Generation
 
 STORY = "The mill is run by Ada.\nThe 中 well 😀 is dry.\n\n" * 6
 HOSTILE = "a \x1b]52;c;evil\x07 [bold]b[/bold] \x9b31m \u202e<|eot_id|>\tc\r\nd\u2028e"
@@ -53,17 +51,6 @@ def chat(prompt: str = "adakv", step: str = "roco", budget: int = 48, **given: A
         ChatML(tokenizer),
         max_context=4096,
         **given,
-    )
-
-
-def context(session: ChatSession) -> Context:
-    return Context(
-        session,
-        Terminal(),
-        "strict",
-        Generation(max_tokens=5),
-        Interrupts(),
-        Keeper(Terminal(), active=False),
     )
 
 
@@ -282,11 +269,9 @@ def test_a_page_fits_on_the_screen_with_the_prompt(
     width: int, height: int, place: tuple[int | None, int | None], colour: bool
 ) -> None:
     """The prompt, its toolbar and all of a page are seen together, and no line is left out."""
-    text = "".join(f"line {i} of the document that is read\n" for i in range(150))
-    found = replace(
-        random_facts(text),
-        parts=tuple(Part(f"a long name {n}.txt", 100 * n, 100 * n + 90) for n in range(3)),
-    )
+    text = "".join(f"line {i} of the document that is read\n" for i in range(25 * height // 8))
+    parts = tuple(Part(f"a long name {n}.txt", 100 * n, 100 * n + 90) for n in range(3))
+    found = replace(random_facts(text), parts=parts)
     screen = Screen(width, colour=colour, rows=height)
     first = [f"summary {n}" for n in range(4 if height > 8 else 0)] if place[0] is None else []
     body: list[str] = []
@@ -349,14 +334,19 @@ def test_best_kept_passages() -> None:
     assert len(got) == 4
 
 
+def in_document(text: str, document: str, held: torch.Tensor) -> Kept:
+    spans = kept.spell(ByteTokenizer(), [BOS, *text.encode()])
+    return Kept(held, spans, kept.locate(spans, [Document(document, "d.txt")]))
+
+
 def test_passages_stay_in_the_documents() -> None:
     text = "question " * 3 + "the document itself" + " answer" * 3
     held = torch.zeros(2, 3, 1 + len(text), dtype=torch.bool)
     held[:, :, :27] = True
     held[0, 0, 30:40] = True
-    spans = kept.spell(ByteTokenizer(), [BOS, *text.encode()])
-    found = Kept(held, spans, kept.locate(spans, [Document("the document itself", "d")]))
-    assert all(28 <= spans.token[run.first] <= 46 for run in kept_view.passages(found, 9))
+    found = in_document(text, "the document itself", held)
+    first = [found.spans.token[run.first] for run in kept_view.passages(found, 9)]
+    assert all(28 <= token <= 46 for token in first)
     lines = kept_view.top(found, 9, Screen())
     assert "best-kept passages of the documents" in lines[0]
     assert re.match(r"█  1\d% tok \d\d  ", lines[2])
@@ -411,8 +401,7 @@ def test_a_copy_in_the_question_does_not_count_for_the_document() -> None:
     text = "document: fact. question: fact?"
     held = torch.zeros(2, 3, 1 + len(text), dtype=torch.bool)
     held[:, :, 16:] = True
-    spans = kept.spell(ByteTokenizer(), [BOS, *text.encode()])
-    found = Kept(held, spans, kept.locate(spans, [Document("document: fact.", "d.txt")]))
+    found = in_document(text, "document: fact.", held)
     lines = kept_view.find(found, "fact", False, Screen())
     assert lines[0].startswith("tok 11 to 14  d.txt  ")
     assert lines[2].startswith("tok 27 to 30  chat  ")
@@ -468,24 +457,21 @@ def test_how_much_was_kept_stands_over_the_text() -> None:
     assert "1 of 3 layers see the last 40 tokens at the most, whatever the policy" in text
 
 
-def test_before_the_first_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    kept_view._kept(context(chat()), [])
-    assert capsys.readouterr().err == "no turn yet: nothing has been read\n"
+def test_before_the_first_turn() -> None:
+    said = typed.run(kept_view.COMMANDS, context(chat()), "kept")
+    assert said == "no turn yet: nothing has been read\n"
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("lines", "said"),
     [
-        ("2 3", "one page"),
+        ("2 3|layer 1 2 3", "one page"),
         ("0", "no page 0: 1 to"),
-        ("99", "no page 99: 1 to"),
+        ("99|layer 1 head 1 99", "no page 99"),
         ("bottom", "does not know 'bottom'"),
         ("-1", "does not know '-1'"),
         ("²", "does not know"),
-        ("top 0", "1 to 100"),
-        ("top 101", "1 to 100"),
-        ("top x", "1 to 100"),
-        ("top 1 2", "1 to 100"),
+        ("top 0|top 101|top x|top 1 2", "1 to 100"),
         ("find", "takes a text"),
         ("find net debt", "takes one text"),
         ("layer", "a layer, 0 to 2"),
@@ -493,25 +479,20 @@ def test_before_the_first_turn(capsys: pytest.CaptureFixture[str]) -> None:
         ("layer x", "no layer 'x'"),
         ("layer 1 head", "a KV head, 0 to 2"),
         ("layer 1 head 3", "no head '3' in this model: 0 to 2"),
-        ("layer 1 2 3", "one page"),
-        ("layer 1 head 1 99", "no page 99"),
     ],
 )
-def test_bad_arguments(asked: ChatSession, line: str, said: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(said)):
-        kept_view._kept(context(asked), line.split())
+def test_bad_arguments(asked: ChatSession, lines: str, said: str) -> None:
+    for line in lines.split("|"):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            kept_view._kept(context(asked), line.split())
 
 
 @pytest.mark.parametrize(
     "line",
     ["", "all", "top", "top 3", "find mill", "find mill all", "layer 1", "layer 1 head 2 all"],
 )
-def test_output_is_plain_text_on_stderr(
-    asked: ChatSession, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kept_view._kept(context(asked), line.split())
-    out, err = capsys.readouterr()
-    assert not out
+def test_output_is_plain_text_on_stderr(asked: ChatSession, line: str) -> None:
+    err = typed.run(kept_view.COMMANDS, context(asked), "kept", *line.split())
     assert err.endswith("\n")
     assert len(err) > 20
     assert "\x1b" not in err

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,36 +14,34 @@ import huggingface_hub
 import pytest
 import torch
 from checkpoints import classes
-from fakes import PADDED, ByteTokenizer, ChatML
+from fakes import PADDED
 from huggingface_hub import errors
+from lettered import over
 from llama_8b import LLAMA
 from pairwise import pairwise
 from safetensors.torch import load_file
+from small import network
+from typed import invoke, printed, screen
 
 import minikv
-from minikv.cache.kv_cache import KVCache
 from minikv.cache.plan import Plan, Setup, held_after, peak
-from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine
-from minikv.chat.report import size
+from minikv.chat.report import TurnReport, size
 from minikv.chat.session import ChatSession
 from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan, read_bytes
-from minikv.cli.screen.terminal import Terminal
 from minikv.cli.selftest import one_thread
 from minikv.cli.values import read_count
-from minikv.engine.engine import Engine, logits_nbytes
+from minikv.engine.engine import logits_nbytes
 from minikv.errors import UsageError
 from minikv.loader import shape_of
 from minikv.models import BUNDLED
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError, ModelUnavailable
-from minikv.models.llama import Llama
 from minikv.models.packed import _parts
-from minikv.models.rope import RopeConfig
 from minikv.models.weights import packed_bytes
-from minikv.settings import Settings
+from minikv.settings import Settings, settings_of
 
 # Every kind of reading: nothing observed, the last queries, all queries, none; blocks; a decode
 # policy that waits for attention, one that does not, one with wide columns, and none.
@@ -91,13 +85,28 @@ def _quick() -> Iterator[None]:
 
 
 def run(model: str | None, tokens: str, **named: Any) -> str:
-    terminal = Terminal()
-    terminal.out, terminal.err = io.StringIO(), io.StringIO()
-    settings = {"model": model, "policy": ""}
-    known = {field.name for field in fields(Settings)}
-    settings |= {name: named.pop(name) for name in list(named) if name in known}
+    """What `minikv plan` prints. named: settings, and arguments of `plan`."""
+    terminal = screen()
+    settings, known = {"model": model, "policy": ""}, {*settings_of(Settings), "options"}
+    settings |= {name: named.pop(name) for name in [*named] if name in known}
     plan(Settings(**settings), tokens, terminal, **named)
-    return terminal.out.getvalue()
+    return printed(terminal)
+
+
+def words(*given: Any, **named: Any) -> str:
+    return " ".join(run(*given, **named).split())
+
+
+def record(*given: Any, **named: Any) -> Any:
+    return json.loads(run(*given, as_json=True, **named))
+
+
+def altered(folder: Path, **values: Any) -> str:
+    """A folder with the bundled model's config.json, but for these values."""
+    raw = json.loads((BUNDLED / "config.json").read_text()) | values
+    kept = {name: value for name, value in raw.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return str(folder)
 
 
 def of(eviction: EvictionConfig, model: str | None, tokens: int, **named: Any) -> Forecast:
@@ -123,7 +132,7 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("form", "told"),
     [
         ("int8", "bfloat16, the layers in int8\n"),
         ("int4", "bfloat16, the layers in int4\n"),
@@ -131,48 +140,40 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
         ("int4+head", "bfloat16, the layers in int4, the head in int8\n"),
     ],
 )
-def test_packed_weights_are_counted_to_the_byte(form: str, words: str) -> None:
+def test_packed_weights_are_counted_to_the_byte(form: str, told: str) -> None:
+    """In memory, and as they are kept on disk."""
     made = of(EvictionConfig.read(), None, 1000, weights=form, device="cpu")
     there = minikv.load(weights=form, device="cpu", tier="none")
     assert made.weights == there.facts.weight_bytes
     assert made.kept == form == there.facts.form
+    network: Any = there.engine.network
+    assert packed_bytes(network.config, form) == sum(part.nbytes for _, part in _parts(network))
     text = run(None, "1000", weights=form, device="cpu")
-    assert f"weights  {made.weights / 2**20:.1f} MiB in {words}" in text
-    assert json.loads(run(None, "1000", weights=form, device="cpu", as_json=True))["kept"] == form
-
-
-@pytest.mark.parametrize("form", ["int8", "int4", "int8+head", "int4+head"])
-def test_what_is_kept_on_disk_is_counted_to_the_byte(form: str) -> None:
-    there = minikv.load(weights=form, device="cpu", tier="none")
-    network = there.engine.network
-    kept = sum(part.nbytes for _, part in _parts(network))
-    assert packed_bytes(network.config, form) == kept
+    assert f"weights  {made.weights / 2**20:.1f} MiB in {told}" in text
+    assert record(None, "1000", weights=form, device="cpu")["kept"] == form
 
 
 def test_disk_use_is_told_where_there_is_some(llama: str) -> None:
     """Of a model that is small nothing is kept, nor of one that a GPU packs."""
     told = {"weights": "int4", "device": "cpu", "memory": "24GiB", "keep_packed": "on"}
-    disk = json.loads(run(llama, "4k", as_json=True, **told))["disk"]
+    disk = record(llama, "4k", **told)["disk"]
     assert 3 << 30 < disk < 4 << 30
     line = f"disk     {size(disk)} of packed weights, from the first start on (--keep-packed)"
     assert line in run(llama, "4k", **told)
     for other in ({"keep_packed": "off"}, {"weights": "auto"}, {"device": "cuda"}):
-        assert json.loads(run(llama, "4k", as_json=True, **(told | other)))["disk"] == 0
+        assert record(llama, "4k", **(told | other))["disk"] == 0
     assert "disk  " not in run(None, "1000", **(told | {"weights": "int8"}))
 
 
-@pytest.mark.parametrize("form", ["int8+head", "int4+head"])
-def test_packed_weights_are_planned_where_they_run(form: str) -> None:
-    for device in ("cuda", "cpu"):
-        named = {"dtype": "float32", "device": device, "memory": "24GiB"}
-        with pytest.raises(ModelError, match=f'`weights="{re.escape(form)}"`') as caught:
-            run(None, "1000", weights=form, **named)
-        assert caught.value.exit_code == 2
-    with pytest.raises(
-        UsageError, match=r"`weights` must be one of .*, got 'int2\+head'"
-    ) as caught:
-        run(None, "1000", weights="int2+head", device="cpu")
-    assert caught.value.exit_code == 2
+def test_packed_weights_are_planned_where_they_run() -> None:
+    for form, device, dtype, error, message in (
+        ("int8+head", "cuda", "float32", ModelError, 'weights="int8+head"'),
+        ("int4+head", "cpu", "float32", ModelError, 'weights="int4+head"'),
+        ("int2+head", "cpu", "auto", UsageError, "`weights` must be one of"),
+    ):
+        with pytest.raises(error, match=re.escape(message)) as caught:
+            run(None, "1000", weights=form, device=device, dtype=dtype, memory="24GiB")
+        assert caught.value.exit_code == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -216,50 +217,11 @@ def test_random_models_of_transformers_are_counted_to_the_parameter(
 # -- the cache, against real runs -----------------------------------------------------------
 
 
-def chat_of(config: ModelConfig) -> ChatSession:
-    """A chat over a random network whose tokens are bytes."""
-    net = Llama(config).randomise(1, std=0.2)
-    shape = Shape(
-        config.layers,
-        config.kv_heads,
-        config.heads,
-        config.head_dim,
-        config.windows,
-        config.max_context,
-    )
-    kv = KVCache(
-        shape,
-        dtype=net.dtype,
-        rotary=net.rotary.inverse,
-        output=lambda i: (
-            net.layers[i].out.dense().T.unflatten(0, (config.kv_heads, -1, config.head_dim))
-        ),
-    )
-    tokenizer = ByteTokenizer()
-    return ChatSession(
-        Engine(net, kv),
-        tokenizer,
-        ChatML(tokenizer),
-        Settings(policy="full", reuse="once"),
-        max_context=config.max_context,
-    )  # type: ignore[arg-type]
-
-
-def config_of(layers: int, windows: tuple[int | None, ...] | None = None) -> ModelConfig:
-    return ModelConfig(
-        family="llama",
-        layers=layers,
-        heads=8,
-        kv_heads=2,
-        head_dim=16,
-        hidden=64,
-        mlp=96,
-        vocab=PADDED,
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        max_context=2048,
-        windows=windows or (None,) * layers,
-    )
+def chat_of(*windows: int | None) -> ChatSession:
+    """A chat over a random network whose tokens are bytes, with a layer for each of the windows."""
+    sizes = {"heads": 8, "kv_heads": 2, "head_dim": 16, "hidden": 64, "mlp": 96, "vocab": PADDED}
+    net = network(64, 1, windows=windows, max_context=2048, **sizes)
+    return over(net, EvictionConfig.read("full"), reuse="once")
 
 
 @pytest.fixture(scope="module")
@@ -269,12 +231,12 @@ def bundled() -> ChatSession:
 
 @pytest.fixture(scope="module")
 def deep() -> ChatSession:
-    return chat_of(config_of(16))
+    return chat_of(*[None] * 8)
 
 
 @pytest.fixture(scope="module")
 def sliding() -> ChatSession:
-    return chat_of(config_of(4, (None, 120, None, 40)))
+    return chat_of(None, 120, None, 40)
 
 
 def planned_by(
@@ -294,32 +256,40 @@ def allocated(made: Plan, setup: Setup) -> int:
     return sum(made.needed) * setup.rules.row_nbytes(setup.shape, setup.kv)
 
 
-def measured_and_planned(
-    session: ChatSession, config: ModelConfig, eviction: EvictionConfig, text: str, answer: int
-) -> list[tuple[int, int]]:
-    """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
-    session.recall.kind = "none"  # with a tier in RAM the layer that is read is a part of that
+def asked(session: ChatSession, eviction: EvictionConfig, text: str, answer: int = 5) -> TurnReport:
     session.configure(eviction)
     session.reset()
     session.attach(text)
-    for _ in session.ask("What is it?", max_tokens=answer):
-        pass
-    report = session.report
-    assert report is not None
+    list(session.ask("What is it?", max_tokens=answer))
+    assert session.report is not None
+    return session.report
+
+
+def measured_and_planned(
+    session: ChatSession, eviction: EvictionConfig, text: str, answer: int = 5
+) -> list[tuple[int, int]]:
+    """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
+    session.recall.kind = "none"  # with a tier in RAM the layer that is read is a part of that
+    report, config = asked(session, eviction, text, answer), config_of(session)
     tokens, kv_bytes = report.tokens, report.kv_bytes
     made, setup = planned_by(eviction, config, tokens.prompt_new, answer)
-    steps = len(session.fed) - tokens.prompt_new
+    seen = session.engine.kv.position
+    full = sum(min(seen, (window or 1 << 40) - 1) for window in config.windows)
     return [
         (kv_bytes.peak_prefill, peak(made, setup).reading),
         (kv_bytes.allocated, allocated(made, setup)),
-        (kv_bytes.held, held_after(made, setup, steps)),
-        (
-            kv_bytes.full,
-            sum(min(session.engine.kv.position, (w or 1 << 40) - 1) for w in config.windows)
-            * config.kv_heads
-            * (2 * config.head_dim * 4 + 4),
-        ),
+        (kv_bytes.held, held_after(made, setup, len(session.fed) - tokens.prompt_new)),
+        (kv_bytes.full, full * config.kv_heads * (2 * config.head_dim * 4 + 4)),
     ]
+
+
+def config_of(session: ChatSession) -> ModelConfig:
+    network: Any = session.engine.network
+    found: ModelConfig = network.config
+    return found
+
+
+MILL = "The mill on the river is run by Ada, who came from Velgate. "
 
 
 @pytest.mark.parametrize(
@@ -334,13 +304,10 @@ def test_the_planned_bytes_are_those_of_a_real_run(
     which: str, case: tuple[str, str, int], request: pytest.FixtureRequest
 ) -> None:
     session: ChatSession = request.getfixturevalue(which)
-    config = session.engine.network.config  # type: ignore[attr-defined]
     policy, decode, stride = case
-    text = "The mill on the river is run by Ada, who came from Velgate. " * 4
     for budget in ("72", "600"):  # below the prompt, and above it
         choice = EvictionConfig.read(policy, decode, budget, stride=stride)
-        pairs = measured_and_planned(session, config, choice, text, answer=5)
-        measured, planned = zip(*pairs, strict=True)
+        measured, planned = zip(*measured_and_planned(session, choice, MILL * 4), strict=True)
         if which == "sliding":  # rows slide out of a window one by one: a bound
             assert measured[2] <= planned[2] <= 1.05 * measured[2]
             measured, planned = measured[:2] + measured[3:], planned[:2] + planned[3:]
@@ -361,32 +328,23 @@ def test_what_is_read_twice_stays_below_its_plan(
 ) -> None:
     """The request is counted with more tokens than it has."""
     session: ChatSession = request.getfixturevalue(which)
-    config = session.engine.network.config  # type: ignore[attr-defined]
-    text = "The mill on the river is run by Ada, who came from Velgate. " * 20
     choice = EvictionConfig.read(policy, decode, "72")
     session.recall.kind, session.reuse = tier, "once"
-    session.configure(choice)
-    session.reset()
-    session.attach(text)
-    for _ in session.ask("What is it?", max_tokens=5):
-        pass
+    report = asked(session, choice, MILL * 20)
     session.recall.kind = "none"
-    assert session.report is not None
-    kv_bytes = session.report.kv_bytes
-    made, setup = planned_by(choice, config, session.report.tokens.prompt_new, 5)
+    made, setup = planned_by(choice, config_of(session), report.tokens.prompt_new, 5)
     assert made.repeats
     planned = peak(made, setup).reading
     if tier == "file":
         in_file = peak(made, setup, in_file=True).reading
         assert in_file < planned
         planned = in_file
-    assert kv_bytes.peak_prefill <= planned <= 1.05 * kv_bytes.peak_prefill
-    assert kv_bytes.allocated <= peak(made, setup).writing
+    assert report.kv_bytes.peak_prefill <= planned <= 1.05 * report.kv_bytes.peak_prefill
+    assert report.kv_bytes.allocated <= peak(made, setup).writing
 
 
 def test_the_plan_tells_what_is_read_twice() -> None:
-    record = json.loads(run(None, "2k", policy="kvzip,keydiff", budget="64", as_json=True))
-    kvzip, keydiff = record["rows"]
+    kvzip, keydiff = record(None, "2k", policy="kvzip,keydiff", budget="64")["rows"]
     assert 2000 < kvzip["again"] < 2100
     row = 3 * 2 * 64 * 4
     text = row * kvzip["again"]  # the text is repeated at once
@@ -394,39 +352,36 @@ def test_the_plan_tells_what_is_read_twice() -> None:
     assert kvzip["file_ram"] == row * 2000 * 2 + text
     assert kvzip["reading"] > kvzip["ram"]
     assert (keydiff["again"], keydiff["ram"]) == (0, 0)
-    settings = {"policy": "kvzip", "budget": "64", "tier": "file"}
-    file = json.loads(run(None, "2k", as_json=True, **settings))["rows"][0]
+    alone = {"policy": "kvzip", "budget": "64"}
+    (file,) = record(None, "2k", tier="file", **alone)["rows"]
     assert (file["ram"], file["file"]) == (kvzip["file_ram"], row * 2000 * 4)
     assert kvzip["reading"] - file["reading"] == row * 2000 * 2
-    auto = run(None, "2k", policy="kvzip", budget="64", memory="24MiB", as_json=True)
-    assert json.loads(auto)["rows"][0] == file | {"fits": False}
-    text = " ".join(run(None, "2k", **settings).split())
-    assert "values in a file (11.7 MiB), of which RAM has 8.9 MiB at a time" in text
-    text = " ".join(run(None, "2k", policy="kvzip", budget="64").split())
-    assert "kvzip reads 2,060 tokens more for 2,000 (2.0 times)" in text
-    assert "holds all keys and values in RAM: 14.7 MiB (with --tier file 8.9 MiB)" in text
-    assert "without a tier" not in text
+    assert record(None, "2k", memory="24MiB", **alone)["rows"] == [file | {"fits": False}]
+    said = words(None, "2k", tier="file", **alone)
+    assert "values in a file (11.7 MiB), of which RAM has 8.9 MiB at a time" in said
+    said = words(None, "2k", **alone)
+    assert "kvzip reads 2,060 tokens more for 2,000 (2.0 times)" in said
+    assert "holds all keys and values in RAM: 14.7 MiB (with --tier file 8.9 MiB)" in said
+    assert "without a tier" not in said
     assert "scoring" not in run(None, "2k", policy="keydiff", budget="64")
-    text = " ".join(run(None, "8190", policy="kvzip", budget="64").split())
-    assert "kvzip has the model repeat what it has read, and 2 of 8,192" in text
+    said = words(None, "8190", **alone)
+    assert "kvzip has the model repeat what it has read, and 2 of 8,192" in said
 
 
 def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
     """In its row, as too few positions are; a larger budget would not help."""
-    for tokens, words in (
+    for tokens, told in (
         ("8150", "42 of 8,192 positions"),
         ("8192", "8,192 tokens leave no position for an answer"),
         ("9000", "9,000 tokens do not fit"),
     ):
         lines = run(None, tokens, policy="kvzip,kvzip+", budget="512").splitlines()
         said = next(line for line in lines if line.startswith("kvzip+"))
-        assert words in said
+        assert told in said
         assert "budget" not in said
-        alone = run(None, tokens, policy="kvzip", budget="512", as_json=True)
-        rows = json.loads(alone)["rows"]
+        rows = record(None, tokens, policy="kvzip", budget="512")["rows"]
         assert [row["suffices"] for row in rows] == [False]
-    both = run(None, "8150", policy="kvzip,keydiff", budget="512", as_json=True)
-    rows = json.loads(both)["rows"]
+    rows = record(None, "8150", policy="kvzip,keydiff", budget="512")["rows"]
     assert [row["suffices"] for row in rows] == [False, True]
     with pytest.raises(UsageError, match="too small"):
         run(None, "2000", policy="kvzip", budget="4")
@@ -437,8 +392,8 @@ def test_the_logits_of_probabilities_are_counted(
 ) -> None:
     """At most so many exist at once as the plan says; it tells them where the network itself does
     not need as much at other times."""
-    config, network = bundled.engine.network.config, bundled.engine.network  # type: ignore[attr-defined]
-    logits, most = network.logits, []  # type: ignore[attr-defined]
+    network: Any = bundled.engine.network
+    config, logits, most = network.config, network.logits, []
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         made = logits(hidden)
@@ -447,53 +402,49 @@ def test_the_logits_of_probabilities_are_counted(
 
     monkeypatch.setattr(network, "logits", counted)
     choice = EvictionConfig.read("queryspan", budget="72")
-    text = "The mill on the river is run by Ada, who came from Velgate. " * 60
-    measured_and_planned(bundled, config, choice, text, answer=2)
-    tokens = bundled.report.tokens.prompt_new  # type: ignore[union-attr]
+    tokens = asked(bundled, choice, MILL * 60, 2).tokens.prompt_new
     assert len(most) > 3
     assert 2 * max(most) == logits_nbytes(tokens, config.vocab)
     assert max(most) <= 4 << 20
     # With a vocabulary that is large for the network, logits are more than anything else.
-    raw = json.loads((BUNDLED / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"vocab_size": 100_000}))
+    large = altered(tmp_path, vocab_size=100_000)
     monkeypatch.setattr("minikv.models.weights.loading_bytes", lambda *_: 0)
     spaces = {}
     for policy in ("snapkv", "queryspan"):
-        made = of(EvictionConfig.read(policy, budget="72"), str(tmp_path), 2000)
+        made = of(EvictionConfig.read(policy, budget="72"), large, 2000)
         (row,) = made.rows
         spaces[policy] = row.needs - made.weights - max(row.reading, row.writing)
     assert spaces["snapkv"] == made.workspace
-    least = 2000 * raw["hidden_size"] * 4 + logits_nbytes(2000, 100_000)
+    least = 2000 * config.hidden * 4 + logits_nbytes(2000, 100_000)
     assert spaces["queryspan"] > least > spaces["snapkv"]
 
 
-def test_a_second_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(bundled: ChatSession) -> None:
-    config = bundled.engine.network.config  # type: ignore[attr-defined]
-    for budget in ("30%", "300KiB"):
-        choice = EvictionConfig.read("adakv", "roco", budget)
-        pairs = measured_and_planned(bundled, config, choice, "The mill is run by Ada. " * 40, 5)
-        assert [planned for _, planned in pairs] == [measured for measured, _ in pairs]
-        assert pairs[2][0] < pairs[3][0]  # it did evict
+@pytest.mark.parametrize("budget", ["30%", "300KiB"])
+def test_a_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(
+    bundled: ChatSession, budget: str
+) -> None:
+    choice = EvictionConfig.read("adakv", "roco", budget)
+    pairs = measured_and_planned(bundled, choice, "The mill is run by Ada. " * 40)
+    assert [planned for _, planned in pairs] == [measured for measured, _ in pairs]
+    assert pairs[2][0] < pairs[3][0]  # it did evict
 
 
 # -- the command ----------------------------------------------------------------------------
 
 
 def test_the_screen_has_what_the_json_has() -> None:
-    text = run(None, "2k", budget="256", memory="24GiB")
-    record = json.loads(run(None, "2k", budget="256", memory="24GiB", as_json=True))
-    assert record["tokens"] == 2000
-    assert record["free"] == 24 << 30
-    assert record["suffices"] is True
-    by_name = {(row["policy"], row["stride"]): row for row in record["rows"]}
+    given = {"budget": "256", "memory": "24GiB"}
+    text, made = run(None, "2k", **given), record(None, "2k", **given)
+    assert (made["tokens"], made["free"], made["suffices"]) == (2000, 24 << 30, True)
+    by_name = {(row["policy"], row["stride"]): row for row in made["rows"]}
     full, ada = by_name["full", 0], by_name["adakv", 0]
     assert full["reading"] > ada["reading"] > ada["writing"] > ada["held"] > 0
-    assert full["writing"] > record["full"]  # positions, and room for the answer
+    assert full["writing"] > made["full"]  # positions, and room for the answer
     assert by_name["roco", 32]["reading"] < ada["reading"]
     assert ada["rows"] == 256
-    for row in record["rows"]:
-        running = record["weights"] + record["workspace"] + max(row["reading"], row["writing"])
-        assert row["needs"] == max(running, record["loading"])
+    for row in made["rows"]:
+        running = made["weights"] + made["workspace"] + max(row["reading"], row["writing"])
+        assert row["needs"] == max(running, made["loading"])
         assert row["fits"] is True
     for line in ("2.46 M parameters", "9.4 MiB in float32", "8,192 positions, enough for 2,000"):
         assert line in text
@@ -502,22 +453,20 @@ def test_the_screen_has_what_the_json_has() -> None:
 
 def test_the_tier_is_that_of_a_real_chat_and_a_later_question_reads_it() -> None:
     session = minikv.load(device="cpu", budget=128)
-    session.attach("The mill is run by Ada. " * 40)
-    list(session.ask("Who runs it?", max_tokens=4))
-    tokens = session.recall.tokens
-    tier = session.recall.tier
+    asked(session, session.eviction, "The mill is run by Ada. " * 40, 4)
+    tokens, tier = session.recall.tokens, session.recall.tier
     assert tier is not None
-    record = json.loads(run(None, str(tokens), budget="128", memory="1GiB", as_json=True))["tier"]
+    given: dict[str, Any] = {"budget": "128", "memory": "1GiB"}
+    made = record(None, str(tokens), **given)["tier"]
     rows = [tier.rows.read(layer, tokens) for layer in range(tier.shape.layers)]
-    assert record["same"] == sum(column.nbytes for layer in rows for column in layer.values())
-    assert record["again"] == tokens
-    assert record["int8"] < 0.3 * record["same"]  # of float32
-    assert record["ram_same"] == record["same"]
-    text = run(None, str(tokens), budget="128", memory="1GiB")
-    words = " ".join(text.split())
-    assert f"tier in RAM {size(record['ram_same'])}" in words
-    assert f"in int8 {size(record['ram_int8'])}; in a file about {size(record['same'])}" in words
-    assert f"a later question reads {size(record['same'])} of keys and values" in words
+    assert made["same"] == sum(column.nbytes for layer in rows for column in layer.values())
+    assert made["again"] == tokens
+    assert made["int8"] < 0.3 * made["same"]  # of float32
+    assert made["ram_same"] == made["same"]
+    said = words(None, str(tokens), **given)
+    assert f"tier in RAM {size(made['ram_same'])}" in said
+    assert f"in int8 {size(made['ram_int8'])}; in a file about {size(made['same'])}" in said
+    assert f"a later question reads {size(made['same'])} of keys and values" in said
 
 
 @pytest.mark.parametrize("dtype", ["same", "int8"])
@@ -526,13 +475,13 @@ def test_what_is_needed_counts_the_tier_where_a_chat_would_have_it(
 ) -> None:
     """In RAM it takes the cache's memory: all but the layer that is read in it, if it is exact."""
     monkeypatch.setattr("minikv.models.weights.loading_bytes", lambda *_: 0)
-    config = bundled.engine.network.config  # type: ignore[attr-defined]
+    config = config_of(bundled)
     row = 2 * config.kv_heads * (config.head_dim * 4 if dtype == "same" else config.head_dim + 2)
     layers = config.layers - (dtype == "same")
     given: dict[str, Any] = {"budget": "128", "tier_dtype": dtype, "memory": "1GiB"}
     needs = {}
     for tier in ("none", "auto", "file", "ram"):
-        made = json.loads(run(None, "4k", device="cpu", tier=tier, as_json=True, **given))
+        made = record(None, "4k", device="cpu", tier=tier, **given)
         needs[tier] = {(one["policy"], one["stride"]): one["needs"] for one in made["rows"]}
     assert needs["auto"] == needs["file"] == needs["none"]
     more = {case: needs["ram"][case] - needs["none"][case] for case in needs["ram"]}
@@ -540,30 +489,25 @@ def test_what_is_needed_counts_the_tier_where_a_chat_would_have_it(
     tiers = {case: bytes for case, bytes in more.items() if bytes}
     assert ("adakv", 0) in tiers
     assert set(tiers.values()) == {4000 * row * layers}
-    on_gpu = [
-        run(None, "4k", device="cuda", tier=tier, as_json=True, **given) for tier in ("none", "ram")
-    ]
-    assert json.loads(on_gpu[0])["rows"] == json.loads(on_gpu[1])["rows"]
+    cuda = [record(None, "4k", device="cuda", tier=tier, **given) for tier in ("none", "ram")]
+    assert cuda[0]["rows"] == cuda[1]["rows"]
 
 
 def test_where_nothing_is_evicted_there_is_no_tier() -> None:
-    full = json.loads(run(None, "8k", policy="full", memory="1GiB", as_json=True))
-    assert full["tier"] is None
+    assert record(None, "8k", policy="full", memory="1GiB")["tier"] is None
     assert "a later question" not in run(None, "8k", policy="full", memory="1GiB")
-    auto = json.loads(run(None, "8k", memory="1GiB", as_json=True))
+    auto = record(None, "8k", memory="1GiB")
     assert auto["tier"] is None
     assert {row["rows"] for row in auto["rows"]} == {None}
 
 
 def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:
-    small = json.loads(run(None, "4k", memory="20MiB", as_json=True))
-    fits = {row["policy"]: row["fits"] for row in small["rows"]}
+    fits = {row["policy"]: row["fits"] for row in record(None, "4k", memory="20MiB")["rows"]}
     assert fits["full"] is False
     text = run(None, "9000", budget="512")
     assert "8,192 positions, too few for 9,000 tokens" in text
     assert text.count("no, context") == 7
-    assert json.loads(run(None, "8191", as_json=True))["suffices"] is True
-    assert json.loads(run(None, "8192", as_json=True))["suffices"] is False
+    assert [record(None, n)["suffices"] for n in ("8191", "8192")] == [True, False]
 
 
 # -- without --tokens, and what is suggested ------------------------------------------------
@@ -575,94 +519,93 @@ def llama(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_without_tokens_the_plan_is_for_several_lengths(llama: str) -> None:
-    text = run(llama, "", memory="24GiB", device="cpu")
+def test_without_tokens_the_plan_is_for_several_lengths(llama: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"memory": "24GiB", "device": "cpu"}
+    text = run(llama, "", **given)
     assert "8.03 B parameters" in text
     assert "weights  15.0 GiB in bfloat16" in text
     assert "plan     read 4,000, 16,000 or 130,560 tokens, write 512; budget auto" in text
     heads = [line for line in text.splitlines() if re.match(r"[\d,]+ tokens( \(|$)", line)]
     assert heads == ["4,000 tokens", "16,000 tokens", "130,560 tokens (the whole context)"]
-    assert (
-        " ".join(text.split()).count("nothing is evicted") == 4
-    )  # two lengths, and what is suggested for each
+    # Of two lengths, and what is suggested for each.
+    assert " ".join(text.split()).count("nothing is evicted") == 4
     assert text.count("roco --stride 32") == 1
-    made = json.loads(run(llama, "", memory="24GiB", device="cpu", as_json=True))["lengths"]
+    made = record(llama, "", **given)["lengths"]
     assert [one["tokens"] for one in made] == [4000, 16_000, 130_560]
-    for one in made:  # each is what it is alone
-        alone = run(llama, str(one["tokens"]), memory="24GiB", device="cpu", as_json=True)
-        rows = {row["policy"]: row for row in json.loads(alone)["rows"] if row["policy"] != "roco"}
+    for one in made[::2]:  # each is what it is alone
+        alone = record(llama, str(one["tokens"]), **given)["rows"]
+        rows = {row["policy"]: row for row in alone if row["policy"] != "roco"}
         assert all(row == rows[row["policy"]] for row in one["rows"] if row["policy"] in rows)
-
-
-def test_a_short_context_has_fewer_lengths(tmp_path: Path) -> None:
-    record = json.loads(run(None, "", memory="24GiB", as_json=True))
-    assert [one["tokens"] for one in record["lengths"]] == [4000, 8192 - 512]
-    raw = json.loads((BUNDLED / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 2048}))
-    record = json.loads(run(str(tmp_path), "", memory="24GiB", as_json=True))
-    assert [one["tokens"] for one in record["lengths"]] == [2048 - 512]
-    assert record["lengths"][0]["suffices"] is True
+    short = altered(tmp_path, max_position_embeddings=2048)
+    for model, lengths in ((None, [4000, 8192 - 512]), (short, [2048 - 512])):
+        made = record(model, "", memory="24GiB")["lengths"]
+        assert [one["tokens"] for one in made] == lengths
+        assert made[-1]["suffices"] is True
 
 
 @pytest.mark.parametrize(
-    ("memory", "tokens", "flags", "kept"),
+    ("memory", "tokens", "device", "flags", "kept"),
     [
-        ("80GiB", "16k", "", "all of it fits: nothing is evicted"),
-        ("16GiB", "16k", "", "2,300 tokens per head fit: 14% of what is read"),
-        ("12GiB", "16k", "--weights int8", "11,000 tokens per head fit: 68% of what is read"),
-        ("8GiB", "16k", "--weights int4", "7,800 tokens per head fit: 48% of what is read"),
-        ("8GiB", "100k", "--weights int4", "3,500 tokens per head fit: 3% of what is read"),
-        ("6.3GiB", "100k", "--weights int4+head --policy roco --stride 32", "% of what is read"),
+        ("80GiB", "16k", "cpu", "", "all of it fits: nothing is evicted"),
+        ("16GiB", "16k", "cpu", "", "2,300 tokens per head fit: 14% of what is read"),
+        (
+            "12GiB",
+            "16k",
+            "cpu",
+            "--weights int8",
+            "11,000 tokens per head fit: 68% of what is read",
+        ),
+        ("8GiB", "100k", "cpu", "--weights int4", "3,500 tokens per head fit: 3% of what is read"),
+        (
+            "6.3GiB",
+            "100k",
+            "cpu",
+            "--weights int4+head --policy roco --stride 32",
+            "of what is read",
+        ),
+        ("12GiB", "4k", "cuda", "--weights int8", "nothing is evicted"),
+        ("8GiB", "4k", "cuda", "--weights int4", ""),
     ],
 )
 def test_what_is_suggested_fits(
-    llama: str, memory: str, tokens: str, flags: str, kept: str
+    llama: str, memory: str, tokens: str, device: str, flags: str, kept: str
 ) -> None:
-    settings = {"memory": memory, "device": "cpu"}
-    hint = json.loads(run(llama, tokens, as_json=True, **settings))["suggestion"]
-    flags = f"--device cpu {flags}".strip()
+    settings = {"memory": memory, "device": device}
+    made = record(llama, tokens, **settings)
+    hint, flags = made["suggestion"], f"--device {device} {flags}".strip()
     assert (hint["fits"], hint["flags"]) == (True, flags)
-    text = " ".join(run(llama, tokens, **settings).split())
+    text = words(llama, tokens, **settings)
     assert f"tokens: minikv chat -m {llama} {flags} FILE (needs " in text
     assert f"{kept})" in text
+    assert "do not fit" not in text
     # Planned for itself, it needs what was said.
-    words = flags.split()
-    given = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
+    named = flags.split()
+    given = dict(zip((word.removeprefix("--") for word in named[::2]), named[1::2], strict=True))
     given.setdefault("policy", "adakv")
     stride = int(given.pop("stride", 0))
-    alone = run(llama, tokens, as_json=True, stride=stride, **settings | given)
-    (row,) = json.loads(alone)["rows"]
+    (row,) = record(llama, tokens, stride=stride, **settings | given)["rows"]
     assert row["fits"] is True
     assert (row["needs"], row["rows"]) == (hint["needs"], hint["rows"])
     assert hint["needs"] < hint["free"]
 
 
 def test_what_cannot_be_helped_is_said(llama: str) -> None:
-    text = " ".join(run(llama, "100k", memory="4GiB", device="cpu").split())
+    text = words(llama, "100k", memory="4GiB", device="cpu")
     assert "100,000 tokens do not fit: --device cpu --weights int4+head --policy roco" in text
     assert "still needs " in text
     # Weights that the user did not ask for are not suggested.
-    hint = json.loads(run(llama, "4k", memory="6GiB", weights="int8", as_json=True))["suggestion"]
-    assert hint["fits"] is False
-    assert hint["flags"] == "--weights int8"
+    hint = record(llama, "4k", memory="6GiB", weights="int8")["suggestion"]
+    assert (hint["fits"], hint["flags"]) == (False, "--weights int8")
     # Nor anything for a document that the model cannot read at all.
-    assert json.loads(run(llama, "200k", memory="4GiB", as_json=True))["suggestion"] is None
+    assert record(llama, "200k", memory="4GiB")["suggestion"] is None
     assert "minikv chat" not in run(llama, "200k", memory="80GiB")
-
-
-def test_eight_billion_parameters_fit_a_small_gpu_when_packed(llama: str) -> None:
-    text = " ".join(run(llama, "4k", memory="12GiB", device="cuda").split())
-    assert "--weights int8" in text
-    assert "do not fit" not in text
-    text = " ".join(run(llama, "4k", memory="8GiB", device="cuda").split())
-    assert "--weights int4" in text
 
 
 def test_a_model_whose_name_has_blanks_is_quoted(llama: str, tmp_path: Path) -> None:
     folder = tmp_path / "a model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    assert f"-m '{folder}' " in " ".join(run(str(folder), "4k", memory="80GiB").split())
+    assert f"-m '{folder}' " in words(str(folder), "4k", memory="80GiB")
 
 
 @pytest.mark.parametrize("tokens", ["2000", ""])
@@ -677,49 +620,25 @@ def test_every_width(tokens: str, width: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_policy_of_the_selection_that_the_budget_is_too_small_for_says_so() -> None:
     text = run(None, "2000", budget="16")
     assert "is too small for snapkv" in text
-    assert "the smallest useful budget here is" in " ".join(text.split())
+    assert "the smallest useful budget here is" in words(None, "2000", budget="16")
     assert "streaming" in text
     with pytest.raises(UsageError, match="too small"):
         run(None, "2000", policy="snapkv", budget="16")
 
 
 def test_policies_decode_and_options_are_the_users() -> None:
-    record = json.loads(run(None, "2000", policy="snapkv, h2o", decode="none", as_json=True))
-    assert [(r["policy"], r["decode"]) for r in record["rows"]] == [
-        ("snapkv", "none"),
-        ("h2o", "none"),
-    ]
-    blocks: dict[str, Any] = {"policy": "roco", "budget": "512", "as_json": True}
-    one = json.loads(run(None, "2000", stride=64, **blocks))["rows"]
-    two = json.loads(run(None, "2000", stride=128, **blocks))["rows"]
-    assert one[0]["stride"] == 64
-    assert two[0]["reading"] > one[0]["reading"]
-    wide = json.loads(
-        run(
-            None,
-            "2000",
-            policy="adakv",
-            decode="scissorhands",
-            options={"window": "512"},
-            budget="600",
-            as_json=True,
-        )
-    )["rows"]
-    assert (
-        wide[0]["writing"]
-        > 1.2
-        * json.loads(
-            run(
-                None,
-                "2000",
-                policy="adakv",
-                decode="none",
-                budget="600",
-                max_tokens=1,
-                as_json=True,
-            )
-        )["rows"][0]["writing"]
-    )
+    def rows(**given: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = record(None, "2000", **given)["rows"]
+        return found
+
+    made = [(row["policy"], row["decode"]) for row in rows(policy="snapkv, h2o", decode="none")]
+    assert made == [("snapkv", "none"), ("h2o", "none")]
+    one, two = (rows(policy="roco", budget="512", stride=n)[0] for n in (64, 128))
+    assert one["stride"] == 64
+    assert two["reading"] > one["reading"]
+    ada = {"policy": "adakv", "budget": "600"}
+    wide = rows(decode="scissorhands", options={"window": "512"}, **ada)[0]
+    assert wide["writing"] > 1.2 * rows(decode="none", max_tokens=1, **ada)[0]["writing"]
 
 
 @pytest.mark.parametrize(
@@ -818,36 +737,28 @@ def test_a_repository_without_a_configuration(
     assert hub.asked == []
 
 
-def test_without_a_network_there_is_one_line(tmp_path: Path) -> None:
-    """The library logs each of its attempts, and makes six."""
-    code = (
-        "import socket\n"
-        "def no(*_, **__): raise socket.gaierror(-2, 'Name or service not known')\n"
-        "socket.getaddrinfo = socket.create_connection = no\n"
-        "from minikv.cli.main import run\nrun()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "plan", "-m", "owner/model", "--tokens", "1k"],
-        env={
-            **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
-            "HF_HOME": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 3
-    assert done.stdout == ""
-    first, *rest = done.stderr.splitlines()
-    assert first.startswith("error: owner/model: ")
-    assert [line for line in rest if not line.startswith("  check the network")] == []
-
-
 def test_a_cached_configuration_needs_no_network(hub: SimpleNamespace) -> None:
     hub.cached = str(BUNDLED / "config.json")
     assert "owner/model" in run("owner/model", "1000", offline=True)
     assert hub.asked == []
+
+
+def test_without_a_network_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library logs each of its attempts, and makes six."""
+
+    def no(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, no)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    done = invoke("plan", "-m", "owner/no-such-model-here", "--tokens", "1k")
+    assert (done.exit_code, done.stdout) == (3, "")
+    first, *rest = (done.stderr + "".join(capfd.readouterr())).splitlines()
+    assert first.startswith("error: owner/no-such-model-here: ")
+    assert [line for line in rest if not line.startswith("  check the network")] == []
 
 
 def _response(kind: type[Exception]) -> Exception:
@@ -896,48 +807,26 @@ def test_a_name_that_is_no_model(hub: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_the_number_format_is_the_checkpoints(tmp_path: Path) -> None:
-    raw = json.loads((BUNDLED / "config.json").read_text())
-    for said, expected in (("float16", "float32"), ("bfloat16", "bfloat16")):
-        (tmp_path / "config.json").write_text(json.dumps(raw | {"torch_dtype": said}))
-        made = of(EvictionConfig.read(), str(tmp_path), 100, device="cpu")
+    for said, expected in (("bfloat16", "bfloat16"), ("float16", "float32")):
+        made = of(EvictionConfig.read(), altered(tmp_path, torch_dtype=said), 100, device="cpu")
         assert made.dtype == expected  # float16 is computed in float32 on a CPU
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"torch_dtype": "float16"}))
     there = of(EvictionConfig.read(), str(tmp_path), 100, device="cuda", room=24 << 30)
     assert (there.dtype, there.memory) == ("float16", "as given")  # no such device is needed here
-    raw.pop("torch_dtype")
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    made = of(EvictionConfig.read(), str(tmp_path), 100)
+    made = of(EvictionConfig.read(), altered(tmp_path, torch_dtype=None), 100)
     assert made.dtype == "bfloat16"
     assert "bfloat16 is assumed" in made.notes[-1]
 
 
-def test_importing_it_loads_no_torch() -> None:
-    code = "import sys, minikv.cli.plan; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
-def test_codes_are_planned_as_they_are_kept(bundled: ChatSession) -> None:
+def test_codes_are_planned_as_they_are_kept() -> None:
     """With --kv int8 a row takes less, a budget of bytes is more rows, and a real run agrees."""
-    config = bundled.engine.network.config  # type: ignore[attr-defined]
     session = minikv.load(device="cpu", kv="int8", tier="none")
-    text = "The mill on the river is run by Ada, who came from Velgate. " * 20
-    rows = {}
-    for budget in ("72", "600KiB"):
+    for budget, rows in (("72", (72, 72)), ("600KiB", None)):
         choice = EvictionConfig.read("adakv", "roco", budget)
-        session.configure(choice)
-        session.reset()
-        session.attach(text)
-        for _ in session.ask("Who?", max_tokens=5):
-            pass
-        report = session.report
-        assert report is not None
-        prompt = report.tokens.prompt_new
-        coded = planned_by(choice, config, prompt, 5, torch.int8)
-        wide = planned_by(choice, config, prompt, 5)
-        rows[budget] = coded[0].rows, wide[0].rows
+        report = asked(session, choice, MILL * 20)
+        prompt, config = report.tokens.prompt_new, config_of(session)
+        coded, wide = (planned_by(choice, config, prompt, 5, *kept) for kept in ((torch.int8,), ()))
         held = report.kv_bytes.allocated
         assert held == allocated(*coded) < allocated(*wide) * 1.1
         assert report.kv_bytes.peak_prefill <= peak(*coded).reading
-    assert rows["72"] == (72, 72)
-    assert rows["600KiB"][0] > 2 * rows["600KiB"][1]
+        made = coded[0].rows, wide[0].rows
+        assert made == rows if rows else made[0] > 2 * made[1]  # type: ignore[operator]

@@ -3,51 +3,41 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from small_chat import chat
+from typed import context
 
 import minikv.cli.chat
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import converse
-from minikv.cli.command import Context
-from minikv.cli.interrupt import Interrupts
-from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen.terminal import Terminal
 from minikv.settings import Generation
 
 MILL = "A mill stands by the river and grinds. " * 8
 
 
-@pytest.fixture
-def talk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ChatSession, int]]:
+def talk(
+    session: ChatSession, lines: Sequence[str | type[BaseException]], *, typed: bool = True
+) -> int:
     """A chat in which these lines come in; how many of them were taken."""
+    session.attach(MILL)
+    coming: Iterator[str | type[BaseException]] = iter(lines)
+    taken = 0
 
-    def run(
-        lines: Sequence[str | type[BaseException]], limit: int, *, typed: bool = True
-    ) -> tuple[ChatSession, int]:
-        monkeypatch.setattr(minikv.cli.chat, "LONG", limit)
-        session, terminal, taken = chat(reuse="auto"), Terminal(), 0
-        session.attach(MILL)
-        keeper = Keeper(terminal, active=False)
-        generation = Generation(max_tokens=4)
-        context = Context(session, terminal, "strict", generation, Interrupts(), keeper)
-        coming: Iterator[str | type[BaseException]] = iter(lines)
+    def read_line() -> str:
+        nonlocal taken
+        line = next(coming, EOFError)
+        if isinstance(line, str):
+            taken += 1
+            return line
+        raise line
 
-        def read_line() -> str:
-            nonlocal taken
-            line = next(coming, EOFError)
-            if isinstance(line, str):
-                taken += 1
-                return line
-            raise line
-
-        assert converse(context, read_line, typed=typed) == 0
-        return session, taken
-
-    return run
+    there = context(session, Terminal(), Generation(max_tokens=4))
+    assert converse(there, read_line, typed=typed) == 0
+    return taken
 
 
 def modes(session: ChatSession) -> list[str]:
@@ -55,51 +45,41 @@ def modes(session: ChatSession) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("answers", "later"),
+    ("limit", "typed", "answers", "later"),
     [
-        ([""], "refresh"),
-        (["y"], "refresh"),
-        (["perhaps", "YES"], "refresh"),
-        (["n"], "once"),
-        (["what?", "no"], "once"),
-        ([KeyboardInterrupt], "once"),
+        (100, True, [""], "refresh"),
+        (100, True, ["y"], "refresh"),
+        (100, True, ["perhaps", "YES"], "refresh"),
+        (100, True, ["n"], "once"),
+        (100, True, ["what?", "no"], "once"),
+        (100, True, [KeyboardInterrupt], "once"),
+        (10_000, True, [], "refresh"),  # a short reading is not asked about
+        (100, False, [], "refresh"),  # nor is a pipe, whose lines are questions
     ],
 )
 def test_a_long_reading_is_asked_about_once(
-    talk: Any,
+    limit: int,
+    typed: bool,
     answers: list[str | type[BaseException]],
     later: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    session, _ = talk(["Who?", "Why?", *answers, "And?"], 100)
+    monkeypatch.setattr(minikv.cli.chat, "LONG", limit)
+    session = chat(reuse="auto")
+    taken = talk(session, ["Who?", "n", *answers, "And?"], typed=typed)
+    assert taken == 3 + sum(isinstance(answer, str) for answer in answers)
     assert modes(session) == ["once", later, later]
-    assert [turn.question for turn in session.turns] == ["Who?", "Why?", "And?"]
-    err = capsys.readouterr().err
-    assert err.count("tokens are read again, and so for each later") == 1
-    assert "may miss what question 1 did not need" in err
-
-
-def test_a_short_reading_is_not_asked_about(talk: Any) -> None:
-    session, taken = talk(["Who?", "Why?"], 10_000)
-    assert (modes(session), taken) == (["once", "refresh"], 2)
-
-
-def test_piped_questions_are_never_taken_for_an_answer(talk: Any) -> None:
-    session, taken = talk(["Who?", "n", "And?"], 100, typed=False)
     assert [turn.question for turn in session.turns] == ["Who?", "n", "And?"]
-    assert (modes(session), taken) == (["once", "refresh", "refresh"], 3)
+    err = capsys.readouterr().err
+    assert err.count("tokens are read again, and so for each later") == bool(answers)
+    assert ("may miss what question 1 did not need" in err) or not answers
 
 
 def test_ctrl_c_while_reading_again_answers_from_the_cache(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = chat(reuse="auto")
-    session.attach(MILL)
-    terminal = Terminal()
-    context = Context(
-        session, terminal, "strict", Generation(max_tokens=4), Interrupts(),
-        Keeper(terminal, active=False),
-    )  # fmt: skip
     engine: Any = session.engine
     prompt, pressed = engine.prompt, []
 
@@ -110,15 +90,7 @@ def test_ctrl_c_while_reading_again_answers_from_the_cache(
         return prompt(ids, *how)
 
     monkeypatch.setattr(engine, "prompt", pressing)
-    lines = iter(["Who?", "Why?", "And?"])
-
-    def read_line() -> str:
-        line = next(lines, None)
-        if line is None:
-            raise EOFError
-        return line
-
-    assert converse(context, read_line, typed=True) == 0
+    talk(session, ["Who?", "Why?", "And?"])
     assert pressed
     assert modes(session) == ["once", "once", "refresh"]
     err = capsys.readouterr().err

@@ -10,31 +10,25 @@ from pathlib import Path
 import pytest
 
 from minikv.engine.threads import allowed
-from minikv.errors import UsageError
-from minikv.settings import Settings
+
+THREADS = """
+import os, torch
+from minikv.engine import threads
+counts = []
+for asked in (0, 1, 3, None, 0):
+    if asked is None:
+        del os.environ["OMP_NUM_THREADS"]
+    else:
+        threads.use(asked)
+        counts.append(torch.get_num_threads())
+print(*counts)
+"""
 
 
 def test_as_many_as_asked_for_or_as_allowed() -> None:
     """torch's threads after `threads.use`, in a process of its own that has OMP_NUM_THREADS at
     first."""
-    script = (
-        "import os, torch\n"
-        "from minikv.engine import threads\n"
-        "for asked in (0, 1, 3, None, 0):\n"
-        "    if asked is None:\n"
-        "        del os.environ['OMP_NUM_THREADS']\n"
-        "    else:\n"
-        "        threads.use(asked)\n"
-        "        print(torch.get_num_threads())\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert [int(line) for line in run.stdout.split()] == [2, 1, 3, allowed()]
+    assert said(THREADS, OMP_NUM_THREADS="2") == f"2 1 3 {allowed()}"
 
 
 @pytest.mark.parametrize(
@@ -59,12 +53,6 @@ def test_affinity_counts(tmp_path: Path) -> None:
         os.sched_setaffinity(0, before)
 
 
-@pytest.mark.parametrize("count", [-1, 5000])
-def test_no_such_number(count: int) -> None:
-    with pytest.raises(UsageError, match="threads"):
-        Settings(threads=count)
-
-
 # -- how they wait ------------------------------------------------------------------------------
 
 
@@ -81,40 +69,31 @@ LOADED = (
 )
 
 
-def spins(**env: str) -> str:
-    """GOMP_SPINCOUNT at the moment when `minikv.load` imports torch. The process ends there."""
+VERSION = (
+    "import os, sys\n"
+    "from minikv.cli.main import run\n"
+    "sys.argv = ['minikv', '--version']\n"
+    "try:\n    run()\nexcept SystemExit:\n    pass\n"
+    "assert 'torch' not in sys.modules\n"
+    "print(os.environ.get('GOMP_SPINCOUNT'))\n"
+)
+
+
+def said(code: str, **env: str) -> str:
+    """The last line of a process that has this code."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED],
-        env={**clean, **env},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
-
-
-def test_threads_wait_briefly_unless_the_environment_says_how() -> None:
-    assert int(spins()) < 10_000
-    assert spins(GOMP_SPINCOUNT="77") == "77"
-    assert spins(OMP_WAIT_POLICY="active") == "None"
+    command, env = [sys.executable, "-c", code], {**clean, **env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.split("\n")[-2]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU OpenMP")
-def test_the_program_says_it_before_anything_imports_torch() -> None:
-    code = (
-        "import os, sys\n"
-        "from minikv.cli.main import run\n"
-        "sys.argv = ['minikv', '--version']\n"
-        "try:\n    run()\nexcept SystemExit:\n    pass\n"
-        "assert 'torch' not in sys.modules\n"
-        "print(os.environ['GOMP_SPINCOUNT'])\n"
-    )
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout.split()[-1]) < 10_000
+def test_threads_wait_briefly_unless_the_environment_says_how() -> None:
+    """GOMP_SPINCOUNT when `minikv.load` imports torch, and in the program before anything does."""
+    assert int(said(LOADED)) < 10_000
+    assert said(LOADED, GOMP_SPINCOUNT="77") == "77"
+    assert said(LOADED, OMP_WAIT_POLICY="active") == "None"
+    assert int(said(VERSION)) < 10_000
 
 
 FORKED = """

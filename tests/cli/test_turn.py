@@ -59,10 +59,7 @@ def said(
     ids=["none", "sample", "made", "English", "longer", "code", "Chinese", "several"],
 )
 def test_the_toy_says_that_it_does_not_know_a_document(
-    session: ChatSession,
-    texts: list[str],
-    times: int,
-    capsys: pytest.CaptureFixture[str],
+    session: ChatSession, texts: list[str], times: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = {
         "ours": (BUNDLED / "sample.txt").read_text()[:4000],

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from test_kept import context
 from tiers import MILL, recalling
+from typed import context
 
 from minikv.chat.answer import Verification
 from minikv.chat.report import AgainstFull
@@ -34,7 +34,7 @@ def asked(**given: Any) -> ChatSession:
 
 
 def verified(session: ChatSession, line: str = "/verify") -> None:
-    commands.execute(context(session), line)
+    commands.execute(context(session, Terminal()), line)
 
 
 def test_the_same_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

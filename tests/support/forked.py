@@ -68,22 +68,25 @@ def run(
     limits: Mapping[int, int] | None = None,
     pace: float | None = None,
     code: str = "",
+    output: str = "",
     errors: str = "",
 ) -> Done:
     """minikv with files for its streams, until it ends. `stdin` is what it can read. `limits`: of
     the system's resources, as `resource.RLIMIT_FSIZE`. pace: over a fake model (`fake_main`).
-    `code` is run in the place of the command. `errors`: what its stderr is, in place of a file."""
+    `code` is run in the place of the command. `output`, `errors`: its stdout and stderr, in
+    place of files."""
     with tempfile.TemporaryDirectory() as place:
         given, out, err = (Path(place, name) for name in ("in", "out", "err"))
         given.write_bytes(stdin.encode() if isinstance(stdin, str) else stdin)
-        streams = (str(given), str(out), errors or str(err))
+        streams = (str(given), output or str(out), errors or str(err))
         process = _start(Start(arguments, streams, env, folder, presses, pace, limits, code))
         process.join(120)
         if process.is_alive():
             process.kill()
-            raise AssertionError(f"still running: {out.read_text()!r}")
-        said = "" if errors else err.read_bytes().decode()
-        return Done(process.exitcode, out.read_bytes().decode(), said)
+            raise AssertionError("still running")
+        ends = ((output, out), (errors, err))
+        said = ["" if given else path.read_bytes().decode() for given, path in ends]
+        return Done(process.exitcode, *said)
 
 
 class Piped:

@@ -5,54 +5,31 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from fakes import ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat_over
+import typed
+from typed import fake_chat
 
 from minikv.chat.session import ChatSession
-from minikv.cli.command import Context
 from minikv.cli.documents import commands, named
-from minikv.cli.interrupt import Interrupts
-from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen import render
-from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
-from minikv.settings import Generation
 
 Run = Callable[..., str]
-RUN = {word: command.run for command in commands.COMMANDS for word in command.words}
 
 
 @pytest.fixture
 def session() -> ChatSession:
-    tokenizer = ByteTokenizer()
-    return chat_over(FakeEngine(), tokenizer, ChatML(tokenizer))
+    return fake_chat()
 
 
 @pytest.fixture
-def run(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(session: ChatSession) -> Run:
     """Run a command by its word and return what it said."""
-
-    def execute(word: str, *arguments: str) -> str:
-        context = Context(
-            session,
-            Terminal(),
-            "strict",
-            Generation(max_tokens=5),
-            Interrupts(),
-            Keeper(Terminal(), active=False),
-        )
-        capsys.readouterr()
-        RUN[word](context, list(arguments))
-        out, err = capsys.readouterr()
-        assert out == ""
-        return err
-
-    return execute
+    return partial(typed.run, commands.COMMANDS, typed.context(session))
 
 
 def file(folder: Path, name: str, data: bytes = b"some text") -> str:
@@ -105,26 +82,6 @@ def test_invalid_bytes_are_refused_with_their_place_and_read_on_request(
     assert session.pending[0].text == "caf\ufffd and na\ufffdve text"
 
 
-def test_add_takes_a_directory_and_a_pattern(
-    run: Run, session: ChatSession, tmp_path: Path
-) -> None:
-    for name in ("b.txt", "a.txt", "c.md"):
-        file(tmp_path / "d", name)
-    file(tmp_path / "d", "x.bin", bytes(range(256)))
-    said = run("add", str(tmp_path / "d"))
-    assert said.splitlines() == [
-        f"{tmp_path}/d: 3 documents; skipped 1 binary",
-        "a.txt: 9 characters, read with your next question",
-        "b.txt: 9 characters, read with your next question",
-        "c.md: 9 characters, read with your next question",
-    ]
-    assert "a.txt (2): 9 characters" in run("add", str(tmp_path / "d" / "*.txt"))
-    assert [document.name for document in session.pending][3:] == ["a.txt (2)", "b.txt (2)"]
-    with pytest.raises(UsageError, match=r"no file matches .*\*\.none"):
-        run("add", str(tmp_path / "d" / "a.txt"), str(tmp_path / "*.none"))
-    assert len(session.pending) == 5
-
-
 def test_many_documents_are_one_line(run: Run, session: ChatSession, tmp_path: Path) -> None:
     for n in range(commands.SHOWN + 1):
         file(tmp_path / "d", f"{n}.txt")
@@ -135,28 +92,6 @@ def test_many_documents_are_one_line(run: Run, session: ChatSession, tmp_path: P
         f"{tmp_path}/d: 9 documents",
         "9 documents: 81 characters, read with your next question; /docs lists them",
     ]
-
-
-def test_add_reads_a_pipe_and_ctrl_c_stops_one_without_a_writer(
-    run: Run, session: ChatSession, tmp_path: Path
-) -> None:
-    reading, writing = os.pipe()
-    os.write(writing, b"from a command")
-    os.close(writing)
-    said = run("add", f"/dev/fd/{reading}")
-    assert said == "piped text: 14 characters, read with your next question\n"
-    os.close(reading)
-    os.mkfifo(tmp_path / "pipe")
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(Interrupted, match="stopped reading"):
-        run("add", str(tmp_path / "pipe"))
-    assert len(session.pending) == 1
-
-
-def test_add_without_files_explains_itself(run: Run) -> None:
-    for arguments in ([], ["--replace"]):
-        with pytest.raises(UsageError, match="/add takes files"):
-            run("add", *arguments)
 
 
 def test_ctrl_c_stops_a_loader_and_not_the_chat(

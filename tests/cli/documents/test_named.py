@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -225,9 +224,3 @@ def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path)
         assert terminal.code() == 0
     finally:
         terminal.close()
-
-
-def test_importing_it_loads_no_torch() -> None:
-    code = "import sys, minikv.cli.documents.named; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

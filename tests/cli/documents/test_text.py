@@ -32,6 +32,10 @@ def write(folder: Path, data: bytes, name: str = "d.txt") -> str:
         (b"a NUL \x00 in a long enough text", "a NUL \x00 in a long enough text"),
         (b"\x1b[31mred\x1b[0m text", "\x1b[31mred\x1b[0m text"),
         (b"x", "x"),
+        (
+            "<|eot_id|>[INST][bold]x[/bold]🎈👩‍👩‍👧".encode(),
+            "<|eot_id|>[INST][bold]x[/bold]🎈👩‍👩‍👧",
+        ),
     ],
 )
 def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
@@ -190,26 +194,6 @@ def test_names_are_made_distinct_and_stay_so() -> None:
         None,
     ]
     assert all(text.text == "x" for text in made)
-
-
-# Section 7, test 4 of the reference: what a document may hold, read as it is.
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<|eot_id|>",
-        "[INST]",
-        "\x1b]52;c;aGk=\x07 and more text",
-        "a \x00 in a long enough text",
-        "[bold]x[/bold]",
-        "世界",
-        "🎈👩‍👩‍👧",
-        "one\r\ntwo\r\n",
-        "a",
-    ],
-)
-def test_odd_text_is_read_unchanged(tmp_path: Path, text: str) -> None:
-    found = read_file(write(tmp_path, text.encode()))
-    assert (found.text, found.note) == (text, "")
 
 
 def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:

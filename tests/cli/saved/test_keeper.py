@@ -11,11 +11,10 @@ import shutil
 import signal
 import sqlite3
 import stat
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import TurnReport
 from minikv.chat.session import ChatSession
-from minikv.cli.saved import transcript
+from minikv.cli.saved import database, transcript
 from minikv.cli.saved.identity import identity, model_identity
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import listing, newest
@@ -47,10 +46,7 @@ OLD = Path(__file__).parents[2] / "data" / "chat-1"
 """A chat as version 0.1.0 saved it, in the directory `old`, before chats were databases."""
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
-    return tmp_path / "home" / "chats"
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def keeper(**given: Any) -> Keeper:
@@ -110,7 +106,7 @@ def test_a_chat_goes_on_as_if_it_had_never_been_closed(policy: str, budget: int 
     want = say(session, "And now?"), say(session, "Then?"), held_of(session)
     fresh = chat("adakv", 40, seed=9)
     say(fresh, "something else first")
-    take_up(fresh, "one")
+    take_up(fresh)
     assert state(fresh) == before
     assert fresh.report == fresh.turns[-1].report
     assert fresh.system == "be brief"
@@ -251,6 +247,7 @@ def test_a_file_system_that_cannot_lock_is_said_once(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refused)
+    monkeypatch.setattr(database, "_WAIT", 0)  # seconds for one that another process lets go
     session, one, fresh, two = talked(), keeper(), chat(), keeper()
     with before(lambda: number, "fcntl"):
         one.save(session, "one")
@@ -270,101 +267,96 @@ def test_a_file_system_that_cannot_lock_is_said_once(
 # -- refused ------------------------------------------------------------------------------
 
 
-def model(folder: Path, weights: bytes = b"weights", config: str = "{}") -> Facts:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(config)
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(weights)
-    return Facts(model=str(folder))
+def model(
+    home: Path,
+    folder: str = "a",
+    weights: bytes = b"weights",
+    config: str = "{}",
+    tokenizer: str = "{}",
+) -> Facts:
+    folder = str(home / folder)
+    os.makedirs(folder, exist_ok=True)
+    Path(folder, "config.json").write_text(config)
+    Path(folder, "tokenizer.json").write_text(tokenizer)
+    Path(folder, "model.safetensors").write_bytes(weights)
+    return Facts(model=folder)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("files", "facts", "said"),
     [
-        (lambda s, f: setattr(s, "facts", model(f / "b", b"Weights")), "model b here, a there"),
-        (lambda s, f: setattr(s, "facts", model(f / "a", b"Weights")), "weights"),
-        (lambda s, f: setattr(s, "facts", model(f / "a", config="{ }")), "weights"),
-        (lambda s, f: setattr(s, "facts", replace(s.facts, revision="abc")), "revision abc here"),
-        (lambda s, f: (f / "a" / "tokenizer.json").write_text("[]"), "tokenizer"),
-        (
-            lambda s, f: setattr(s, "facts", replace(s.facts, dtype="bfloat16")),
-            "dtype bfloat16 here, float32 there",
-        ),
-        (
-            lambda s, f: setattr(s, "facts", replace(s.facts, weights="int8")),
-            "form int8 here, plain there",
-        ),
-        (
-            lambda s, f: setattr(s, "facts", replace(s.facts, kv="int8")),
-            "kv int8 here, float32 there",
-        ),
+        ({"folder": "b", "weights": b"Weights"}, {}, "model b here, a there"),
+        ({"weights": b"Weights"}, {}, "weights"),
+        ({"config": "{ }"}, {}, "weights"),
+        ({"tokenizer": "[]"}, {}, "tokenizer"),
+        ({}, {"revision": "abc"}, "revision abc here"),
+        ({}, {"dtype": "bfloat16"}, "dtype bfloat16 here, float32 there"),
+        ({}, {"weights": "int8"}, "form int8 here, plain there"),
+        ({}, {"kv": "int8"}, "kv int8 here, float32 there"),
     ],
 )
 def test_another_model_tokenizer_or_dtype_is_refused_by_name(
-    change: Callable[[ChatSession, Path], object], said: str, tmp_path: Path
+    files: dict[str, Any], facts: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    session = talked(facts=model(tmp_path / "a"))
+    session = talked(facts=model(tmp_path))
     saved(session).close()
     fresh = chat(facts=session.facts)
-    take_up(fresh, "one")
+    take_up(fresh)
     fresh.reset()
     before = state(fresh)
-    change(fresh, tmp_path)
+    fresh.facts = replace(model(tmp_path, **files) if files else fresh.facts, **facts)
     with pytest.raises(UsageError, match="does not belong to this run") as error:
-        take_up(fresh, "one")
+        take_up(fresh)
     assert said in str(error.value)
     assert "--reread" in error.value.hint
     assert state(fresh) == before
-    take_up(fresh, "one", reread=True)  # which works with any model
+    take_up(fresh, reread=True)  # which works with any model
     assert [turn.question for turn in fresh.turns] == ["Who owns\nthe mill?", "Why?"]
 
 
 def test_a_large_file_of_weights_is_told_apart_by_samples(tmp_path: Path) -> None:
     weights = bytearray(20 << 20)
-    session = chat(facts=model(tmp_path / "a", bytes(weights)))
+    session = chat(facts=model(tmp_path, weights=bytes(weights)))
     one = identity(session, model_identity(session))["weights"]
     weights[10 << 20 : (10 << 20) + (1 << 19)] = b"\1" * (1 << 19)
-    model(tmp_path / "a", bytes(weights))
+    model(tmp_path, weights=bytes(weights))
     assert identity(session, model_identity(session))["weights"] != one
+    session.facts = Facts(model="bundled")
+    assert identity(session, model_identity(session))["weights"] not in ("", one)
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     saved(talked()).close()
     monkeypatch.setattr(minikv, "__version__", "9.9")
     with pytest.raises(UsageError, match=r"minikv 9\.9 here, 0\.\d+\.\d+ there"):
-        take_up(chat(), "one")
+        take_up(chat())
     monkeypatch.setattr(transcript, "FORMAT", 2)
     with pytest.raises(UsageError, match="format 1, not 2"):
-        take_up(chat(), "one")
+        take_up(chat())
 
 
 @pytest.mark.parametrize(
-    ("given", "eviction", "said"),
+    ("given", "read", "said"),
     [
-        ({"policy"}, EvictionConfig.read("snapkv", budget=48), "policy snapkv here, adakv there"),
-        (
-            {"decode"},
-            EvictionConfig.read("adakv", "tova", budget=48),
-            "decode tova here, h2o there",
-        ),
-        ({"budget"}, EvictionConfig.read("adakv", budget=64), "budget 64 rows here, 48 rows there"),
-        ({"options"}, EvictionConfig.read(budget=48, options={"window": 16}), "policy_options"),
+        ("policy", {"policy": "snapkv"}, "policy snapkv here, adakv there"),
+        ("decode", {"decode": "tova"}, "decode tova here, h2o there"),
+        ("budget", {"budget": 64}, "budget 64 rows here, 48 rows there"),
+        ("options", {"options": {"window": 16}}, "policy_options"),
     ],
 )
 def test_a_policy_that_the_user_insists_on_is_compared(
-    given: set[str], eviction: EvictionConfig, said: str
+    given: str, read: dict[str, Any], said: str
 ) -> None:
     saved(talked()).close()
-    fresh = chat()
-    fresh.configure(eviction)
+    fresh, one = chat(), keeper()
+    fresh.configure(EvictionConfig.read(**{"budget": 48} | read))
     with pytest.raises(UsageError, match="does not belong to this run") as error:
-        take_up(fresh, "one", given=given)
+        take_up(fresh, given={given})
     assert said in str(error.value)
     assert fresh.turns == []
-    one = keeper()
     one.load(fresh, "one")  # without insisting, the chat's own policy is taken
     assert fresh.eviction == EvictionConfig.read("adakv", budget=48)
-    one.load(fresh, "one", given=given)  # now they are alike
+    one.load(fresh, "one", given={given})  # now they are alike
 
 
 def test_reading_again_takes_the_settings_that_the_user_insists_on() -> None:
@@ -385,14 +377,13 @@ def test_reading_again_takes_the_settings_that_the_user_insists_on() -> None:
 
 def unchanged_but_for(path: Path, how: str) -> None:
     data = path.read_bytes()
-    if how in ("gone", "pipe", "folder"):
-        path.unlink()
+    path.unlink()
     if how == "pipe":
         os.mkfifo(path)
     elif how == "folder":
         path.mkdir()
     elif how == "link":
-        path.rename(path.with_suffix(".real"))
+        path.with_suffix(".real").write_bytes(data)
         path.symlink_to(path.with_suffix(".real"))
     elif how != "gone":
         changed = {"cut": data[: len(data) // 2], "noise": os.urandom(len(data)), "empty": b""}
@@ -594,42 +585,41 @@ def test_a_journal_that_names_a_file_does_not_delete_it(home: Path) -> None:
     take_up(chat(), "two")  # the same journal without the name is rolled back
 
 
-@pytest.mark.parametrize("part", ["column.k", "column.pos", "column.sum", "tokens", "length"])
-@pytest.mark.parametrize("how", ["shorter", "gone", "other kind"])
+@pytest.mark.parametrize(
+    ("part", "how"),
+    [
+        *product(("column.k", "column.pos", "column.sum"), ("shorter", "gone", "other kind")),
+        ("tokens", "shorter"),
+        ("length", "other"),
+    ],
+)
 def test_a_cache_that_does_not_fit_the_chat_is_refused(home: Path, part: str, how: str) -> None:
     """With checksums that fit, as an edit by a program would leave it. The rest is not lost."""
     saved(talked()).close()
+    path, size = home / "one" / "chat.db", 1
 
     def change(row: list[Any]) -> None:
+        nonlocal size
         length = int.from_bytes(row[0][:8], "little")
         tensors, about = load(row[0]), json.loads(row[0][8 : 8 + length])["__metadata__"]
         tensor = tensors.pop(part)
         if how != "gone":
             tensors[part] = tensor[1:].clone() if how == "shorter" else tensor.to(torch.float16)
         row[0] = save(tensors, about)
+        size = len(row[0])
 
-    path = home / "one" / "chat.db"
     if part == "tokens":
         edit(path, "chat", lambda row: row.__setitem__(1, row[1][:-4]))
-    elif part == "length":
-        edit_facts(path, "chat", lambda f: f.update(cache=1))
     else:
-        edit(path, "cache", change)
-        found = load_bytes(path)
-        edit_facts(path, "chat", lambda f: f.update(cache=len(found)))
+        if part != "length":
+            edit(path, "cache", change)
+        edit_facts(path, "chat", lambda facts: facts.update(cache=size))
     fresh = chat()
     with pytest.raises(UsageError, match=r"damaged|another version"):
         take_up(fresh)
     assert fresh.fed == []
     take_up(fresh, reread=True)
     assert len(fresh.turns) == 2
-
-
-def load_bytes(path: Path) -> bytes:
-    db = sqlite3.connect(path)
-    (data,) = db.execute("SELECT data FROM cache").fetchone()
-    db.close()
-    return bytes(data)
 
 
 def test_a_cache_with_other_figures_per_token_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -651,8 +641,8 @@ def test_a_cache_too_large_to_save_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     saved(session).close()
     fresh = chat()
     with pytest.raises(UsageError, match=r"has no cache: it held .* and at most 100 B are saved"):
-        take_up(fresh, "one")
-    take_up(fresh, "one", reread=True)
+        take_up(fresh)
+    take_up(fresh, reread=True)
     assert fresh.messages == session.messages
     assert fresh.curve == session.curve
     say(fresh, "And now?")
@@ -665,11 +655,9 @@ def test_a_cache_too_large_to_save_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 PanicException = type("PanicException", (BaseException,), {})
 
 
-@pytest.mark.parametrize("error", [MemoryError, PanicException])
+@pytest.mark.parametrize("error", [MemoryError, PanicException, KeyboardInterrupt])
 def test_memory_that_is_short_for_a_save_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[BaseException]
 ) -> None:
     """The library of safetensors raises what is no Exception."""
 
@@ -678,21 +666,21 @@ def test_memory_that_is_short_for_a_save_is_one_line(
 
     monkeypatch.setattr(safetensors.torch, "save", short)
     session, one = talked(), keeper()
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            one.keep(session)
+        return
     one.keep(session)
     assert "this chat is not saved: out of memory" in capsys.readouterr().err
     with pytest.raises(UsageError, match="cannot be saved: out of memory"):
         one.save(session)
-    error = KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        one.keep(session)
 
 
 def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session, one = talked(), keeper()
-    full = before(lambda: errno.ENOSPC, "pwrite64")
-    with full:
+    with before(lambda: errno.ENOSPC, "pwrite64"):
         with pytest.raises(UsageError, match="No space left"):
             one.save(session, "x")
         assert (os.listdir(home), one.name) == ([], None)
@@ -727,12 +715,11 @@ def saving(home: Path) -> tuple[Callable[[], object], set[int]]:
 
 
 @pytest.mark.parametrize("begun", [opening, saving])
-@pytest.mark.parametrize("fatal", [errno.ENOSPC, errno.EIO, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "fatal", [errno.ENOSPC, signal.SIGKILL, pytest.param(errno.EIO, marks=pytest.mark.soak)]
+)
 def test_every_system_call_may_be_the_last(
-    home: Path,
-    begun: Callable[[Path], Any],
-    fatal: int,
-    monkeypatch: pytest.MonkeyPatch,
+    home: Path, begun: Callable[[Path], Any], fatal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call fails, and all after it, or the process is killed before it. The chat on disk is the
     old one or the new one, whole."""
@@ -804,20 +791,6 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
         assert read("one").turns == tuple(session.turns)
 
 
-def test_a_home_that_cannot_be_written_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
-    session, one = talked(), keeper()
-    for _ in range(2):
-        one.keep(session)
-        say(session, "more")
-    assert capsys.readouterr().err.count("this chat is not saved: ") == 1
-    with pytest.raises(UsageError, match="cannot be saved"):
-        one.save(session, "x")
-
-
 def test_a_chat_that_can_only_be_read_is_opened(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -833,12 +806,24 @@ def test_a_chat_that_can_only_be_read_is_opened(
     one.close()
 
 
-def test_documents_without_end_are_not_saved(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("why", ["home", "documents"])
+def test_what_cannot_be_saved_costs_one_warning(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(transcript, "DOCUMENT_BYTES", 100)
-    keeper().keep(talked())
-    assert "of text, more than the 100 B that are stored" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    if why == "home":
+        monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
+    else:
+        monkeypatch.setattr(transcript, "DOCUMENT_BYTES", 100)
+    session, one = talked(), keeper()
+    for _ in range(2):
+        one.keep(session)
+        say(session, "more")
+    err = capsys.readouterr().err
+    assert err.count("this chat is not saved: ") == 1
+    assert ("of text, more than the 100 B that are stored" in err) == (why == "documents")
+    with pytest.raises(UsageError, match=r"cannot be saved|of text, more than the 100 B"):
+        one.save(session, "x")
 
 
 def test_no_save_saves_nothing_until_asked(home: Path) -> None:
@@ -855,7 +840,7 @@ def test_no_save_saves_nothing_until_asked(home: Path) -> None:
 
 
 def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
-    session = talked(facts=model(tmp_path / "a"), pin_system=True)
+    session = talked(facts=model(tmp_path), pin_system=True)
     saved(session)
     top = header("one")
     settings = resumed(Settings(), top, ())
@@ -866,38 +851,6 @@ def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
     settings = resumed(stated, top, {"model", "seed", "policy", "budget"})
     assert (settings.model, settings.revision, settings.seed) == ("x/y", None, 1)
     assert (settings.policy, settings.budget) == ("snapkv", "64")
-
-
-_GO_ON = """
-import sys, minikv
-from minikv.cli.saved.keeper import Keeper
-from minikv.cli.saved.listing import newest
-from minikv.cli.saved.transcript import header, resumed
-from minikv.loader import build
-from minikv.settings import Settings
-from minikv.cli.screen.terminal import Terminal
-session = build(resumed(Settings(), header(newest()), ()))
-Keeper(Terminal()).load(session, newest())
-print("".join(session.ask(sys.argv[1], 12)), *session.fed, sep="|")
-"""
-
-
-@pytest.mark.parametrize("tier", ["none", "file"])
-def test_a_new_process_gives_the_same_next_answer(tier: str) -> None:
-    session = minikv.load(budget=64, tier=tier)
-    session.attach("The mayor of Velmora is Tarin Oskvin. " * 20, "mayor.txt")
-    list(session.ask("Who is the mayor of Velmora?", 12))
-    one = keeper()
-    one.keep(session)
-    question = "And of which town?"
-    answer = "".join(session.ask(question, 12))
-    session.recall.leave()
-    one.close()
-    found = subprocess.run(
-        [sys.executable, "-c", _GO_ON, question], capture_output=True, text=True, timeout=300
-    )
-    assert found.stderr == ""
-    assert found.stdout == "|".join([answer, *map(str, session.fed)]) + "\n"
 
 
 def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
@@ -917,24 +870,12 @@ def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
     assert second.fed == first.fed
 
 
-def test_the_list_and_the_header_need_no_torch() -> None:
-    saved(talked()).close()
-    code = (
-        "import sys; from minikv.cli.saved import commands; "
-        "from minikv.cli.saved import listing, transcript; "
-        "listing.listing(); transcript.header('one'); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
-
-
 def test_that_all_is_to_be_read_again_is_something_to_save() -> None:
-    session = talked()
+    session, again = talked(), chat()
     one = saved(session)
     session.refresh()
     one.keep(session)
     one.close()
-    again = chat()
     take_up(again)
     assert again.rereads
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,7 @@ MILL = "A mill stands by the river and grinds. " * 8
 RIVER = "The river is slow and brown. " * 8
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
-    return tmp_path / "home" / "chats"
-
-
+pytestmark = pytest.mark.usefixtures("home")
 OPEN: list[tuple[Keeper, ChatSession]] = []
 
 
@@ -166,8 +163,6 @@ def test_without_eviction() -> None:
 
 
 def test_under_int8_rows() -> None:
-    from dataclasses import replace
-
     talked()
     end()
     keeper, session = start()
@@ -240,19 +235,16 @@ def test_what_was_taken_back_is_not_taken_up(home: Path) -> None:
     assert unread(again, "And now?")[0] == want
 
 
-def test_memory_is_taken_where_it_was_asked_for(home: Path) -> None:
+def test_memory_is_taken_where_it_was_asked_for(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing where no tier or another number format was."""
     twin = talked_on("file", "same")
     talked()
     _, again = resumed("one", kind="ram")
     assert again.recall.place == "ram"
     assert not is_open(home / "one" / TIER)
     assert unread(again, "And now?") == twin[0]
-
-
-def test_without_a_tier_or_with_another_number_format(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    talked()
     _, again = resumed("one", kind="none")
     assert again.recall.tier is None
     _, again = resumed("one", ("tier_dtype",), dtype="int8")
@@ -260,31 +252,26 @@ def test_without_a_tier_or_with_another_number_format(
     assert "another number format" in capsys.readouterr().err
 
 
-def test_a_tier_of_another_model_is_left_alone(home: Path) -> None:
-    from dataclasses import replace
-
+def test_a_tier_of_another_model_is_left_alone(home: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_text(name)
     keeper, session = start()
-    folder = home.parent
-    folder.mkdir(exist_ok=True)
-    for name, weights in (("a", b"1"), ("b", b"2")):
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text("{}")
-        (folder / name / "model.safetensors").write_bytes(weights)
-    session.facts = replace(session.facts, model=str(folder / "a"))
+    session.facts = replace(session.facts, model=str(tmp_path / "a"))
     session.attach(MILL)
     say(session, "Who?")
     keeper.save(session, "one")
     end()
     before = (home / "one" / TIER / "rows").read_bytes()
     keeper, other = start()
-    other.facts = replace(other.facts, model=str(folder / "b"))
+    other.facts = replace(other.facts, model=str(tmp_path / "b"))
     with pytest.raises(UsageError, match="does not belong to this run"):
         keeper.load(other, "one")
     assert other.recall.tier is None
     keeper.load(other, "one", reread=True)
     say(other, "Why?")
-    keeper.close()
-    other.recall.leave()
+    end()
     assert other.reports[-1].reuse == "refresh"
     assert (home / "one" / TIER / "rows").read_bytes() == before
 
@@ -358,7 +345,7 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999, "manifest", "earlier"])
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999, "manifest", "earlier", "gone"])
 def test_a_damaged_part_is_read_again_and_said_in_one_line(
     home: Path, at: float | str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,6 +357,8 @@ def test_a_damaged_part_is_read_again_and_said_in_one_line(
     if at == "earlier":
         remove(path)
         path.write_bytes(b"minikv tier 1\n")
+    elif at == "gone":
+        (path / "rows").unlink()
     else:
         path /= "manifest" if at == "manifest" else "rows"
         data = bytearray(path.read_bytes())
@@ -407,31 +396,30 @@ def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
     assert session.recall.place == "file"
 
 
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
 def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    for name in ("posix_fallocate", "pwritev"):
-        keeper, session = start()
-        session.attach(MILL)
-        say(session, "Who?")
-        keeper.keep(session)
-        assert session.recall.file is not None
-        session.recall.file.sync()
-        notes: list[str] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(os, name, full)
-            list(session.ask("Why?", 8, 0.7, notice=notes.append))
-        assert session.turn == 2
-        assert "the tier cannot be used any more: " in notes[0]
-        assert "No space left" in notes[0]
-        keeper.keep(session)
-        say(session, "And now?")
-        assert session.reports[-1].reuse == "refresh"
-        assert keeper.name is not None
-        again = resumed(keeper.name)[1]  # what was written before is still good
-        say(again, "Then?")
-        assert again.reports[-1].reuse == "recall"
-        end()
+    keeper, session = start()
+    session.attach(MILL)
+    say(session, "Who?")
+    keeper.keep(session)
+    assert session.recall.file is not None
+    session.recall.file.sync()
+    notes: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        list(session.ask("Why?", 8, 0.7, notice=notes.append))
+    assert session.turn == 2
+    assert "the tier cannot be used any more: " in notes[0]
+    assert "No space left" in notes[0]
+    keeper.keep(session)
+    say(session, "And now?")
+    assert session.reports[-1].reuse == "refresh"
+    assert keeper.name is not None
+    again = resumed(keeper.name)[1]  # what was written before is still good
+    say(again, "Then?")
+    assert again.reports[-1].reuse == "recall"
 
 
 def test_a_directory_that_cannot_be_written(
@@ -578,8 +566,6 @@ def test_a_killed_chat_is_its_last_complete_turn(
 ) -> None:
     """Whenever it was killed: the transcript is whole, the tier has no wrong row, and the next
     answer is that of a chat that reads all of it."""
-    import shutil
-
     given = []
     for i in range(count):
         session = killed(home, i / (count - 1))  # seconds

@@ -128,15 +128,6 @@ def test_lines_blocks_and_the_end(start: Start, kind: str) -> None:
     assert terminal.code() == 0
 
 
-def test_a_bracketed_paste_is_one_message_and_waits_for_enter(start: Start) -> None:
-    terminal = start()
-    terminal.type(PASTE.format("one\rtwo\r\nthree\r"))
-    with pytest.raises(AssertionError, match="no 'got"):
-        terminal.until("got", 0.5)
-    terminal.type("\r")
-    assert got(terminal) == "one\ntwo\nthree"
-
-
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_only_a_bracketed_paste_is_one_message(start: Start, kind: str) -> None:
     """Lines with an Enter each are messages, however fast they come; a block is one."""
@@ -144,22 +135,21 @@ def test_only_a_bracketed_paste_is_one_message(start: Start, kind: str) -> None:
     terminal.type('one\rtwo\r"""three\rfour"""\r')
     for message in ("one", "two", "three\nfour"):
         assert got(terminal) == message
-
-
-def test_alt_enter_and_ctrl_j_make_a_newline(start: Start) -> None:
-    terminal = start()
-    terminal.type("one")
-    terminal.type("\x1b\r")
-    terminal.type("two")
-    terminal.type("\n")
-    terminal.type("three")
-    terminal.type("\r")
-    assert got(terminal) == "one\ntwo\nthree"
+    if kind == "xterm":  # a paste waits for Enter; Alt-Enter and Ctrl-J make a new line
+        terminal.ready()
+        terminal.type(PASTE.format("one\rtwo\r\nthree\r"))
+        with pytest.raises(AssertionError, match="no 'got"):
+            terminal.until("got", 0.5)
+        terminal.type("\r")
+        assert got(terminal) == "one\ntwo\nthree"
+        terminal.ready()
+        terminal.type("one\x1b\rtwo\nthree\r")
+        assert got(terminal) == "one\ntwo\nthree"
 
 
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, kind: str) -> None:
-    terminal = start(term=kind, pause=1.0)
+    terminal = start(term=kind, pause=0.5)
     terminal.type("first\r")
     terminal.until("writing")
     for text in ("\r", "/next\r", "then\rlast\r"):
@@ -175,7 +165,7 @@ def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, k
 
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_what_was_typed_ahead_does_not_answer_a_question_of_ours(start: Start, kind: str) -> None:
-    terminal = start(term=kind, pause=1.0)
+    terminal = start(term=kind, pause=0.5)
     terminal.type("first\rask\r")
     terminal.until("writing")
     terminal.until("writing")  # of the second
@@ -189,7 +179,7 @@ def test_what_was_typed_ahead_does_not_answer_a_question_of_ours(start: Start, k
 
 
 def test_a_paste_during_an_answer_is_one_message_and_waits(start: Start) -> None:
-    terminal = start(pause=1.0)
+    terminal = start(pause=0.5)
     terminal.type("first\r")
     assert "\x1b[?2004h" in terminal.until("writing")[-40:]  # pastes keep their marks
     terminal.type(PASTE.format("pas\rted"))
@@ -202,7 +192,7 @@ def test_a_paste_during_an_answer_is_one_message_and_waits(start: Start) -> None
 
 
 def test_ctrl_j_typed_during_an_answer_is_a_new_line(start: Start) -> None:
-    terminal = start(pause=1.0)
+    terminal = start(pause=0.5)
     terminal.type("first\r")
     terminal.until("writing")
     terminal.type("one\ntwo\x1b\rthree\r")
@@ -359,18 +349,11 @@ def test_where_no_history_can_be_kept_the_chat_goes_on(start: Start, place: str)
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_the_toolbar_and_plain_terminals(start: Start, term: str) -> None:
     terminal = start(term=term)
+    columns = termios.tcgetwinsize(terminal.fd)[1] or 80
     terminal.type("x\r")
     got(terminal)
-    assert ("BAR 7" in terminal.seen) == (term == "xterm")
+    assert (f"BAR 7 · {columns}" in terminal.seen) == (term == "xterm")
     assert ("\x1b" in terminal.seen) == (term == "xterm")
-
-
-def test_the_toolbar_is_told_how_wide_it_is(start: Start) -> None:
-    terminal = start()
-    columns = termios.tcgetwinsize(terminal.fd)[1]
-    terminal.type("x\r")
-    got(terminal)
-    assert f"BAR 7 · {columns or 80}" in terminal.seen
 
 
 @pytest.mark.parametrize("policy", ["adakv", "full"])
@@ -400,19 +383,27 @@ def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
 # -- without a terminal ----------------------------------------------------------------------
 
 
-def test_messages_of_blocks() -> None:
-    assert editor.message("x") == "x"
-    assert editor.message('"""\na\n\nb\n"""') == "a\n\nb"
-    assert editor.message('"""a"""') == "a"
-    assert editor.message('"""//x"""') == "///x"
-    assert editor.message('""" /x"""') == " //x"  # what is sent is " /x"
-    assert editor.message('say """x"""') == 'say """x"""'
-    assert editor.unfinished('"""a')
-    assert editor.unfinished('"""')
-    assert editor.unfinished(' """a\n')
-    assert not editor.unfinished('"""a"""')
-    assert not editor.unfinished('""""""')
-    assert not editor.unfinished('a """')
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("x", "x"),
+        ('"""\na\n\nb\n"""', "a\n\nb"),
+        ('"""a"""', "a"),
+        ('"""//x"""', "///x"),
+        ('""" /x"""', " //x"),  # what is sent is " /x"
+        ('say """x"""', 'say """x"""'),
+        ('a """', 'a """'),
+        ('""""""', ""),
+        ('"""a', None),
+        ('"""', None),
+        (' """a\n', None),
+    ],
+)
+def test_messages_of_blocks(typed: str, message: str | None) -> None:
+    """None: the block is not finished."""
+    assert editor.unfinished(typed) == (message is None)
+    if message is not None:
+        assert editor.message(typed) == message
 
 
 def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,24 +417,21 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
         lambda typed: words.get(typed[0], []) if len(typed) > 1 else ["/add", "/policy"],
         "/add".__eq__,
     )
-
-    def of(text: str) -> list[str]:
+    for text, offered in {
+        "/": ["/add", "/policy"],
+        "/policy s": ["/policy snapkv"],
+        "/policy snapkv a": ["/policy snapkv adakv"],
+        "/drop a": ["/drop a\\ b", "/drop a\\'c"],
+        "/drop a\\ ": ["/drop a\\ b"],
+        "/drop ": ["/drop a\\ b", "/drop a\\'c"],
+        "/add ": ["/add a.txt", "/add b\\'c.txt", "/add sub\\ dir/"],
+        "/add a.txt .": ["/add a.txt .hidden"],
+        "/add sub\\ d": ["/add sub\\ dir/"],
+        "/add ~/a": ["/add ~/a.txt"],
+        **{text: [] for text in ("/none x", "/add none/", "hello /a", "//a", "", "/add\n/a")},
+    }.items():
         found = Commands(help).get_completions(Document(text), CompleteEvent())
-        return [text[: len(text) + one.start_position] + one.text for one in found]
-
-    assert of("/") == ["/add", "/policy"]
-    assert of("/policy s") == ["/policy snapkv"]
-    assert of("/policy snapkv a") == ["/policy snapkv adakv"]
-    assert of("/none x") == []
-    assert of("/drop a") == ["/drop a\\ b", "/drop a\\'c"]
-    assert of("/drop a\\ ") == ["/drop a\\ b"]
-    assert of("/drop ") == ["/drop a\\ b", "/drop a\\'c"]
-    assert of("hello /a") == of("//a") == of("") == of("/add\n/a") == []
-    assert of("/add ") == ["/add a.txt", "/add b\\'c.txt", "/add sub\\ dir/"]
-    assert of("/add a.txt .") == ["/add a.txt .hidden"]
-    assert of("/add sub\\ d") == ["/add sub\\ dir/"]
-    assert of("/add ~/a") == ["/add ~/a.txt"]
-    assert of("/add none/") == []
+        assert [text[: len(text) + one.start_position] + one.text for one in found] == offered
 
 
 def newest(path: Path) -> list[str]:
@@ -472,21 +460,14 @@ def test_a_message_too_long_to_keep_costs_no_other(tmp_path: Path) -> None:
     assert newest(path) == ["two", "one"]
 
 
-def test_history_follows_no_link(tmp_path: Path) -> None:
-    other = tmp_path / "other"
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_history_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, kind: str) -> None:
+    other, path = tmp_path / "other", tmp_path / "history"
     other.write_text('"secret"\n')
-    link = tmp_path / "history"
-    link.symlink_to(other)
-    HistoryFile(link).store_string("x")
-    assert newest(link) == []
-    assert other.read_text() == '"secret"\n'
-
-
-def test_a_named_pipe_as_history_does_not_block(tmp_path: Path) -> None:
-    path = tmp_path / "history"
-    os.mkfifo(path)
+    path.symlink_to(other) if kind == "link" else os.mkfifo(path)
     HistoryFile(path).store_string("x")
     assert newest(path) == []
+    assert other.read_text() == '"secret"\n'
 
 
 def test_of_a_huge_history_only_the_newest_is_read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import random
 import re
 import struct
@@ -11,6 +12,7 @@ import sys
 import termios
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from hypothesis import strategies as st  # noqa: E402
 from pairwise import some_by_day  # noqa: E402
 from rich.cells import cell_len  # noqa: E402
 from terminals import Terminals  # noqa: E402
+from typed import Tty, printed  # noqa: E402
 
 from minikv.cli.screen.markdown import Answer  # noqa: E402
 from minikv.cli.screen.terminal import Terminal, clean  # noqa: E402
@@ -301,7 +304,7 @@ def test_a_line_of_code_that_does_not_fit_on_a_row_is_left_as_it_is(columns: int
     ),
 )
 @given(text=st.text(st.sampled_from("a1 \t\"'`{}()<>/*#-+\\\n=;:!$&é中"), max_size=120))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_colours_never_change_code(kind: str, text: str) -> None:
     source = f"~~~~{kind}\n{text}\n~~~~\nend"
     plain, coloured = show(source, 60, 200, colour=False), show(source, 60, 200)
@@ -346,83 +349,50 @@ def test_wide_characters_and_joined_ones_are_counted_as_the_widest_terminal_does
 UNIQUE = "q{}z"
 
 
+MARKED = "{}|{}|{}|**{}**|*{}*|`{}`|~~{}~~|[{}](http://l.k)|漢{}字|<b>{}|**{}|{}\\*|é{}…".split("|")
+KINDS = "text head list loose quote table fence rule code lines".split()
+
+
 @st.composite
 def documents(draw: st.DrawFn) -> str:
     """Markdown in which every word is another one."""
-    count = 0
+    numbers = itertools.count(1)
 
     def words(least: int = 1, most: int = 30, *, marks: bool = True) -> str:
-        nonlocal count
-        out = []
-        for _ in range(draw(st.integers(least, most))):
-            count += 1
-            word = UNIQUE.format(count)
-            style = draw(st.integers(0, 12)) if marks else 0
-            shapes = {
-                1: "**{}**",
-                2: "*{}*",
-                3: "`{}`",
-                4: "~~{}~~",
-                5: "[{}](http://l.k)",
-                6: "漢{}字",
-                7: "<b>{}",
-                8: "**{}",
-                9: "{}\\*",
-                10: "é{}…",
-            }
-            out.append(shapes.get(style, "{}").format(word))
-        return " ".join(out)
+        shape = st.sampled_from(MARKED) if marks else st.just("{}")
+        shapes = draw(st.lists(shape, min_size=least, max_size=most))
+        return " ".join(shape.format(UNIQUE.format(next(numbers))) for shape in shapes)
 
-    blocks = []
-    for _ in range(draw(st.integers(1, 7))):
-        kind = draw(
-            st.sampled_from(
-                [
-                    "text",
-                    "head",
-                    "list",
-                    "loose",
-                    "quote",
-                    "table",
-                    "fence",
-                    "rule",
-                    "code",
-                    "lines",
-                ]
-            )
-        )
+    def block() -> str:
+        kind = draw(st.sampled_from(KINDS))
         if kind == "text":
-            block = words(1, 60)
-        elif kind == "lines":
-            block = "\n".join(words(1, 8) for _ in range(3))
-        elif kind == "head":
-            block = "#" * draw(st.integers(1, 6)) + " " + words(1, 6)
-        elif kind in ("list", "loose"):
+            return words(1, 60)
+        if kind == "lines":
+            return "\n".join(words(1, 8) for _ in range(3))
+        if kind == "head":
+            return "#" * draw(st.integers(1, 6)) + " " + words(1, 6)
+        if kind in ("list", "loose"):
             gap = "\n\n" if kind == "loose" else "\n"
-            marks = draw(
-                st.lists(
-                    st.sampled_from(["- ", "1. ", "  * ", "    - ", "12) "]), min_size=1, max_size=6
-                )
-            )
-            block = gap.join(mark + words(1, 20) for mark in marks)
-            if draw(st.booleans()):
-                block += f"{gap}   {words()}"
-        elif kind == "quote":
-            block = "\n".join("> " + words(1, 20) for _ in range(draw(st.integers(1, 3))))
-        elif kind == "table":
+            signs = st.sampled_from(["- ", "1. ", "  * ", "    - ", "12) "])
+            marks = draw(st.lists(signs, min_size=1, max_size=6))
+            more = f"{gap}   {words()}" if draw(st.booleans()) else ""
+            return gap.join(mark + words(1, 20) for mark in marks) + more
+        if kind == "quote":
+            return "\n".join("> " + words(1, 20) for _ in range(draw(st.integers(1, 3))))
+        if kind == "table":
             columns = draw(st.integers(1, 4))
             rows = [[words(1, 3) for _ in range(columns)] for _ in range(3)]
             rows.insert(1, ["---"] * columns)
-            block = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-        elif kind == "fence":
+            return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        if kind == "fence":
             body = "\n".join("  " * n + words(1, 5, marks=False) for n in range(3))
-            block = f"```{draw(st.sampled_from(['', 'py']))}\n{body}\n```"
-        elif kind == "code":
-            block = "\n".join("    " + words(1, 4, marks=False) for _ in range(2))
-        else:
-            block = draw(st.sampled_from(["---", "***", "- - -"]))
-        blocks.append(block + draw(st.sampled_from(["\n", "\n\n", "\n\n\n"])))
-    whole = "".join(blocks)
+            return f"```{draw(st.sampled_from(['', 'py']))}\n{body}\n```"
+        if kind == "code":
+            return "\n".join("    " + words(1, 4, marks=False) for _ in range(2))
+        return draw(st.sampled_from(["---", "***", "- - -"]))
+
+    ends = st.sampled_from(["\n", "\n\n", "\n\n\n"])
+    whole = "".join(block() + draw(ends) for _ in range(draw(st.integers(1, 7))))
     # Ctrl-C comes anywhere.
     return whole[: draw(st.integers(1, len(whole)))] if draw(st.booleans()) else whole
 
@@ -461,65 +431,49 @@ def test_long_answers_cost_little() -> None:
     """2,000 words, a token at a time: the issue's figure is 0.2 s of CPU in all."""
     draw = random.Random(7)
     word = "the of a policy cache token keeps attention rows **head** `budget` layer".split()
-    blocks = []
-    for number in range(28):
-        text = " ".join(draw.choice(word) for _ in range(60))
-        blocks.append(
-            [f"{text}.", f"## Part {number}\n\n{text}.", f"- {text}\n- {text[:80]}", f"1. {text}"][
-                number % 4
-            ]
-        )
-    source = "\n\n".join(blocks)
+    text = [" ".join(draw.choice(word) for _ in range(60)) for _ in range(28)]
+    forms = ("{0}.", "## Part\n\n{0}.", "- {0}\n- {0:.80}", "1. {0}")
+    source = "\n\n".join(forms[n % 4].format(one) for n, one in enumerate(text))
     assert 1_700 < len(source.split()) < 2_300
     pieces = re.findall(r"\s*\S{1,5}", source)
     terminal = Terminal()
-    terminal.out = Tty()
-    terminal.plain = False
+    terminal.out, terminal.plain = Tty(), False
     with terminal.answering():
         began = time.process_time()
         for piece in pieces:
             terminal.answer(piece)
         terminal.end_answer()
         cost = time.process_time() - began
-    assert "\x1b[1m" in terminal.out.getvalue()
+    assert "\x1b[1m" in printed(terminal)
     assert cost < 0.4
-
-
-class Tty(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 # -- the terminal around it ------------------------------------------------------------------
 
 
-def answered(out: io.StringIO, text: str, *, plain: bool = False) -> str:
+@pytest.mark.parametrize(
+    ("kind", "term", "plain", "shown"),
+    [
+        (Tty, "xterm", True, "# A\n\n**b**[2J\n"),
+        (Tty, "dumb", False, "# A\n\n**b**[2J\n"),
+        (io.StringIO, "xterm", False, "# A\n\n**b**[2J\n"),
+        (Tty, "xterm", False, "\x1b[1mb\x1b[0m[2J\n"),
+    ],
+)
+def test_a_terminal_alone_gets_styles(
+    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO], term: str, plain: bool, shown: str
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("NO_COLOR", "")
     terminal = Terminal(plain=plain)
-    terminal.out = out
+    terminal.out = kind()
     with terminal.answering():
-        for piece in re.findall(r"(?s).{1,4}", text):
+        for piece in ("# A\n", "\n**", "b**\x1b[", "2J\n\n"):
             terminal.answer(piece)
         terminal.end_answer()
-    return out.getvalue()
-
-
-@pytest.mark.parametrize("why", ["plain", "dumb", "unset", "piped"])
-def test_elsewhere_the_text_is_as_it_came(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setenv("TERM", "dumb" if why == "dumb" else "xterm")
-    if why == "unset":
-        monkeypatch.delenv("TERM")
-    out = io.StringIO() if why == "piped" else Tty()
-    text = "# A\n\n**b** " + "c " * 200
-    assert answered(out, f"{text}\n\n", plain=why == "plain") == f"{text}\n"
-
-
-def test_on_a_terminal_it_is_set_and_ends_with_one_newline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "")
-    assert answered(Tty(), "**b**\x1b[2J\n\n").endswith("\x1b[1mb\x1b[0m[2J\n")
-    assert answered(Tty(), "") == "\n"
+    text = printed(terminal)
+    assert text.endswith(shown)
+    assert (text == shown) == ("\x1b" not in shown)
 
 
 CHILD = """
@@ -544,11 +498,9 @@ print(before, inside, echo(), "done")
 
 @pytest.mark.parametrize("resumed", ["", "1"])
 def test_keys_are_not_echoed_into_an_answer(resumed: str) -> None:
-    child = Terminals([sys.executable, "-c", CHILD], {"TERM": "xterm", "RESUME": resumed})
-    try:
+    env = {"TERM": "xterm", "RESUME": resumed}
+    with closing(Terminals([sys.executable, "-c", CHILD], env)) as child:
         child.until("True False True done")
-    finally:
-        child.close()
     window = Window()
     window.stream.feed(child.seen)
     first = "Some **bold** text" if resumed else "Some bold text"
@@ -576,11 +528,8 @@ print(inside, echo(), "done")
 def test_echo_that_a_shell_switched_on_is_left_on() -> None:
     """A chat that began in the background of a line editor saw echo off; the shell switches it on
     before the chat comes to the front."""
-    child = Terminals([sys.executable, "-c", BACKGROUND], {"TERM": "xterm"})
-    try:
+    with closing(Terminals([sys.executable, "-c", BACKGROUND], {"TERM": "xterm"})) as child:
         child.until("False True done")
-    finally:
-        child.close()
 
 
 POOR = {
@@ -609,20 +558,16 @@ def test_a_chat_on_a_poor_terminal(tmp_path: Path, kind: str) -> None:
     else:
         chat = Forked("chat", str(document), env=env, columns=40, pace=0)
     fcntl.ioctl(chat.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 40, 0, 0))
-    try:
+    with closing(chat):
         chat.prompt = "> " if kind == "dumb" else "\x1b[?25h"
         chat.until("leaves.", 240.0)
-        chat.ready()
-        chat.type("Who?\r")
-        chat.until("without eviction")
-        chat.ready()
-        chat.type("/settle\r")
-        chat.until("unknown command")
+        for line, end in (("Who?", "without eviction"), ("/settle", "unknown command")):
+            chat.ready()
+            chat.type(f"{line}\r")
+            chat.until(end)
         chat.ready()
         chat.type("\x04")
         assert chat.code() == 0
-    finally:
-        chat.close()
     assert "Error" not in chat.seen
     if kind == "dumb":
         assert "\x1b" not in chat.seen
@@ -640,48 +585,17 @@ def test_a_chat_on_a_poor_terminal(tmp_path: Path, kind: str) -> None:
 
 
 _HOSTILE = (
-    *(
-        "\x1b]0;owned\x07",
-        "\x1b]52;c;QUJD\x07",
-        "\x1b]8;;http://evil\x1b\\",
-        "\x1b[2J",
-        "\x1b[?1049h",
-    ),
-    *(
-        "\x1b[?25l",
-        "\x1bc",
-        "\x1b(0",
-        "\x9b31m",
-        "\x9d0;x\x9c",
-        "\x1bP",
-        "\x1b_",
-        "\x1b[6n",
-        "\x1b",
-    ),
-    *("\x07", "\x08", "\x0b", "\x0c", "\r", "\x00", "\x7f", "\x85", "\u202e", "\u2066", "\u200b"),
-    *("\U000e0041", "\u2028", "\ud800", "[31m", "]0;x", "0;1m", "\\x1b[31m", "&#27;[31m"),
+    *"\x1b]0;owned\x07 \x1b]52;c;QUJD\x07 \x1b]8;;http://evil\x1b\\ \x1b[2J \x1b[?1049h".split(" "),
+    *"\x1b[?25l \x1bc \x1b(0 \x9b31m \x9d0;x\x9c \x1bP \x1b_ \x1b[6n \x1b".split(" "),
+    *"\x07\x08\x0b\x0c\r\x00\x7f\x85\u202e\u2066\u200b\U000e0041\u2028\ud800",
+    *"[31m ]0;x 0;1m \\x1b[31m &#27;[31m".split(" "),
 )
 _PLAIN = (
-    *("word", " ", "\n", "\n\n", "**bold**", "*it*", "`code`", "```sh\n", "\n```\n", "- item\n"),
-    *(
-        "| a | b |\n|---|---|\n| 1 | 2 |\n",
-        "# head\n",
-        "> quote\n",
-        "1. one\n",
-        "é",
-        "漢字",
-        "👩‍🚀",
-    ),
-    *(
-        "漢字",
-        "[x](http://a.b)",
-        "<http://a.b>",
-        "![i](http://c)",
-        "[bold red]",
-        ":smile:",
-        "&amp;",
-        "\t",
-    ),
+    *" \n\té",
+    *"word **bold** *it* `code` 漢字 👩‍🚀 漢字 [bold red] :smile: &amp;".split(),
+    *"[x](http://a.b) <http://a.b> ![i](http://c)".split(),
+    *("\n\n", "```sh\n", "\n```\n", "- item\n", "1. one\n", "# head\n", "> quote\n"),
+    "| a | b |\n|---|---|\n| 1 | 2 |\n",
 )
 
 
@@ -691,10 +605,8 @@ def test_hostile_outputs_split_at_random_send_styles_and_text_only(count: int) -
     stay as they are."""
     draw = random.Random(15)
     for number in range(count):
-        parts = [
-            draw.choice(_HOSTILE if draw.random() < 0.4 else _PLAIN)
-            for _ in range(draw.randrange(1, 14))
-        ]
+        kinds = [_HOSTILE if draw.random() < 0.4 else _PLAIN for _ in range(draw.randrange(1, 14))]
+        parts = [draw.choice(kind) for kind in kinds]
         source, at = "".join(parts), 0
         terminal = Terminal()
         terminal.out, terminal.plain = Tty(), False
@@ -704,7 +616,7 @@ def test_hostile_outputs_split_at_random_send_styles_and_text_only(count: int) -
                 terminal.answer(source[at : at + step])
                 at += step
             terminal.end_answer()
-        written = terminal.out.getvalue()
+        written = printed(terminal)
         rest = re.sub(r"\r?\x1b\[[0-9;]*[mAJK]", "", written)
         assert clean(rest) == rest, (number, source)
         if number % 20 == 0:

@@ -58,12 +58,7 @@ def test_all_that_say_what_was_saved_agree(
     ran = compare.Run("x", answer, (), report)
     html, column = page.render(facts), compare.facts(ran, ran)["memory"]
     assert column == report.memory
-    for place in (
-        report.lines()[1],
-        render.stats(report),
-        markdown.render(facts),
-        html,
-    ):
+    for place in (report.lines()[1], render.stats(report), markdown.render(facts), html):
         assert f"({words})" in place
         assert not re.search(r"-\d+(\.\d+)?%", place)
     figure = f"{words.removesuffix(' saved')}" if saved else "–"

@@ -14,19 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typed import Tty
 
 from minikv.cli.screen import terminal
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.screen.text import clean
-
-
-class Screen(io.StringIO):
-    """A terminal in memory."""
-
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 class Broken(io.StringIO):
@@ -59,7 +51,7 @@ def screens(monkeypatch: pytest.MonkeyPatch) -> Use:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return lambda: _use(monkeypatch, Screen(), Screen())
+    return lambda: _use(monkeypatch, Tty(), Tty())
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, err: io.StringIO) -> Streams:
@@ -93,15 +85,20 @@ def test_the_filter_drops_what_unicode_calls_control_and_nothing_else() -> None:
 def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(raw, encoding="ascii", newline=""))
-    made = Terminal()
-    assert made.ascii
-    assert made.writable("a · b\x1b › … × – — • │ ─ ▁▂▃▄▅▆▇█ é") == (
-        "a - b > ... x - - * | - .:-=+*#@ \\xe9"
-    )
-    made.say("│é")
-    assert raw.getvalue() == b"|\\xe9\n"
+    for name in ("stderr", "stdout"):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding="ascii", newline=""))
+        made = Terminal()
+        if name == "stderr":
+            assert made.ascii
+            assert made.writable("a · b\x1b › … × – — • │ ─ ▁▂▃▄▅▆▇█ é") == (
+                "a - b > ... x - - * | - .:-=+*#@ \\xe9"
+            )
+            made.say("│é")
+        else:
+            made.answer("│é")
+            made.end_answer()
+        assert raw.getvalue() == b"|\\xe9\n"
 
 
 def test_a_stream_without_an_encoding_takes_everything(streams: Use) -> None:
@@ -148,44 +145,38 @@ def test_quiet_silences_notes_and_no_errors(streams: Use) -> None:
 
 
 def test_an_answer_ends_with_one_newline(streams: Use) -> None:
-    out, _ = streams()
+    out, err = streams()
     made = Terminal()
-    made.answer("a\n\n\n")
-    made.end_answer()
-    made.answer("b")
-    made.end_answer()
-    assert out.getvalue() == "a\nb\n"
+    for text in ("a\n\n\n", "b"):
+        made.answer(text)
+        made.end_answer()
+    made.say("word " * 100)  # where there is no terminal, nothing is broken
+    assert (out.getvalue(), err.getvalue()) == ("a\nb\n", "word " * 100 + "\n")
 
 
 def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
+    """What is written next takes the live line away first."""
     out, err = screens()
     made = Terminal()
     assert (made.live, made.colour, made.ascii, made.plain) == (True, True, False, False)
-    made.status("reading \x1b[5m" + "é" * 60)
-    assert err.getvalue() == "\r\x1b[K" + ("reading [5m" + "é" * 60)[:39]
-    made.say("bad", "bad")
+    line = ("reading [5m" + "é" * 60)[:39]
+    for act, written in (
+        (lambda: made.say("bad", "bad"), "\x1b[31mbad\x1b[0m\n"),
+        (lambda: made.data("a table"), ""),
+        (lambda: made.answer("a word"), ""),
+        (made.end_answer, ""),
+        (lambda: made.page(["one", "two"]), "one\ntwo\n"),
+        (made.close, ""),
+    ):
+        err.seek(err.truncate(0))
+        made.status("reading \x1b[5m" + "é" * 60)
+        act()
+        assert err.getvalue() == f"\r\x1b[K{line}\r\x1b[K{written}"
+        made.clear_status()
+        assert err.getvalue() == f"\r\x1b[K{line}\r\x1b[K{written}"
     made.say("plain")
-    assert err.getvalue().endswith("é\r\x1b[K\x1b[31mbad\x1b[0m\nplain\n")
-    made.status("again")
-    made.data("a table")  # takes the live line away first
-    assert err.getvalue().endswith("again\r\x1b[K")
-    assert out.getvalue() == "a table\n"
-    before = err.getvalue()
-    made.clear_status()
-    assert err.getvalue() == before
-    made.status("before the answer")
-    made.answer("a word")
-    assert err.getvalue().endswith("before the answer\r\x1b[K")
-    made.status("before its end")
-    made.end_answer()
-    assert err.getvalue().endswith("before its end\r\x1b[K")
+    assert err.getvalue().endswith("\x1b[Kplain\n")
     assert out.getvalue() == "a table\na word\n"
-    made.status("before a page")
-    made.page(["one", "two"])
-    assert err.getvalue().endswith("before a page\r\x1b[Kone\ntwo\n")
-    made.status("once more")
-    made.close()
-    assert err.getvalue().endswith("once more\r\x1b[K")
 
 
 @pytest.mark.parametrize(
@@ -214,16 +205,11 @@ def test_what_a_terminal_may_be_shown(
     assert (made.live, made.colour, made.plain) == (live, colour, plain)
     made.say("x", "bad")
     assert ("\x1b" in err.getvalue()) == colour
-    assert made.copy("x") != plain
+    assert made.copy("a\x1bb é") != plain
+    data = base64.b64encode("ab é".encode()).decode()
+    assert err.getvalue().endswith(f"\x1b]52;c;{data}\x07") != plain
     monkeypatch.delenv("TERM")
     assert Terminal().plain  # nobody says what the terminal can do
-
-
-def test_the_clipboard_gets_filtered_text(screens: Use) -> None:
-    _, err = screens()
-    assert Terminal().copy("a\x1bb é")
-    data = base64.b64encode("ab é".encode()).decode()
-    assert err.getvalue() == f"\x1b]52;c;{data}\x07"
 
 
 def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
@@ -243,9 +229,7 @@ def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
     assert out.getvalue().endswith("**plain**")
 
 
-def test_an_answer_that_goes_on_is_shown_from_its_block(
-    screens: Use,
-) -> None:
+def test_an_answer_that_goes_on_is_shown_from_its_block(screens: Use) -> None:
     out, _ = screens()
     made = Terminal()
     with made.answering():
@@ -404,6 +388,8 @@ def test_a_closed_stream_is_no_terminal(streams: Use) -> None:
         ({}, (80, 24)),
         ({"COLUMNS": "100", "LINES": "30"}, (100, 30)),
         ({"COLUMNS": "12"}, (20, 24)),
+        ({"COLUMNS": ""}, (80, 24)),
+        ({"COLUMNS": "0"}, (80, 24)),
         ({"COLUMNS": "x", "LINES": "-3"}, (80, 24)),
     ],
 )
@@ -457,9 +443,12 @@ def test_long_lines_are_broken_behind_a_narrow_first_column(
     screens: Use, monkeypatch: pytest.MonkeyPatch, line: str, width: int, rows: list[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    _, err = screens()
-    Terminal().say(line)
-    assert err.getvalue().split("\n")[: len(rows)] == rows
+    for term in ("xterm", "dumb"):
+        _, err = screens()
+        monkeypatch.setenv("TERM", term)
+        monkeypatch.setenv("NO_COLOR", "1")
+        Terminal().say(line)
+        assert err.getvalue().split("\n")[: len(rows)] == rows
 
 
 def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
@@ -477,7 +466,7 @@ def test_a_screen_is_what_stderr_can_show(
     screens: Use, monkeypatch: pytest.MonkeyPatch, encoding: str, signs: str, dots: str
 ) -> None:
     screens()
-    monkeypatch.setattr(Screen, "encoding", encoding)
+    monkeypatch.setattr(Tty, "encoding", encoding)
     monkeypatch.setenv("LINES", "30")
     found = Terminal().screen
     assert (found.width, found.rows, found.encoding) == (40, 30, encoding)

@@ -1,0 +1,33 @@
+"""What most tests of the command line begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typed import World
+
+import minikv.cli.turn
+
+TEXT = "The mill is run by Ada."
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of saved chats in a home of the test's."""
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "chats"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    monkeypatch.setattr(minikv.cli.turn, "build", made.build)
+    return made
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> str:
+    path = tmp_path / "report.txt"
+    path.write_text(TEXT)
+    return str(path)

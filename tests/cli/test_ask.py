@@ -1,0 +1,341 @@
+"""`minikv ask`: what is read, what goes to which stream, settings and exit codes."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from fakes import FakeEngine
+from typed import World, answer_of
+from typer.testing import Result
+
+from minikv.cache.rules import Rules
+from minikv.cli.failures import explain
+from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
+from minikv.models.errors import CorruptModel, ModelUnavailable
+from minikv.settings import Settings
+
+HERE = Path(__file__)
+TEXT = "The mill is run by Ada."
+NAMED = f"Document: report.txt\n\n{TEXT}"
+KEYS = {
+    *(
+        "turn policy policy_options budget kernels dtype device tokens kv_bytes time_s rate loss "
+        "shaped_by_turn stop_reason seed sampling device_mem warnings reuse kv_dtype weights tier "
+        "refreshes fidelity against_full"
+    ).split()
+}
+HOSTILE = "a\x1b]52;c;QUJD\x07b\x9b31mc\u202ed\u2066e\U000e0041f\u2028g\x00\x7f\b\rh"
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (None, answer_of(TEXT, "Who?")),
+        ("\none\n\ntwo\n\n\n", "\none\n\ntwo"),
+        (HOSTILE, "a]52;c;QUJDb31mcdefgh"),
+    ],
+)
+def test_stdout_has_the_answer_and_one_newline(
+    world: World, document: str, answer: str | None, shown: str
+) -> None:
+    if answer is not None:
+        world.writes(answer)
+    result = world.run("ask", "Who?", document)
+    assert (result.exit_code, result.stdout) == (0, f"{shown}\n")
+    assert "\x1b" not in result.output
+    assert "\r" not in result.output
+
+
+@pytest.mark.parametrize(("why", "kind"), [(None, "none"), ("it reads everything twice", "file")])
+def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
+    world: World, document: str, why: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no later question for which all that was read could be kept."""
+    monkeypatch.setattr(Rules, "cannot_recall", why)
+    assert world.run("ask", "Who?", document, "--tier", "file").exit_code == 0
+    assert world.session.recall.kind == kind
+
+
+# -- what is read ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "piped", "read"),
+    [
+        ("Who?", "piped text", "piped text\n\nWho?"),
+        # Beside named files, stdin is read only for a dash.
+        ("Who? FILE", "piped", f"{NAMED}\n\nWho?"),
+        ("Who? FILE", "", f"{NAMED}\n\nWho?"),
+        ("Who? - FILE", "piped", f"piped\n\n{NAMED}\n\nWho?"),
+        ("Who? FILE -", "piped", f"{NAMED}\n\npiped\n\nWho?"),
+        ("FILE Who?", "", f"{NAMED}\n\nWho?"),
+        # A dash as the question is the whole message but for one line end.
+        ("- FILE", "  A text,\n\nand a question?", f"{NAMED}\n\n  A text,\n\nand a question?"),
+        ("- FILE", "Who?\n", f"{NAMED}\n\nWho?"),
+        ("- FILE", "Who?\r\n", f"{NAMED}\n\nWho?"),
+        ("- FILE", "Who?\n\n", f"{NAMED}\n\nWho?\n"),
+        ("- FILE", "Who?\r\n\r\n", f"{NAMED}\n\nWho?\r\n"),
+        ("- FILE", "\nWho? ", f"{NAMED}\n\n\nWho? "),
+    ],
+)
+def test_what_the_model_reads(
+    world: World, document: str, words: str, piped: str, read: str
+) -> None:
+    result = world.run("ask", *words.replace("FILE", document).split(), input=piped)
+    assert result.exit_code == 0
+    assert world.session.messages[0].content == read
+    told = f"read as minikv ask 'Who?' {document}\n"
+    assert (told in result.stderr) == (words == "FILE Who?")
+
+
+@pytest.mark.parametrize(
+    ("words", "piped", "message"),
+    [
+        ("- -", "text", "standard input cannot be both"),
+        ("-", "\n", ""),
+        ("Who?", "", "no document"),
+        ("Who? FILE -", "", "is empty"),
+        ("FILE", None, "there is no question: it is a file\n"),
+        ("- FILE", b"\xff\xfea\0\n\0b\0c", "standard input is not valid UTF-16: byte 8 (0x63)"),
+        ("- FILE", b"\xff\xfe\0\0a\0\0\0\n\0\0", "input is not valid UTF-32: byte 8 (0x0a)"),
+    ],
+)
+def test_what_is_no_question_about_a_text_is_a_usage_error(
+    world: World, document: str, words: str, piped: str | bytes | None, message: str
+) -> None:
+    result = world.run("ask", *words.replace("FILE", document).split(), input=piped)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert world.settings is None
+
+
+def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -> None:
+    for name, data in (("b.txt", b"two"), ("a.txt", b"one"), ("x.bin", bytes(range(256)))):
+        (tmp_path / name).write_bytes(data)
+    for words in (("ask", "q", str(tmp_path)), ("chat", str(tmp_path / "*.txt"))):
+        result = world.run(*words, input="q\n" if words[0] == "chat" else None)
+        assert result.exit_code == 0
+        told = f"{tmp_path}: 2 documents; skipped 1 binary"
+        assert (told in result.stderr) == (words[0] == "ask")
+        both = "Document: a.txt\n\none\n\nDocument: b.txt\n\ntwo\n\nq"
+        assert world.session.messages[0].content == both
+
+
+# -- what is said beside the answer ---------------------------------------------------------
+
+LATIN = b"caf\xe9 and more"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "told"),
+    [
+        (b"plain", "--stats", "memory     KV "),
+        (b"plain", "--stats", "allocated  "),
+        (b"plain", "--stats", "peak  "),
+        (b"plain", "--stats --weights int4", "weights    int4\n"),
+        (b"plain", "-n 3", "stopped at --max-tokens 3"),
+        (b"<end> in a text", "", "looks like a control token"),
+        (LATIN, "--encoding-errors replace", "1 invalid UTF-8 sequence was read as U+FFFD"),
+    ],
+)
+def test_facts_go_to_stderr_and_quiet_leaves_them_out(
+    world: World, tmp_path: Path, text: bytes, flags: str, told: str
+) -> None:
+    (tmp_path / "d.txt").write_bytes(text)
+    words = ("ask", "q", str(tmp_path / "d.txt"))
+    loud, plain = world.run(*words, *flags.split()), world.run(*words)
+    quiet = world.run(*words, *flags.split(), "-q")
+    assert told in loud.stderr
+    assert (told in plain.stderr) == (not flags)
+    assert plain.exit_code == (2 if text is LATIN else 0)
+    assert quiet.stdout == loud.stdout
+    assert (told in quiet.stderr) == ("--stats" in flags)
+    assert len(quiet.stdout) == (4 if "-n" in flags else 13)
+
+
+def test_an_answer_that_repeats_itself_is_told_of_below_it(world: World, document: str) -> None:
+    text = ("no, " * 40)[:150]
+    line = "! the answer repeats itself; --repeat-penalty 1.1 or --temperature 0.7 may help\n"
+    world.writes(text)
+
+    def run(*arguments: str) -> Result:
+        return world.run(*arguments, input="Who?\n")
+
+    for arguments in (("ask", "Who?", document), ("chat", document, "--no-save")):
+        result = run(*arguments)
+        assert result.exit_code == 0
+        assert text in result.stdout
+        assert result.output.index(line) > result.output.index(text) + len(text)
+        assert result.stderr.count(line) == 1
+    quiet = run("ask", "Who?", document, "-q")
+    assert (quiet.stdout, quiet.stderr) == (f"{text}\n", "")
+    record = json.loads(run("ask", "Who?", document, "--json", "-q").stdout)
+    assert [one[:25] for one in record["warnings"]] == ["the answer repeats itself"]
+    assert record["sampling"]["repeat_penalty"] == 1.0
+
+
+def test_json_has_the_answer_and_the_turn_record(world: World, document: str) -> None:
+    answer = "é\x7f\x1b[3m☃"
+    world.writes(answer)
+    result = world.run("ask", "q", document, "--json")
+    record = json.loads(result.stdout)
+    assert record.pop("answer") == answer  # JSON keeps what a terminal must not see
+    assert set(record) == KEYS
+    assert result.stdout.isascii()
+    assert "\x1b" not in result.stdout
+    assert "\x7f" not in result.stdout
+    assert record["tokens"]["generated"] == len(answer.encode())
+    assert record["kv_bytes"]["full"] == record["kv_bytes"]["held"] > 0
+    assert record["weights"] == "plain"
+    packed = world.run("ask", "q", document, "--json", "--weights", "int4")
+    assert json.loads(packed.stdout)["weights"] == "int4"
+
+
+# -- settings -------------------------------------------------------------------------------
+
+
+def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("be brief\n")
+    flags = (
+        "-m some/model --policy snapkv --budget 20% --decode none -o window=16 --device cpu "
+        "--dtype bfloat16 --kernels torch -s 7 --revision abc --offline -t 0.5 --top-p 0.9 "
+        "--top-k 5 --repeat-penalty 1.2 --min-p 0.1 --json --reuse blind --max-thoughts 50"
+    )
+    result = world.run("ask", "q", document, *flags.split(), "-S", f"@{tmp_path / 'system.txt'}")
+    assert result.exit_code == 0, result.output
+    assert world.settings == Settings(
+        keep_packed="on",
+        model="some/model",
+        policy="snapkv",
+        budget="20%",
+        decode="none",
+        device="cpu",
+        dtype="bfloat16",
+        kernels="torch",
+        seed=7,
+        options={"window": "16"},
+        revision="abc",
+        offline=True,
+        system="be brief",
+        reuse="blind",
+        threads=0,
+    )
+    record = json.loads(result.stdout)
+    assert record["policy"] == "snapkv"
+    assert record["policy_options"]["window"] == 16
+    assert record["policy_options"]["decode"] == {"policy": "none"}
+    assert record["budget"] == {"unit": "share", "value": 0.2}
+    assert record["sampling"] == {
+        "temperature": 0.5,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repeat_penalty": 1.2,
+        "max_tokens": 512,
+        "stop": [],
+        "max_thoughts": 50,
+    }
+    assert record["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "adakb"], "did you mean adakv?"),
+        (["-o", "window"], "an option is name=value"),
+        (["-o", "colour=red"], "no option 'colour'"),
+        (["-o", "window=0"], "must be between"),
+        (["-n", "0"], "--max-tokens must be"),
+        (["--system", "@/nonexistent"], "no such file"),
+        (["/nonexistent.txt"], "no such file"),
+        ([""], "no such file: ''"),
+        (["nothing/*.txt"], "no file matches nothing/*.txt"),
+        (["https://x.org/a"], "curl -sL https://x.org/a | minikv ask"),
+        (["cli.text"], "it is looked for in /"),
+        ([str(HERE.with_name("test_as.py"))], f"did you mean {HERE}?"),
+        (["/nowhere/x"], "there is no directory /nowhere"),
+        (["--budget", "9" * 20], "more than any memory holds"),
+    ],
+)
+def test_usage_errors_are_one_line_and_a_hint(
+    world: World, document: str, arguments: list[str], message: str
+) -> None:
+    result = world.run("ask", "q", document, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") <= 2
+    assert world.run("chat", document, *arguments, input="q\n").stderr == result.stderr
+    assert world.settings is None, "refused before a model is loaded"
+
+
+# -- failures -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (UsageError("x"), 2, "error: x\n"),
+        (ModelUnavailable("repo \x1b[2Jx", "try \x1b]0;y"), 3, "error: repo [2Jx\n  try ]0;y\n"),
+        (MemoryShortError("x"), 4, "error: x\n"),
+        (MemoryError(), 4, ""),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 4, ""),
+        (RuntimeError("could not create a primitive"), 4, ""),
+        (RuntimeError("can't start new thread"), 4, ""),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 4, ""),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 4, ""),
+        (OSError(errno.EIO, "I/O", "a\x1b.txt"), 1, "error: the system refused: I/O: a.txt\n"),
+        (ContextError("x"), 5, "error: x\n"),
+        (CorruptModel("x"), 6, "error: x\n"),
+        (Interrupted("x"), 130, ""),
+        (NumericsError("x"), 1, "error: x\n"),
+        (ZeroDivisionError("inside"), 1, "bug in minikv"),
+        (KeyboardInterrupt(), 130, ""),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_every_kind_of_failure_has_its_exit_code(
+    world: World, document: str, error: BaseException, code: int, told: str
+) -> None:
+    world.failure = error
+    result = world.run("ask", "q", document)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert told in result.stderr
+    assert "Traceback" not in result.output
+    assert ("bug in" in result.stderr) == isinstance(error, ZeroDivisionError)
+
+
+def test_debug_shows_where(world: World, document: str) -> None:
+    def fail(fed: list[int]) -> None:
+        raise ZeroDivisionError("inside")
+
+    world.engine.hook = fail
+    for words in (("ask", "q", document), ("chat", document)):
+        plain, debug = (world.run(*words, *flag, input="q\n") for flag in ((), ("--debug",)))
+        assert "Traceback" not in plain.stderr
+        where, _, error = debug.stderr.partition(", in fail\n")
+        assert "Traceback" in where
+        assert "error: ZeroDivisionError: inside" in error
+        assert debug.exit_code == 1
+
+
+def test_an_error_text_of_many_lines_becomes_one() -> None:
+    assert "\n" not in explain(ValueError("a\nb\n\nc" * 500)).message
+    assert len(explain(ValueError("x" * 10_000)).message) < 500
+
+
+def test_what_stops_a_turn_leaves_stdout_empty(world: World, document: str) -> None:
+    world.max_context = 20
+    long = world.run("ask", "q", document)
+    assert (long.exit_code, long.stdout) == (5, "")
+    assert "this model was trained for 20 positions" in long.stderr
+    assert "nothing was cut" in long.stderr
+    world.max_context, world.engine = 4096, FakeEngine()
+    world.engine.nan_at = 0
+    broken = world.run("ask", "q", document)
+    assert broken.exit_code == 1
+    assert "NaN" in broken.stderr

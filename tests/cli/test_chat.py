@@ -1,0 +1,290 @@
+"""`minikv chat` with lines from a pipe: turns, slash commands, refusals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typed import World, answer_of
+
+from minikv.cli.documents import named
+
+TEXT = "The mill is run by Ada."
+
+
+def test_piped_questions_are_turns(world: World, document: str) -> None:
+    result = world.run("chat", document, input="first?\nsecond?\n\n")
+    assert result.exit_code == 0
+    first, second = result.stdout.splitlines()
+    assert first == answer_of(TEXT, "first?")
+    assert first != second
+    assert world.session.turn == 2
+    assert result.stderr.count("first token") == 2
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
+)
+def test_piped_questions_are_decoded_as_documents_are(
+    world: World, document: str, encoding: str
+) -> None:
+    """As PowerShell and Notepad write them; U+0A3E and U+0D0A have a line end's byte in them."""
+    mark = "\ufeff" if encoding.endswith("e") else ""
+    text = f"{mark}/tokens\r\nਾഊ first?\r\n\nsecond?"
+    result = world.run("chat", document, input=text.encode(encoding))
+    assert result.exit_code == 0, result.stderr
+    assert [turn.question for turn in world.session.turns] == ["ਾഊ first?", "second?"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message", "turns"),
+    [
+        (b"\xff\xfea\0\n\0\0\xd8?\0\n\0b\0", "a lone surrogate at character 0", 2),
+        (b"\xff\xfea\0\n\0b\0c", "standard input is not valid UTF-16: byte 8 (0x63)", 1),
+        (b"\xff\xfea\0\n\0b\0\n", "standard input is not valid UTF-16: byte 8 (0x0a)", 1),
+        (b"\xff\xfe\0\0a\0\0\0\n\0\0", "standard input is not valid UTF-32: byte 8 (0x0a)", 0),
+        (b"a\n\xc3", "byte 0xc3 at character 0 is not UTF-8", 1),
+        (b"caf\xe9?\nfine?\n", "not valid Unicode: byte 0xe9 at character 3 is not UTF-8", 1),
+        (b"/system caf\xe9\nfine?\n", "0xe9", 1),
+        (b"%PDF-1.7\n", "standard input is a PDF", 0),
+        (b"a\0b\0\n\0", "standard input looks binary, not text", 0),
+        (b"\x7fELF\n", "standard input is a program", 0),
+    ],
+)
+def test_piped_lines_that_are_no_text_are_refused(
+    world: World, document: str, data: bytes, message: str, turns: int
+) -> None:
+    """A wrong line is one, and the chat goes on."""
+    result = world.run("chat", document, input=data)
+    assert message in result.stderr
+    assert result.exit_code == 2
+    assert (world.session.turn, world.session.system) == (turns, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "not a terminal"),
+        (("FILE", "-"), "no terminal to read questions from"),
+        (("FILE", "--reread"), "minikv chat --resume NAME --reread"),
+        (("FILE", "--system", "caf\udce9"), "0xe9"),
+        (("FILE", "--system", "@LATIN"), "0xe9"),
+        (("FILE",), "0xe9"),
+    ],
+)
+def test_what_cannot_begin_is_a_usage_error(
+    world: World,
+    document: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    opened = os.open
+
+    def without_terminal(path: Any, *how: int, **more: Any) -> int:
+        if path == "/dev/tty":
+            raise OSError
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", without_terminal)
+    if words == ("FILE",):
+        monkeypatch.setenv("MINIKV_SYSTEM", "caf\udce9")
+    places = {"FILE": document, "@LATIN": f"@{tmp_path / 'latin.txt'}"}
+    words = tuple(places.get(word, word) for word in words)
+    result = world.run("chat", *words, input="a text\nof two lines\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert world.settings is None
+
+
+# -- saved chats ----------------------------------------------------------------------------
+
+
+def test_a_resumed_chat_says_which_settings_are_its_own(
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.run("chat", document, "--budget", "64", "-S", "be brief", input="q\n/save x\n")
+    for name, value in (("BUDGET", "128"), ("SEED", "9"), ("TOP_K", "5")):
+        monkeypatch.setenv(f"MINIKV_{name}", value)
+    flags = ("--seed", "3", "-S", "be long", "--pin-system", "--offline")
+    for given, rows in (
+        (
+            (),
+            (
+                "budget 64 chat x",
+                "seed 0 chat x",
+                "system be brief chat x",
+                "dtype - chat x",
+                "top_k 5 MINIKV_TOP_K",
+                "offline false default",
+            ),
+        ),
+        (
+            flags,
+            (
+                "seed 3 --seed",
+                "system be long --system",
+                "pin_system true --pin-system",
+                "offline true --offline",
+            ),
+        ),
+    ):
+        result = world.run("chat", "--resume", "x", *given, input="/set\n")
+        assert result.exit_code == 0, result.stderr
+        found = {line.split()[0]: line.split()[1:] for line in result.stderr.splitlines()}
+        for name, *row in map(str.split, rows):
+            assert found[name][row[0] == "-" :] == row[row[0] == "-" :]
+
+
+def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
+    world: World, document: str
+) -> None:
+    result = world.run("chat", "--resume", "thesis")
+    assert result.exit_code == 2
+    first, hint = result.stderr.splitlines()
+    assert first == "error: no saved chat 'thesis'"
+    assert hint.startswith("  there is none in /")
+    for n in range(6):
+        world.run("chat", document, input=f"q\n/save theses-{n}\n")
+    first, hint = world.run("chat", "--resume", "thesis-3").stderr.splitlines()
+    assert first == "error: no saved chat 'thesis-3'"
+    assert hint == (
+        "  did you mean theses-3? saved are theses-5, theses-4, theses-3, theses-2, theses-1, ...; "
+        "`minikv chats` lists all"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("x", ["minikv chat --resume x, then /export chat.json"]),
+        ("nope", ["cannot read nope: No such file", "in a chat, /export chat.json writes one"]),
+    ],
+)
+def test_a_report_of_what_is_no_export_says_how_to_make_one(
+    world: World, document: str, name: str, messages: list[str]
+) -> None:
+    world.run("chat", document, input="q\n/save x\n")
+    result = world.run("report", name)
+    assert result.exit_code == 2
+    assert all(message in result.stderr for message in messages)
+
+
+# -- slash commands -------------------------------------------------------------------------
+
+
+def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
+    (tmp_path / "other file.txt").write_text("more")
+    lines = f"""/help
+/stats
+/policy
+/budget
+ /policy streaming sinks=2
+/policy\tstreaming sinks=2
+/budget 64
+q1
+/stats
+/add '{tmp_path}/other file.txt'
+q2
+/clear
+q3
+/reset
+q4
+  //x
+/exit
+never asked"""
+    result = world.run("chat", document, input=lines)
+    assert result.exit_code == 0, result.stderr
+    session = world.session
+    assert [m.content for m in session.messages if m.role == "user"] == ["q4", "  /x"]
+    assert session.eviction.policy == "streaming"
+    assert session.eviction.policy_options["sinks"] == 2
+    assert str(session.eviction.budget) == "64"
+    assert len(result.stdout.splitlines()) == 5
+    for text, count in {
+        "/help, /?": 1,
+        "no turn yet": 1,
+        "nothing evicted · budget auto, adakv, then h2o if not all fits": 1,
+        "streaming, then streaming": 2,
+        "from the next question on: ": 3,
+        "other file.txt: 4 characters": 1,
+        "2 documents will be read": 1,
+        "memory     KV": 1,
+    }.items():
+        assert result.stderr.count(text) >= count, text
+
+
+def test_help_has_a_narrow_first_column(world: World, document: str) -> None:
+    lines = world.run("chat", document, input="/help\n/help kept\n").stderr.splitlines()
+    assert "/stats                    what the last turn cost, measured" in lines
+    shown = [i for i, line in enumerate(lines) if line.startswith("/kept ")]
+    assert len(shown) == 2
+    for i in shown:
+        assert lines[i].endswith("head H]]")
+        assert re.match(r" {26}\S", lines[i + 1])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/settle", "unknown command /settle"),
+        ("/hlep", "did you mean /help?"),
+        ("/exitnow", "unknown command /exitnow"),
+        ("/exit now", "/exit takes nothing"),
+        ("/add", "/add takes files"),
+        ("/add /nonexistent", "no such file"),
+        ("/add 'unclosed", "No closing quotation"),
+        ("/kept find it's", "put a text with ' in it in double quotes"),
+        ("/ kept", "unknown command /"),
+        ("/help add docs", "/help takes one command, got 'add docs'"),
+        ("/undo 0", "/undo or /undo 2"),
+        ("/save _x", "beginning with a letter or digit"),
+        ("/policy adakb", "did you mean adakv?"),
+        ("/budget tiny", "cannot read the budget"),
+        ("/budget 99999999999999999999", "more than any memory holds"),
+        ("/add ~/report", "no such file: /nonexistent/report"),
+        ("/budget 5", "smallest useful"),
+        ("/budget 5 6", "/budget takes one value"),
+        ("/help nothing", "no command /nothing"),
+    ],
+)
+def test_bad_commands_explain_themselves_and_the_chat_goes_on(
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch, line: str, message: str
+) -> None:
+    monkeypatch.setenv("HOME", "/nonexistent")
+    result = world.run("chat", document, input=f"{line}\nstill here?\n")
+    assert message in result.stderr
+    assert result.exit_code == 2  # scripted: the first failure's code
+    assert len(result.stdout.splitlines()) == 1
+    assert world.session.messages[0].content.endswith("still here?")
+
+
+def test_ctrl_c_in_a_command_does_not_end_the_chat(
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = named.read_file
+
+    def interrupted(path: str, *rest: Any, **more: Any) -> named.Text:
+        if world.settings is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return read(path, *rest, **more)
+
+    monkeypatch.setattr(named, "read_file", interrupted)
+    result = world.run("chat", document, input=f"/add {document}\nstill here?\n")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 1
+    assert len(world.session.documents) == 2
+
+
+def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -> None:
+    world.max_context = 120
+    result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
+    assert result.exit_code == 5
+    assert "/drop NUMBER takes one out" in result.stderr
+    assert result.stdout == answer_of(TEXT, "short?") + "\n"

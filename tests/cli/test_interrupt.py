@@ -1,0 +1,264 @@
+"""Ctrl-C, SIGTERM and keys at every moment of a chat, on a terminal and without one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyte
+import pytest
+import small_chat
+from forked import Forked, Piped
+from pairwise import some_by_day
+from terminals import Terminals
+from typed import answer_of, context
+
+from minikv.cli.chat import converse
+from minikv.cli.saved.listing import listing
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ANSWER = answer_of("The mill is run by Ada.", "first?")[:3]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
+)
+def test_a_signal_ends_a_question_and_what_was_written_stays(
+    document: str, number: int, code: int
+) -> None:
+    """Without a terminal, too: one newline ends it."""
+    with Piped("ask", "first?", document, pace=0.05) as process:
+        first = process.stdout.read(3)
+        process.send_signal(number)
+        out = process.stdout.read()
+        assert process.wait() == code
+        assert re.fullmatch(rb"[a-z]{3,39}\n", first + out)
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_a_piped_chat_that_waits_for_a_line_ends_with_ctrl_c(document: str) -> None:
+    with Piped("chat", document, pace=0) as process:
+        process.stdin.write(b"q\n")
+        assert process.stdout.readline()
+        time.sleep(0.3)  # from the answer to the next line
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+
+
+_ECHO = """
+import os, sys, termios
+from fakes import ByteTokenizer, ChatML, FakeEngine
+import minikv.cli.turn
+from minikv.cli.main import run
+from minikv.chat.session import ChatSession
+
+def note(where):
+    with open(os.environ["NOTES"], "a") as file:
+        echoed = termios.tcgetattr(2)[3] & termios.ECHO
+        print(where, "echoed" if echoed else "silent", file=file)
+
+class Tokenizer(ByteTokenizer):
+    def encode(self, text):
+        note("encoding")
+        return super().encode(text)
+
+def build(settings, progress=None):
+    note("loading")
+    engine, tokenizer = FakeEngine(), Tokenizer()
+    engine.hook = lambda fed: note("reading")
+    return ChatSession(engine, tokenizer, ChatML(tokenizer), settings, max_context=4096)
+
+minikv.cli.turn.build = build
+run()
+"""
+
+
+@pytest.mark.parametrize("out", some_by_day(["/dev/null", "/dev/stdout"], "/dev/null".__eq__))
+def test_keys_pressed_while_something_runs_are_not_echoed(
+    document: str, tmp_path: Path, out: str
+) -> None:
+    """While the model loads, under a command and around an answer, wherever that goes."""
+    notes = tmp_path / "notes"
+    terminal = Terminals(
+        ["sh", "-c", f'exec "$@" >{out}', "sh", sys.executable, "-c", _ECHO, "chat", document],
+        {"TERM": "xterm", "COLUMNS": "100", "NOTES": str(notes), "PYTHONPATH": str(SUPPORT)},
+    )
+    terminal.prompt = "\x1b[?25h"
+    with contextlib.closing(terminal):
+        terminal.until("Ctrl-D leaves.")
+        for line, end in (("/docs", "read with your next question"), ("q", "without eviction")):
+            terminal.ready()
+            terminal.type(f"{line}\r")
+            terminal.until(end)
+        terminal.ready()
+        terminal.type("/exit\r")
+        assert terminal.code() == 0
+    said = {"loading silent", "encoding silent", "reading silent"}
+    assert set(notes.read_text().splitlines()) == said
+
+
+@pytest.fixture(params=["dumb", "xterm"])
+def talk(request: pytest.FixtureRequest, document: str) -> Iterator[Terminals]:
+    """A chat on a terminal, with plain input and with the line editor."""
+    env = {"TERM": request.param, "COLUMNS": "100", "LINES": "40"}
+    with contextlib.closing(Forked("chat", document, env=env, pace=0.04)) as terminal:
+        terminal.until("Ctrl-D leaves.")
+        terminal.ready()
+        yield terminal
+    assert "Traceback" not in terminal.seen
+
+
+def test_ctrl_c_stops_what_runs_and_takes_back_what_was_typed_ahead(talk: Terminals) -> None:
+    talk.type("\x03")  # at the prompt: it hints, and drops nothing that is typed later
+    talk.until("Ctrl-D or /exit leaves")
+    talk.ready()
+    talk.type("/docs\r/tokens\r")
+    talk.until("report.txt")
+    talk.until("room left")
+    talk.ready()
+    talk.type(f"{'word ' * 60}\r")  # while reading: nothing is added
+    talk.until("\n")
+    time.sleep(0.8)
+    talk.type("\x03")
+    text = talk.until("nothing was added")
+    assert re.search(r"stopped reading at [\d,]+ of [\d,]+ tokens", text)
+    talk.ready()
+    talk.type("first?\r")  # while writing: the answer alone stops
+    talk.until(ANSWER)
+    talk.type("\x03")
+    talk.until("stopped by user")
+    talk.until("without eviction")
+    talk.ready()
+    talk.type("second?\r")  # what is typed during an answer runs in order
+    time.sleep(0.8)
+    talk.type("/docs\rthird?\r")
+    for found in ("40 tokens · ", "without eviction", "report.txt", "third?", "without eviction"):
+        talk.until(found)
+    talk.ready()
+    talk.type("fourth?\r")  # and Ctrl-C takes it back
+    talk.until("fourth?")
+    talk.until("\n")
+    time.sleep(0.8)
+    talk.type("fifth?\r/docs\r")
+    time.sleep(0.2)
+    talk.type("\x03")
+    talk.until("stopped by ")
+    talk.until("without eviction")
+    talk.ready()
+    with pytest.raises(AssertionError, match="no 'report"):
+        talk.until("report", 0.7)
+    talk.type("\x04")
+    assert talk.code() == 0
+    assert "fifth" not in talk.seen
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_two_interrupts_within_two_seconds_leave(talk: Terminals, asked: bool) -> None:
+    if asked:
+        talk.type("first?\r")
+        talk.until("\n")
+        time.sleep(0.5)
+    talk.type("\x03")
+    time.sleep(0.02)
+    if not asked:
+        talk.until("Ctrl-D or /exit leaves")
+        talk.ready()
+    talk.type("\x03")
+    assert talk.code() == 130
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_sent_question_begins_the_count_anew(
+    monkeypatch: pytest.MonkeyPatch, typed: bool
+) -> None:
+    """Of lines from a pipe none is sent by the user, who presses twice to leave all of them."""
+    monkeypatch.setattr("minikv.cli.interrupt.TWICE", 1e9)
+    session = small_chat.chat()
+    prompt = session.engine.prompt
+
+    def pressing(*given: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return prompt(*given)
+
+    monkeypatch.setattr(session.engine, "prompt", pressing)
+    at_the_prompt = [KeyboardInterrupt, "/docs", KeyboardInterrupt]
+    coming = iter(["Who?", "Why?", "/docs", *at_the_prompt, EOFError])
+
+    def read_line() -> str:
+        line = next(coming)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    ends = contextlib.nullcontext() if typed else pytest.raises(KeyboardInterrupt)
+    with ends:
+        assert converse(context(session), read_line, typed=typed) == 0
+    assert len(list(coming)) == (0 if typed else 5)
+
+
+@pytest.mark.parametrize(
+    ("moment", "term", "number"),
+    some_by_day(
+        [
+            (moment, *how)
+            for moment in ("prompt", "answer", "loading")
+            for how in (
+                ("dumb", signal.SIGTERM),
+                ("xterm", signal.SIGTERM),
+                ("xterm", signal.SIGHUP),
+            )
+        ],
+        lambda case: case[1:] == ("xterm", signal.SIGTERM) or case[0] == "answer",
+    ),
+)
+def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
+    document: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    term: str,
+    number: int,
+) -> None:
+    """143, no toolbar, the terminal's mode as before, and what was written of the answer kept."""
+    home = tmp_path / "home"
+    env = {"TERM": term, "COLUMNS": "100", "LINES": "24", "MINIKV_HOME": str(home)}
+    talk: Terminals
+    if moment == "loading":  # the imports of a process of its own take long enough
+        main = [sys.executable, str(SUPPORT / "fake_main.py"), "0", "chat", document]
+        talk = Terminals(["sh", "-c", 'echo up; exec "$@"', "sh", *main], env)
+        talk.until("up")
+        before = termios.tcgetattr(talk.fd)
+    else:
+        talk = Forked("chat", document, env=env, pace=0.04)
+        before = talk.modes
+    with contextlib.closing(talk):
+        if moment == "loading":
+            while termios.tcgetattr(talk.fd) == before:
+                time.sleep(0.01)
+        else:
+            talk.until("Ctrl-D leaves.")
+            talk.ready()
+        if moment == "answer":
+            talk.type("first?\r")
+            talk.until(ANSWER)
+        os.kill(talk.pid, number)
+        with contextlib.suppress(AssertionError):
+            talk.until("never", 2)  # read on to the end
+        after = termios.tcgetattr(talk.fd)
+        assert talk.code() == 143
+    assert after == before
+    assert "Traceback" not in talk.seen
+    screen = pyte.Screen(100, 24)
+    pyte.Stream(screen).feed(talk.seen)
+    assert not any("of 4,096 tokens" in line for line in screen.display)
+    assert talk.seen.rfind("\x1b[?2004h") <= talk.seen.rfind("\x1b[?2004l")
+    monkeypatch.setenv("MINIKV_HOME", str(home))
+    assert [entry.turns for entry in listing()] == [1] * (moment == "answer")
