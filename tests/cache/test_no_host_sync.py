@@ -309,7 +309,7 @@ def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.Monk
         device="cuda",
         poison=True,
         output=like.output,
-        rotary=net.rotary.inverse,
+        rotary=net.rotation,
     )
     made = Engine(net, kv, None)
     for method in ("stage", "finish"):

@@ -230,7 +230,7 @@ def chat_of(config: ModelConfig) -> ChatSession:
     kv = KVCache(
         shape,
         dtype=net.dtype,
-        rotary=net.rotary.inverse,
+        rotary=net.rotation,
         output=lambda i: (
             net.layers[i].out.dense().T.unflatten(0, (config.kv_heads, -1, config.head_dim))
         ),

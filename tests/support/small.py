@@ -143,7 +143,7 @@ def over(
         dtype=net.dtype,
         kv=kv,
         output=output_of(net),
-        rotary=net.rotary.inverse,
+        rotary=net.rotation,
         poison=poison,
     )
 
