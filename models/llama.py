@@ -73,10 +73,9 @@ class Place:
         return part[self.rows]
 
 
-Angles = Sequence[tuple[Tensor, Tensor]]
-"""By layer, cosine and sine of some positions: see `Rotary.table`."""
-At = tuple[Angles, float | Tensor]
-"""What a chunk's positions mean: the angles, and the factor on queries."""
+At = tuple[Sequence[tuple[Tensor, Tensor]], float | Tensor]
+"""What a chunk's positions mean: cosine and sine for each of `Rotation.kinds`, as `Rotary.table`
+returns them; and the factor on queries."""
 LayerTail = Callable[[Tensor, Tensor], Tensor]
 """What follows attention in a layer, for one token. Takes x [1, hidden] and the output of attention
 [1, heads * D], and adds to x in place what follows in the layer. Returns the next layer's queries,
@@ -155,10 +154,9 @@ class Llama:
             layer = self.layers[0]
             qkv, eps = as_read(layer.qkv), self.config.norm_eps
             self._first = ops.normed_product(qkv, layer.attention_norm, eps)
-        c = self.config
-        alike = len(self.rotation.kinds) == 1 and not c.qk_norm
-        if self._tails and alike and c.query_scale == 1.0 and not c.rope.query_beta and ops.layers:
-            self._layers = ops.layers(self._tails)
+        if self._tails and self.config.qk_norm != "all" and ops.layers is not None:
+            norms = [(layer.q_norm, layer.k_norm) for layer in self.layers]
+            self._layers = ops.layers(self._tails, norms, self.rotation.kind)
 
     def _chunk(self, asked: int | None) -> int:
         """The `rows` that were given to the constructor, else `chunk_rows`."""
@@ -348,20 +346,20 @@ class Llama:
         arena = None if step_arena is None else step_arena()
         qkv = self._qkv(self.layers[0], x, kv) if self._first is None else self._first(x)
         if self._layers is not None and arena is not None:
-            return self._layers(x, qkv, *at[0][0], arena)
+            cos, sin = map(torch.cat, zip(*at[0], strict=True))
+            return self._layers(x, qkv, cos, sin, float(at[1]), arena)
         for index, tail in enumerate(self._tails):
             qkv = tail(x, self._attend(index, qkv, at, kv))
         return qkv
 
     def _at(self, start: int | Tensor, count: int) -> At:
         """Of `count` positions from `start` on, as in `Rotary.table`."""
-        tables = {}
-        for one in self.rotation.kinds:
-            if isinstance(start, Tensor):
-                tables[one] = self.ops.rotary_table(start, one.inverse, one.scale, self.dtype)
-            else:
-                tables[one] = one.table(start, count, self.dtype)
-        angles = [tables[one] for one in self.rotation.layers]
+        angles = [
+            self.ops.rotary_table(start, one.inverse, one.scale, self.dtype)
+            if isinstance(start, Tensor)
+            else one.table(start, count, self.dtype)
+            for one in self.rotation.kinds
+        ]
         return angles, self.rotation.query_scale(start, count)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -400,7 +398,7 @@ class Llama:
                 part.copy_(normed.view(part.shape))
         if isinstance(scale, Tensor) or scale != 1.0:
             qkv[:, :q].mul_(scale)
-        cos, sin = angles[index]
+        cos, sin = angles[self.rotation.kind[index]]
         qkv = qkv.view(rows, c.heads + 2 * c.kv_heads, c.head_dim)
         unrotated = getattr(kv, "attend_unrotated", None)
         if unrotated is not None:

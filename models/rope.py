@@ -150,6 +150,7 @@ class Rotation:
         made = {rope: Rotary(rope, head_dim, device) for rope in dict.fromkeys(ropes)}
         self.kinds = tuple(made.values())
         self.layers = tuple(made[rope] for rope in ropes)
+        self.kind = tuple(self.kinds.index(one) for one in self.layers)  # by layer
         self._scale, self._beta, self._original = scale, ropes[0].query_beta, ropes[0].original
 
     def query_scale(self, start: int | Tensor, count: int) -> float | Tensor:
