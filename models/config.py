@@ -509,8 +509,9 @@ def _full_layers(read: _Reader) -> _Reader:
     must have the same base, and no scaling."""
     full, sliding = (_Reader(read.table(key), f"{read.where}: {key}") for key in (_FULL, _SLIDING))
     theta = full.raw.get("rope_theta")
+    kinds = (sliding.raw.get(key) for key in ("rope_type", "type"))
     same = sliding.raw.get("rope_theta", theta) == theta
-    if not same or sliding.raw.get("rope_type", "default") != "default":
+    if not same or any(kind not in (None, "default") for kind in kinds):
         raise UnsupportedModel(
             f"{sliding.where}: only the base frequency of {_FULL}, without a scaling, is supported"
         )
@@ -640,7 +641,8 @@ def _smollm3(read: _Reader, config: ModelConfig) -> ModelConfig:
         raise read.bad(key, f"a list of {layers} numbers")
     if not all(_is_number(one, int) and one in (0, 1) for one in rotated):
         raise read.bad(key, "a list of 0 and 1")
-    if any(config.windows) and not read.given("layer_types"):
+    windows = read.flag("use_sliding_window") and read.given("sliding_window")
+    if windows and not read.given("layer_types"):
         raise UnsupportedModel("config.json: use_sliding_window needs layer_types beside it")
     ropes = (config.rope if turns else RopeConfig(kind="none") for turns in rotated[:layers])
     return replace(config, layer_ropes=tuple(ropes))
