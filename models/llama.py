@@ -73,7 +73,7 @@ class Place:
         return part[self.rows]
 
 
-At = tuple[Sequence[tuple[Tensor, Tensor]], float | Tensor]
+At = tuple[Sequence[tuple[Tensor, Tensor]], float | Tensor | None]
 """What a chunk's positions mean: cosine and sine for each of `Rotation.kinds`, as `Rotary.table`
 returns them; and the factor on queries."""
 LayerTail = Callable[[Tensor, Tensor], Tensor]
@@ -347,7 +347,7 @@ class Llama:
         qkv = self._qkv(self.layers[0], x, kv) if self._first is None else self._first(x)
         if self._layers is not None and arena is not None:
             cos, sin = map(torch.cat, zip(*at[0], strict=True))
-            return self._layers(x, qkv, cos, sin, float(at[1]), arena)
+            return self._layers(x, qkv, cos, sin, 1.0 if at[1] is None else float(at[1]), arena)
         for index, tail in enumerate(self._tails):
             qkv = tail(x, self._attend(index, qkv, at, kv))
         return qkv
@@ -396,7 +396,7 @@ class Llama:
             ):
                 normed = self._norm(part.reshape(-1, len(norm)).contiguous(), norm)
                 part.copy_(normed.view(part.shape))
-        if isinstance(scale, Tensor) or scale != 1.0:
+        if scale is not None:
             qkv[:, :q].mul_(scale)
         cos, sin = angles[self.rotation.kind[index]]
         qkv = qkv.view(rows, c.heads + 2 * c.kv_heads, c.head_dim)

@@ -151,11 +151,12 @@ class Rotation:
         self.kinds = tuple(made.values())
         self.layers = tuple(made[rope] for rope in ropes)
         self.kind = tuple(self.kinds.index(one) for one in self.layers)  # by layer
-        self._scale, self._beta, self._original = scale, ropes[0].query_beta, ropes[0].original
+        self._scale = None if scale == 1.0 else scale
+        self._beta, self._original = ropes[0].query_beta, ropes[0].original
 
-    def query_scale(self, start: int | Tensor, count: int) -> float | Tensor:
+    def query_scale(self, start: int | Tensor, count: int) -> float | Tensor | None:
         """The factor on queries at positions `start` to `start` + `count` - 1: the same for all, or
-        float32 [count, 1]. start: as in `Rotary.table`, or with a dimension, all positions."""
+        float32 [count, 1]; None: 1. start: as in `Rotary.table`, or all positions [count]."""
         if not self._beta:
             return self._scale
         if not isinstance(start, Tensor):
@@ -164,4 +165,4 @@ class Rotation:
             device = self.kinds[0].inverse.device
             start = torch.arange(start, start + count, device=device)
         grown = start.reshape(-1, 1).div(self._original, rounding_mode="floor")
-        return grown.to(torch.float32).log1p().mul_(self._beta).add_(1.0).mul_(self._scale)
+        return grown.to(torch.float32).log1p().mul_(self._beta).add_(1.0).mul_(self._scale or 1.0)

@@ -50,7 +50,8 @@ class ExpectedAttention(Scorer):
         rotary = view.rotary.layers[view.layer]
         key = self, id(rotary)  # the same for every layer that rotates alike
         if key not in view.shared:
-            at = torch.arange(view.position, view.position + self.future, device=view.pos.device)
+            end = view.position + self.future
+            at = torch.arange(view.position, end, device=view.pos.device, dtype=torch.float64)
             scale = view.rotary.query_scale(at, self.future)
             view.shared[key] = average_rotation(rotary.inverse, at, scale)
         mean, covariance = view.queries.normal(view.shared[key])  # [H, G, D], [H, G, D, D]
@@ -107,11 +108,14 @@ def expected_attention(
     return in_blocks(heads, group * rows * size, most, of)
 
 
-def average_rotation(inverse: Tensor, at: Tensor, scale: float | Tensor) -> Tensor:
-    """float32 [D, D]: what a query is multiplied by, its mean over the positions at int64 [T].
+def average_rotation(inverse: Tensor, at: Tensor, scale: float | Tensor | None) -> Tensor:
+    """float32 [D, D]: what a query is multiplied by, its mean over the positions at float64 [T].
     inverse [D / 2]: the angles per position; scale: see `Rotation.query_scale`."""
-    angle = at[:, None].to(torch.float64) * inverse.to(torch.float64)
-    cos, sin = (angle.cos() * scale).mean(0), (angle.sin() * scale).mean(0)
+    angle = at[:, None] * inverse.to(torch.float64)
+    cos, sin = angle.cos(), angle.sin()
+    if scale is not None:
+        cos, sin = cos * scale, sin * scale
+    cos, sin = cos.mean(0), sin.mean(0)
     top = torch.cat((cos.diag(), -sin.diag()), 1)
     return torch.cat((top, torch.cat((sin.diag(), cos.diag()), 1))).to(torch.float32)
 

@@ -26,9 +26,9 @@ class Rotation(Protocol):
         """By layer."""
         ...
 
-    def query_scale(self, start: Tensor, count: int) -> float | Tensor:
+    def query_scale(self, start: Tensor, count: int) -> float | Tensor | None:
         """What queries at positions `start` [count] are multiplied by beside the rotation: one
-        factor, or [count, 1]."""
+        factor, or [count, 1]; None: 1."""
         ...
 
 
@@ -43,11 +43,13 @@ class Moments:
         self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
         self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
 
-    def add(self, q: Tensor, angle: Tensor, scale: float | Tensor = 1.0) -> None:
+    def add(self, q: Tensor, angle: Tensor, scale: float | Tensor | None = None) -> None:
         """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, and
         multiplied by `scale` (see `Rotation.query_scale`), which is undone here."""
         self.count += q.shape[2]
-        cos, sin = angle.cos() / scale, angle.sin() / scale
+        cos, sin = angle.cos(), angle.sin()
+        if scale is not None:
+            cos, sin = cos / scale, sin / scale
         for some in blocks(len(q), q[0].numel(), self._most):
             one, two = q[some].to(torch.float64).chunk(2, -1)
             back = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
