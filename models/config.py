@@ -703,38 +703,33 @@ FAMILIES: Mapping[str, _Family] = {
         reads=_olmo3,
     ),
 }
+_FOREIGN = """
+mixture of experts: mixtral qwen2_moe qwen3_moe gpt_oss llama4_text granitemoe minimax_m2 olmoe
+mixture of experts: glm4_moe ernie4_5_moe phimoe dbrx afmoe flex_olmo granitemoeshared
+latent attention and mixture of experts: deepseek_v2 deepseek_v3 deepseek_v32 mistral4 kimi_k2
+state-space layers: granitemoehybrid nemotron_h mamba mamba2 falcon_mamba falcon_h1 jamba bamba
+linear attention: qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe kimi_linear minimax recurrent_gemma
+convolutions in place of attention: lfm2 lfm2_moe
+soft-capped attention: gemma2
+another normalisation and activation: gemma gemma3_text gemma4_text
+an image model around a text model with another normalisation: gemma3 gemma3n gemma4
+an image model around a text model that attends to images in layers of their own: mllama
+an image model around a mixture of experts: llama4
+an image model: llava llava_next qwen2_vl qwen2_5_vl qwen3_vl idefics3 smolvlm phi4mm internvl
+layers that differ in shape: nemotron-nas
+another normalisation: nemotron olmo stablelm cohere cohere2 phi gpt_neox starcoder2 falcon
+another activation: arcee apertus
+biases of queries, keys and values without one of the output: seed_oss
+learned positions: gpt2 opt
+rotation of a part of each head: glm glm4 chatglm
+norms after each block, and layers without rotation: exaone4
+"""
 _REASONS = {
-    name: reason
-    for reason, names in {
-        "mixture of experts": "mixtral llama4_text qwen2_moe qwen3_moe gpt_oss granitemoe dbrx "
-        "granitemoeshared glm4_moe ernie4_5_moe phimoe minimax olmoe flex_olmo afmoe",
-        "mixture of experts with images": "llama4",
-        "latent attention and mixture of experts": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 "
-        "mistral4 longcat_flash glm_moe_dsa",
-        "state-space layers": "granitemoehybrid nemotron_h mamba mamba2 falcon_mamba falcon_h1 "
-        "jamba bamba zamba2",
-        "linear attention": "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe kimi_linear minimax_m2 "
-        "olmo_hybrid recurrent_gemma rwkv",
-        "convolutions in place of attention": "lfm2 lfm2_moe",
-        "soft-capped attention": "gemma2",
-        "another normalisation and activation": "gemma gemma3_text gemma4_text",
-        "an image model; its text part has another normalisation and activation": "gemma3 gemma3n "
-        "gemma4",
-        "an image model; its text part attends to images in layers of their own": "mllama",
-        "an image model": "llava llava_next qwen2_vl qwen2_5_vl qwen3_vl idefics3 smolvlm pixtral "
-        "phi4mm internvl",
-        "layers that differ in shape": "nemotron-nas",
-        "another normalisation": "nemotron olmo stablelm cohere cohere2 phi gpt_neox starcoder2",
-        "another activation": "arcee apertus",
-        "biases of queries, keys and values without one of the output": "seed_oss",
-        "positions are learned": "gpt2 opt",
-        "positions are a slope": "bloom mpt falcon",
-        "rotation of a part of each head": "glm glm4 chatglm",
-        "a norm before and after each block": "exaone4",
-    }.items()
+    name: why
+    for why, names in (line.split(": ") for line in _FOREIGN.strip().splitlines())
     for name in names.split()
 }
-"""Why other families are not supported."""
+"""Why other families are not supported, by name."""
 
 _PARAMS = _Family("", 32_768, norm_eps=None)
 """The defaults of params.json. None of Mistral's releases has a shorter context."""
