@@ -81,7 +81,7 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     kv = KVCache(
         shape_of(c),
         rules,
-        rotary=net.rotary.inverse,
+        rotary=net.rotation,
         output=output_of(net),
     )
     engine = Engine(net, kv)

@@ -109,7 +109,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         device=network.device,
         kv=torch.int8 if settings.kv == "int8" else None,
         output=output_of(network),
-        rotary=network.rotary.inverse,
+        rotary=network.rotation,
         kernels=settings.kernels,
     )
     if kv.ops.name != "torch":

@@ -229,6 +229,7 @@ class Checkpoint:
         if not entries:
             raise CorruptModel("the weight files hold no weights")
         _refuse_quantised(entries)
+        entries = _text_part(entries)
         if original:
             entries = _renamed(entries)
         return cls(entries, original)
@@ -246,6 +247,25 @@ class Checkpoint:
             odd = next(iter(self.entries.values()))
             raise UnsupportedModel(f"{odd.path.name}: {quote(odd.name)} is stored as {odd.dtype}")
         return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+_WRAPPED = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?(lm_head\.)?")
+_OTHER_PART = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+
+
+def _text_part(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Of a model that wraps a text model, the tensors of that one, by the names that they have
+    alone."""
+    if not any(_WRAPPED.match(name) for name in entries):
+        return entries
+    made: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        if not _OTHER_PART.match(name):
+            new = _WRAPPED.sub(lambda match: match[1] or "model.", name, count=1)
+            if new in made:
+                raise CorruptModel(f"{entry.path.name}: {quote(name)} is there twice")
+            made[new] = entry
+    return made
 
 
 _OTHER_BUILD = "the index and the files are not of the same build: download them again"

@@ -7,8 +7,9 @@ that this network does not implement raises UnsupportedModel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class ModelConfig:
     """Rows of the embedding. There may be more than the tokenizer has entries."""
     norm_eps: float
     rope: RopeConfig
+    """Of every layer, unless `layer_ropes` has one for each."""
     max_context: int
     """How many positions a conversation may have."""
     windows: tuple[int | None, ...]
@@ -66,6 +68,20 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    layer_ropes: tuple[RopeConfig, ...] = ()
+    qk_norm: str = ""
+    """RMSNorm of queries and keys before rotation: "head": of each head; "all": of all together."""
+    norm_after: bool = False
+    """Attention and MLP take x itself, and what they return is normed before it is added."""
+    fused: bool = False
+    """Whether the file has q, k, v as one matrix, and gate, up."""
+    query_scale: float = 1.0
+    """Multiplies queries, beside 1 / sqrt(D) and what `RopeConfig.query_beta` says."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Multiplies what attention and MLP add to x."""
+    logits_scale: float = 1.0
+    """Logits are divided by it."""
     stop_ids: tuple[int, ...] = ()
     """End-of-text ids of config.json and generation_config.json, ascending."""
     own: OwnSampling = OwnSampling()
@@ -92,6 +108,17 @@ class ModelConfig:
         return _with_generation(config, folder / "generation_config.json")
 
     @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary settings of each layer."""
+        return self.layer_ropes or (self.rope,) * self.layers
+
+    @property
+    def qk_sizes(self) -> tuple[int, int]:
+        """How many weights the norms of queries and of keys have in a layer."""
+        heads = {"": (0, 0), "head": (1, 1), "all": (self.heads, self.kv_heads)}[self.qk_norm]
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
+
+    @property
     def parameters(self) -> int:
         """Number of weights; a tied lm_head is counted once."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -99,57 +126,8 @@ class ModelConfig:
         attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden
         mlp = 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
         head = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * (attention + mlp + 2 * self.hidden) + self.hidden + head
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """How one model_type differs from the others. Defaults are those of its configuration class in
-    transformers.
-
-    kv_heads: None: as many as heads. window: if sliding_window is absent (null means off); None: it
-    has none. pattern: layer_types may mix windows. switch: there are windows only with
-    use_sliding_window, from layer max_window_layers on. biases: it reads attention_bias and
-    mlp_bias. norm_eps: None: the file must say it.
-    """
-
-    architecture: str
-    max_context: int
-    kv_heads: int | None = None
-    window: int | None = None
-    pattern: bool = True
-    switch: bool = False
-    qkv_bias: bool = False
-    biases: bool = False
-    norm_eps: float | None = 1e-6
-
-
-# transformers' own mistral class ignores layer_types; a pattern there is ambiguous.
-FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family("LlamaForCausalLM", 2048, biases=True),
-    "mistral": _Family("MistralForCausalLM", 131_072, kv_heads=8, window=4096, pattern=False),
-    "ministral": _Family("MinistralForCausalLM", 131_072, kv_heads=8, window=4096),
-    "qwen2": _Family("Qwen2ForCausalLM", 32_768, window=4096, switch=True, qkv_bias=True),
-}
-
-_REASONS = {
-    "llama4": "mixture of experts",
-    "mllama": "an image model",
-    "mixtral": "mixture of experts",
-    "mistral3": "an image model",
-    "mistral4": "another attention",
-    "ministral3": "it scales queries by position (llama_4_scaling)",
-    "phi3": "fused projections and longrope",
-    "qwen2_moe": "mixture of experts",
-    "qwen3": "it normalises queries and keys",
-    "qwen3_moe": "mixture of experts",
-    "gemma": "another normalisation and activation",
-    "gemma2": "soft-capped attention",
-    "gemma3": "another normalisation and activation",
-    "gpt2": "learned positions",
-    "smollm3": "layers without rotary positions",
-    "deepseek_v3": "latent attention",
-}
+        norms = 2 * self.hidden + sum(self.qk_sizes)
+        return self.layers * (attention + mlp + norms) + self.hidden + head
 
 
 class _Reader:
@@ -212,6 +190,39 @@ def _is_number(value: Any, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How one model_type differs from the others. Defaults are those of its configuration class in
+    transformers.
+
+    kv_heads: None: as many as heads. head_dim: None: hidden / heads. windows: which layers have
+    one; "": none; "all"; "types": those that layer_types says, by default all but each
+    `full_every`-th; "switch": only with use_sliding_window, by default from layer max_window_layers
+    on. window: if sliding_window is absent (null means off). biases: which of attention_bias and
+    mlp_bias it reads. norm_eps: None: the file must say it. ropes: the rotary types that it has;
+    (): all. rope_keys: further keys of the rotary settings. net: fields of `ModelConfig`. reads:
+    adds what only this family has. wraps: the families of its text_config, which alone is loaded.
+    """
+
+    architecture: str
+    max_context: int = 0
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    windows: str = ""
+    window: int | None = None
+    full_every: int = 0
+    qkv_bias: bool = False
+    biases: tuple[str, ...] = ()
+    norm_eps: float | None = 1e-6
+    theta: float = 10_000.0
+    tied: bool = False
+    ropes: tuple[str, ...] = ()
+    rope_keys: tuple[str, ...] = ()
+    net: Mapping[str, Any] = field(default_factory=dict)
+    reads: Callable[[_Reader, ModelConfig], ModelConfig] | None = None
+    wraps: tuple[str, ...] = ()
+
+
 def _sizes(read: _Reader, family: _Family) -> ModelConfig:
     """What both config.json and params.json say. Windows and biases are left out."""
     notes: tuple[str, ...] = ()
@@ -221,12 +232,12 @@ def _sizes(read: _Reader, family: _Family) -> ModelConfig:
         kv_heads = heads  # null is not absent: in transformers it means as many as heads
     hidden = read.integer("hidden_size", 1, MAX_HIDDEN)
     layers = read.integer("num_hidden_layers", 1, MAX_LAYERS)
-    if not read.given("head_dim") and hidden % heads:
+    if not read.given("head_dim") and family.head_dim is None and hidden % heads:
         raise CorruptModel(
             f"{read.where}: {read.name('hidden_size')} {hidden} is not a multiple of "
             f"{read.name('num_attention_heads')} {heads}"
         )
-    head_dim = read.integer("head_dim", 2, MAX_HEAD_DIM, hidden // heads)
+    head_dim = read.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
     if heads % kv_heads:
         raise CorruptModel(f"{read.where}: {heads} heads cannot be shared by {kv_heads} KV heads")
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
@@ -247,21 +258,27 @@ def _sizes(read: _Reader, family: _Family) -> ModelConfig:
         mlp=read.integer("intermediate_size", 1, MAX_MLP),
         vocab=read.integer("vocab_size", 1, MAX_VOCAB),
         norm_eps=read.number("rms_norm_eps", 0.0, 0.1, family.norm_eps),
-        rope=_rope(read, max_context),
+        rope=_rope(read, family, max_context),
         max_context=max_context,
         windows=(None,) * layers,
-        tied=read.flag("tie_word_embeddings"),
+        tied=read.flag("tie_word_embeddings", family.tied),
         notes=notes,
+        **family.net,
     )
 
 
 def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     read = _Reader(raw, "config.json")
     name = _family_name(read)
-    family = FAMILIES[name]
-    _refuse_foreign(read)
+    family, notes = FAMILIES[name], []
+    if family.wraps:
+        notes.append(f"only the text part of this {name} model is loaded: it sees no images")
+        read = _Reader(_text_part(read), "config.json")
+        name = _family_name(read, family.wraps, f", the text part of {quote(name)}")
+        family = FAMILIES[name]
+    _refuse_foreign(read, family)
     config = _sizes(read, family)
-    notes, max_context = [*config.notes], config.max_context
+    notes, max_context = [*notes, *config.notes], config.max_context
     plain = _plain_attention(read)
     if plain is not None and plain < max_context:
         notes.append(
@@ -275,24 +292,40 @@ def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         notes.append("pretraining_tp is ignored: it changes only the order of additions")
     if read.given("auto_map"):
         notes.append("auto_map is ignored: no code from a model is ever run")
-    attention_bias = read.flag("attention_bias")
-    mlp_bias = read.flag("mlp_bias")
-    if not family.biases and (mlp_bias or (attention_bias and not family.qkv_bias)):
-        raise UnsupportedModel(f"config.json: {name} has no attention_bias or mlp_bias")
-    return replace(
+    biases = {key for key in ("attention_bias", "mlp_bias") if read.flag(key)}
+    for key in biases - {*family.biases, *(("attention_bias",) if family.qkv_bias else ())}:
+        raise UnsupportedModel(f"config.json: {name} has no {key}")
+    biases &= {*family.biases}
+    config = replace(
         config,
         family=name,
         max_context=max_context,
         windows=_windows(read, name, family, config.layers),
-        qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias and family.biases,
-        mlp_bias=mlp_bias,
+        qkv_bias=family.qkv_bias or "attention_bias" in biases,
+        o_bias="attention_bias" in biases,
+        mlp_bias="mlp_bias" in biases,
         stop_ids=_ids(read, "eos_token_id"),
         notes=tuple(notes),
     )
+    return family.reads(read, config) if family.reads else config
 
 
-def _family_name(read: _Reader) -> str:
+_WRAPPED = ("quantization_config", "tie_word_embeddings", "eos_token_id", "auto_map")
+"""What the configuration of a wrapper says about its text part, too."""
+
+
+def _text_part(read: _Reader) -> dict[str, Any]:
+    """The configuration of the text part of a wrapper."""
+    text = read.table("text_config")
+    if not text:
+        raise read.bad("text_config", "the configuration of the text part")
+    own = {key: read.raw[key] for key in _WRAPPED if read.given(key)}
+    return {"model_type": "mistral", **text, "architectures": None, **own}
+
+
+def _family_name(read: _Reader, among: Iterable[str] = (), role: str = "") -> str:
+    """The name of the family. among: the families that are possible here; (): all. role: what the
+    message adds to the name."""
     name = read.raw.get("model_type")
     architectures = read.raw.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
@@ -304,9 +337,9 @@ def _family_name(read: _Reader) -> str:
     if not isinstance(name, str):
         raise read.bad("model_type", "a name")
     hint = f"minikv runs: {', '.join(FAMILIES)}"
-    if name not in FAMILIES:
+    if name not in (among or FAMILIES):
         reason = f" ({_REASONS[name]})" if name in _REASONS else ""
-        raise UnsupportedModel(f"unsupported architecture {quote(name)}{reason}", hint)
+        raise UnsupportedModel(f"unsupported architecture {quote(name)}{reason}{role}", hint)
     if architectures and FAMILIES[name].architecture not in architectures:
         raise UnsupportedModel(
             f"unsupported architecture {quote(architectures[0])}: not a {name} chat model", hint
@@ -314,7 +347,7 @@ def _family_name(read: _Reader) -> str:
     return name
 
 
-def _refuse_foreign(read: _Reader) -> None:
+def _refuse_foreign(read: _Reader, family: _Family) -> None:
     """Raise UnsupportedModel for settings under which the model computes something that this
     network does not."""
     raw = read.raw
@@ -329,8 +362,9 @@ def _refuse_foreign(read: _Reader) -> None:
         raise UnsupportedModel("config.json: partial_rotary_factor other than 1 is not supported")
     if read.flag("rope_interleaved"):
         raise UnsupportedModel("config.json: rope_interleaved is not supported")
-    auto_map = read.table("auto_map")
-    if "AutoModelForCausalLM" in auto_map:
+    # Code of the same name is a copy of what transformers has by now.
+    code = read.table("auto_map").get("AutoModelForCausalLM")
+    if code is not None and str(code).split(".")[-1] != family.architecture:
         raise UnsupportedModel(
             "config.json: auto_map replaces the network by code of its own, which is never run"
         )
@@ -367,13 +401,13 @@ def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[in
         if odd not in ("full_attention", "sliding_attention"):
             raise UnsupportedModel(f"config.json: layer type {quote(odd)} is not supported")
     sliding = [kind == "sliding_attention" for kind in types or ()]
-    if family.window is None:
+    if not family.windows:
         if any(sliding):
             raise UnsupportedModel(f"config.json: {name} has no sliding_attention layers")
         if read.given("sliding_window"):
             raise UnsupportedModel(f"config.json: {name} has no sliding_window")
         return (None,) * layers
-    if family.switch and not read.flag("use_sliding_window"):
+    if family.windows == "switch" and not read.flag("use_sliding_window"):
         if any(sliding):
             raise CorruptModel("config.json: sliding layers, but use_sliding_window is false")
         return (None,) * layers
@@ -381,11 +415,12 @@ def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[in
     if window is not None:
         window = read.integer("sliding_window", 1, MAX_POSITIONS, window)
     if types is None:
-        full = read.integer("max_window_layers", 0, 2**31, 28) if family.switch else 0
-        sliding = [layer >= full for layer in range(layers)]
+        key, every = "max_window_layers", family.full_every or layers + 1
+        full = read.integer(key, 0, 2**31, 28) if family.windows == "switch" else 0
+        sliding = [layer >= full and (layer + 1) % every > 0 for layer in range(layers)]
     elif window is None and any(sliding):
         raise CorruptModel("config.json: sliding layers, but sliding_window is off")
-    elif not family.pattern and not (all(sliding) or window is None):
+    elif family.windows == "all" and not (all(sliding) or window is None):
         raise UnsupportedModel(f"config.json: {name} has no per-layer windows (ministral has)")
     return tuple(window if slides else None for slides in sliding)
 
@@ -410,9 +445,10 @@ _ROPE_NUMBERS: Mapping[str, tuple[float, float, float | None]] = {
     "mscale": (0.0, 1e3, 0.0),
     "mscale_all_dim": (0.0, 1e3, 0.0),
 }
+_BETA = "llama_4_scaling_beta"
 
 
-def _rope(read: _Reader, max_context: int) -> RopeConfig:
+def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
     """Read the rotary settings, which have three forms: rope_parameters (transformers v5),
     rope_scaling with rope_theta (v4), or rope_theta alone.
 
@@ -427,9 +463,11 @@ def _rope(read: _Reader, max_context: int) -> RopeConfig:
     scalings: dict[str, RopeConfig] = {}
     for key, table in spellings.items():
         inner = _Reader(table, f"config.json: {key}")
+        if _FULL in family.rope_keys and _FULL in table:
+            inner = _full_layers(inner)
         if inner.given("rope_theta"):
             thetas[key] = inner.number("rope_theta", 1.0, 1e15)
-        scalings[key] = _scaling(inner, read, max_context)
+        scalings[key] = _scaling(inner, read, family, max_context)
     if len(set(thetas.values())) > 1:
         raise _disagreeing(thetas, spellings, raw=read.raw)
     if len(set(scalings.values())) > 1:
@@ -437,7 +475,7 @@ def _rope(read: _Reader, max_context: int) -> RopeConfig:
             "config.json: rope_parameters and rope_scaling disagree",
             "transformers takes rope_scaling; if that is right, delete rope_parameters",
         )
-    theta = next(iter(thetas.values()), 10_000.0)
+    theta = next(iter(thetas.values()), family.theta)
     scaling = next(iter(scalings.values()), RopeConfig())
     if scaling.kind == "yarn" and theta <= 1.0:
         raise CorruptModel(f"{read.where}: yarn needs a rope_theta above 1, got {theta:g}")
@@ -463,32 +501,53 @@ def _disagreeing(
     )
 
 
-def _scaling(inner: _Reader, read: _Reader, max_context: int) -> RopeConfig:
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _full_layers(read: _Reader) -> _Reader:
+    """Of rotary settings by kind of layer, those of the layers without a window. Those with one
+    must have the same base, and no scaling."""
+    full, sliding = (_Reader(read.table(key), f"{read.where}: {key}") for key in (_FULL, _SLIDING))
+    theta = full.raw.get("rope_theta")
+    kinds = (sliding.raw.get(key) for key in ("rope_type", "type"))
+    same = sliding.raw.get("rope_theta", theta) == theta
+    if not same or any(kind not in (None, "default") for kind in kinds):
+        raise UnsupportedModel(
+            f"{sliding.where}: only the base frequency of {_FULL}, without a scaling, is supported"
+        )
+    return full
+
+
+def _scaling(inner: _Reader, read: _Reader, family: _Family, max_context: int) -> RopeConfig:
     where = inner.where
     table = {key: value for key, value in inner.raw.items() if value is not None}
     names = [table.pop(key) for key in ("rope_type", "type") if key in table]
-    for key in ("rope_theta", "finetuned"):  # the base is read elsewhere, the other says nothing
+    beta = _BETA in family.rope_keys
+    # The base and the context are read elsewhere, the other one says nothing.
+    for key in ("rope_theta", "finetuned", *(("max_position_embeddings",) if beta else ())):
         table.pop(key, None)
     if any(isinstance(value, dict) for value in table.values()):
         raise UnsupportedModel(f"{where}: rotary settings per layer are not supported")
     if len({str(name) for name in names}) > 1:
         raise CorruptModel(f"{where}: rope_type and type disagree: {quote(names)}")
     kind = names[0] if names else "default"
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in (family.ropes or _ROPE_KEYS):
         raise UnsupportedModel(
             f"{where}: rotary type {quote(kind)} is not supported",
-            f"minikv has: {', '.join(_ROPE_KEYS)}",
+            f"minikv has: {', '.join(family.ropes or _ROPE_KEYS)}",
         )
     if table.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModel(f"{where}: partial_rotary_factor other than 1 is not supported")
     table.pop("partial_rotary_factor", None)
-    keys = _ROPE_KEYS[kind]
+    keys = (*_ROPE_KEYS[kind], *((_BETA, _LENGTH) if beta else ()))
     unknown = sorted(set(table) - {*keys})
     if unknown:
         raise UnsupportedModel(f"{where}: key {quote(unknown[0])} of type {kind} is not known")
     given: dict[str, Any] = {
         key: inner.number(key, *bounds) for key, bounds in _ROPE_NUMBERS.items() if key in keys
     }
+    if beta:
+        given["query_beta"] = inner.number(_BETA, 0.0, 1e3)
     if _LENGTH in keys:
         given["original"] = _original_length(inner, read, kind, max_context)
     if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
@@ -551,6 +610,126 @@ def _own_sampling(read: _Reader) -> OwnSampling:
     except CorruptModel as error:
         return OwnSampling(why=str(error))
 
+
+def _ministral3(read: _Reader, config: ModelConfig) -> ModelConfig:
+    if not config.rope.original:
+        raise read.bad("rope_parameters", f"an object with {_BETA}")
+    return config
+
+
+def _granite(read: _Reader, config: ModelConfig) -> ModelConfig:
+    def number(key: str) -> float:
+        return read.number(key, 1e-9, 1e9, 1.0)
+
+    return replace(
+        config,
+        embedding_scale=number("embedding_multiplier"),
+        query_scale=number("attention_multiplier") * math.sqrt(config.head_dim),
+        residual_scale=number("residual_multiplier"),
+        logits_scale=number("logits_scaling"),
+    )
+
+
+def _smollm3(read: _Reader, config: ModelConfig) -> ModelConfig:
+    """Layers without rotation: a 0 in no_rope_layers, or each `no_rope_layer_interval`-th one."""
+    key, layers = "no_rope_layers", config.layers
+    rotated = read.raw.get(key)
+    if rotated is None:
+        every = read.integer("no_rope_layer_interval", 1, 2**31, 4)
+        rotated = [int((layer + 1) % every > 0) for layer in range(layers)]
+    elif not isinstance(rotated, list) or len(rotated) < layers:
+        raise read.bad(key, f"a list of {layers} numbers")
+    if not all(_is_number(one, int) and one in (0, 1) for one in rotated):
+        raise read.bad(key, "a list of 0 and 1")
+    windows = read.flag("use_sliding_window") and read.given("sliding_window")
+    if windows and not read.given("layer_types"):
+        raise UnsupportedModel("config.json: use_sliding_window needs layer_types beside it")
+    ropes = (config.rope if turns else RopeConfig(kind="none") for turns in rotated[:layers])
+    return replace(config, layer_ropes=tuple(ropes))
+
+
+def _olmo3(read: _Reader, config: ModelConfig) -> ModelConfig:
+    """The scaling of positions is only for layers without a window."""
+    plain = RopeConfig(config.rope.theta)
+    ropes = (config.rope if window is None else plain for window in config.windows)
+    return replace(config, layer_ropes=tuple(ropes))
+
+
+_BOTH = ("attention_bias", "mlp_bias")
+_OLMO = {"qk_norm": "all", "norm_after": True}
+# transformers' own mistral class ignores layer_types; a pattern there is ambiguous.
+FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family("LlamaForCausalLM", 2048, biases=_BOTH),
+    "mistral": _Family("MistralForCausalLM", 131_072, kv_heads=8, windows="all", window=4096),
+    "ministral": _Family("MinistralForCausalLM", 131_072, kv_heads=8, windows="types", window=4096),
+    "ministral3": _Family(
+        *("Ministral3ForCausalLM", 262_144, 8, 128, "all"),
+        norm_eps=1e-5,
+        theta=1e6,
+        rope_keys=(_BETA,),
+        reads=_ministral3,
+    ),
+    "mistral3": _Family("Mistral3ForConditionalGeneration", wraps=("mistral", "ministral3")),
+    "qwen2": _Family("Qwen2ForCausalLM", 32_768, windows="switch", window=4096, qkv_bias=True),
+    "qwen3": _Family(
+        *("Qwen3ForCausalLM", 32_768, 32, 128, "switch", 4096),
+        biases=("attention_bias",),
+        net={"qk_norm": "head"},
+    ),
+    "granite": _Family("GraniteForCausalLM", 2048, biases=_BOTH, reads=_granite),
+    "smollm3": _Family(
+        *("SmolLM3ForCausalLM", 32_768, 4, None, "switch"),
+        biases=_BOTH,
+        theta=2e6,
+        tied=True,
+        reads=_smollm3,
+    ),
+    "phi3": _Family(
+        *("Phi3ForCausalLM", 4096, None, None, "all"),
+        norm_eps=1e-5,
+        ropes=("default",),
+        net={"fused": True},
+    ),
+    "olmo2": _Family(
+        "Olmo2ForCausalLM", 2048, biases=("attention_bias",), norm_eps=1e-5, net=_OLMO
+    ),
+    "olmo3": _Family(
+        *("Olmo3ForCausalLM", 2048, None, None, "types", 4096, 4),
+        biases=("attention_bias",),
+        norm_eps=1e-5,
+        theta=5e5,
+        rope_keys=(_FULL,),
+        net=_OLMO,
+        reads=_olmo3,
+    ),
+}
+_FOREIGN = """
+mixture of experts: mixtral qwen2_moe qwen3_moe gpt_oss llama4_text granitemoe minimax_m2 olmoe
+mixture of experts: glm4_moe ernie4_5_moe phimoe dbrx afmoe flex_olmo granitemoeshared
+latent attention and mixture of experts: deepseek_v2 deepseek_v3 deepseek_v32 mistral4 kimi_k2
+state-space layers: granitemoehybrid nemotron_h mamba mamba2 falcon_mamba falcon_h1 jamba bamba
+linear attention: qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe kimi_linear minimax recurrent_gemma
+convolutions in place of attention: lfm2 lfm2_moe
+soft-capped attention: gemma2
+another normalisation and activation: gemma gemma3_text gemma4_text
+an image model around a text model with another normalisation: gemma3 gemma3n gemma4
+an image model around a text model that attends to images in layers of their own: mllama
+an image model around a mixture of experts: llama4
+an image model: llava llava_next qwen2_vl qwen2_5_vl qwen3_vl idefics3 smolvlm phi4mm internvl
+layers that differ in shape: nemotron-nas
+another normalisation: nemotron olmo stablelm cohere cohere2 phi gpt_neox starcoder2 falcon
+another activation: arcee apertus
+biases of queries, keys and values without one of the output: seed_oss
+learned positions: gpt2 opt
+rotation of a part of each head: glm glm4 chatglm
+norms after each block, and layers without rotation: exaone4
+"""
+_REASONS = {
+    name: why
+    for why, names in (line.split(": ") for line in _FOREIGN.strip().splitlines())
+    for name in names.split()
+}
+"""Why other families are not supported, by name."""
 
 _PARAMS = _Family("", 32_768, norm_eps=None)
 """The defaults of params.json. None of Mistral's releases has a shorter context."""

@@ -8,7 +8,7 @@ values go to `kv.attend`. Matrices with the same input are stored as one (q, k, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -20,7 +20,7 @@ from minikv.cache.attend import Attend
 from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8, Linear, Plain, Scratch, as_read
-from minikv.models.rope import Rotary
+from minikv.models.rope import Rotation
 from minikv.pages import Empty, Pages
 
 # On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
@@ -46,6 +46,8 @@ class Layer:
     mlp_norm: Tensor  # [hidden]
     gate_up: Linear  # [2 * mlp, hidden], gate first
     down: Linear  # [hidden, mlp]
+    q_norm: Tensor | None = None  # [D] or [heads * D], see `ModelConfig.qk_norm`
+    k_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,9 @@ class Place:
         return part[self.rows]
 
 
+At = tuple[Sequence[tuple[Tensor, Tensor]], float | Tensor | None]
+"""What a chunk's positions mean: cosine and sine for each of `Rotation.kinds`, as `Rotary.table`
+returns them; and the factor on queries."""
 LayerTail = Callable[[Tensor, Tensor], Tensor]
 """What follows attention in a layer, for one token. Takes x [1, hidden] and the output of attention
 [1, heads * D], and adds to x in place what follows in the layer. Returns the next layer's queries,
@@ -112,6 +117,7 @@ class Llama:
 
         c = config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        normed = c.qk_sizes if c.qk_norm else ()
         self.embedding: Tensor | Int8 = new(c.vocab, c.hidden)
         self.layers = [
             Layer(
@@ -121,12 +127,13 @@ class Llama:
                 mlp_norm=new(c.hidden),
                 gate_up=matrix(2 * c.mlp, c.hidden, c.mlp_bias),
                 down=matrix(c.hidden, c.mlp, c.mlp_bias),
+                **dict(zip(("q_norm", "k_norm"), map(new, normed), strict=False)),
             )
             for _ in range(c.layers)
         ]
         self.norm = new(c.hidden)
         self.head: Linear = Plain(self.embedding if c.tied else new(c.vocab, c.hidden))
-        self.rotary = Rotary(c.rope, c.head_dim, self.device)
+        self.rotation = Rotation(c.ropes, c.head_dim, self.device, c.query_scale)
         self.ops = Kernels()
         self._tails: list[LayerTail] = []  # one for each layer, or empty
         self._first: Callable[[Tensor], Tensor] | None = None  # x -> the first layer's `_qkv`
@@ -147,8 +154,9 @@ class Llama:
             layer = self.layers[0]
             qkv, eps = as_read(layer.qkv), self.config.norm_eps
             self._first = ops.normed_product(qkv, layer.attention_norm, eps)
-        if self._tails and ops.layers is not None:
-            self._layers = ops.layers(self._tails)
+        if self._tails and self.config.qk_norm != "all" and ops.layers is not None:
+            norms = [(layer.q_norm, layer.k_norm) for layer in self.layers]
+            self._layers = ops.layers(self._tails, norms, self.rotation.kind)
 
     def _chunk(self, asked: int | None) -> int:
         """The `rows` that were given to the constructor, else `chunk_rows`."""
@@ -156,8 +164,11 @@ class Llama:
         return self._given or chunk_rows(cuda, self.dtype.itemsize, asked)
 
     def _all_tails(self, ops: Kernels) -> list[LayerTail]:
-        """A `LayerTail` for each layer; empty if `ops` has none for some layer."""
+        """A `LayerTail` for each layer; empty if `ops` has none for some layer, or if layers add
+        something else to x."""
         found: list[LayerTail] = []
+        if self.config.norm_after or self.config.residual_scale != 1.0:
+            return found
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
             parts = [as_read(m) for m in (layer.out, layer.gate_up, layer.down)]
             following = None if after is None else as_read(after.qkv)
@@ -184,17 +195,25 @@ class Llama:
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         whole = slice(None)
-        parts = (
-            ("input_layernorm", "attention_norm", whole),
+        names = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+        first, second = names[1:] if c.norm_after else names[:2]
+        parts: tuple[tuple[str, str, slice], ...] = (
+            (first, "attention_norm", whole),
             ("self_attn.q_proj", "qkv", slice(0, q)),
             ("self_attn.k_proj", "qkv", slice(q, q + kv)),
             ("self_attn.v_proj", "qkv", slice(q + kv, None)),
             ("self_attn.o_proj", "out", whole),
-            ("post_attention_layernorm", "mlp_norm", whole),
+            (second, "mlp_norm", whole),
             ("mlp.gate_proj", "gate_up", slice(0, c.mlp)),
             ("mlp.up_proj", "gate_up", slice(c.mlp, None)),
             ("mlp.down_proj", "down", whole),
         )
+        if c.fused:
+            joined = ("self_attn.qkv_proj", "qkv", whole), ("mlp.gate_up_proj", "gate_up", whole)
+            parts = (*joined, *(part for part in parts if part[1] not in ("qkv", "gate_up")))
+        if c.qk_norm:
+            norms = (f"{one}_norm" for one in "qk")
+            parts = (*parts, *((f"self_attn.{name}", name, whole) for name in norms))
         yield "model.embed_tokens.weight", Place(self, "embedding", "", whole)
         for i, layer in enumerate(self.layers):
             for name, slot, rows in parts:
@@ -221,7 +240,8 @@ class Llama:
         parts = [getattr(layer, name) for layer in self.layers for name in Layer.__slots__]
         if not self.config.tied:
             parts.append(self.head)
-        return sum(part.nbytes for part in (self.embedding, self.norm, *parts))
+        parts += self.embedding, self.norm
+        return sum(part.nbytes for part in parts if part is not None)
 
     @torch.no_grad()
     def randomise(self, seed: int = 0, std: float = 0.02) -> Llama:
@@ -247,7 +267,8 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """States [t, hidden] after the final norm -> logits, float32 [t, V]."""
-        return self.head(hidden).float()
+        found = self.head(hidden).float()
+        return found if self.config.logits_scale == 1.0 else found.div_(self.config.logits_scale)
 
     def _stream(self, ids: Tensor, kv: Attend, *, last: bool) -> Tensor:
         """Run all layers and the final norm: [T, hidden]; with `last`, only the last token's row
@@ -260,8 +281,8 @@ class Llama:
             kv.advance(count)
             return step
         starts = range(0, count, self.rows)
-        tables = [  # the same for all layers
-            self._table(kv.position + lo if lo else kv.position, min(self.rows, count - lo))
+        chunks = [  # the same for all layers
+            self._at(kv.position + lo if lo else kv.position, min(self.rows, count - lo))
             for lo in starts
         ]
         # One buffer for the widest intermediate. Allocated anew for each chunk, it would leave
@@ -269,7 +290,7 @@ class Llama:
         wide = x.new_empty(min(self.rows, count), 2 * self.config.mlp)
         for index in range(len(self.layers)):
             closing = last and index == len(self.layers) - 1
-            x = self._layer(index, x, kv, tables, wide, closing)
+            x = self._layer(index, x, kv, chunks, wide, closing)
         kv.advance(count)
         if last:
             return self._norm(x, self.norm)
@@ -283,20 +304,20 @@ class Llama:
         index: int,
         x: Tensor,
         kv: Attend,
-        tables: list[tuple[Tensor, Tensor]],
+        chunks: list[At],
         wide: Tensor,
         closing: bool,
     ) -> Tensor:
         """Rows x [T, hidden] -> the input of the next layer, in place, chunk by chunk. closing:
         only the last row is wanted, [1, hidden]; keys and values of all rows are made.
 
-        tables: cosine and sine of each chunk. wide [>= t, 2 * mlp]: memory to write to."""
+        chunks: the positions of each chunk. wide [>= t, 2 * mlp]: memory to write to."""
         layer = self.layers[index]
-        for number, (cos, sin) in enumerate(tables):
+        for number, at in enumerate(chunks):
             part = x[number * self.rows : (number + 1) * self.rows]
-            mixed = self._attend(index, self._qkv(layer, part, kv), cos, sin, kv)
+            mixed = self._attend(index, self._qkv(layer, part, kv), at, kv)
             if closing:
-                if number < len(tables) - 1:
+                if number < len(chunks) - 1:
                     continue
                 mixed, part = mixed[-1:], part[-1:]
             self._mlp(layer, part, layer.out(mixed), wide)
@@ -305,8 +326,14 @@ class Llama:
 
     def _mlp(self, layer: Layer, x: Tensor, mixed: Tensor, wide: Tensor) -> None:
         """Add to the rows x [t, hidden], in place, `mixed` and then the MLP of the normed rows."""
-        normed = self.ops.add_norm(x, mixed, layer.mlp_norm, self.config.norm_eps)
-        x.add_(layer.down(self.ops.silu_mul(layer.gate_up(normed, wide))))
+        c, eps, scale = self.config, self.config.norm_eps, self.config.residual_scale
+        if c.norm_after:
+            normed = x.add_(self._norm(mixed, layer.attention_norm))
+        else:
+            mixed = mixed if scale == 1.0 else mixed.mul_(scale)
+            normed = self.ops.add_norm(x, mixed, layer.mlp_norm, eps)
+        made = layer.down(self.ops.silu_mul(layer.gate_up(normed, wide)))
+        x.add_(self._norm(made, layer.mlp_norm) if c.norm_after else made, alpha=scale)
 
     def fast_step(self, x: Tensor, kv: Attend) -> Tensor | None:
         """All layers for the row x [1, hidden] of one token, by kernels that compute what follows
@@ -314,22 +341,26 @@ class Llama:
         overwrites x. None: there are no such kernels, or `kv` watches; then nothing was done."""
         if not self._tails or getattr(kv, "watch", None) is not None:
             return None
-        cos, sin = self._table(kv.position, 1)
+        at = self._at(kv.position, 1)
         step_arena = getattr(kv, "step_arena", None) if self._layers is not None else None
         arena = None if step_arena is None else step_arena()
         qkv = self._qkv(self.layers[0], x, kv) if self._first is None else self._first(x)
         if self._layers is not None and arena is not None:
-            return self._layers(x, qkv, cos, sin, arena)
+            cos, sin = map(torch.cat, zip(*at[0], strict=True))
+            return self._layers(x, qkv, cos, sin, 1.0 if at[1] is None else float(at[1]), arena)
         for index, tail in enumerate(self._tails):
-            qkv = tail(x, self._attend(index, qkv, cos, sin, kv))
+            qkv = tail(x, self._attend(index, qkv, at, kv))
         return qkv
 
-    def _table(self, start: int | Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See `Rotary.table`."""
-        rotary = self.rotary
-        if isinstance(start, Tensor):
-            return self.ops.rotary_table(start, rotary.inverse, rotary.scale, self.dtype)
-        return rotary.table(start, count, self.dtype)
+    def _at(self, start: int | Tensor, count: int) -> At:
+        """Of `count` positions from `start` on, as in `Rotary.table`."""
+        angles = [
+            self.ops.rotary_table(start, one.inverse, one.scale, self.dtype)
+            if isinstance(start, Tensor)
+            else one.table(start, count, self.dtype)
+            for one in self.rotation.kinds
+        ]
+        return angles, self.rotation.query_scale(start, count)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of x [t, hidden]."""
@@ -338,21 +369,36 @@ class Llama:
     def _embed(self, ids: Tensor) -> Tensor:
         """Token ids [T] -> rows [T, hidden]."""
         if isinstance(self.embedding, Int8):
-            return self.embedding.rows(ids)
-        return F.embedding(ids, self.embedding)
+            x = self.embedding.rows(ids)
+        else:
+            x = F.embedding(ids, self.embedding)
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x.mul_(scale)
 
     def _qkv(self, layer: Layer, x: Tensor, kv: Attend) -> Tensor:
         """Rows x [t, hidden] -> queries, keys and values [t, (heads + 2 * kv_heads) * D], not
         rotated."""
-        normed = self._norm(x, layer.attention_norm)
+        normed = x if self.config.norm_after else self._norm(x, layer.attention_norm)
         watch = getattr(kv, "watch", None)
         if watch is not None:
             watch(normed)
         return layer.qkv(normed)
 
-    def _attend(self, index: int, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Attend) -> Tensor:
-        """Queries, keys and values of t rows -> mixed values [t, heads * D]."""
+    def _attend(self, index: int, qkv: Tensor, at: At, kv: Attend) -> Tensor:
+        """Queries, keys and values of t rows, which are overwritten -> mixed values [t, heads *
+        D]."""
         c, rows = self.config, len(qkv)
+        (angles, scale), layer, q = at, self.layers[index], c.heads * c.head_dim
+        if layer.q_norm is not None and layer.k_norm is not None:
+            for norm, part in (
+                (layer.q_norm, qkv[:, :q]),
+                (layer.k_norm, qkv[:, q : q + c.kv_heads * c.head_dim]),
+            ):
+                normed = self._norm(part.reshape(-1, len(norm)).contiguous(), norm)
+                part.copy_(normed.view(part.shape))
+        if scale is not None:
+            qkv[:, :q].mul_(scale)
+        cos, sin = angles[self.rotation.kind[index]]
         qkv = qkv.view(rows, c.heads + 2 * c.kv_heads, c.head_dim)
         unrotated = getattr(kv, "attend_unrotated", None)
         if unrotated is not None:

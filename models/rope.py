@@ -8,6 +8,7 @@ positions above 256.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,10 @@ class RopeConfig:
     """One model's rotary settings. Fields that a `kind` does not use keep their defaults.
 
     kind: "default", "linear" (arXiv 2306.15595), "dynamic" (only within its original length, where
-    it equals "default"), "llama3" (Llama 3.1) or "yarn" (arXiv 2309.00071). original: the positions
-    of the pretraining, for llama3 and yarn. attention_factor: multiplies cosine and sine (yarn);
-    None: computed from `factor`.
+    it equals "default"), "llama3" (Llama 3.1), "yarn" (arXiv 2309.00071), or "none": nothing is
+    rotated. original: the positions of the pretraining, for llama3, yarn and query_beta.
+    attention_factor: multiplies cosine and sine (yarn); None: computed from `factor`. query_beta: a
+    query at position p is multiplied by 1 + query_beta ln(1 + floor(p / original)).
     """
 
     theta: float = 10_000.0
@@ -36,6 +38,7 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    query_beta: float = 0.0
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -43,6 +46,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     cosine and sine."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inverse = 1.0 / (rope.theta**exponent)
+    if rope.kind == "none":  # an angle of 0: cosine 1, sine 0, so a rotation changes no bit
+        return inverse.zero_(), 1.0
     if rope.kind in ("default", "dynamic"):
         return inverse, 1.0
     if rope.kind == "linear":
@@ -128,3 +133,36 @@ class Rotary:
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         # The first half of a rotated vector subtracts the second half: the sign is in the table.
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+class Rotation:
+    """What a network does with queries and keys because of their positions: `layers` has the
+    `Rotary` of each layer, and layers of equal settings share one. Queries are multiplied by
+    `scale`, and by what `RopeConfig.query_beta` of the first layer says."""
+
+    def __init__(
+        self,
+        ropes: Sequence[RopeConfig],
+        head_dim: int,
+        device: torch.device | str = "cpu",
+        scale: float = 1.0,
+    ) -> None:
+        made = {rope: Rotary(rope, head_dim, device) for rope in dict.fromkeys(ropes)}
+        self.kinds = tuple(made.values())
+        self.layers = tuple(made[rope] for rope in ropes)
+        self.kind = tuple(self.kinds.index(one) for one in self.layers)  # by layer
+        self._scale = None if scale == 1.0 else scale
+        self._beta, self._original = ropes[0].query_beta, ropes[0].original
+
+    def query_scale(self, start: int | Tensor, count: int) -> float | Tensor | None:
+        """The factor on queries at positions `start` to `start` + `count` - 1: the same for all, or
+        float32 [count, 1]; None: 1. start: as in `Rotary.table`, or all positions [count]."""
+        if not self._beta:
+            return self._scale
+        if not isinstance(start, Tensor):
+            if start + count <= self._original:
+                return self._scale
+            device = self.kinds[0].inverse.device
+            start = torch.arange(start, start + count, device=device)
+        grown = start.reshape(-1, 1).div(self._original, rounding_mode="floor")
+        return grown.to(torch.float32).log1p().mul_(self._beta).add_(1.0).mul_(self._scale or 1.0)

@@ -31,10 +31,10 @@ _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPLITS = (
     _Split("Llama 3", ("llama",), range(128_000, 129_000), _START + r"\p{N}{1,3}" + _END),
-    _Split("Qwen 2", ("qwen2",), range(151_000, 153_000), _START + r"\p{N}" + _END),
+    _Split("Qwen 2", ("qwen2", "qwen3"), range(151_000, 153_000), _START + r"\p{N}" + _END),
     _Split(
         "tekken",
-        ("mistral", "ministral"),
+        ("mistral", "ministral", "ministral3"),
         range(131_000, 132_000),
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",

@@ -104,7 +104,7 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     assert (kv.kv, kv.dtype, kv.ops.name) == (torch.int8, torch.bfloat16, "torch")
     assert net.ops.name == "torch"
     assert kv.output is not None
-    assert torch.equal(kv.rotary, net.rotary.inverse)  # type: ignore[arg-type]
+    assert kv.rotary is net.rotation
     assert (chat.seed, chat.system, chat.pin_system) == (7, "be brief", True)
     assert (chat.reuse, chat.refresh_every, chat.fidelity) == ("blind", 3, False)
     facts = chat.facts

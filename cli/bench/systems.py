@@ -112,7 +112,7 @@ def _engine(net: Llama, eviction: EvictionConfig, kernels: str, kept_in: str) ->
         device=net.device,
         kv=torch.int8 if kept_in == "int8" else None,
         output=output,
-        rotary=net.rotary.inverse,
+        rotary=net.rotation,
         kernels=kernels,
     )
     net.use(kv.ops if kv.ops.name != "torch" else None)

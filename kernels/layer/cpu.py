@@ -30,7 +30,7 @@ _add_norm = function("add_norm", "innnpppdp")
 _rotate = function("rotate", "innnnpppp")
 _silu_mul = function("silu_mul", "innnp")
 _rest = function("rest", "pnppppdp", "a layer")
-_layers = function("layers", "ppppndppppp", "a step")
+_layers = function("layers", "ppppnddppppp", "a step")
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -147,7 +147,7 @@ class StepArena:
     heads: Struct
 
 
-_HEADS, _WEIGHTS = 10, 3
+_HEADS, _WEIGHTS = 10, 6
 """Fields of `Heads` and of `Weights` of layers.c."""
 
 
@@ -213,24 +213,33 @@ def step_arena(
     return StepArena(shape, tiles, into, hashes, Struct(*fields))
 
 
-Layers = Callable[[Tensor, Tensor, Tensor, Tensor, StepArena], Tensor]
+Layers = Callable[[Tensor, Tensor, Tensor, Tensor, float, StepArena], Tensor]
 """Takes x [1, hidden] and qkv [1, (heads + 2 * kv_heads) * D], the input of the first layer and its
-queries, keys and values, cos and sin [1, 1, D], and the arena. Returns x after the final norm [1,
-hidden]; x itself is overwritten. Raises MemoryError, perhaps after some layers."""
+queries, keys and values, cos and sin, rows of D, the factor on queries, and the arena. Returns x
+after the final norm [1, hidden]; x itself is overwritten. Raises MemoryError, perhaps after some
+layers."""
 
 
-def layers(rests: Sequence[object]) -> Layers | None:
+def layers(
+    rests: Sequence[object],
+    norms: Sequence[tuple[Tensor | None, Tensor | None]],
+    angles: Sequence[int],
+) -> Layers | None:
     """All layers of a decode step, from the `Rest` of each; None: they are not of C, or their sizes
-    differ."""
+    differ. By layer: norms of each head's query and key, [D] each, before rotation; and which row
+    of cos and sin it takes."""
     each = [rest for rest in rests if isinstance(rest, Rest)]
     sizes = {rest.sizes for rest in each}
     if len(each) < len(rests) or len(sizes) != 1 or any(len(r.given) < 4 for r in each[:-1]):
         return None
     hidden, mixed, _, eps = sizes.pop()
-    weights = Struct(*(field for rest in each for field in (rest.matrices, *rest.norms)))
+    parts = zip(each, norms, angles, strict=True)
+    weights = Struct(*(field for r, two, at in parts for field in (r.matrices, *r.norms, *two, at)))
     spans = [*_spans([rest.nbytes for rest in each])]
 
-    def compute(x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, arena: StepArena) -> Tensor:
+    def compute(
+        x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, scale: float, arena: StepArena
+    ) -> Tensor:
         count, heads, size, queries, pitch = arena.shape
         group = mixed // (heads * size)
         assert plain(torch.bfloat16, x, qkv, cos, sin)
@@ -238,7 +247,8 @@ def layers(rests: Sequence[object]) -> Layers | None:
         assert qkv.numel() == mixed + 2 * heads * size
         assert count == len(each)
         assert queries in (0, group)
-        assert cos.numel() == size == sin.numel()
+        assert cos.numel() == (max(angles) + 1) * size == sin.numel()
+        assert all(norm is None or norm.numel() == size for two in norms for norm in two)
         told = Struct(heads, group, pitch, hidden, arena.tiles, arena.hashing)
         for part in spans:
             result = torch.empty((1, each[part.stop - 1].outs), dtype=x.dtype)
@@ -249,6 +259,7 @@ def layers(rests: Sequence[object]) -> Layers | None:
                 c_void_p(weights.at(part.start * _WEIGHTS)),
                 len(part),
                 eps,
+                scale,
                 cos,
                 sin,
                 x,

@@ -6,11 +6,13 @@
 
 #include <stdlib.h>
 
-/* The weights of a layer after attention, as in minikv_rest; the fields are those of
+/* The weights of a layer after attention, as in minikv_rest; of the norms of each head's query and
+ * key [D], or NULL; and which row of cos and sin is the layer's. The fields are those of
  * kernels/layer/cpu.py. */
 typedef struct {
     const Matrix *matrices;
-    const bf16 *mlp_norm, *next_norm;
+    const bf16 *mlp_norm, *next_norm, *q_norm, *k_norm;
+    int64_t angle;
 } Weights;
 
 /* The rows of a layer's heads: start, length and slot [H] of each head's rows and of its new row.
@@ -39,16 +41,29 @@ typedef struct {
     char *head, *rest;
 } Memory;
 
-/* Rotate and append head h of qkv [H * G + 2 * H, D], and let its queries attend. */
-static void attend(
-    const Cache *c, const Sizes *s, const Heads *heads, int64_t h, const bf16 *qkv, const bf16 *cos,
-    const bf16 *sin, const Memory *m, char *own
+/* Norm (unless `norm` is NULL), multiply by `scale` and rotate `rows` rows x [rows, D]. */
+static void turn(
+    int64_t rows, int64_t D, const bf16 *x, const bf16 *norm, double eps, float scale,
+    const bf16 *cos, const bf16 *sin, bf16 *out
 ) {
-    const int64_t D = c->D, G = s->G, key = s->H * G + h;
-    bf16 *query = m->turned + h * G * D;
-    minikv_rotate_row(BF16, G, D, qkv + h * G * D, cos, sin, query);
-    minikv_rotate_row(BF16, 1, D, qkv + key * D, cos, sin, m->turned + key * D);
-    const bf16 *new_key = m->turned + key * D, *value = qkv + (key + s->H) * D;
+    for (int64_t r = 0; norm && r < rows; r++)
+        minikv_norm_row(D, (bf16 *)x + r * D, NULL, norm, eps, out + r * D);
+    const bf16 *from = norm ? out : x;
+    for (int64_t i = 0; scale != 1.0f && i < rows * D; i++)
+        out[i] = to_bf16(from_bf16(from[i]) * scale);
+    minikv_rotate_row(BF16, rows, D, scale != 1.0f ? out : from, cos, sin, out);
+}
+
+/* Norm, rotate and append head h of qkv [H * G + 2 * H, D], and let its queries attend. */
+static void attend(
+    const Cache *c, const Sizes *s, const Heads *heads, const Weights *w, double eps, double scale,
+    int64_t h, const bf16 *qkv, const bf16 *cos, const bf16 *sin, const Memory *m, char *own
+) {
+    const int64_t D = c->D, G = s->G, key = s->H * G + h, at = w->angle * D;
+    bf16 *query = m->turned + h * G * D, *turned = m->turned + key * D;
+    turn(G, D, qkv + h * G * D, w->q_norm, eps, (float)scale, cos + at, sin + at, query);
+    turn(1, D, qkv + key * D, w->k_norm, eps, 1.0f, cos + at, sin + at, turned);
+    const bf16 *new_key = turned, *value = qkv + (key + s->H) * D;
     if (s->hashing) {
         const int keyed = s->hashing->keyed != 0;
         minikv_hash_row(
@@ -66,11 +81,13 @@ static void attend(
 
 /* `layers` layers of a step: x [hidden] and qkv [H * G + 2 * H, D], the input of the first one and
    its queries, keys and values before rotation, become the input of the layer after the last one.
-   result: as in minikv_rest for the last layer. cos and sin [D]. Returns 0, or 1 if there is no
-   memory; then nothing was written. */
+   result: as in minikv_rest for the last layer. eps: of all norms; scale: multiplies queries. cos
+   and sin: rows of D, see Weights. Returns 0, or 1 if there is no memory; then nothing was
+   written. */
 int minikv_layers(
     const Cache *c, const Sizes *s, const Heads *heads, const Weights *w, int64_t layers,
-    double eps, const bf16 *cos, const bf16 *sin, bf16 *x, const bf16 *qkv, bf16 *result
+    double eps, double scale, const bf16 *cos, const bf16 *sin, bf16 *x, const bf16 *qkv,
+    bf16 *result
 ) {
     const int64_t D = c->D, H = s->H, G = s->G, hidden = s->hidden;
     const Matrix *m = w->matrices;
@@ -109,7 +126,7 @@ int minikv_layers(
 #pragma omp for schedule(dynamic) nowait
             for (int64_t h = 0; h < H; h++)
                 attend(
-                    c, s, heads + l, h, l ? shared.qkv : qkv, cos, sin, &shared,
+                    c, s, heads + l, w + l, eps, scale, h, l ? shared.qkv : qkv, cos, sin, &shared,
                     shared.head + this_thread() * each
                 );
             minikv_rest_fetch(four);

@@ -37,6 +37,7 @@ from minikv.cache.stats import (
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels, choose
 from minikv.policies.base import StepPolicy
+from minikv.policies.moments import Rotation
 from minikv.policies.parts import policy_columns
 from minikv.policies.repeats import Repeat, Wording
 
@@ -68,16 +69,16 @@ class KVCache:
         device: torch.device | str = "cpu",
         kv: torch.dtype | None = None,
         output: Callable[[int], Tensor] | None = None,
-        rotary: Tensor | None = None,
+        rotary: Rotation | None = None,
         kernels: str = "auto",
         poison: bool = False,
     ) -> None:
         """dtype: the network's. kv: the dtype of stored keys and values: `dtype` (None), or int8
         with a float32 scale per row. output(layer): the network's output projection [H, G, D,
-        hidden], for policies that use what attention makes of a value. rotary [D / 2]: the
-        network's rotary angles per position, in radians, for policies that need queries before
-        rotation. kernels: as `dispatch.choose` takes it; `ops` is the choice, and `notice` says why
-        it is not the device's own kernels. poison: see `Arena`."""
+        hidden], for policies that use what attention makes of a value. rotary: how the network
+        rotates, for policies that need queries before rotation. kernels: as `dispatch.choose` takes
+        it; `ops` is the choice, and `notice` says why it is not the device's own kernels. poison:
+        see `Arena`."""
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.kv = kv or dtype
         self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)

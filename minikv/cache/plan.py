@@ -19,6 +19,7 @@ from minikv.cache.tier_rows import row_nbytes, seen
 from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL
+from minikv.policies.moments import Rotation
 from minikv.policies.parts import policy_columns
 from minikv.policies.repeats import Repeat, Wording
 from minikv.policies.selection import largest_block
@@ -39,7 +40,7 @@ class Setup:
     kv: torch.dtype
     ops: Kernels = field(default_factory=Kernels)
     output: Callable[[int], Tensor] | None = None
-    rotary: Tensor | None = None
+    rotary: Rotation | None = None
     words: Wording = field(default_factory=Wording)
     gpu: bool = False
 

@@ -288,7 +288,7 @@ class Prefill:
         query = q.view(len(q), shape.kv_heads, -1, shape.head_dim).permute(1, 2, 0, 3)
         at = self._positions[lo:hi]
         if self._moments is not None:
-            self._add_moments(query, at, base + lo)
+            self._add_moments(layer, query, at, base + lo)
         parts = []
         if self._old is not None:
             parts.append(self._old.attention(self._ops, query, at, window))
@@ -322,7 +322,7 @@ class Prefill:
         mass, squares = both[: heads * group * rows], both[heads * group * rows :]
         self._mass, self._squares = mass.view(heads, group, rows), squares.view(heads, rows)
 
-    def _add_moments(self, query: Tensor, at: Tensor, begin: int) -> None:
+    def _add_moments(self, layer: int, query: Tensor, at: Tensor, begin: int) -> None:
         """Add the chunk's queries, from position `begin` on, to the moments. Queries below
         `Evidence.queries_from` are left out, unless the conversation has no others."""
         assert self._moments is not None
@@ -331,8 +331,10 @@ class Prefill:
         assert rotary is not None, "the network's rotary frequencies are not known"
         first = counted if self.plan.end > counted else 0
         skipped = min(len(at), max(0, first - begin))
-        angle = at[skipped:, None].to(torch.float64) * rotary.to(torch.float64)
-        self._moments.add(query[:, :, skipped:], angle)
+        at = at[skipped:]
+        angle = at[:, None].to(torch.float64) * rotary.layers[layer].inverse.to(torch.float64)
+        scale = rotary.query_scale(at, len(at))
+        self._moments.add(query[:, :, skipped:], angle, scale)
 
     def _sources(self, hi: int) -> list[kernels.Part]:
         """The keys of rows of earlier turns, if any, and of the prompt's rows below `hi`."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies import selection
-from minikv.policies.moments import Moments
+from minikv.policies.moments import Moments, Rotation
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 ALL = 1 << 62
@@ -42,7 +42,7 @@ class PromptView:
     output() [H, G, D, hidden]: the layer's output projection; None if not known.
     turns: first position and end of every prompt so far, this one included.
     queries: moments of the prompt's queries; None unless `Evidence.queries_from` is set.
-    rotary [D / 2]: rotary angles per position, in radians; None if not known.
+    rotary: how the network rotates queries and keys; None if not known.
     budget: rows per head that the layer may keep beside pinned ones.
     causal: no observed query saw a row after its own.
     below() int64 [H, N]: bit i is set if the i-th query from the end gave the row less than an even
@@ -74,7 +74,7 @@ class PromptView:
     output: Callable[[], Tensor] | None = None
     turns: Sequence[tuple[int, int]] = ()
     queries: Moments | None = None
-    rotary: Tensor | None = None
+    rotary: Rotation | None = None
     budget: int = 0
     causal: bool = True
     below: Callable[[], Tensor] | None = None

@@ -47,9 +47,14 @@ class ExpectedAttention(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.queries is not None
         assert view.rotary is not None, "the network's rotary frequencies are not known"
-        if self not in view.shared:  # the same for every layer
-            view.shared[self] = average_rotation(view.rotary, view.position, self.future)
-        mean, covariance = view.queries.normal(view.shared[self])  # [H, G, D], [H, G, D, D]
+        rotary = view.rotary.layers[view.layer]
+        key = self, id(rotary)  # the same for every layer that rotates alike
+        if key not in view.shared:
+            end = view.position + self.future
+            at = torch.arange(view.position, end, device=view.pos.device, dtype=torch.float64)
+            scale = view.rotary.query_scale(at, self.future)
+            view.shared[key] = average_rotation(rotary.inverse, at, scale)
+        mean, covariance = view.queries.normal(view.shared[key])  # [H, G, D], [H, G, D, D]
         return expected_attention(
             view.key(),
             view.pos >= max(0, self.sinks),
@@ -103,11 +108,14 @@ def expected_attention(
     return in_blocks(heads, group * rows * size, most, of)
 
 
-def average_rotation(rotary: Tensor, position: int, future: int) -> Tensor:
-    """float32 [D, D]: the mean rotation over the next `future` positions; rotary [D / 2]."""
-    at = torch.arange(position, position + future, device=rotary.device, dtype=torch.float64)
-    angle = at[:, None] * rotary.to(torch.float64)
-    cos, sin = angle.cos().mean(0), angle.sin().mean(0)
+def average_rotation(inverse: Tensor, at: Tensor, scale: float | Tensor | None) -> Tensor:
+    """float32 [D, D]: what a query is multiplied by, its mean over the positions at float64 [T].
+    inverse [D / 2]: the angles per position; scale: see `Rotation.query_scale`."""
+    angle = at[:, None] * inverse.to(torch.float64)
+    cos, sin = angle.cos(), angle.sin()
+    if scale is not None:
+        cos, sin = cos * scale, sin * scale
+    cos, sin = cos.mean(0), sin.mean(0)
     top = torch.cat((cos.diag(), -sin.diag()), 1)
     return torch.cat((top, torch.cat((sin.diag(), cos.diag()), 1))).to(torch.float32)
 

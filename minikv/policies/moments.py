@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from minikv.policies.selection import blocks
+
+
+class Rotary(Protocol):
+    """A layer's angle per position, in radians: inverse [D / 2]. Layers that rotate alike have the
+    same object."""
+
+    inverse: Tensor
+
+
+class Rotation(Protocol):
+    """What a network does with queries and keys because of their positions."""
+
+    @property
+    def layers(self) -> Sequence[Rotary]:
+        """By layer."""
+        ...
+
+    def query_scale(self, start: Tensor, count: int) -> float | Tensor | None:
+        """What queries at positions `start` [count] are multiplied by beside the rotation: one
+        factor, or [count, 1]; None: 1."""
+        ...
 
 
 class Moments:
@@ -19,11 +43,13 @@ class Moments:
         self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
         self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
 
-    def add(self, q: Tensor, angle: Tensor) -> None:
-        """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, which is
-        undone here."""
+    def add(self, q: Tensor, angle: Tensor, scale: float | Tensor | None = None) -> None:
+        """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, and
+        multiplied by `scale` (see `Rotation.query_scale`), which is undone here."""
         self.count += q.shape[2]
         cos, sin = angle.cos(), angle.sin()
+        if scale is not None:
+            cos, sin = cos / scale, sin / scale
         for some in blocks(len(q), q[0].numel(), self._most):
             one, two = q[some].to(torch.float64).chunk(2, -1)
             back = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
@@ -32,7 +58,7 @@ class Moments:
 
     def normal(self, turn: Tensor) -> tuple[Tensor, Tensor]:
         """Mean [H, G, D] and covariance [H, G, D, D] (population), float32, after the map `turn`
-        float32 [D, D]: [[cos, -sin], [sin, cos]], each a diagonal matrix."""
+        float32 [D, D]."""
         mean = self._sum / max(1, self.count)
         covariance = self._outer / max(1, self.count) - mean[..., None] * mean[..., None, :]
         mean, covariance = mean.to(torch.float32), covariance.to(torch.float32)

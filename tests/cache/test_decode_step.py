@@ -292,7 +292,7 @@ def test_rows_that_were_not_rotated_are_the_same_rows(step: str) -> None:
         run.prompt(ids(60))
     first, second = (run.kv.begin_step() for run in runs)
     heads, generator = 3, torch.Generator().manual_seed(0)
-    cos, sin = net.rotary.table(60, 1, torch.float32)
+    cos, sin = net.rotation.layers[0].table(60, 1, torch.float32)
     with torch.inference_mode():
         for layer in range(3):
             qkv = torch.randn(6 + 2 * heads, 8, generator=generator)

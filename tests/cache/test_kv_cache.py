@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from faults import Allocations, Fault
 from pairwise import beside
-from small import PAIRS, SOON, Dense, Walk, by_day, engine, ids, network, scheduler
+from small import FAMILIES, PAIRS, SOON, Dense, Walk, by_day, engine, ids, network, scheduler
 from tiers import tiered
 from torch import Tensor
 
@@ -38,9 +39,14 @@ def two_turns(runner: object, first: int, second: int, answer: int = 6) -> list[
     return logits
 
 
-@pytest.mark.parametrize(("prompt", "step", "second"), by_day(beside(PAIRS, (1, 7, 33))))
-def test_budget_above_length_changes_no_bit(prompt: str, step: str, second: int) -> None:
-    net = network()
+@pytest.mark.parametrize(
+    ("prompt", "step", "family", "second"), by_day(beside(PAIRS, ("", *FAMILIES), (1, 7, 33)))
+)
+def test_budget_above_length_changes_no_bit(
+    prompt: str, step: str, family: str, second: int
+) -> None:
+    """Unless a window slides: see `DenseAttend`."""
+    net = network(**FAMILIES.get(family, {}) | {"windows": None})
     got = two_turns(engine(net, prompt, step, 128), 45, second)
     want = two_turns(Dense(net), 45, second)
     for a, b in zip(got, want, strict=True):
@@ -104,14 +110,13 @@ class MaskedDense:
                 heads[head] = set(range(kv.position)) - set(kv.kept(layer, head).tolist())
 
 
-@pytest.mark.parametrize(
-    ("prompt", "step", "windows"), by_day(beside(PAIRS, (None, (20, None, 70))))
-)
-def test_an_evicted_cache_is_a_masked_full_cache(
-    prompt: str, step: str, windows: tuple[int | None, ...] | None
-) -> None:
+KINDS: dict[str, dict[str, Any]] = {"": {}, "windows": {"windows": (20, None, 70)}} | FAMILIES
+
+
+@pytest.mark.parametrize(("prompt", "step", "kind"), by_day(beside(PAIRS, (*KINDS,))))
+def test_an_evicted_cache_is_a_masked_full_cache(prompt: str, step: str, kind: str) -> None:
     """Three prompts and answers, against a full cache that hides what is no longer there."""
-    net = network(windows=windows)
+    net = network(**KINDS[kind])
     run = engine(net, prompt, step, 48)
     oracle = MaskedDense(net)
 

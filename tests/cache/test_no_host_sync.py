@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import Silent, empty, uneven
-from small import PAIRS, by_day, ids, network, scheduler
+from small import FAMILIES, PAIRS, by_day, config, ids, network, scheduler
 from tape import NoWaiting
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -31,6 +31,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
+from minikv.models.rope import RopeConfig, Rotation
 from minikv.policies import Option, Value, registry
 from minikv.policies.base import StepPolicy
 from minikv.policies.options import options_of
@@ -203,7 +204,7 @@ def read(
         torch.float32,
         Silent(),
         lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
-        far(SIZE // 2),
+        Rotation((RopeConfig(query_beta=0.1, original=20),) * LAYERS, SIZE, FAR),
     )
     plan = Plan(
         position=30 * before,
@@ -280,6 +281,26 @@ def blocks(step: StepPolicy, window: int | None, cap: int, *, before: bool) -> N
 # -- on a GPU ---------------------------------------------------------------------------------
 
 
+class _Nothing:
+    """`Attend` of a step that a graph captures, without rows."""
+
+    position = far(dtype=torch.int64)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.empty_like(q)
+
+    def advance(self, tokens: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_every_family(family: str) -> None:
+    """What depends on the position is made of the one on the device."""
+    net, token = Llama(config(**FAMILIES[family]), device=FAR), far(1, dtype=torch.int64)
+    with without_waiting():
+        assert net.forward(token, _Nothing()).device == FAR
+
+
 def strictly(method: Callable[..., object]) -> Callable[..., object]:
     """A method during which whatever makes the host wait is an error."""
 
@@ -309,7 +330,7 @@ def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.Monk
         device="cuda",
         poison=True,
         output=like.output,
-        rotary=net.rotary.inverse,
+        rotary=net.rotation,
     )
     made = Engine(net, kv, None)
     for method in ("stage", "finish"):

@@ -24,6 +24,7 @@ from minikv.cache.tier_rows import columns_of
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine, likely
 from minikv.engine.engine import Engine
+from minikv.models.rope import RopeConfig, Rotation
 from minikv.policies.base import Wording
 
 WINDOW = 50
@@ -198,7 +199,8 @@ def cache(
     rules = EvictionConfig.read(policy, decode, 300, stride=stride).rules()
     weights = torch.randn(4, 2, 64, 512)
     shape = Shape(len(windows), 4, 8, 64, windows, 1 << 16)
-    made = KVCache(shape, rules, kv=kv, output=lambda _: weights, rotary=torch.rand(32))
+    rotary = Rotation((RopeConfig(),) * len(windows), 64)
+    made = KVCache(shape, rules, kv=kv, output=lambda _: weights, rotary=rotary)
     made.ops.block = 1 << 12
     made.words = Wording((1,) * 8, (2,) * 8, (3,) * 4)
     return made

@@ -452,7 +452,7 @@ def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -
         device="cuda",
         poison=True,
         output=kv.output,
-        rotary=net.rotary.inverse,
+        rotary=net.rotation,
         kernels=kernels,
     )
 

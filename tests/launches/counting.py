@@ -228,7 +228,7 @@ class Bench:
             device=GPU,
             kv=torch.int8 if case.kept == "int8" else None,
             output=lambda i: net.layers[i].out.dense().T.unflatten(0, (KV_HEADS, -1, HEAD_DIM)),
-            rotary=net.rotary.inverse,
+            rotary=net.rotation,
             kernels="torch",
         )
         kv.use(_Kernels())

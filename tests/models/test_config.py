@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from minikv.models.config import (
+    FAMILIES,
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_HIDDEN,
@@ -43,6 +44,24 @@ LLAMA: dict[str, Any] = {
 }
 MISTRAL = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+OTHERS = {
+    name: LLAMA | {"model_type": name, "architectures": [FAMILIES[name].architecture]}
+    for name in ("qwen3", "granite", "smollm3", "phi3", "olmo2", "olmo3", "ministral3")
+}
+QWEN3, GRANITE, SMOLLM3, PHI3, OLMO2, OLMO3, MINISTRAL3 = OTHERS.values()
+BETA = {
+    **{"type": "yarn", "rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    **{"original_max_position_embeddings": 64, "max_position_embeddings": 512},
+    "llama_4_scaling_beta": 0.1,
+}
+MISTRAL3 = {
+    "model_type": "mistral3",
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "text_config": MISTRAL,
+    "vision_config": {"model_type": "pixtral"},
+}
+LAYERED = {"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
+PLAIN = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -86,6 +105,8 @@ def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 L3 = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
 YARN = RopeConfig(kind="yarn", factor=4.0, original=512)
+UNROTATED = RopeConfig(kind="none")
+SCALED = RopeConfig(1e4, "yarn", 16.0, original=64, mscale=1.0, mscale_all_dim=1.0, query_beta=0.1)
 SLIDES = QWEN | {"use_sliding_window": True, "sliding_window": 7}
 MINISTRAL = LLAMA | {"model_type": "ministral", "architectures": ["MinistralForCausalLM"]}
 PATTERN = {"layer_types": ["full_attention", "sliding_attention"]}
@@ -162,6 +183,33 @@ READ: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"rope_scaling": {"rope_type": "llama3", "factor": 2.0} | LAST},
         {"rope": RopeConfig(10_000.0, "llama3", 2.0, 1.0, 2.0, 64)},
     ),
+    # what only some families have
+    (QWEN3, {}, {"qk_norm": "head", "head_dim": 128, "windows": (None, None), "qkv_bias": False}),
+    (QWEN3, {"head_dim": 16, "attention_bias": True}, {"qkv_bias": True, "o_bias": True}),
+    (QWEN3, {"use_sliding_window": True, "max_window_layers": 1}, {"windows": (None, 4096)}),
+    (GRANITE, {"attention_multiplier": 0.25}, {"query_scale": 1.0, "residual_scale": 1.0}),
+    (GRANITE, {"embedding_multiplier": 12, "mlp_bias": True}, {"embedding_scale": 12.0}),
+    (GRANITE, {"logits_scaling": 8, "residual_multiplier": 0.22}, {"residual_scale": 0.22}),
+    (GRANITE, {}, {"query_scale": 4.0, "logits_scale": 1.0, "tied": False}),
+    (SMOLLM3, {"rope_theta": "ABSENT"}, {"rope": RopeConfig(2e6), "tied": True}),
+    (SMOLLM3, {"no_rope_layers": [0, 1, 0]}, {"layer_ropes": (UNROTATED, RopeConfig())}),
+    (SMOLLM3, {"no_rope_layer_interval": 2}, {"layer_ropes": (RopeConfig(), UNROTATED)}),
+    (SMOLLM3, {"use_sliding_window": True, "sliding_window": 7} | PATTERN, {"windows": (None, 7)}),
+    (PHI3, {"sliding_window": 7}, {"windows": (7, 7), "fused": True}),
+    (PHI3, {"original_max_position_embeddings": 64}, {"windows": (None, None)}),
+    (OLMO2, {}, {"qk_norm": "all", "norm_after": True, "windows": (None, None)}),
+    (OLMO3, {"num_hidden_layers": 5}, {"windows": (*(4096,) * 3, None, 4096)}),
+    (OLMO3, {"rope_parameters": LAYERED | PLAIN} | PATTERN, {"layer_ropes": (YARN, RopeConfig())}),
+    (OLMO3, {"rope_scaling": {"type": "yarn", "factor": 4.0}} | PATTERN, {"rope": YARN}),
+    (MINISTRAL3, {"rope_parameters": BETA}, {"rope": SCALED, "kv_heads": 2, "head_dim": 128}),
+    (MISTRAL3, {}, {"family": "mistral", "windows": (4096, 4096), "tied": False}),
+    (MISTRAL3, {"tie_word_embeddings": True, "eos_token_id": 9}, {"tied": True, "stop_ids": (9,)}),
+    (MISTRAL3, {"text_config": without(MISTRAL, "model_type")}, {"family": "mistral"}),
+    (
+        MISTRAL3,
+        {"text_config": MINISTRAL3 | {"rope_parameters": BETA}},
+        {"family": "ministral3", "rope": SCALED},
+    ),
     # dual chunk attention ends where it is no longer plain
     (CHUNKS, {"dual_chunk_attention_config": {"chunk_size": 8192}}, {"max_context": 8192}),
     (CHUNKS, {"dual_chunk_attention_config": {"chunk_size": 65536}}, {"max_context": 32_768}),
@@ -213,6 +261,8 @@ def test_what_a_configuration_says(
         (LLAMA, {"pretraining_tp": 1}, ""),
         (LLAMA, {"pretraining_tp": 2}, "pretraining_tp is ignored"),
         (LLAMA, {"auto_map": {"AutoConfig": "x.Y"}}, "auto_map is ignored"),
+        (LLAMA, {"auto_map": {"AutoModelForCausalLM": "a--b.LlamaForCausalLM"}}, "auto_map is ig"),
+        (MISTRAL3, {}, "only the text part"),
         (LLAMA, {"max_position_embeddings": None}, "no max_position_embeddings: assuming 2048"),
         (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic rotary scaling"),
         (CHUNKS, {"dual_chunk_attention_config": {"chunk_size": 8192}}, "limited to 8,192 of 32,"),
@@ -296,6 +346,8 @@ BASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "sliding": lambda changes: MISTRAL | {"layer_types": ["sliding_attention"] * 2} | changes,
     "qwen": lambda changes: changed(QWEN, changes),
     "params": lambda changes: changed(PARAMS, changes),
+    "mistral3": lambda changes: changed(MISTRAL3, changes),
+    **{name: lambda changes, raw=raw: changed(raw, changes) for name, raw in OTHERS.items()},
     "scaling": lambda changes: LLAMA | {"rope_scaling": changes},
     "nested": lambda changes: LLAMA | {"rope_parameters": changes},
     "llama3": lambda changes: LLAMA | {"rope_scaling": changed(LLAMA3, changes)},
@@ -305,11 +357,6 @@ REFUSED = r"""
 llama | {"model_type": "ABSENT", "architectures": "ABSENT"} | 6 | model_type
 llama | {"model_type": 3} | 6 | model_type
 llama | {"architectures": "x"} | 6 | architectures
-llama | {"model_type": "phi3"} | 3 | phi3
-llama | {"model_type": "gemma"} | 3 | gemma
-llama | {"model_type": "mixtral"} | 3 | mixture of experts
-llama | {"model_type": "llama4"} | 3 | llama4
-llama | {"model_type": "ministral3"} | 3 | llama_4_scaling
 llama | {"model_type": "\u001b[31mx"} | 3 | \x1b
 llama | {"architectures": ["LlamaForSequenceClassification"]} | 3 | Sequence
 llama | {"auto_map": {"AutoModelForCausalLM": "x.Y"}} | 3 | auto_map
@@ -374,6 +421,51 @@ llama | {"layer_types": ["sliding_attention", "sliding_attention"]} | 3 | slidin
 qwen | {"layer_types": ["sliding_attention", "sliding_attention"]} | 6 | use_sliding_window is false
 sliding | {"sliding_window": null} | 6 | sliding_window is off
 nested | {"rope_type": "default", "partial_rotary_factor": 0.5} | 3 | partial_rotary_factor
+qwen3 | {"mlp_bias": true} | 3 | mlp_bias
+qwen3 | {"attention_bias": "yes"} | 6 | attention_bias
+qwen3 | {"layer_types": ["sliding_attention", "sliding_attention"]} | 6 | use_sliding_window is
+qwen3 | {"rope_scaling": {"type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}} | 3 | llama_4
+granite | {"attention_multiplier": 0} | 6 | attention_multiplier
+granite | {"residual_multiplier": -0.2} | 6 | residual_multiplier
+granite | {"embedding_multiplier": []} | 6 | embedding_multiplier
+granite | {"logits_scaling": "8"} | 6 | logits_scaling
+granite | {"logits_scaling": true} | 6 | logits_scaling
+granite | {"sliding_window": 5} | 3 | sliding_window
+smollm3 | {"no_rope_layers": [1]} | 6 | a list of 2
+smollm3 | {"no_rope_layers": [1, 2]} | 6 | 0 and 1
+smollm3 | {"no_rope_layers": [true, false]} | 6 | 0 and 1
+smollm3 | {"no_rope_layers": "10"} | 6 | no_rope_layers
+smollm3 | {"no_rope_layer_interval": 0} | 6 | no_rope_layer_interval
+smollm3 | {"use_sliding_window": true, "sliding_window": 8} | 3 | layer_types
+smollm3 | {"tie_word_embeddings": "no"} | 6 | tie_word_embeddings
+phi3 | {"rope_scaling": {"type": "longrope", "short_factor": [1]}} | 3 | longrope
+phi3 | {"rope_scaling": {"type": "yarn", "factor": 2.0}} | 3 | yarn
+phi3 | {"partial_rotary_factor": 0.75} | 3 | partial_rotary_factor
+phi3 | {"attention_bias": true} | 3 | attention_bias
+phi3 | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7} | 3 | per-layer
+phi3 | {"sliding_window": -1} | 6 | sliding_window
+olmo2 | {"mlp_bias": true} | 3 | mlp_bias
+olmo2 | {"sliding_window": 7} | 3 | sliding_window
+olmo3 | {"rope_parameters": {"full_attention": 3}} | 6 | full_attention
+olmo3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"type": 3}}} | 3 | base
+olmo3 | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": \
+    {"rope_theta": 5e5}}} | 3 | sliding_attention
+olmo3 | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear"}}} \
+    | 3 | sliding_attention
+olmo3 | {"sliding_window": null, "layer_types": ["sliding_attention", "full_attention"]} | 6 | off
+ministral3 | {} | 6 | llama_4_scaling_beta
+ministral3 | {"rope_scaling": {"type": "yarn", "factor": 2.0}} | 6 | llama_4_scaling_beta
+ministral3 | {"rope_scaling": {"type": "yarn", "factor": 2.0, "llama_4_scaling_beta": -1}} | 6 | -1
+ministral3 | {"rope_scaling": {"type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1, \
+    "beta_fast": 3}} | 3 | beta_fast
+mistral3 | {"text_config": "ABSENT"} | 6 | text_config
+mistral3 | {"text_config": 3} | 6 | text_config
+mistral3 | {"text_config": {"model_type": "mistral"}} | 6 | num_attention_heads
+mistral3 | {"text_config": {"model_type": 3}} | 6 | model_type
+mistral3 | {"text_config": {"model_type": "mistral4"}} | 3 | experts), the text part of 'mistral3'
+mistral3 | {"text_config": {"model_type": "llama"}} | 3 | 'llama', the text part of 'mistral3'
+mistral3 | {"quantization_config": {"quant_method": "awq"}} | 3 | awq
+mistral3 | {"eos_token_id": "x"} | 6 | eos_token_id
 params | {"n_heads": 6, "n_kv_heads": 2, "head_dim": "ABSENT"} | 6 | dim 64 is not
 params | {"rope_theta": "ABSENT"} | 6 | rope_theta
 params | {"dim": "ABSENT"} | 6 | dim
@@ -408,7 +500,14 @@ BAD: list[tuple[str, object, int, str]] = [
     ("two lengths", LLAMA | ORIGINAL | {"rope_scaling": LLAMA3}, 6, "disagree"),
     ("ten megabytes", LLAMA | {"_": "x" * 10_000_000}, 6, "10,000"),
 ]
-for line in REFUSED.strip().splitlines():
+FOREIGN = """
+    apertus arcee cohere2 deepseek_v3 exaone4 gemma gemma2 gemma3 gemma3_text gemma4 glm4 gpt2
+    gpt_oss granitemoehybrid lfm2 llama4 llama4_text mistral4 mixtral mllama nemotron nemotron-nas
+    nemotron_h olmo qwen2_5_vl qwen2_moe qwen3_5 qwen3_moe qwen3_next qwen3_vl seed_oss
+"""
+for name in FOREIGN.split():
+    BAD.append((name, LLAMA | {"model_type": name}, 3, f"architecture '{name}' ("))
+for line in REFUSED.replace("\\\n", "").strip().splitlines():
     base, changes, code, word = line.split(" | ")
     BAD.append((f"{base} {changes}", BASES[base](json.loads(changes)), int(code), word))
 
@@ -502,6 +601,15 @@ SmolLM2-135M 134515008 23040 576 1536 30 9 3 49152 8192 \
 Qwen2.5-0.5B 494032768 12288 896 4864 24 14 2 151936 32768 {"model_type": "qwen2", \
     "tie_word_embeddings": true, "rope_theta": 1e6, "use_sliding_window": false, \
     "sliding_window": 32768, "max_window_layers": 21}
+Qwen3-0.6B 596049920 114688 1024 3072 28 16 8 151936 40960 {"model_type": "qwen3", \
+    "head_dim": 128, "tie_word_embeddings": true, "rope_theta": 1000000, "attention_bias": false, \
+    "use_sliding_window": false, "sliding_window": null, "max_window_layers": 28}
+Phi-4 14659507200 204800 5120 17920 40 40 10 100352 16384 {"model_type": "phi3", \
+    "sliding_window": null, "rope_theta": 250000, "original_max_position_embeddings": 16384}
+SmolLM3-3B 3075098624 73728 2048 11008 36 16 4 128256 65536 {"model_type": "smollm3", \
+    "no_rope_layer_interval": 4, "sliding_window": null, "rope_theta": 5000000.0}
+OLMo-2-1124-7B 7298617344 524288 4096 11008 32 32 32 100352 4096 {"model_type": "olmo2", \
+    "rope_theta": 500000, "attention_bias": false}
 """.replace("\\\n", "")
 
 
@@ -560,6 +668,10 @@ KEYS = [
     "tie_word_embeddings",
     "original_max_position_embeddings",
     "pretraining_tp",
+    "text_config",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "attention_multiplier",
 ]
 
 
@@ -567,7 +679,7 @@ KEYS = [
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    base=st.sampled_from([LLAMA, MISTRAL, QWEN]),
+    base=st.sampled_from([LLAMA, MISTRAL, QWEN, MISTRAL3, *OTHERS.values()]),
     changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=4),
 )
 def test_any_json_is_read_or_refused(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import Spec, edit_json, write
 from dense import DenseCache
-from test_parity import LIMIT, TOKENS, difference, oracle_logits, our_logits, tokens
+from test_parity import LIMIT, SCALES, TOKENS, difference, oracle_logits, our_logits, tokens
 from torch import Tensor
 
 import minikv.models.checkpoint as checkpoint
@@ -219,7 +219,33 @@ PATTERN = Spec(
     extra={"layer_types": ["sliding_attention", "full_attention"]},
 )
 
+QWEN3 = Spec(family="qwen3", head_dim=20)
+GRANITE = Spec(family="granite", extra=SCALES | {"attention_multiplier": 0.6})
+SMOLLM3 = Spec(family="smollm3", extra={"no_rope_layers": [1, 0]})
+OLMO3 = Spec(
+    family="olmo3",
+    rope="olmo3",
+    window=9,
+    extra={"layer_types": ["sliding_attention", "full_attention"]},
+)
+
 MUTANTS = [
+    Mutant("norm of queries ignored", QWEN3, network(_ones("q_norm"))),
+    Mutant("norm of keys ignored", QWEN3, network(_ones("k_norm"))),
+    Mutant("embedding multiplier ignored", GRANITE, config(embedding_scale=1.0)),
+    Mutant("attention multiplier ignored", GRANITE, config(query_scale=1.0)),
+    Mutant("residual multiplier ignored", GRANITE, config(residual_scale=1.0)),
+    Mutant("logits not scaled", GRANITE, config(logits_scale=1.0)),
+    Mutant("a layer without rotation is rotated", SMOLLM3, config(layer_ropes=())),
+    Mutant("positions scaled in layers with a window", OLMO3, config(layer_ropes=())),
+    Mutant("norms before the blocks", OLMO3, config(norm_after=False)),
+    Mutant("norms of each head", OLMO3, config(qk_norm="head")),
+    Mutant("fused gate and up swapped", Spec(family="phi3"), network(_swap_gate_up)),
+    Mutant(
+        "queries not scaled by position",
+        Spec(family="ministral3", rope="ministral3"),
+        rope(query_beta=0.0),
+    ),
     Mutant("theta ignored", Spec(rope="theta"), rope(theta=10_000.0)),
     Mutant("llama3 scaling ignored", LLAMA3, rope(kind="default")),
     Mutant("llama3 factor", LLAMA3, rope(factor=32.0)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -36,6 +36,27 @@ SHAPES: tuple[tuple[int, int, int | None, int], ...] = (  # heads, kv_heads, hea
     (3, 1, 8, 36),
     (6, 2, 20, 48),  # head_dim * heads != hidden, as in Mistral Nemo
 )
+
+
+SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0}
+OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("qwen3", {"rope": "theta", "tied": True}),
+    ("qwen3", {"rope": "yarn", "bias": True, "window": 9, "spelling": "v4"}),
+    ("granite", {"extra": SCALES | {"attention_multiplier": 0.21}, "tied": True}),
+    ("granite", {"extra": SCALES, "bias": True, "mlp_bias": True, "rope": "linear"}),
+    ("smollm3", {"tied": True, "extra": {"no_rope_layers": [1, 0, 1]}}),
+    ("smollm3", {"bias": True, "extra": {"no_rope_layer_interval": 2}, "spelling": "v4"}),
+    ("phi3", {"window": 9}),
+    ("phi3", {"rope": "theta", "tied": True}),
+    ("olmo2", {"rope": "theta", "bias": True}),
+    ("olmo2", {"rope": "llama3", "tied": True, "spelling": "v4"}),
+    ("olmo3", {"rope": "olmo3", "window": 9, "extra": {"layer_types": None}}),
+    ("ministral3", {"rope": "ministral3", "tied": True}),
+    ("ministral3", {"rope": "ministral3", "window": 9}),
+    ("mistral3", {"rope": "theta", "extra": {"model_type": "mistral"}}),
+    ("mistral3", {"rope": "ministral3", "tied": True, "extra": {"model_type": "ministral3"}}),
+)
+"""Families and their settings."""
 
 
 def _matrix() -> list[Spec]:
@@ -75,6 +96,11 @@ def _matrix() -> list[Spec]:
     for heads, kv in ((4, 2), (9, 3)):
         shape = {"heads": heads, "kv_heads": kv, "hidden": 72, "head_dim": 8}
         add(**shape, family="ministral", window=8, extra=types)
+    for (heads, kv, size, hidden), (family, settings) in product(SHAPES, OTHERS):
+        shape = {"heads": heads, "kv_heads": kv, "hidden": hidden, "head_dim": size}
+        if family in ("granite", "phi3", "smollm3", "olmo2", "olmo3") and size:
+            continue  # their configurations in transformers have no head_dim
+        add(**shape, family=family, layers=3, **{"spelling": "v5"} | settings)
     return specs
 
 

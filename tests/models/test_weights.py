@@ -422,6 +422,28 @@ def test_consolidated_in_two_parts_with_an_index(tmp_path: Path) -> None:
     assert_equal(network_of(tmp_path), whole)
 
 
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [("language_model.model.", "language_model."), ("model.language_model.", "")],
+)
+def test_the_text_part_of_a_wrapper(inner: str, outer: str, tmp_path: Path) -> None:
+    """As version 4 of transformers wrote it, and as version 5 names it, beside images."""
+    write(Spec(family="mistral3", extra={"model_type": "mistral"}), tmp_path)
+    want, path = network_of(tmp_path), tmp_path / "model.safetensors"
+
+    def spelled(tensors: dict[str, Any]) -> dict[str, Any]:
+        vision = {name: tensor for name, tensor in tensors.items() if "vision_tower" in name}
+        made = {name.replace("model.", inner, 1): t for name, t in want.tensors()}
+        made[f"{outer}lm_head.weight"] = made.pop("lm_head.weight")
+        assert vision
+        return vision | made
+
+    edit_tensors(path, spelled)
+    assert_equal(network_of(tmp_path), want)
+    edit_tensors(path, lambda t: t | {NORM: torch.ones(48)})
+    assert "twice" in str(refused(lambda: network_of(tmp_path)))
+
+
 def assert_equal(one: Llama, two: Llama) -> None:
     assert all(
         torch.equal(a, b) for (_, a), (_, b) in zip(one.tensors(), two.tensors(), strict=True)
@@ -541,6 +563,7 @@ def test_counted_parameters_are_the_real_ones(tmp_path: Path) -> None:
         Spec(bias=True, mlp_bias=True),
         Spec(family="qwen2"),
         Spec(heads=6, kv_heads=2, head_dim=20),
+        *(Spec(family=family) for family in ("qwen3", "phi3", "olmo2", "smollm3", "granite")),
     ]
     for number, spec in enumerate(specs):
         write(spec, tmp_path / str(number))

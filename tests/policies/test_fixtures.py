@@ -28,7 +28,7 @@ from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.kernels.evict.plain import best, order_key
 from minikv.kernels.layer.plain import rotate
-from minikv.models.rope import RopeConfig, Rotary, frequencies
+from minikv.models.rope import RopeConfig, Rotary, Rotation
 from minikv.policies import kvcrush
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.parts import Candidates
@@ -432,7 +432,7 @@ def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
         shape,
         Rules(policies.prompt_policy(policy, given), None, Budget.parse(params["n_kept"])),
         output=lambda layer: data["w_o"].view(heads, group, size, -1),
-        rotary=frequencies(rope, size)[0],
+        rotary=Rotation((rope,), size),
         poison=True,
     )
     kv.begin(len(key))

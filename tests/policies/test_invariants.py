@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from pairwise import some_by_day
 from small import (
     COMPOSITIONS,
+    FAMILIES,
     PAIRS,
     Dense,
     by_day,
@@ -36,7 +38,8 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.policies.base import StepPolicy
+from minikv.models.rope import frequencies
+from minikv.policies.base import PromptView, StepPolicy
 from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.moments import Moments
 from minikv.policies.parts import PromptPolicy
@@ -417,6 +420,51 @@ def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:
     torch.testing.assert_close(mean, plain.mean(2).float())
     want = [torch.cov(q.T, correction=0) for head in plain for q in head]
     torch.testing.assert_close(covariance.flatten(0, 1), torch.stack(want).float())
+
+
+@pytest.mark.parametrize("family", ["", *FAMILIES])
+def test_future_queries_are_the_networks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their mean is that of the prompt's queries before position changed them, and is then changed
+    as the network changes a query at each future position: with its rotation, if the layer has
+    one, and its factor."""
+    net, tokens, future = network(rows=64, **FAMILIES.get(family, {})), ids(60), 40
+    policy = policies.prompt_policy(
+        "expected", {"future": future, "covariance": False, "value_norm": False, "recent": 0}
+    )
+    kv, c = over(net, Rules(policy, None, Budget.parse(20))), net.config
+    seen: list[Tensor] = []
+    rotate, scorer = net.ops.rotate, policies.find("expected").parts[0]
+
+    def listen(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        seen.append(x.clone())
+        return rotate(x, cos, sin)
+
+    def check(self: Any, view: PromptView) -> Tensor:
+        found: Tensor = score(self, view)
+        beta, original = c.rope.query_beta, c.rope.original or 1
+
+        def factor(at: Tensor) -> Tensor:
+            return c.query_scale * (1 + beta * (1 + at // original).log())[:, None, None]
+
+        query = seen[view.layer][:, : c.heads] / factor(torch.arange(60.0))
+        mean, rope = query[4:].mean(0), c.ropes[view.layer]
+        (inverse, more), at = frequencies(rope, c.head_dim), torch.arange(60.0, 60 + future)
+        angle = at[:, None, None] * inverse
+        cos, sin = (angle.cos(), angle.sin()) if rope.kind != "none" else (1.0, 0.0)
+        one, two = mean.chunk(2, -1)
+        turned = torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+        later = (turned * factor(at) * more).mean(0)
+        logits = torch.einsum("hgd,hnd->hgn", later.unflatten(0, (c.kv_heads, -1)), view.key())
+        free = (view.pos >= 4)[:, None]
+        want = (logits / c.head_dim**0.5).masked_fill(~free, -torch.inf).softmax(-1).mean(1)
+        torch.testing.assert_close(found, want, rtol=2e-4, atol=1e-6)
+        return found
+
+    score = scorer.score
+    monkeypatch.setattr(net.ops, "rotate", listen)
+    monkeypatch.setattr(scorer, "score", check)
+    Engine(net, kv).prompt(tokens)
+    assert len(seen) == c.layers
 
 
 @pytest.mark.parametrize("kv", [None, torch.int8], ids=["", "int8"])

@@ -20,7 +20,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2"}
+FAMILIES = {
+    **{"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2"},
+    **{"ministral3": "Ministral3", "qwen3": "Qwen3", "granite": "Granite", "smollm3": "SmolLM3"},
+    **{"phi3": "Phi3", "olmo2": "Olmo2", "olmo3": "Olmo3", "mistral3": "Mistral3"},
+}
 """What the names of transformers' classes begin with."""
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -53,6 +57,33 @@ ROPES: dict[str, dict[str, Any]] = {
         "mscale_all_dim": 0.4,
         "truncate": False,
     },
+}
+OWN_ROPES: dict[str, dict[str, Any]] = {
+    "ministral3": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 7,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.3,
+    },
+    "olmo3": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
+
+
+VISION = {
+    "model_type": "pixtral",
+    **{"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "head_dim": 12},
+    **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
 }
 
 
@@ -94,7 +125,8 @@ def classes(family: str) -> tuple[type[PretrainedConfig], type[PreTrainedModel]]
     import transformers
 
     name = FAMILIES[family]
-    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    role = "ConditionalGeneration" if family == "mistral3" else "CausalLM"
+    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}For{role}")
 
 
 def build(spec: Spec) -> PreTrainedModel:
@@ -108,7 +140,7 @@ def build(spec: Spec) -> PreTrainedModel:
         "num_key_value_heads": spec.kv_heads,
         "vocab_size": spec.vocab,
         "max_position_embeddings": 256,
-        "rope_parameters": dict(ROPES[spec.rope]),
+        "rope_parameters": dict((ROPES | OWN_ROPES)[spec.rope]),
         "tie_word_embeddings": spec.tied,
         "rms_norm_eps": 1e-5,
         "initializer_range": 0.2,
@@ -118,19 +150,24 @@ def build(spec: Spec) -> PreTrainedModel:
     }
     if spec.head_dim is not None:
         settings["head_dim"] = spec.head_dim
-    if spec.family == "llama":
+    if spec.family not in ("mistral", "ministral", "qwen2", "mistral3"):
         settings |= {"attention_bias": spec.bias, "mlp_bias": spec.mlp_bias}
-    elif spec.family == "qwen2":
+        settings |= {"pad_token_id": 0}
+    if spec.family in ("qwen2", "qwen3"):
         if spec.window:
             settings |= {
                 "use_sliding_window": True,
                 "sliding_window": spec.window,
                 "max_window_layers": 1,
             }
-    else:
+    elif spec.family not in ("llama", "granite", "olmo2"):
         settings["sliding_window"] = spec.window
+    settings |= dict(spec.extra)
+    if spec.family == "mistral3":
+        settings = {"text_config": settings, "vision_config": VISION}
+        settings |= {"tie_word_embeddings": spec.tied, "attn_implementation": "eager"}
     torch.manual_seed(spec.seed)
-    model = model_class(config_class(**settings | dict(spec.extra))).eval()
+    model = model_class(config_class(**settings)).eval()
     randomise(model, small=spec.small)
     return model
 

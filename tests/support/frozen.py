@@ -75,7 +75,7 @@ def converse(case: Case) -> dict[str, Any]:
                 .out.dense()
                 .T.unflatten(0, (net.config.kv_heads, -1, net.config.head_dim))
             ),
-            rotary=net.rotary.inverse,
+            rotary=net.rotation,
             kernels=kernels,
         )
         kv.pin(pinned)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from small import config
 
@@ -20,8 +22,10 @@ def made(
     vocab: int = 50,
     window: int | None = None,
     biased: bool = False,
+    **given: Any,
 ) -> Llama:
-    """The network with plain matrices. window: that of all layers but the first."""
+    """The network with plain matrices. window: that of all layers but the first. given: further
+    fields of its configuration."""
     made = config(
         (None, *(window,) * (layers - 1)),
         heads=heads,
@@ -33,6 +37,7 @@ def made(
         qkv_bias=biased,
         o_bias=biased,
         mlp_bias=biased,
+        **given,
     )
     return Llama(made, dtype=torch.bfloat16).randomise(1, 0.2)
 

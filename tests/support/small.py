@@ -77,21 +77,41 @@ SPOKEN: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "hidden": 32, 
 """Of the networks that speak bytes (`vocab`: fakes.PADDED)."""
 
 
+ROPE = RopeConfig(theta=1e4)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"qk_norm": "head"},
+    "granite": {
+        **{"embedding_scale": 3.0, "residual_scale": 0.4, "logits_scale": 5.0},
+        **{"query_scale": 1.7},
+    },
+    "smollm3": {"layer_ropes": (ROPE, RopeConfig(kind="none"), ROPE)},
+    "ministral3": {
+        "rope": RopeConfig(1e3, "yarn", 4.0, original=24, attention_factor=1.3, query_beta=0.8)
+    },
+    "olmo3": {
+        **{"qk_norm": "all", "norm_after": True, "windows": (20, None, 20)},
+        "layer_ropes": (ROPE, RopeConfig(1e4, "linear", 4.0), ROPE),
+    },
+}
+"""What a small Llama differs in from one of each family that attends, or adds to x, in its own
+way."""
+
+
 def config(windows: tuple[int | None, ...] | None = None, **given: Any) -> ModelConfig:
-    """Of a small Llama; given: other numbers than `SIZES`."""
+    """Of a small Llama; given: other fields than `SIZES`."""
     sizes = SIZES | given | ({} if windows is None else {"layers": len(windows)})
-    return ModelConfig(
-        family="llama",
-        norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        windows=windows or (None,) * sizes["layers"],
-        **sizes,
-    )
+    common = {"family": "llama", "norm_eps": 1e-5, "rope": ROPE}
+    return ModelConfig(**common | {"windows": windows or (None,) * sizes["layers"]} | sizes)
 
 
 def network(rows: int = 32, seed: int = 0, **given: Any) -> Llama:
     """Random weights large enough that attention is far from uniform. given: as of `config`."""
-    return Llama(config(**given), rows=rows).randomise(seed, std=0.3)
+    made = Llama(config(**given), rows=rows).randomise(seed, std=0.3)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in made.layers if made.config.qk_norm else ():
+        for norm in (layer.q_norm, layer.k_norm):
+            norm.add_(torch.randn(norm.shape, generator=generator), alpha=0.3)  # type: ignore[union-attr, arg-type]
+    return made
 
 
 def shape(net: Llama) -> Shape:
@@ -143,7 +163,7 @@ def over(
         dtype=net.dtype,
         kv=kv,
         output=output_of(net),
-        rotary=net.rotary.inverse,
+        rotary=net.rotation,
         poison=poison,
     )
 

@@ -20,7 +20,7 @@ def first_keys(net: Llama, ids: list[int]) -> Tensor:
     c, layer = net.config, net.layers[0]
     normed = net._norm(net._embed(torch.tensor(ids)), layer.attention_norm)
     keys = layer.qkv(normed).view(len(ids), c.heads + 2 * c.kv_heads, c.head_dim)
-    cos, sin = net.rotary.table(0, len(ids), net.dtype)
+    cos, sin = net.rotation.layers[0].table(0, len(ids), net.dtype)
     return rotate(keys[:, c.heads : c.heads + c.kv_heads], cos, sin)
 
 

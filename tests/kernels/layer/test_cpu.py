@@ -15,7 +15,7 @@ import pytest
 import torch
 from drawing import randoms
 from pairwise import pairwise, some_by_day
-from small import SOON, VOCAB, ids, over
+from small import FAMILIES, SOON, VOCAB, ids, over
 from torch import Tensor
 
 from minikv import policies
@@ -40,10 +40,14 @@ SHAPES = {"3 queries": (6, 2, 32), "one": (2, 2, 24), "5": (10, 2, 16)}
 
 
 def network(
-    shape: str = "3 queries", form: str = "auto", window: int | None = None, count: int = 3
+    shape: str = "3 queries",
+    form: str = "auto",
+    window: int | None = None,
+    count: int = 3,
+    family: str = "",
 ) -> Llama:
-    sizes = count, 128, *SHAPES[shape], 640
-    made = half_network.made(*sizes, vocab=VOCAB, window=window, biased=shape == "one")
+    sizes, more = (count, 128, *SHAPES[shape], 640), FAMILIES.get(family, {})
+    made = half_network.made(*sizes, vocab=VOCAB, window=window, biased=shape == "one", **more)
     for name, tensor in made.tensors():
         if name.endswith(("norm.weight", "bias")):
             tensor.copy_(randoms(len(name), *tensor.shape, dtype=torch.bfloat16))
@@ -106,13 +110,14 @@ CASES = (
     (None, torch.int8),
     (None, 20),
     (1, 2),
+    ("", "qwen3", "smollm3", "ministral3"),
 )
 WAYS = ("layers", "rest", "operations")
 """One call for all layers, one for what follows attention in each, one for each operation."""
 
 
 @pytest.mark.parametrize(
-    ("step", "shape", "form", "kv", "window", "threads"),
+    ("step", "shape", "form", "kv", "window", "threads", "family"),
     some_by_day(product(*CASES), {*pairwise(*CASES)}.__contains__),
     indirect=["threads"],
     ids=str,
@@ -124,9 +129,10 @@ def test_a_step_is_that_of_separate_calls(
     kv: torch.dtype | None,
     window: int | None,
     threads: int,
+    family: str,
     calls: list[int],
 ) -> None:
-    net = network(shape, form, window)
+    net = network(shape, form, window, family=family)
     found, caches = [], []
     for way in WAYS:
         engine = cached(net, step, kv, way)
@@ -278,14 +284,14 @@ def test_what_it_does_not_take() -> None:
     """Layers of different sizes, another kernel's layers, no layers; and an arena of float32."""
     net = network()
     kv = cached(net).kv
-    rests = net._tails
-    assert layers.layers(rests) is not None
-    assert layers.layers([]) is None
-    assert layers.layers([*rests[:-1], lambda x, mixed: x]) is None
-    assert layers.layers([rests[-1], rests[-1]]) is None  # only the last one ends the network
+    rests, more = net._tails, ([(None, None)] * 3, [0] * 3)
+    assert layers.layers(rests, *more) is not None
+    assert layers.layers([], *more) is None
+    assert layers.layers([*rests[:-1], lambda x, mixed: x], *more) is None
+    assert layers.layers([rests[-1], rests[-1]], *more) is None  # only the last one ends it
     wide = network("one")
     wide.use(kv.ops)
-    assert layers.layers([rests[0], wide._tails[-1]]) is None
+    assert layers.layers([rests[0], wide._tails[-1]], *more) is None
     exact = Llama(net.config).randomise(1)
     made = over(exact)
     exact.use(made.ops)
