@@ -74,9 +74,9 @@ def load(
       float16 becomes float32 on a CPU, where float16 is no faster and overflows earlier. bfloat16
       stays: a CPU that cannot multiply it reads prompts in float32, a block of the weights at a
       time.
-    - weights: "auto" and "plain": as stored. "int8" or "int4": the layers are packed, and the rest
-      is bfloat16, which `dtype` "auto" then means. "int8+head" or "int4+head": the lm_head is
-      packed to int8, too.
+    - weights: "auto": as stored; quantised matrices keep their form. "plain": not packed. "int8" or
+      "int4": the layers are packed, and the rest is bfloat16, which `dtype` "auto" then means.
+      "int8+head" or "int4+head": the lm_head is packed to int8, too.
     - progress: gets the progress of a download and of reading the weights.
     - packing: the functions that pack to int8 and int4; None: torch.
     - keep_packed: packed weights are kept on disk, so that later calls need not pack.
@@ -110,7 +110,7 @@ def load(
     template = ChatTemplate.from_folder(source.folder, tokenizer)
     _refuse_unknown_ids(tokenizer, template, config.vocab)
     packed = None
-    if keep_packed and packs(weights) and where.type == "cpu":
+    if keep_packed and packs(weights) and not config.stored and where.type == "cpu":
         from minikv.models.packed import Origin, Packed
 
         origin = Origin(source.name, source.folder, checkpoint, config, weights)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from minikv.models.files import (
     unreadable,
     weight_map,
 )
+from minikv.models.stored import Stored
 
 HEADER_LIMIT = 16 * 2**20  # bytes
 STAGING = 32 * 2**20
@@ -196,7 +197,7 @@ class Checkpoint:
     """All tensors of a model folder, by their Hugging Face names, without those that a network
     computes. It keeps no file open."""
 
-    entries: dict[str, Entry]
+    entries: Mapping[str, Entry | Stored]
     original: bool
     """Whether query and key rows are in rotary pairs (Mistral's own layout)."""
 
@@ -235,16 +236,18 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The storage dtype of the largest part of the weights, in bytes. Raises UnsupportedModel
-        if no dtype is supported."""
+        """The storage dtype of the largest part of the weights, in bytes; bfloat16 beside matrices
+        that are quantised. Raises UnsupportedModel if no dtype is supported."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values():
+            if not isinstance(entry, Entry):
+                return torch.bfloat16
             dtype = DTYPES.get(entry.dtype)
             if dtype is not None:
                 sizes[dtype] = sizes.get(dtype, 0) + entry.size
         if not sizes:
-            odd = next(iter(self.entries.values()))
-            raise UnsupportedModel(f"{odd.path.name}: {quote(odd.name)} is stored as {odd.dtype}")
+            where = f"{entry.path.name}: {quote(entry.name)}"
+            raise UnsupportedModel(f"{where} is stored as {entry.dtype}")
         return max(sizes, key=lambda dtype: sizes[dtype])
 
 

@@ -41,6 +41,20 @@ class OwnSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnForm:
+    """In which form the files have some of the matrices, so that it is kept.
+
+    matrix: one of those that `weights.matrices` names. form: "int8" or "int4". group: how many
+    columns share a scale; 0: a whole row. count: in how many layers it is so.
+    """
+
+    matrix: str
+    form: str
+    group: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The sizes and settings from which a model's network and cache are built."""
 
@@ -70,6 +84,10 @@ class ModelConfig:
     """End-of-text ids of config.json and generation_config.json, ascending."""
     own: OwnSampling = OwnSampling()
     """What generation_config.json says about sampling."""
+    form: str = ""
+    """What the files' own form is called, for the user ("Q4_K_M"); "": they are not quantised."""
+    stored: tuple[OwnForm, ...] = ()
+    """The matrices that the files have in eight or four bits; the others are plain."""
     notes: tuple[str, ...] = ()
     """Messages for the user: settings that were ignored or assumed."""
 
