@@ -189,7 +189,9 @@ class _Filling:
 
     def _stored(self, parts: list[_Part]) -> Fused | None:
         """The matrix of these parts as the files store it; None if any is plain."""
-        found = [self._turned(name, entry) for name, entry, place in parts if place.kind != "bias"]
+        weights = [part for part in parts if part[2].kind != "bias"]
+        weights.sort(key=lambda part: part[2].rows.start or 0)  # not as in the file
+        found = [self._turned(name, entry) for name, entry, _ in weights]
         quantised = [entry for entry in found if not isinstance(entry, Entry)]
         return Fused(quantised) if len(quantised) == len(found) else None
 

@@ -34,7 +34,7 @@ class Coded:
     shape: tuple[int, ...]
     form: str
     group: int | None
-    start: int = 0
+    start: int
 
     @property
     def size(self) -> int:
@@ -79,7 +79,7 @@ def coded(
         edit_tensors(path, lambda t: {name: value.bfloat16() for name, value in t.items()})
     checkpoint = Checkpoint.open(folder)
     made = {
-        name: Coded(name, entry.path, entry.shape, *forms[part])
+        name: Coded(name, entry.path, entry.shape, *forms[part], entry.start)
         for name, entry in checkpoint.entries.items()
         for part in forms
         if name.endswith(f"{part}.weight")
