@@ -67,7 +67,7 @@ def load(
     packing: Packing | None = None,
     keep_packed: bool = False,
 ) -> Loaded:
-    """Load a directory or a hub id; None is the bundled model.
+    """Load a directory, a GGUF file or a hub id; None is the bundled model.
 
     - device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
     - dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the storage dtype, except that
@@ -101,13 +101,22 @@ def load(
     else:
         source = resolve(model, revision=revision, offline=offline, progress=progress)
     where = _device(device)
-    config = ModelConfig.from_folder(source.folder)
-    checkpoint = Checkpoint.open(source.folder)
     # Cheap checks first: a bad tokenizer is found before all weights are read.
-    tokenizer = Tokenizer.from_folder(
-        source.folder, stop_ids=config.stop_ids, family=config.family, rows=config.vocab
-    )
-    template = ChatTemplate.from_folder(source.folder, tokenizer)
+    if source.folder.is_file():
+        from minikv.models.gguf import Gguf
+
+        file = Gguf(source.folder)
+        config, checkpoint = file.config(), file.checkpoint()
+        tokenizer = file.tokenizer(config)
+        template = file.template(tokenizer)
+        del file  # its metadata
+    else:
+        config = ModelConfig.from_folder(source.folder)
+        checkpoint = Checkpoint.open(source.folder)
+        tokenizer = Tokenizer.from_folder(
+            source.folder, stop_ids=config.stop_ids, family=config.family, rows=config.vocab
+        )
+        template = ChatTemplate.from_folder(source.folder, tokenizer)
     _refuse_unknown_ids(tokenizer, template, config.vocab)
     packed = None
     if keep_packed and packs(weights) and not config.stored and where.type == "cpu":

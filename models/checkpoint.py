@@ -93,10 +93,10 @@ def read_header(path: Path) -> dict[str, Entry]:
 def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
     """`read_header` for an open file, which is at its beginning."""
     size = os.fstat(file.fileno()).st_size
-    first = _read_exactly(file, min(size, 8) or 8, path)
+    first = read_exactly(file, min(size, 8) or 8, path)
     length = int.from_bytes(first, "little")
     if length > HEADER_LIMIT or size < 8:
-        refuse_text(first + _read_exactly(file, max(0, min(size - 8, 1024)), path), path.name)
+        refuse_text(bytes(first + read_exactly(file, max(0, min(size - 8, 1024)), path)), path.name)
     if length > HEADER_LIMIT:
         raise CorruptModel(
             f"{path.name}: claims a header of {length} bytes: not safetensors?",
@@ -107,7 +107,7 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
             f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
             "download the file again",
         )
-    raw = parse_json(_read_exactly(file, length, path), path.name)
+    raw = parse_json(bytes(read_exactly(file, length, path)), path.name)
     _check_metadata(raw.pop("__metadata__", None), path)
     if not raw:
         raise CorruptModel(f"{path.name}: holds no tensors")
@@ -168,10 +168,11 @@ def _check_cover(entries: list[Entry], base: int, size: int, path: Path) -> None
         )
 
 
-def _read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+def read_exactly(file: BinaryIO, count: int, path: Path) -> bytearray:
+    """The next bytes of a file. Raises CorruptModel or ModelUnavailable."""
     data = bytearray(count)
     read_into(file, memoryview(data), path)
-    return bytes(data)
+    return data
 
 
 def read_into(
@@ -343,7 +344,7 @@ def same(one: Entry, two: Entry) -> bool:
         left = one.size
         while left:
             count = min(left, STAGING)
-            if _read_exactly(a, count, one.path) != _read_exactly(b, count, two.path):
+            if read_exactly(a, count, one.path) != read_exactly(b, count, two.path):
                 return False
             left -= count
     return True

@@ -19,7 +19,7 @@ from minikv.models.errors import (
     UnsupportedModel,
     quote,
 )
-from minikv.models.files import read_json
+from minikv.models.files import is_gguf, read_json
 from minikv.models.rope import RopeConfig
 
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
@@ -93,13 +93,17 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read config.json (or, without one, params.json of Mistral's own layout).
+        """Read config.json (or, without one, params.json of Mistral's own layout), or a GGUF file.
 
         Raises CorruptModel, UnsupportedModel or ModelUnavailable, naming the file and the key.
         """
         folder = Path(folder)
+        if is_gguf(folder.name) and folder.is_file():
+            from minikv.models.gguf import Gguf
+
+            return Gguf(folder).config()
         if (folder / "config.json").exists():
-            config = _from_hf(read_json(folder / "config.json"))
+            config = from_keys(read_json(folder / "config.json"), "config.json")
         elif (folder / "params.json").exists():
             config = _from_params(read_json(folder / "params.json"))
         else:
@@ -273,8 +277,12 @@ def _sizes(read: _Reader, family: _Family) -> ModelConfig:
     )
 
 
-def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    read = _Reader(raw, "config.json")
+def from_keys(
+    raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
+) -> ModelConfig:
+    """The configuration that the keys of a config.json say. where: the file. names: see
+    `_Reader`."""
+    read = _Reader(raw, where, names)
     name = _family_name(read)
     family = FAMILIES[name]
     _refuse_foreign(read)

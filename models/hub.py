@@ -123,7 +123,7 @@ def resolve(
     """
     found = _named(model, revision)
     if isinstance(found, Path):
-        if lacks := unfinished(found):
+        if found.is_dir() and (lacks := unfinished(found)):
             raise ModelUnavailable(
                 f"{lacks} in {quote(os.fspath(model))} is a link to a file that is not there",
                 "complete the download",
@@ -175,10 +175,11 @@ def _named(model: str | Path, revision: str | None) -> Path | str:
                 raise gguf(name)
         return folder
     if text and exists:
-        if is_gguf(folder.name):
-            raise gguf(folder.name)
+        if is_gguf(folder.name) and folder.is_file():
+            return folder
         raise ModelUnavailable(
-            f"{quote(text)} is a file, not a model", "give the directory that holds config.json"
+            f"{quote(text)} is a file, not a model",
+            "give a .gguf file, or the directory that holds config.json",
         )
     if isinstance(model, Path) or _HUB_ID.fullmatch(text) is None or _PATHLIKE.match(text):
         raise ModelUnavailable(

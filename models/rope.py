@@ -21,7 +21,8 @@ class RopeConfig:
     kind: "default", "linear" (arXiv 2306.15595), "dynamic" (only within its original length, where
     it equals "default"), "llama3" (Llama 3.1) or "yarn" (arXiv 2309.00071). original: the positions
     of the pretraining, for llama3 and yarn. attention_factor: multiplies cosine and sine (yarn);
-    None: computed from `factor`.
+    None: computed from `factor`. factors: by what each frequency is divided, whatever the kind; ():
+    by nothing.
     """
 
     theta: float = 10_000.0
@@ -36,6 +37,7 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    factors: tuple[float, ...] = ()
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -43,6 +45,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     cosine and sine."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inverse = 1.0 / (rope.theta**exponent)
+    if rope.factors:
+        inverse = inverse / torch.tensor(rope.factors)
     if rope.kind in ("default", "dynamic"):
         return inverse, 1.0
     if rope.kind == "linear":
