@@ -79,10 +79,12 @@ _KEYS = {
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
 }
-_TENSORS = {
+_TABLES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+}
+_TENSORS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -479,9 +481,8 @@ class Gguf:
         entries = {}
         for name, entry in self.tensors.items():
             match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-            own = _TENSORS.get(match[2], "") if match else ""
-            if match and own and (match[1] is not None) != ("." in own and "model" in own):
-                layer = f"model.layers.{match[1]}." if match[1] is not None else ""
+            if match and (own := (_TABLES if match[1] is None else _TENSORS).get(match[2])):
+                layer = "" if match[1] is None else f"model.layers.{match[1]}."
                 name = f"{layer}{own}.{match[3]}"
             if name != _FACTORS:
                 entries[name] = entry
