@@ -19,7 +19,7 @@ from minikv.models.errors import (
     UnsupportedModel,
     quote,
 )
-from minikv.models.files import is_gguf, read_json
+from minikv.models.files import read_json
 from minikv.models.rope import RopeConfig
 
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
@@ -98,7 +98,7 @@ class ModelConfig:
         Raises CorruptModel, UnsupportedModel or ModelUnavailable, naming the file and the key.
         """
         folder = Path(folder)
-        if is_gguf(folder.name) and folder.is_file():
+        if folder.is_file():
             from minikv.models.gguf import Gguf
 
             return Gguf(folder).config()
