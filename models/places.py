@@ -73,7 +73,7 @@ def _blob(root: Path, manifest: Path) -> Path:
 
 
 def listed() -> Iterator[tuple[str, Path]]:
-    """(the name for -m, the file) of the models of ollama and LM Studio."""
+    """(the name for -m, the file) of the models that are here."""
     for root in _ollama_folders():
         base = root / "manifests"
         for manifest in sorted(one for one in base.rglob("*") if one.is_file()):
@@ -83,6 +83,9 @@ def listed() -> Iterator[tuple[str, Path]]:
                 yield f"{OLLAMA}{'/'.join([*places, model])}:{tag}", _blob(root, manifest)
             except ModelError:
                 continue  # a model of another kind, or a part of a download
+    for name in PACKAGES:
+        if isinstance(found := packaged(name), Path):
+            yield name, found
     for name in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
         for path in sorted(Path(name).expanduser().glob("*/*/*")):
             if is_gguf(path.name) and path.is_file():
