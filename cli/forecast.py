@@ -132,12 +132,11 @@ class Planner:
 
         from minikv.chat.fitting import Machine, likely, tier_beside
         from minikv.loader import shape_of
-        from minikv.models import weights
-        from minikv.models.config import ModelConfig
+        from minikv.models import config_of, weights
         from minikv.models.packed import LEAST
 
         self.settings, self.room, self.folder = settings, room, folder or config_folder(settings)
-        self.config = ModelConfig.from_folder(self.folder)
+        self.config = config_of(self.folder)
         self.notes = list(self.config.notes)
         self.device = _device(settings.device, here=room is None)
         self.gpu, form = self.device.type == "cuda", settings.weights

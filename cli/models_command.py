@@ -233,14 +233,14 @@ def _file(name: str, path: Path) -> Model:
 
 def _read(folder: Path) -> tuple[str, str]:
     """The form and the state of a folder or of a GGUF file."""
-    from minikv.models.config import ModelConfig
+    from minikv.models import config_of
     from minikv.models.errors import ModelError
     from minikv.models.files import missing_files
 
     try:
         if folder.is_dir() and (lacks := missing_files(folder)):
             return "", f"{lacks} is missing"
-        return ModelConfig.from_folder(folder).form, "ready"
+        return config_of(folder).form, "ready"
     except OSError as error:
         return "", f"cannot be read: {error.strerror}"
     except ModelError as error:

@@ -55,6 +55,17 @@ def refuse_without_torch() -> None:
     limits.refuse_without_torch()
 
 
+def config_of(path: Path) -> ModelConfig:
+    """The configuration of a model's directory or GGUF file. Raises ModelError."""
+    if path.is_file():
+        from minikv.models.gguf import Gguf
+
+        return Gguf(path).config()
+    from minikv.models.config import ModelConfig
+
+    return ModelConfig.from_folder(path)
+
+
 def load(
     model: str | Path | None,
     *,

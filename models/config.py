@@ -93,15 +93,11 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read config.json (or, without one, params.json of Mistral's own layout), or a GGUF file.
+        """Read config.json (or, without one, params.json of Mistral's own layout).
 
         Raises CorruptModel, UnsupportedModel or ModelUnavailable, naming the file and the key.
         """
         folder = Path(folder)
-        if folder.is_file():
-            from minikv.models.gguf import Gguf
-
-            return Gguf(folder).config()
         if (folder / "config.json").exists():
             config = from_keys(read_json(folder / "config.json"), "config.json")
         elif (folder / "params.json").exists():
