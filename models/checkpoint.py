@@ -248,7 +248,7 @@ class Checkpoint:
                 sizes[dtype] = sizes.get(dtype, 0) + entry.size
         if not sizes:
             where = f"{entry.path.name}: {quote(entry.name)}"
-            raise UnsupportedModel(f"{where} is stored as {entry.dtype}")
+            raise UnsupportedModel(f"{where} is stored as {getattr(entry, 'dtype', '?')}")
         return max(sizes, key=lambda dtype: sizes[dtype])
 
 

@@ -162,10 +162,15 @@ class Blocks:
         return codes.reshape(end - start, -1), scale.flatten(1), least
 
 
+def _split(data: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """[..., n] -> [..., *sizes]."""
+    return data.reshape(*data.shape[:-1], *sizes)
+
+
 def _halves(blocks: Tensor, start: int, count: int) -> tuple[Tensor, ...]:
     """Numbers of float16 in each block, as float32 [n, blocks, 1] each."""
     part = blocks[..., start : start + 2 * count].contiguous()
-    return part.view(torch.float16).float().split(1, -1)
+    return torch.split(part.view(torch.float16).float(), 1, -1)
 
 
 def _nibbles(data: Tensor) -> Tensor:
@@ -211,24 +216,24 @@ def _scales_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and least value of the eight groups of a block: two float16 multiply numbers of six
     bits."""
     scale, offset = _halves(blocks, 0, 2)
-    low, mid, high = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    low, mid, high = _split(blocks[..., 4:16], (3, 4)).unbind(-2)
     scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), -1)
     offsets = torch.cat((mid & 63, (high >> 4) | (mid >> 6 << 4)), -1)
     return scale * scales, -offset * offsets
 
 
 def _q4_k(blocks: Tensor) -> Steps:
-    return _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))), *_scales_k(blocks)
+    return _nibbles(_split(blocks[..., 16:], (4, 32))), *_scales_k(blocks)
 
 
 def _q5_k(blocks: Tensor) -> Steps:
-    codes = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-3, -2)
+    codes = _nibbles(_split(blocks[..., 48:], (4, 32))).flatten(-3, -2)
     return codes | _bits(blocks[..., 16:48], 8) << 4, *_scales_k(blocks)
 
 
 def _q6_k(blocks: Tensor) -> Steps:
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2).unflatten(-1, (4, 32))
-    high = _bits(blocks[..., 128:192].unflatten(-1, (2, 32)), 4, 2)
+    low = _split(_nibbles(_split(blocks[..., :128], (2, 64))).flatten(-2), (4, 32))
+    high = _bits(_split(blocks[..., 128:192], (2, 32)), 4, 2)
     (scale,) = _halves(blocks, 208, 1)
     scale = scale * blocks[..., 192:208].view(torch.int8)
     return low | high << 4, scale, -32 * scale
@@ -453,7 +458,8 @@ class Gguf:
         if not quantised:
             return ""
         number = self.metadata.get("general.file_type")
-        known = number in range(len(_FILE_TYPES)) and _FILE_TYPES[number]
+        names = dict(enumerate(_FILE_TYPES))
+        known = names.get(number, "") if isinstance(number, int) else ""
         return known or quantised.most_common(1)[0][0]
 
     def _own_forms(self, layers: int) -> tuple[OwnForm, ...]:
@@ -529,13 +535,15 @@ class Gguf:
             if kind != _UNUSED:
                 vocab.setdefault(piece, id)
         added = [
-            {"id": id, "content": piece, "special": kind != _USER}
+            {"id": id, "content": piece, "special": kinds[id] != _USER}
             for piece, id in vocab.items()
-            if (kind := kinds[id]) in (_UNKNOWN, _CONTROL, _USER) and piece
+            if kinds[id] in (_UNKNOWN, _CONTROL, _USER) and piece
         ]
         model: dict[str, Any] = {"type": "BPE", "vocab": vocab}
         if words:
-            spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]
+            spaces: list[dict[str, Any]] = [
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+            ]
             if self.metadata.get("tokenizer.ggml.add_space_prefix", True):
                 spaces.insert(0, {"type": "Prepend", "prepend": "\u2581"})
             model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": named.get("unk_token")}
@@ -555,6 +563,7 @@ class Gguf:
                     f"minikv knows {', '.join(CUTS)}",
                 )
             how = CUTS[pre]
+            splits: list[dict[str, Any]]
             merges = self.metadata.get("tokenizer.ggml.merges")
             if not isinstance(merges, list) or not all(isinstance(one, str) for one in merges):
                 raise self._bad("tokenizer.ggml.merges is missing")

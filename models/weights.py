@@ -92,8 +92,8 @@ def load_network(
     head = entries.get("lm_head.weight")
     if config.tied and head is not None:
         embedding = entries.get("model.embed_tokens.weight")
-        plain = isinstance(head, Entry) and isinstance(embedding, Entry)
-        if plain and same(head, embedding):
+        alike = isinstance(head, Entry) and isinstance(embedding, Entry) and same(head, embedding)
+        if alike:
             del entries["lm_head.weight"]
         else:
             note = "tie_word_embeddings is set, but lm_head differs from the embedding: not tied"
