@@ -554,8 +554,8 @@ class Gguf:
             normalizer: Any = {"type": "Sequence", "normalizers": spaces}
             cuts, decoder = None, {"type": "Sequence", "decoders": decoders}
         else:
-            if (kind := self.metadata.get("tokenizer.ggml.model")) != "gpt2":
-                raise UnsupportedModel(f"{self.path.name}: the tokenizer is {quote(kind)}")
+            if (named_kind := self.metadata.get("tokenizer.ggml.model")) != "gpt2":
+                raise UnsupportedModel(f"{self.path.name}: the tokenizer is {quote(named_kind)}")
             pre = self.metadata.get("tokenizer.ggml.pre", "default")
             if not isinstance(pre, str) or pre not in CUTS:
                 raise UnsupportedModel(
@@ -563,12 +563,12 @@ class Gguf:
                     f"minikv knows {', '.join(CUTS)}",
                 )
             how = CUTS[pre]
-            splits: list[dict[str, Any]]
             merges = self.metadata.get("tokenizer.ggml.merges")
             if not isinstance(merges, list) or not all(isinstance(one, str) for one in merges):
                 raise self._bad("tokenizer.ggml.merges is missing")
             model |= {"merges": merges, "ignore_merges": how.whole_words}
-            byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+            byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
+            byte_level["trim_offsets"] = True
             splits = [*how.parts, {**byte_level, "use_regex": how.usual}]
             normalizer = {"type": "NFC"} if how.composes else None
             cuts = {"type": "Sequence", "pretokenizers": splits}
