@@ -540,6 +540,8 @@ class Gguf:
             if kinds[id] in (_UNKNOWN, _CONTROL, _USER) and piece
         ]
         model: dict[str, Any] = {"type": "BPE", "vocab": vocab}
+        normalizer: Any
+        decoder: dict[str, Any]
         if words:
             spaces: list[dict[str, Any]] = [
                 {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -551,7 +553,7 @@ class Gguf:
             back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
             strip = {"type": "Strip", "content": " ", "start": len(spaces) - 1, "stop": 0}
             decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
-            normalizer: Any = {"type": "Sequence", "normalizers": spaces}
+            normalizer = {"type": "Sequence", "normalizers": spaces}
             cuts, decoder = None, {"type": "Sequence", "decoders": decoders}
         else:
             if (named_kind := self.metadata.get("tokenizer.ggml.model")) != "gpt2":
