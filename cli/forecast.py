@@ -132,22 +132,21 @@ class Planner:
 
         from minikv.chat.fitting import Machine, likely, tier_beside
         from minikv.loader import shape_of
-        from minikv.models import weights
-        from minikv.models.config import ModelConfig
+        from minikv.models import config_of, weights
         from minikv.models.packed import LEAST
 
         self.settings, self.room, self.folder = settings, room, folder or config_folder(settings)
-        self.config = ModelConfig.from_folder(self.folder)
+        self.config = config_of(self.folder)
         self.notes = list(self.config.notes)
         self.device = _device(settings.device, here=room is None)
         self.gpu, form = self.device.type == "cuda", settings.weights
-        self.packed = form not in ("auto", "plain")
+        self.packed = bool(weights.packed_forms(self.config, form))
         self.dtype = _dtype(self.folder, settings, self.device, self.notes)
-        weights.check_form(form, self.device, self.dtype)
+        weights.check_form(form, self.device, self.dtype, self.config)
         self.notes += weights.form_notes(self.config, form)
         self.weights = weights.weight_bytes(self.config, self.dtype, form)
         self.loading = weights.loading_bytes(self.config, self.dtype, form)
-        kept = self.packed and not self.gpu and settings.keep_packed != "off"
+        kept = self.packed and not (self.config.stored or self.gpu or settings.keep_packed == "off")
         disk = weights.packed_bytes(self.config, form) if kept else 0
         self.disk = disk if disk >= LEAST else 0
         self.free = weights.free_memory(self.device) if room is None else room
@@ -161,6 +160,12 @@ class Planner:
         cached = torch.int8 if settings.kv == "int8" else self.dtype
         ops = likely(settings.kernels, gpu=self.gpu)
         self.machine = Machine(shape, self.dtype, cached, self.work, beside, self.gpu, ops)
+
+    def _form(self) -> str:
+        """What the form of the weights is called."""
+        form = self.settings.weights
+        own = self.config.form if form == "auto" else form
+        return own if self.packed and own else "plain"
 
     def work(self, tokens: int, *, foresees: bool = False) -> int:
         """Bytes that the network needs to read so many tokens."""
@@ -236,7 +241,7 @@ class Planner:
             model=self.settings.model or "bundled",
             family=self.config.family,
             dtype=str(self.dtype).removeprefix("torch."),
-            kept=self.settings.weights if self.packed else "plain",
+            kept=self._form(),
             parameters=self.config.parameters,
             weights=self.weights,
             positions=self.config.max_context,
@@ -358,7 +363,11 @@ def _dtype(folder: Path, settings: Settings, device: torch.device, notes: list[s
     if settings.weights not in ("auto", "plain"):
         return torch.bfloat16
     stored: object = None
-    if (folder / "config.json").exists():
+    if folder.is_file():
+        from minikv.models.gguf import Gguf
+
+        stored = str(Gguf(folder).checkpoint().dtype).removeprefix("torch.")
+    elif (folder / "config.json").exists():
         raw = read_json(folder / "config.json")
         stored = raw.get("dtype", raw.get("torch_dtype"))
     if not isinstance(stored, str) or stored not in known:

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,20 +22,21 @@ from minikv.cli.screen.progress import Loading
 from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import clean, cut, grid
 from minikv.errors import UsageError
-from minikv.models import packed_files
+from minikv.models import packed_files, places
 from minikv.models.packed_files import PackedFile
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model on this disk. `state`: "ready", or what keeps it from being loaded. `bytes`: of its
-    files, `packed`: of its packed weights."""
+    files, `packed`: of its packed weights. form: of quantised weights; "" if they are plain."""
 
     name: str
     bytes: int
     state: str
     folder: str
     packed: int = 0
+    form: str = ""
 
 
 def models(
@@ -48,17 +50,22 @@ def models(
     )
     found = [Model(BUNDLED, weights, "ready", str(FOLDER))]
     repos = sorted(_cached(), key=lambda repo: str(repo.repo_id).lower())
-    found += [_model(repo) for repo in repos]
+    for repo in repos:
+        found += _ggufs(repo) or [_model(repo)]
+    found += [_file(name, path) for name, path in places.listed()]
     found = _with_packed(found)
     if as_json:
         terminal.data(json.dumps([asdict(one) for one in found]))
         return
-    some = any(one.packed for one in found)
-    lines = [("NAME", "SIZE", *(("PACKED",) if some else ()), "STATE")]
-    for one in found:
-        packed = (size(one.packed) if one.packed else "-",) if some else ()
-        lines.append((clean(one.name), size(one.bytes), *packed, clean(one.state)))
-    table = grid(lines, "<>><" if some else "<><").split("\n")
+    shown = {  # a column that is empty everywhere is left out
+        "PACKED": [size(one.packed) if one.packed else "" for one in found],
+        "FORM": [clean(one.form) for one in found],
+    }
+    some = {name: [text or "-" for text in texts] for name, texts in shown.items() if any(texts)}
+    lines = [("NAME", "SIZE", *some, "STATE")]
+    for one, *more in zip(found, *some.values(), strict=True):
+        lines.append((clean(one.name), size(one.bytes), *more, clean(one.state)))
+    table = grid(lines, f"<>{'>' * len(some)}<").split("\n")
     if terminal.out.isatty():
         width = window(terminal.out)[0]
         table = [cut(line, width) for line in table]
@@ -73,8 +80,8 @@ def pull(name: str, revision: str | None, terminal: Terminal) -> None:
     """Download what minikv reads of a model, and print the folder. Raises ModelError."""
     if name == BUNDLED:
         raise UsageError("the bundled model is a part of minikv", "it is there already")
-    if Path(name).expanduser().is_dir():
-        raise UsageError(f"{name!r} is a directory already", f"minikv chat -m {name}")
+    if Path(name).expanduser().exists():
+        raise UsageError(f"{name!r} is here already", f"minikv chat -m {name}")
     from minikv.models.hub import resolve
 
     loading = Loading(terminal)
@@ -201,21 +208,40 @@ def _model(repo: Any) -> Model:
     """A model of the cache; the revision that is loaded by default says whether it can be."""
     loaded = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), default=None)
     folder = repo.repo_path if loaded is None else loaded.snapshot_path
-    return Model(repo.repo_id, repo.size_on_disk, _state(folder), str(folder))
+    form, state = _read(folder)
+    return Model(repo.repo_id, repo.size_on_disk, state, str(folder), form=form)
 
 
-def _state(folder: Path) -> str:
-    from minikv.models.config import ModelConfig
+def _ggufs(repo: Any) -> list[Model]:
+    """The GGUF files of a model of the cache, by the names with which they are loaded; none if it
+    has files of another kind."""
+    from minikv.models.files import CONFIGS, is_gguf
+
+    loaded = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), default=None)
+    files = [] if loaded is None else sorted(loaded.files, key=lambda one: str(one.file_name))
+    if any(one.file_name in CONFIGS for one in files):
+        return []
+    named = [one.file_path for one in files if is_gguf(one.file_name)]
+    return [_file(f"{repo.repo_id}:{re.split('[-.]', path.stem)[-1]}", path) for path in named]
+
+
+def _file(name: str, path: Path) -> Model:
+    """A model in one GGUF file."""
+    form, state = _read(path)
+    return Model(name, path.stat().st_size, state, str(path), form=form)
+
+
+def _read(folder: Path) -> tuple[str, str]:
+    """The form and the state of a folder or of a GGUF file."""
+    from minikv.models import config_of
     from minikv.models.errors import ModelError
     from minikv.models.files import missing_files
 
     try:
-        lacks = missing_files(folder)
-        if lacks:
-            return f"{lacks} is missing"
-        ModelConfig.from_folder(folder)
+        if folder.is_dir() and (lacks := missing_files(folder)):
+            return "", f"{lacks} is missing"
+        return config_of(folder).form, "ready"
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return "", f"cannot be read: {error.strerror}"
     except ModelError as error:
-        return f"not supported: {error}"
-    return "ready"
+        return "", f"not supported: {error}"

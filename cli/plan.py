@@ -273,6 +273,8 @@ def _kept(form: str) -> str:
         return ""
     if layers == "int8":
         return ", the layers and the head in int8" if head else ", the layers in int8"
+    if layers != "int4":
+        return f", most of it in the file's {form}"
     return f", the layers in {layers}" + (", the head in int8" if head else "")
 
 

@@ -66,6 +66,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.engine.warmup import compiles, remarks, warm
     from minikv.models import free_memory, load, packed_files
     from minikv.models.identity import digests
+    from minikv.models.weights import packed_forms
 
     if settings.kernels == "triton" and not torch.cuda.is_available():
         raise no_cuda()
@@ -81,7 +82,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             progress.kernels()
 
     packing = None
-    if settings.packs() and settings.device != "cuda":
+    if settings.device != "cuda":
 
         def first() -> None:
             announce(torch.device("cpu"))
@@ -135,8 +136,10 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         folder = packed_files.store().with_name("prompts")
         recall.store = Store(folder, Budget.size(settings.remember) or 0, identity)
 
+    packed = bool(packed_forms(config, settings.weights))
+
     def work(tokens: int) -> int:
-        return workspace(config, tokens, kv.dtype.itemsize, cuda=cuda, packed=settings.packs())
+        return workspace(config, tokens, kv.dtype.itemsize, cuda=cuda, packed=packed)
 
     def beside(tokens: int) -> int:
         return tier_beside(kv.shape, kv.dtype, tokens, recall.kind, recall.dtype, cuda=cuda)
@@ -162,7 +165,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             kernels=kv.ops.name,
             load_s=load_s,
             weight_bytes=loaded.weight_bytes,
-            weights=settings.weights,
+            weights=config.form if settings.weights == "auto" and config.form else settings.weights,
             notes=(*config.notes, *loaded.tokenizer.notes),
         ),
     )

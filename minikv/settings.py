@@ -398,10 +398,6 @@ class Settings:
         if self.kernels == "triton" and self.device == "cpu":
             raise no_cuda()
 
-    def packs(self) -> bool:
-        """Whether the weights are packed to fewer bits (int8 or int4)."""
-        return self.weights not in ("auto", "plain")
-
     def check_eviction(self) -> None:
         """Raise the UsageError of `eviction`. Imports torch only if there are options to check."""
         if self.options or self.stride:

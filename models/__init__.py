@@ -55,6 +55,17 @@ def refuse_without_torch() -> None:
     limits.refuse_without_torch()
 
 
+def config_of(path: Path) -> ModelConfig:
+    """The configuration of a model's directory or GGUF file. Raises ModelError."""
+    if path.is_file():
+        from minikv.models.gguf import Gguf
+
+        return Gguf(path).config()
+    from minikv.models.config import ModelConfig
+
+    return ModelConfig.from_folder(path)
+
+
 def load(
     model: str | Path | None,
     *,
@@ -67,16 +78,16 @@ def load(
     packing: Packing | None = None,
     keep_packed: bool = False,
 ) -> Loaded:
-    """Load a directory or a hub id; None is the bundled model.
+    """Load a directory, a GGUF file or a hub id; None is the bundled model.
 
     - device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
     - dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the storage dtype, except that
       float16 becomes float32 on a CPU, where float16 is no faster and overflows earlier. bfloat16
       stays: a CPU that cannot multiply it reads prompts in float32, a block of the weights at a
       time.
-    - weights: "auto" and "plain": as stored. "int8" or "int4": the layers are packed, and the rest
-      is bfloat16, which `dtype` "auto" then means. "int8+head" or "int4+head": the lm_head is
-      packed to int8, too.
+    - weights: "auto": as stored; quantised matrices keep their form. "plain": not packed. "int8" or
+      "int4": the layers are packed, and the rest is bfloat16, which `dtype` "auto" then means.
+      "int8+head" or "int4+head": the lm_head is packed to int8, too.
     - progress: gets the progress of a download and of reading the weights.
     - packing: the functions that pack to int8 and int4; None: torch.
     - keep_packed: packed weights are kept on disk, so that later calls need not pack.
@@ -101,16 +112,25 @@ def load(
     else:
         source = resolve(model, revision=revision, offline=offline, progress=progress)
     where = _device(device)
-    config = ModelConfig.from_folder(source.folder)
-    checkpoint = Checkpoint.open(source.folder)
     # Cheap checks first: a bad tokenizer is found before all weights are read.
-    tokenizer = Tokenizer.from_folder(
-        source.folder, stop_ids=config.stop_ids, family=config.family, rows=config.vocab
-    )
-    template = ChatTemplate.from_folder(source.folder, tokenizer)
+    if source.folder.is_file():
+        from minikv.models.gguf import Gguf
+
+        file = Gguf(source.folder)
+        config, checkpoint = file.config(), file.checkpoint()
+        tokenizer = file.tokenizer(config)
+        template = file.template(tokenizer)
+        del file  # its metadata
+    else:
+        config = ModelConfig.from_folder(source.folder)
+        checkpoint = Checkpoint.open(source.folder)
+        tokenizer = Tokenizer.from_folder(
+            source.folder, stop_ids=config.stop_ids, family=config.family, rows=config.vocab
+        )
+        template = ChatTemplate.from_folder(source.folder, tokenizer)
     _refuse_unknown_ids(tokenizer, template, config.vocab)
     packed = None
-    if keep_packed and packs(weights) and where.type == "cpu":
+    if keep_packed and packs(weights) and not config.stored and where.type == "cpu":
         from minikv.models.packed import Origin, Packed
 
         origin = Origin(source.name, source.folder, checkpoint, config, weights)

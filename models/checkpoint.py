@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from minikv.models.files import (
     unreadable,
     weight_map,
 )
+from minikv.models.stored import Stored
 
 HEADER_LIMIT = 16 * 2**20  # bytes
 STAGING = 32 * 2**20
@@ -92,10 +93,10 @@ def read_header(path: Path) -> dict[str, Entry]:
 def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
     """`read_header` for an open file, which is at its beginning."""
     size = os.fstat(file.fileno()).st_size
-    first = _read_exactly(file, min(size, 8) or 8, path)
+    first = read_exactly(file, min(size, 8) or 8, path)
     length = int.from_bytes(first, "little")
     if length > HEADER_LIMIT or size < 8:
-        refuse_text(first + _read_exactly(file, max(0, min(size - 8, 1024)), path), path.name)
+        refuse_text(bytes(first + read_exactly(file, max(0, min(size - 8, 1024)), path)), path.name)
     if length > HEADER_LIMIT:
         raise CorruptModel(
             f"{path.name}: claims a header of {length} bytes: not safetensors?",
@@ -106,7 +107,7 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
             f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
             "download the file again",
         )
-    raw = parse_json(_read_exactly(file, length, path), path.name)
+    raw = parse_json(bytes(read_exactly(file, length, path)), path.name)
     _check_metadata(raw.pop("__metadata__", None), path)
     if not raw:
         raise CorruptModel(f"{path.name}: holds no tensors")
@@ -167,10 +168,11 @@ def _check_cover(entries: list[Entry], base: int, size: int, path: Path) -> None
         )
 
 
-def _read_exactly(file: BinaryIO, count: int, path: Path) -> bytes:
+def read_exactly(file: BinaryIO, count: int, path: Path) -> bytearray:
+    """The next bytes of a file. Raises CorruptModel or ModelUnavailable."""
     data = bytearray(count)
     read_into(file, memoryview(data), path)
-    return bytes(data)
+    return data
 
 
 def read_into(
@@ -196,7 +198,7 @@ class Checkpoint:
     """All tensors of a model folder, by their Hugging Face names, without those that a network
     computes. It keeps no file open."""
 
-    entries: dict[str, Entry]
+    entries: Mapping[str, Entry | Stored]
     original: bool
     """Whether query and key rows are in rotary pairs (Mistral's own layout)."""
 
@@ -236,16 +238,18 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The storage dtype of the largest part of the weights, in bytes. Raises UnsupportedModel
-        if no dtype is supported."""
+        """The storage dtype of the largest part of the weights, in bytes; bfloat16 beside matrices
+        that are quantised. Raises UnsupportedModel if no dtype is supported."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values():
+            if not isinstance(entry, Entry):
+                return torch.bfloat16
             dtype = DTYPES.get(entry.dtype)
             if dtype is not None:
                 sizes[dtype] = sizes.get(dtype, 0) + entry.size
         if not sizes:
-            odd = next(iter(self.entries.values()))
-            raise UnsupportedModel(f"{odd.path.name}: {quote(odd.name)} is stored as {odd.dtype}")
+            where = f"{entry.path.name}: {quote(entry.name)}"
+            raise UnsupportedModel(f"{where} is stored as {getattr(entry, 'dtype', '?')}")
         return max(sizes, key=lambda dtype: sizes[dtype])
 
 
@@ -360,7 +364,7 @@ def same(one: Entry, two: Entry) -> bool:
         left = one.size
         while left:
             count = min(left, STAGING)
-            if _read_exactly(a, count, one.path) != _read_exactly(b, count, two.path):
+            if read_exactly(a, count, one.path) != read_exactly(b, count, two.path):
                 return False
             left -= count
     return True

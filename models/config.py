@@ -42,6 +42,20 @@ class OwnSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnForm:
+    """In which form the files have some of the matrices, so that it is kept.
+
+    matrix: one of those that `weights.matrices` names. form: "int8" or "int4". group: how many
+    columns share a scale; 0: a whole row. count: in how many layers it is so.
+    """
+
+    matrix: str
+    form: str
+    group: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The sizes and settings from which a model's network and cache are built."""
 
@@ -86,6 +100,10 @@ class ModelConfig:
     """End-of-text ids of config.json and generation_config.json, ascending."""
     own: OwnSampling = OwnSampling()
     """What generation_config.json says about sampling."""
+    form: str = ""
+    """What the files' own form is called, for the user ("Q4_K_M"); "": they are not quantised."""
+    stored: tuple[OwnForm, ...] = ()
+    """The matrices that the files have in eight or four bits; the others are plain."""
     notes: tuple[str, ...] = ()
     """Messages for the user: settings that were ignored or assumed."""
 
@@ -97,7 +115,7 @@ class ModelConfig:
         """
         folder = Path(folder)
         if (folder / "config.json").exists():
-            config = _from_hf(read_json(folder / "config.json"))
+            config = from_keys(read_json(folder / "config.json"), "config.json")
         elif (folder / "params.json").exists():
             config = _from_params(read_json(folder / "params.json"))
         else:
@@ -267,8 +285,12 @@ def _sizes(read: _Reader, family: _Family) -> ModelConfig:
     )
 
 
-def _from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    read = _Reader(raw, "config.json")
+def from_keys(
+    raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
+) -> ModelConfig:
+    """The configuration that the keys of a config.json say. where: the file. names: see
+    `_Reader`."""
+    read = _Reader(raw, where, names)
     name = _family_name(read)
     family, notes = FAMILIES[name], []
     if family.wraps:

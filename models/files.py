@@ -94,12 +94,28 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def gguf(name: str) -> UnsupportedModel:
-    """The error for a GGUF file, if there are no weights of another kind."""
-    return UnsupportedModel(
-        f"{quote(name)} is a GGUF file, which minikv does not read",
-        "use the model that it was made from, in the repository with the .safetensors files; "
-        '`weights="int4"` makes that small while it is loaded',
+def gguf(names: Collection[str]) -> ModelUnavailable:
+    """The error for a repository or folder that has only these GGUF files, of which none is
+    named."""
+    first = min(names)
+    form = re.search(r"(?i)[-._]((?:iq|q|f|bf)\d\w*)\.gguf$", first)
+    return ModelUnavailable(
+        f"the weights are in {len(names)} GGUF files, such as {quote(first)}",
+        f"name one by its form: owner/name:{form[1] if form else 'Q4_K_M'}, or by its path",
+    )
+
+
+def gguf_of(names: Iterable[str], form: str) -> str:
+    """The GGUF file of a repository whose name ends in a form, such as Q4_K_M. Raises
+    ModelUnavailable."""
+    files = sorted(name for name in names if is_gguf(name) and "/" not in name)
+    end = re.compile(rf"(.*[-._])?{re.escape(form)}(\.gguf)?", re.IGNORECASE)
+    found = [name for name in files if end.fullmatch(name.removesuffix(".gguf"))]
+    if len(found) == 1:
+        return found[0]
+    few = ", ".join(quote(name, 60) for name in files[:8]) or "none"
+    raise ModelUnavailable(
+        f"{len(found) or 'no'} GGUF files end in {quote(form)}", f"those that are there: {few}"
     )
 
 
@@ -117,7 +133,7 @@ def no_weights(names: Collection[str]) -> ModelError:
     if weights:
         name = weights[0]
         if all(map(is_gguf, weights)):
-            return gguf(name)
+            return gguf(weights)
         if name.lower().endswith((".msgpack", ".h5")):
             why = "Flax and TensorFlow weights are not supported"
         else:

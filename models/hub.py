@@ -1,7 +1,8 @@
 """Finds a model's folder by its name.
 
-A directory is used in place. A hub id (owner/name) is looked up in the local cache first, then on
-the network, and only the files that minikv reads are downloaded. No code from a model is executed.
+A directory or a GGUF file is used in place. A hub id (owner/name) is looked up in the local cache
+first, then on the network, and only the files that minikv reads are downloaded. No code from a
+model is executed.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from minikv.models import places
 from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, quote
 from minikv.models.files import (
     CONFIGS,
-    gguf,
+    gguf_of,
     is_gguf,
     missing_files,
     no_config,
@@ -30,7 +32,7 @@ from minikv.models.files import (
     wanted_files,
 )
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}(:[\w.-]{1,64})?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHECKSUM = re.compile(r"[0-9a-fA-F]{1,128}")
 _PATHLIKE = re.compile(r"[.~/]|.*(\\|\.\.)", re.DOTALL)
@@ -115,7 +117,8 @@ def resolve(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> Source:
-    """Find `model`: an existing directory, or a hub id (cache first, then network).
+    """Find `model`: an existing directory or GGUF file, one of another program (`places`), or a hub
+    id (cache first, then network), which may end in the form of a GGUF file: owner/name:Q4_K_M.
 
     With `offline` (or HF_HUB_OFFLINE=1) the network is not used. With `progress`, a download is
     refused before it begins if the cache's disk has no room for it. Raises ModelUnavailable or
@@ -123,7 +126,7 @@ def resolve(
     """
     found = _named(model, revision)
     if isinstance(found, Path):
-        if lacks := unfinished(found):
+        if found.is_dir() and (lacks := unfinished(found)):
             raise ModelUnavailable(
                 f"{lacks} in {quote(os.fspath(model))} is a link to a file that is not there",
                 "complete the download",
@@ -142,6 +145,11 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
     folder = _cached(hub, found, revision)
     if folder is not None:
         return folder
+    if ":" in found:
+        raise ModelUnavailable(
+            f"{found} is not in the local cache, and what it needs is said in the file itself",
+            f"`minikv models pull {found}` fetches it",
+        )
     if _offline(offline):
         raise _not_cached(
             found, revision, "not in the local cache", "; only config.json is fetched"
@@ -157,9 +165,11 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
 
 
 def _named(model: str | Path, revision: str | None) -> Path | str:
-    """The existing directory or the hub id that `model` names. Raises ModelUnavailable or
+    """The existing directory or file, or the hub id that `model` names. Raises ModelUnavailable or
     UnsupportedModel."""
     text = os.fspath(model)
+    if text.startswith(places.OLLAMA):
+        return places.in_ollama(text)
     try:
         folder = Path(text).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
@@ -170,20 +180,28 @@ def _named(model: str | Path, revision: str | None) -> Path | str:
         names: list[str] = []
         with contextlib.suppress(OSError):
             names = sorted(os.listdir(folder))
-        for name in () if any((folder / one).exists() for one in CONFIGS) else names:
-            if is_gguf(name):
-                raise gguf(name)
-        return folder
+        files = [name for name in names if is_gguf(name)]
+        if not files or any((folder / one).exists() for one in CONFIGS):
+            return folder
+        if len(files) > 1:
+            raise ModelUnavailable(
+                f"{quote(text)} holds {len(files)} GGUF files, such as {quote(files[0])}",
+                "give the path of one of them",
+            )
+        return folder / files[0]
     if text and exists:
-        if is_gguf(folder.name):
-            raise gguf(folder.name)
+        if is_gguf(folder.name) and folder.is_file():
+            return folder
         raise ModelUnavailable(
-            f"{quote(text)} is a file, not a model", "give the directory that holds config.json"
+            f"{quote(text)} is a file, not a model",
+            "give a .gguf file, or the directory that holds config.json",
         )
+    if (short := places.packaged(text)) is not None:
+        return short
     if isinstance(model, Path) or _HUB_ID.fullmatch(text) is None or _PATHLIKE.match(text):
         raise ModelUnavailable(
             f"model {quote(text)} not found: no such directory",
-            "give a directory, or a hub id such as meta-llama/Llama-3.1-8B-Instruct",
+            "give a directory, a .gguf file, or a hub id such as meta-llama/Llama-3.1-8B-Instruct",
         )
     if revision is not None and (_REVISION.fullmatch(revision) is None or ".." in revision):
         raise ModelUnavailable(
@@ -200,8 +218,8 @@ def _offline(asked: bool) -> bool:
 def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress | None) -> Source:
     hub = _hub(repo, offline)
     folder = _snapshot(hub, repo, revision)
-    if folder is not None and not missing_files(folder):
-        return Source(repo, folder, folder.name)
+    if folder is not None and (":" in repo or not missing_files(folder)):
+        return Source(repo, folder, _commit(folder))
     if offline:
         lacks = missing_files(folder) if folder is not None else ""
         partly = f"only partly in the local cache ({lacks} missing)"
@@ -214,11 +232,16 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
         if watched is not None and watched.stopped is not None:
             raise watched.stopped from None  # `progress` raised it; the hub did not fail
         raise
-    if lacks := missing_files(folder):
+    if ":" not in repo and (lacks := missing_files(folder)):
         raise ModelUnavailable(
             f"{repo}{_at(revision)} has no {quote(lacks)}", "it is not a complete model"
         )
-    return Source(repo, folder, folder.name)
+    return Source(repo, folder, _commit(folder))
+
+
+def _commit(found: Path) -> str:
+    """The revision of a snapshot of the hub's cache, or of a file in one."""
+    return found.name if _COMMIT.fullmatch(found.name) else found.parent.name
 
 
 def _not_cached(repo: str, revision: str | None, state: str, why: str) -> ModelUnavailable:
@@ -246,8 +269,18 @@ def _at(revision: str | None) -> str:
 
 
 def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
-    """The model's folder in the cache, complete or not; None if there is none. Does not use the
-    network."""
+    """The model's folder in the cache, complete or not, or its GGUF file; None if there is none.
+    Does not use the network."""
+    repo, _, form = repo.partition(":")
+    if form:
+        root = Path(hub.constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+        commit = revision or "main"
+        with contextlib.suppress(OSError):
+            commit = (root / "refs" / commit).read_text().strip()
+        folder = root / "snapshots" / commit
+        with contextlib.suppress(OSError, ModelError):
+            return folder / gguf_of(os.listdir(folder), form)
+        return None
     for name in CONFIGS:
         found = hub.try_to_load_from_cache(repo, name, revision=revision)
         if isinstance(found, str):
@@ -258,20 +291,23 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
 def _snapshot(hub: Any, repo: str, revision: str | None) -> Path | None:
     """`_cached`, if the folder has the name of a commit, which is shown and stored."""
     folder = _cached(hub, repo, revision)
-    return folder if folder is not None and _COMMIT.fullmatch(folder.name) else None
+    return folder if folder is not None and _COMMIT.fullmatch(_commit(folder)) else None
 
 
 def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | None) -> Path:
+    repo, _, form = repo.partition(":")
     with _told(repo, revision), _checked(repo):
         # The hub sends sizes only on request, and only `progress` needs them.
         options = {} if watched is None else {"files_metadata": True}
         info = hub.HfApi().model_info(repo, revision=revision, **options)
-        wanted = wanted_files([sibling.rfilename for sibling in info.siblings or ()])
+        names = [sibling.rfilename for sibling in info.siblings or ()]
+        wanted = [gguf_of(names, form)] if form else wanted_files(names)
         bars = {}
         if watched is not None:
             watched.plan(*_to_fetch(hub, repo, info, wanted), Path(hub.constants.HF_HUB_CACHE))
             bars = {"tqdm_class": watched.bar(hub)}
-        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=wanted, **bars))
+        found = hub.snapshot_download(repo, revision=revision, allow_patterns=wanted, **bars)
+        return Path(found, wanted[0] if form else "")
 
 
 _DOWNLOADING = threading.Lock()

@@ -21,8 +21,10 @@ _TOKENIZER = (
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Hashes of a model's files: those with its weights, and those of its tokenizer. Raises
-    OSError."""
+    """Hashes of the files of a model's directory, or of its GGUF file: those with its weights, and
+    those of its tokenizer. Raises OSError."""
+    if folder.is_file():  # GGUF, which holds all of it
+        return dict.fromkeys(("weights", "tokenizer"), _digest([folder]))
     stored = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
     return {
         "weights": _digest([*(folder / name for name in _WEIGHTS), *stored]),

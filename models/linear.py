@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,8 @@ from minikv.kernels.product.matrix import Matrix
 from minikv.pages import Empty, empty
 
 FORMS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
-"""The forms of weights. "auto" and "plain": as the checkpoint has them. "int8" and "int4": the
-matrices of the layers are packed. "+head": lm_head is packed as well, always to eight bits
+"""The forms of weights. "auto": as the checkpoint has them. "plain": not packed. "int8" and "int4":
+the matrices of the layers are packed. "+head": lm_head is packed as well, always to eight bits
 (docs/measurements/README.md, "Weights")."""
 
 GROUPS = (128, 64, 32)
@@ -129,8 +130,22 @@ def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:
     column group / 2 + i in the upper ones."""
     for start, end in packed_blocks(weight.shape):
         steps = _sixteen_steps(weight[start:end].to(packed.device), scales[:, start:end])
-        low, high = steps.to(torch.uint8).chunk(2, 2)
-        packed[start:end] = (low | (high << 4)).flatten(1)
+        packed[start:end] = _in_rows(steps.to(torch.uint8).flatten(1), len(scales))
+
+
+def _in_rows(codes: Tensor, groups: int) -> Tensor:
+    """Steps uint8 [m, n] -> [m, n / 2], as `pack_int4_rows` says."""
+    low, high = codes.view(len(codes), groups, 2, -1).unbind(2)
+    return (low | (high << 4)).flatten(1)
+
+
+def _tiled(codes: Tensor, half: int | None) -> Tensor:
+    """Steps uint8 [m, n] of whole tiles -> [m, n / 2], in the layout of this processor."""
+    if half is None:
+        made: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        return made
+    low, high = codes.view(-1, 2, half, codes.shape[1]).unbind(1)
+    return (low | (high << 4)).transpose(1, 2).reshape(len(codes), -1)
 
 
 def _sixteen_steps(weight: Tensor, scales: Tensor) -> Tensor:
@@ -231,21 +246,28 @@ class PackedMatrix:
     time. row: multiplies one row on a GPU, bias included.
     """
 
+    form: str
     few: int  # up to how many rows of the input torch's packed kernel is faster than unpacking
 
-    def __init__(self, plain: Plain, room: Empty = empty, packing: Packing | None = TORCH) -> None:
+    def __init__(
+        self,
+        plain: Plain,
+        room: Empty = empty,
+        packing: Packing | None = TORCH,
+        group: int = 0,
+    ) -> None:
         self.shape, self.bias, self.packing = plain.shape, plain.bias, packing
         self.product: Product | None = None
         self.many = True
         self.rows_product: Product | None = None
         self.row: Callable[[Tensor], Tensor] | None = None
         self.scratch: Scratch | None = None
-        self._allocate(room)
+        self._allocate(room, group)
         if not plain.weight.is_meta:
             self.pack(0, plain.weight)
 
-    def _allocate(self, room: Empty) -> None:
-        """Memory for the packed weights."""
+    def _allocate(self, room: Empty, group: int) -> None:
+        """Memory for the packed weights. group: see `group_of`."""
         raise NotImplementedError
 
     def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
@@ -282,6 +304,11 @@ class PackedMatrix:
         """Pack weight [n, in] as the rows from `start` to `start` + n."""
         raise NotImplementedError
 
+    def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
+        """Take rows from `start` on as a file has them (`stored.Steps`), without quantising them.
+        start: a multiple of 64. Groups may be larger than those here."""
+        raise NotImplementedError
+
     def parts(self) -> dict[str, Tensor]:
         """The tensors of the packed matrix, by name, with its bias."""
         raise NotImplementedError
@@ -313,9 +340,9 @@ class Int8(PackedMatrix):
     """A matrix with eight bits per weight and one bfloat16 scale per row. `in` must be a multiple
     of 16, because torch's kernel reads whole vectors."""
 
-    few = FEW["int8"]
+    form, few = "int8", FEW["int8"]
 
-    def _allocate(self, room: Empty) -> None:
+    def _allocate(self, room: Empty, group: int) -> None:
         assert fits_int8(self.shape[1])
         self.quantised = room(self.shape, torch.int8)
         self.scale = room(self.shape[:1], torch.bfloat16)
@@ -325,6 +352,11 @@ class Int8(PackedMatrix):
         end = start + len(weight)
         pack = pack_int8 if self.packing is None else self.packing.int8
         pack(_dense(weight), self.quantised[start:end], self.scale[start:end])
+
+    def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
+        """See `PackedMatrix`."""
+        self.quantised[start : start + len(codes)] = codes
+        self.scale[start : start + len(codes)] = scale[:, 0]
 
     def parts(self) -> dict[str, Tensor]:
         """See `PackedMatrix`."""
@@ -357,14 +389,14 @@ class Int4(PackedMatrix):
     unpack: unpacks tiles of this layout, or all rows; None: torch.
     """
 
-    few = FEW["int4"]
+    form, few = "int4", FEW["int4"]
     unpack: Callable[..., None] | None = None
 
-    def _allocate(self, room: Empty) -> None:
+    def _allocate(self, room: Empty, group: int) -> None:
         rows, columns = self.shape
-        group = group_of(columns)
-        assert group is not None
-        self.group = group
+        found = group_of(columns, group)
+        assert found is not None
+        self.group = group = found
         if self.packing is not None:
             rows = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
         self.packed = room((rows, columns // 2), torch.uint8)
@@ -385,6 +417,21 @@ class Int4(PackedMatrix):
         half = half_tile()
         pack = pack_int4 if half is None else self.packing.int4
         return pack(_dense(weight), self.packed, self.scales, half)
+
+    def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
+        """See `PackedMatrix`."""
+        assert middle is not None
+        end, groups = start + len(codes), len(self.scales)
+        for n, values in enumerate((scale, middle)):
+            # One group after the other is contiguous here.
+            wide = values.t().repeat_interleave(groups // values.shape[1], 0)
+            self.scales[:, start:end, n] = wide
+        if self.packing is None:
+            self.packed[start:end] = _in_rows(codes.to(self.packed.device), groups)
+            return
+        tiles = -(-end // _TILE) * _TILE
+        self.scales[:, end:tiles] = 0
+        self.packed[start:tiles] = _tiled(F.pad(codes, (0, 0, 0, tiles - end)), half_tile())
 
     def parts(self) -> dict[str, Tensor]:
         """See `PackedMatrix`."""
@@ -435,12 +482,18 @@ Linear = Plain | PackedMatrix
 """A matrix in any of its forms."""
 
 
-def kept(plain: Plain, form: str, room: Empty = empty, packing: Packing | None = TORCH) -> Linear:
+def kept(
+    plain: Plain,
+    form: str,
+    room: Empty = empty,
+    packing: Packing | None = TORCH,
+    group: int = 0,
+) -> Linear:
     """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself if `form` is
-    neither, or its rows cannot be packed so. packing: see `PackedMatrix`."""
-    if not suits(form, plain.shape[1]):
+    neither, or its rows cannot be packed so. packing: see `PackedMatrix`; group: `group_of`."""
+    if not suits(form, plain.shape[1], group):
         return plain
-    return (Int8 if form == "int8" else Int4)(plain, room, packing)
+    return (Int8 if form == "int8" else Int4)(plain, room, packing, group)
 
 
 def as_read(made: Linear) -> Matrix | None:
@@ -460,7 +513,7 @@ def as_read(made: Linear) -> Matrix | None:
 def split(form: str) -> tuple[str, str]:
     """Split one of `FORMS` into the form of the layers' matrices and that of lm_head."""
     layers, _, head = form.partition("+")
-    return layers, "int8" if head else "auto"
+    return layers, "int8" if head else "plain" if form == "plain" else "auto"
 
 
 def packs(form: str) -> tuple[str, ...]:
@@ -468,20 +521,20 @@ def packs(form: str) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(split(form)) if name in ("int8", "int4"))
 
 
-def kept_bytes(rows: int, columns: int, form: str, itemsize: int) -> int:
+def kept_bytes(rows: int, columns: int, form: str, itemsize: int, group: int = 0) -> int:
     """Bytes of a matrix [rows, columns] in `form`, without its bias. itemsize: bytes per weight if
-    it is not packed."""
+    it is not packed. group: see `group_of`."""
     if form == "int8" and fits_int8(columns):
         return rows * columns + 2 * rows
-    if form == "int4" and (group := group_of(columns)) is not None:
-        return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * (columns // group))
+    if form == "int4" and (found := group_of(columns, group)) is not None:
+        return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * (columns // found))
     return rows * columns * itemsize
 
 
-def suits(form: str, columns: int) -> bool:
-    """Whether `form` packs rows of `columns` columns."""
+def suits(form: str, columns: int, group: int = 0) -> bool:
+    """Whether `form` packs rows of `columns` columns. group: see `group_of`."""
     if form == "int4":
-        return group_of(columns) is not None
+        return group_of(columns, group) is not None
     return form == "int8" and fits_int8(columns)
 
 
@@ -490,10 +543,11 @@ def fits_int8(columns: int) -> bool:
     return columns % _STEP == 0
 
 
-def group_of(columns: int) -> int | None:
-    """How many columns share a scale in int4; None if no group divides a row of `columns`
-    columns."""
-    return next((group for group in GROUPS if columns % group == 0), None)
+def group_of(columns: int, stored: int = 0) -> int | None:
+    """How many columns share a scale in int4; None if no group divides a row of `columns` columns.
+    stored: how many do in the file; 0: as many as here."""
+    whole = gcd(columns, stored)
+    return next((group for group in GROUPS if whole % group == 0), None)
 
 
 def packing_bytes(columns: int) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int8, Linear, Plain, Scratch, as_read
+from minikv.models.linear import Int4, Int8, Linear, Plain, Scratch, as_read
 from minikv.models.rope import Rotation
 from minikv.pages import Empty, Pages
 
@@ -181,11 +181,13 @@ class Llama:
             found.append(made)
         return found
 
-    def keep_head(self, made: Int8) -> None:
-        """Use `made` as lm_head from now on, and also as the embedding if it is tied."""
+    def keep_packed(self, slot: str, made: Int8 | Int4) -> None:
+        """Use `made` as "head" or "embedding" from now on; as both if they are tied."""
         assert made.shape == (self.config.vocab, self.config.hidden)
-        self.head = made
-        if self.config.tied:
+        if slot == "head" or self.config.tied:
+            self.head = made
+        if slot == "embedding" or self.config.tied:
+            assert isinstance(made, Int8)
             self.embedding = made
 
     def places(self) -> Iterator[tuple[str, Place]]:

@@ -23,7 +23,8 @@ class RopeConfig:
     it equals "default"), "llama3" (Llama 3.1), "yarn" (arXiv 2309.00071), or "none": nothing is
     rotated. original: the positions of the pretraining, for llama3, yarn and query_beta.
     attention_factor: multiplies cosine and sine (yarn); None: computed from `factor`. query_beta: a
-    query at position p is multiplied by 1 + query_beta ln(1 + floor(p / original)).
+    query at position p is multiplied by 1 + query_beta ln(1 + floor(p / original)). factors: by
+    what each frequency is divided, whatever the kind; (): by nothing.
     """
 
     theta: float = 10_000.0
@@ -39,6 +40,7 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     query_beta: float = 0.0
+    factors: tuple[float, ...] = ()
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -48,6 +50,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     inverse = 1.0 / (rope.theta**exponent)
     if rope.kind == "none":  # an angle of 0: cosine 1, sine 0, so a rotation changes no bit
         return inverse.zero_(), 1.0
+    if rope.factors:
+        inverse = inverse / torch.tensor(rope.factors)
     if rope.kind in ("default", "dynamic"):
         return inverse, 1.0
     if rope.kind == "linear":

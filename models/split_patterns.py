@@ -6,8 +6,9 @@ the model was trained with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
@@ -40,7 +41,43 @@ _SPLITS = (
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 )
-PATTERNS = frozenset(split.pattern for split in _SPLITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How a pre-tokenizer of GGUF cuts. parts: of a tokenizer.json, before bytes become letters.
+    usual: that step cuts as GPT-2 did. whole_words: a word that is in the vocabulary is not merged
+    from parts. composes: the text is normalised to NFC before."""
+
+    parts: tuple[dict[str, Any], ...]
+    usual: bool = False
+    whole_words: bool = False
+    composes: bool = False
+
+
+def _cut(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+_LLAMA_3, _QWEN_2, _TEKKEN = ((_cut(split.pattern),) for split in _SPLITS)
+_DIGITS = ({"type": "Digits", "individual_digits": True},)
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+CUTS: Mapping[str, Cuts] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Cuts(_LLAMA_3, whole_words=True)),
+    **dict.fromkeys(("falcon3", "pixtral"), Cuts(_LLAMA_3, whole_words=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Cuts(_QWEN_2, composes=True)),
+    "tekken": Cuts(_TEKKEN, whole_words=True),
+    **dict.fromkeys(("smollm", "codeshell", "command-r"), Cuts(_DIGITS, usual=True)),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2"), Cuts((), usual=True)),
+    "default": Cuts(tuple(map(_cut, _DEFAULT))),
+}
+"""The pre-tokenizers of GGUF, by `tokenizer.ggml.pre`, as llama.cpp has them."""
+PATTERNS = frozenset(split.pattern for split in _SPLITS) | {*_DEFAULT}
 """The regular expressions of these families."""
 
 

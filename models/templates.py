@@ -91,17 +91,28 @@ class ChatTemplate:
         tokenizer_config.json (a string, or several with a "default") and chat_template.json.
         Raises CorruptModel (damaged, failing or too costly) or UnsupportedModel.
         """
-        folder = Path(path)
-        own, others = _own_template(folder)
+        return cls.chosen(*_own_template(Path(path)), tokenizer, Path(path))
+
+    @classmethod
+    def chosen(
+        cls,
+        own: tuple[str, str] | None,
+        others: Sequence[str],
+        tokenizer: Tokenizer,
+        path: Path,
+    ) -> ChatTemplate:
+        """The model's own template (source, name), else a built-in one, else plain completion.
+        others: names of templates for other uses. path: of the model."""
         if own is not None:
             source, name = own
             return cls(source, name, tokenizer)
-        why = "no chat template in the folder"
+        where = "file" if path.is_file() else "folder"
+        why = f"no chat template in the {where}"
         if others:
             names = ", ".join(quote(name, 40) for name in others[:_NAMES])
             more = f" and {len(others) - _NAMES} more" if len(others) > _NAMES else ""
-            why = f"the folder's chat templates are {names}{more}, and none is the 'default' one"
-        found = recognise(tokenizer, folder)
+            why = f"the {where}'s chat templates are {names}{more}, and none is the 'default' one"
+        found = recognise(tokenizer, path)
         if found is None:
             note = f"{why}, and no known vocabulary: plain completion, not a chat"
             return cls.built_in(PLAIN, tokenizer, note)

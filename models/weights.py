@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minikv.models.checkpoint import DTYPES, STAGING, Checkpoint, Entry, read_into, same
-from minikv.models.config import ModelConfig
+from minikv.models.config import ModelConfig, OwnForm
 from minikv.models.errors import (
     CorruptModel,
     ModelTooLarge,
@@ -34,6 +34,7 @@ from minikv.models.linear import (
     Int8,
     Packing,
     Plain,
+    blocks,
     kept,
     kept_bytes,
     lacks,
@@ -44,10 +45,14 @@ from minikv.models.linear import (
     suits,
 )
 from minikv.models.llama import Layer, Llama, Place
+from minikv.models.stored import Fused, Stored, Unpaired
 from minikv.pages import Pages
 
 if TYPE_CHECKING:
     from minikv.models.packed import Packed
+
+TAKEN = 1 << 20
+"""How many weights of a quantised matrix are read at a time."""
 
 
 def load_network(
@@ -64,10 +69,11 @@ def load_network(
     """A network with the checkpoint's weights.
 
     dtype: None: the storage dtype. form: one of `linear.FORMS`, for the matrices of the layers;
-    int8 and int4 need bfloat16. Embedding and lm_head stay plain unless the form ends in "+head":
-    then lm_head is packed a block at a time as it is read, and a tied embedding is the same packed
-    matrix. If rows of a matrix cannot be packed, it stays plain, and the result's `config.notes`
-    say so.
+    int8 and int4 need bfloat16. Embedding and lm_head stay as they are stored unless the form ends
+    in "+head": then lm_head is packed a block at a time as it is read, and a tied embedding is the
+    same packed matrix. If rows of a matrix cannot be packed, it stays plain, and the result's
+    `config.notes` say so. Quantised matrices of the checkpoint keep their form with "auto"; with
+    another they are unpacked, and packed anew.
 
     progress(done, total): called with the bytes read from the files, first with 0; its exceptions
     end the loading. packing: the functions that pack to int8 and int4. packed: kept packed
@@ -82,11 +88,12 @@ def load_network(
     entries = dict(checkpoint.entries)
     dtype = dtype or checkpoint.dtype
     device = torch.device(device)
-    check_form(form, device, dtype)
+    check_form(form, device, dtype, config)
     head = entries.get("lm_head.weight")
     if config.tied and head is not None:
         embedding = entries.get("model.embed_tokens.weight")
-        if embedding is not None and same(head, embedding):
+        alike = isinstance(head, Entry) and isinstance(embedding, Entry) and same(head, embedding)
+        if alike:
             del entries["lm_head.weight"]
         else:
             note = "tie_word_embeddings is set, but lm_head differs from the embedding: not tied"
@@ -109,7 +116,7 @@ def load_network(
     return network
 
 
-_Part = tuple[str, Entry, Place]
+_Part = tuple[str, Entry | Stored, Place]
 
 
 class _Filling:
@@ -149,13 +156,25 @@ class _Filling:
         """Read a tensor or a matrix from its parts in the files, and pack it if it is to be."""
         in_layer = isinstance(owner, Layer)
         name = f"{self.names[id(owner)]}.{slot}" if in_layer else "head"
-        made = self._packed(owner, slot)
+        stored = self._stored(parts)
+        made = self._packed(owner, slot, stored)
         if made is None:
             self._allocate(owner, slot)
             self._read(parts)
             return
+        exact = stored is not None and stored.exact and made.form == stored.form
         if packed is not None and made.packing is not None and packed.fill(name, made):
             self.tell(sum(entry.size for _, entry, _ in parts))
+        elif stored is not None and (exact or isinstance(made, Int8)):
+            if made.bias is not None:
+                setattr(owner, slot, Plain(getattr(owner, slot).weight, made.bias))
+                self._read([part for part in parts if part[2].kind == "bias"])
+            for start, end in blocks(made.shape, TAKEN):
+                if exact:
+                    made.fill(start, *stored.steps(start, end))
+                else:
+                    made.pack(start, stored.rows(start, end))
+                self._tell_rows(stored, start, end)
         elif in_layer:
             weight = self._passing()[: made.shape.numel()].view(made.shape)
             setattr(owner, slot, Plain(weight, made.bias))
@@ -166,19 +185,40 @@ class _Filling:
         if in_layer:
             setattr(owner, slot, made)
         else:
-            assert isinstance(made, Int8)
-            self.network.keep_head(made)
+            self.network.keep_packed(slot, made)
 
-    def _packed(self, owner: Llama | Layer, slot: str) -> Int8 | Int4 | None:
+    def _stored(self, parts: list[_Part]) -> Fused | None:
+        """The matrix of these parts as the files store it; None if any is plain."""
+        weights = [part for part in parts if part[2].kind != "bias"]
+        weights.sort(key=lambda part: part[2].rows.start or 0)  # not as in the file
+        found = [self._turned(name, entry) for name, entry, _ in weights]
+        quantised = [entry for entry in found if not isinstance(entry, Entry)]
+        return Fused(quantised) if len(quantised) == len(found) else None
+
+    def _turned(self, name: str, entry: Entry | Stored) -> Entry | Stored:
+        """A quantised matrix with its rows in the order of the network."""
+        heads = _pairs(name, self.network.config) if self.pairs else 0
+        return entry if isinstance(entry, Entry) or not heads else Unpaired(entry, heads)
+
+    def _tell_rows(self, part: Fused | Stored, start: int, end: int) -> None:
+        rows = part.shape[0]
+        self.tell(part.size * end // rows - part.size * start // rows)
+
+    def _packed(self, owner: Llama | Layer, slot: str, stored: Fused | None) -> Int8 | Int4 | None:
         """An empty packed matrix for a plain one without memory; None if it stays plain."""
-        part, form = getattr(owner, slot), self.layers
+        part, asked = getattr(owner, slot), self.layers
         if owner is self.network:
-            packs_it = slot == ("embedding" if self.network.config.tied else "head")
-            part, form = self.network.head, self.logits if packs_it else "plain"
-        if not isinstance(part, Plain) or not suits(form, part.shape[1]):
+            last = slot == "head" or (slot == "embedding" and self.network.config.tied)
+            asked = self.logits if last or self.logits == "plain" else "auto"
+        form, group = asked, 0
+        if asked == "auto":
+            form, group = (stored.form, stored.group) if stored is not None else ("plain", 0)
+        if slot == "embedding":
+            part, form = Plain(part), form.replace("int4", "int8")  # single rows are taken of it
+        if not isinstance(part, Plain) or not suits(form, part.shape[1], group):
             return None
         bias = None if part.bias is None else self.room(part.bias.shape, part.bias.dtype)
-        made = kept(Plain(part.weight, bias), form, self.room, self.packing)
+        made = kept(Plain(part.weight, bias), form, self.room, self.packing, group)
         assert isinstance(made, Int8 | Int4)
         return made
 
@@ -206,13 +246,21 @@ class _Filling:
 
     def _read(self, parts: list[_Part]) -> None:
         for name, entry, place in parts:
+            if not isinstance(entry, Entry):
+                part, into = self._turned(name, entry), place.tensor()
+                assert not isinstance(part, Entry)
+                for start, end in blocks(into.shape, TAKEN):
+                    into[start:end] = part.rows(start, end)
+                    self._tell_rows(part, start, end)
+                continue
             heads = _pairs(name, self.network.config) if self.pairs else 0
             with open_regular(entry.path) as file:
                 _fill(file, entry, place.tensor(), heads, self.staging, self.tell)
 
-    def _pack_head(self, made: Int8 | Int4, entry: Entry) -> None:
+    def _pack_head(self, made: Int8 | Int4, entry: Entry | Stored) -> None:
         """Read and pack lm_head a block of rows at a time, so that it never exists as a whole in
         the network's dtype."""
+        assert isinstance(entry, Entry)
         with open_regular(entry.path) as file:
             file.seek(entry.start)
             for start, end in packed_blocks(made.shape):
@@ -222,7 +270,7 @@ class _Filling:
 
 
 def _together_read(
-    entries: dict[str, Entry], places: dict[str, Place]
+    entries: Mapping[str, Entry | Stored], places: dict[str, Place]
 ) -> list[tuple[Llama | Layer, str, list[_Part]]]:
     """The tensors in the order of the files, grouped by the tensor of the network that they fill:
     (owner, slot, parts). So only one matrix at a time is not packed yet, wherever its parts are."""
@@ -235,21 +283,27 @@ def _together_read(
     return list(groups.values())
 
 
-def check_form(form: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UnusableSetting if weights cannot have this form with this device and dtype."""
+def check_form(
+    form: str, device: torch.device, dtype: torch.dtype, config: ModelConfig | None = None
+) -> None:
+    """Raise UnusableSetting if weights cannot have this form with this device and dtype. config:
+    of the model, whose own forms "auto" means."""
     if form not in FORMS:
         raise UnusableSetting(f"unknown weights {form!r}", f"use {', '.join(FORMS)}")
-    if not packs(form):
+    own = config is not None and bool(config.stored)
+    forms = packs(form) if config is None else packed_forms(config, form)
+    if not forms:
         return
+    other = 'use `weights="plain"`' if own else 'use `weights="auto"`'
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise UnusableSetting(
             f'`weights="{form}"` needs bfloat16 beside it, not {name}',
-            'use `dtype="auto"`, or `weights="auto"`',
+            f'{other}, or `dtype="auto"`',
         )
-    missing = next(filter(None, map(lacks, packs(form))), "") if device.type == "cpu" else ""
+    missing = next(filter(None, map(lacks, forms)), "") if device.type == "cpu" else ""
     if missing:
-        raise UnusableSetting(f'`weights="{form}"`: {missing}', 'use `weights="auto"`')
+        raise UnusableSetting(f'`weights="{form}"`: {missing}', other)
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -268,42 +322,61 @@ def largest_matrix(config: ModelConfig) -> int:
     return max(rows * columns for rows, columns in matrices(config).values())
 
 
-def _shapes(config: ModelConfig, form: str) -> list[tuple[str, int, int, str, int]]:
-    """(name, rows, columns, form, how many there are) of all matrices that `form` is about."""
+def _shapes(config: ModelConfig, form: str) -> Iterator[tuple[int, int, OwnForm]]:
+    """(rows, columns, form) of all matrices that are packed, or that `form` asks to pack."""
     layers, logits = split(form)
-    inside = matrices(config).items()
-    return [
-        *((name, rows, columns, layers, config.layers) for name, (rows, columns) in inside),
-        ("head", config.vocab, config.hidden, logits, 1),
-    ]
+    table = config.vocab, config.hidden
+    asked = {name: (*shape, layers, config.layers) for name, shape in matrices(config).items()}
+    asked["head"] = *table, logits, 1
+    if not config.tied:
+        asked["embedding"] = *table, "plain" if form == "plain" else "auto", 1
+    for name, (rows, columns, kind, count) in asked.items():
+        own = [one for one in config.stored if one.matrix == name]
+        for one in own if kind == "auto" else [OwnForm(name, kind, 0, count)]:
+            if one.form in ("int8", "int4"):
+                yield rows, columns, one
+
+
+def packed_forms(config: ModelConfig, form: str) -> tuple[str, ...]:
+    """The packed forms that a model has with `form`, each once."""
+    return tuple(dict.fromkeys(one.form for _, _, one in _shapes(config, form)))
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     """Bytes that the weights take on the device. A tied lm_head is counted once."""
     size = dtype.itemsize
     return config.parameters * size - sum(
-        count * (rows * columns * size - kept_bytes(rows, columns, kind, size))
-        for _, rows, columns, kind, count in _shapes(config, form)
+        one.count * (rows * columns * size - kept_bytes(rows, columns, one.form, size, one.group))
+        for rows, columns, one in _shapes(config, form)
     )
 
 
 def packed_bytes(config: ModelConfig, form: str) -> int:
     """Bytes of all matrices that `form` packs, as on disk (`packed.Packed`)."""
     return sum(
-        count * kept_bytes(rows, columns, kind, 2)
-        for _, rows, columns, kind, count in _shapes(config, form)
-        if suits(kind, columns)
+        one.count * kept_bytes(rows, columns, one.form, 2, one.group)
+        for rows, columns, one in _shapes(config, form)
+        if suits(one.form, columns, one.group)
     )
 
 
 def form_notes(config: ModelConfig, form: str) -> list[str]:
-    """Messages about matrices that `form` cannot pack, one for each packed form."""
+    """Messages about matrices that `form` cannot pack, one for each packed form, and about those
+    that are quantised a second time."""
     notes = []
-    for kind in packs(form):
+    inside, layers = matrices(config), split(form)[0]
+    if layers in ("int8", "int4") and any(
+        one.form != layers and one.matrix in inside for one in config.stored
+    ):
+        notes.append(
+            f"the file's {config.form} is unpacked and quantised again, to {layers}: that loses "
+            'more than the file\'s own form (`weights="auto"`)'
+        )
+    for kind in packed_forms(config, form):
         unpacked = [
-            f"{name} (rows of {columns})"
-            for name, _, columns, wanted, _ in _shapes(config, form)
-            if wanted == kind and not suits(kind, columns)
+            f"{one.matrix} (rows of {columns})"
+            for _, columns, one in _shapes(config, form)
+            if one.form == kind and not suits(kind, columns, one.group)
         ]
         unit = "a multiple of 16" if kind == "int8" else "a multiple of 32"
         if unpacked:
@@ -311,7 +384,7 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
     return notes
 
 
-def _account(entries: dict[str, Entry], places: dict[str, Place]) -> None:
+def _account(entries: Mapping[str, Entry | Stored], places: dict[str, Place]) -> None:
     """Check that the checkpoint has exactly the expected tensors, with their shapes and an allowed
     dtype. Raises CorruptModel or UnsupportedModel."""
     missing = [name for name in places if name not in entries]
@@ -322,7 +395,7 @@ def _account(entries: dict[str, Entry], places: dict[str, Place]) -> None:
     for name, entry in entries.items():
         if name not in places:
             raise CorruptModel(f"{entry.path.name}: unexpected tensor {quote(entry.name)}")
-        if entry.dtype not in DTYPES:
+        if isinstance(entry, Entry) and entry.dtype not in DTYPES:
             raise UnsupportedModel(
                 f"{entry.path.name}: {quote(entry.name)} is stored as {entry.dtype}",
                 "use a bfloat16, float16 or float32 repository",
@@ -416,7 +489,7 @@ def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     """The peak of bytes while loading: the weights, a staging buffer, and the matrix that is being
     packed (of lm_head a block)."""
     plain = 0
-    if packs(form):
+    if packed_forms(config, form):
         widest = max(columns for _, columns in matrices(config).values())
         plain = largest_matrix(config) * dtype.itemsize + packing_bytes(widest)
     return weight_bytes(config, dtype, form) + STAGING + plain

@@ -147,7 +147,7 @@ def network(spec: Spec) -> Llama:
     if isinstance(net.head, Plain):
         made = kept(net.head, logits, room, packing)
         if isinstance(made, Int8):
-            net.keep_head(made)
+            net.keep_packed("head", made)
     return net
 
 

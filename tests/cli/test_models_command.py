@@ -102,7 +102,7 @@ class Sized(FakeHub):
     ("name", "code", "said"),
     [
         ("bundled", 2, "part of minikv"),
-        (".", 2, "a directory already"),
+        (".", 2, "is here already"),
         ("nosuch", 3, "not found"),
         ("a/b/c", 3, "not found"),
     ],

@@ -722,7 +722,7 @@ def test_of_a_hub_model_only_the_configuration_is_fetched(hub: SimpleNamespace) 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["README.md", "model.Q4_K_M.gguf"], "'model.Q4_K_M.gguf' is a GGUF file, which minikv"),
+        (["README.md", "model.Q4_K_M.gguf"], "in 1 GGUF files, such as 'model.Q4_K_M.gguf'"),
         (["README.md"], "has no config.json"),
         ([], "has no config.json"),
     ],

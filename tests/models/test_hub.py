@@ -142,16 +142,28 @@ def test_a_file_is_not_a_model(tmp_path: Path, cache: Path) -> None:
     assert "is a file, not a model" in str(error)
 
 
-def test_gguf_is_called_by_its_name_wherever_it_lies(
+def test_a_gguf_file_is_found_by_its_path_and_by_its_form(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "Model.GGUF").write_bytes(b"GGUF")
-    FakeHub(monkeypatch, cache, {"README.md": b"", "Model.GGUF": b""})
-    for name in (str(tmp_path / "Model.GGUF"), str(tmp_path), tmp_path, REPO):
-        error = refused(lambda name=name: resolve(name))  # type: ignore[misc]
-        assert str(error) == "'Model.GGUF' is a GGUF file, which minikv does not read"
-        assert ".safetensors" in error.hint
-        assert error.exit_code == 3
+    file = tmp_path / "Model.GGUF"
+    file.write_bytes(b"GGUF")
+    for name in (str(file), file, str(tmp_path), tmp_path):
+        assert resolve(name).folder == file
+    names = ["README.md", "A-Q4_K_M.gguf", "A-Q4_K_S.gguf", "A.q8_0.gguf", "mmproj-A-f16.gguf"]
+    fake = FakeHub(monkeypatch, cache, {name: name.encode() for name in names})
+    error = refused(lambda: resolve(REPO))
+    assert "4 GGUF files" in str(error)
+    assert "owner/name:" in error.hint
+    error = refused(lambda: resolve(f"{REPO}:Q4"))
+    assert str(error) == "no GGUF files end in 'Q4'"
+    assert "A-Q4_K_M.gguf" in error.hint
+    assert fake.asked == []
+    for form, name in (("Q4_K_M", names[1]), ("q4_k_s", names[2]), ("Q8_0", names[3])):
+        source = resolve(f"{REPO}:{form}")
+        assert source.folder.read_bytes() == name.encode()
+        assert fake.asked == [name]
+        assert source.revision == source.folder.parent.name
+        assert resolve(f"{REPO}:{form}", offline=True) == source
     # Beside a model it is one of the files that are not read.
     (tmp_path / "config.json").write_text("{}")
     assert resolve(str(tmp_path)).folder == tmp_path

@@ -216,7 +216,9 @@ def _putting(path: Path, read: Callable[[], object]) -> Callable[[bytes], object
 
 
 def _models(folder: Path) -> list[Target]:
+    import ggufs
     import test_config
+    from checkpoints import Spec
 
     from minikv.models.checkpoint import read_header
     from minikv.models.config import ModelConfig
@@ -256,11 +258,21 @@ def _models(folder: Path) -> list[Target]:
         path = folder / name
         return _putting(path, lambda: ModelConfig.from_folder(path.parent))
 
+    from minikv.models.gguf import Gguf
+
+    whole = ggufs.model(folder / "gguf", Spec(hidden=32, heads=2, kv_heads=1, vocab=110, layers=1))
+
+    def read() -> object:
+        made = Gguf(folder / "fuzz.gguf")
+        config = made.config()
+        return made.checkpoint().dtype, made.template(made.tokenizer(config))
+
     shard = _putting(
         folder / "model.safetensors", lambda: read_header(folder / "model.safetensors")
     )
     return [
         Target("header", (_json(header),), lambda d: shard(framed(d)), refusals),
+        Target("gguf", (_cut(whole),), _putting(folder / "fuzz.gguf", read), refusals, 1, False),
         Target("header's bytes", (framed(_json(header)),), shard, refusals, 1, False),
         Target(
             "index",
@@ -274,6 +286,13 @@ def _models(folder: Path) -> list[Target]:
             "generation_config", (generation,), configured(f"{own}/{own}_config.json"), refusals
         ),
     ]
+
+
+def _cut(path: Path) -> bytes:
+    """The header of a GGUF file, and zeros for its weights, which nothing reads."""
+    data = path.read_bytes()
+    end = data.rindex(b"output_norm.weight") + 64
+    return data[:end] + bytes(len(data) - end)
 
 
 def _json(value: object) -> bytes:

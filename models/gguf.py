@@ -1,0 +1,622 @@
+"""Reads a GGUF file: its metadata, where its tensors are, and its quantised matrices.
+
+The header is checked before anything is read or allocated by it. Matrices of four bits in groups of
+32 are taken as they are. The package `gguf` is the specification, and what tests compare with; it
+is not used here, because it trusts the file and computes with one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minikv.models.checkpoint import Checkpoint, Entry, read_exactly
+from minikv.models.config import FAMILIES, ModelConfig, OwnForm, OwnSampling, from_keys
+from minikv.models.errors import CorruptModel, UnsupportedModel, quote
+from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text
+from minikv.models.split_patterns import CUTS
+from minikv.models.stored import Steps, Stored, together
+from minikv.models.templates import ChatTemplate
+from minikv.models.tokenizer import Tokenizer
+from minikv.models.tokenizer_json import JsonVocabulary
+
+HEADER_LIMIT, ITEMS_LIMIT, PAIRS_LIMIT = 64 << 20, 1 << 21, 1 << 16
+"""The largest header in bytes, and the most items of an array and pairs of the metadata. The
+largest real headers have a third of it."""
+
+_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}
+_NUMBERS |= {11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of tensor: its name, the weights of a block and its bytes, and the form (`Stored`)."""
+
+    name: str
+    weights: int
+    bytes: int
+    form: str = "plain"
+
+
+KINDS: Mapping[int, Kind] = {
+    **{0: Kind("F32", 1, 4), 1: Kind("F16", 1, 2), 30: Kind("BF16", 1, 2)},
+    **{2: Kind("Q4_0", 32, 18, "int4"), 3: Kind("Q4_1", 32, 20, "int4")},
+    **{6: Kind("Q5_0", 32, 22, "int8"), 7: Kind("Q5_1", 32, 24, "int8")},
+    **{8: Kind("Q8_0", 32, 34, "int8"), 12: Kind("Q4_K", 256, 144, "int4")},
+    **{13: Kind("Q5_K", 256, 176, "int8"), 14: Kind("Q6_K", 256, 210, "int8")},
+    20: Kind("IQ4_NL", 32, 18, "int8"),
+}
+"""The types that are read. Those that are int4 are four bits with a scale and an offset for 32
+columns; the others lose least as eight bits by row (docs/measurements/README.md, "GGUF")."""
+
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3")}
+"""The model_type, a key of `config.FAMILIES`, of each architecture; Mistral's files are "llama"."""
+
+_PAIRED = {"llama"}  # whose query and key rows are in rotary pairs
+_KEYS = {
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}
+_TABLES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_TENSORS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_MATRICES = {
+    "q, k, v": ("attn_q", "attn_k", "attn_v"),
+    "o": ("attn_output",),
+    "gate, up": ("ffn_gate", "ffn_up"),
+    "down": ("ffn_down",),
+}
+_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A quantised matrix, a `Stored`."""
+
+    name: str
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    kind: Kind
+
+    @property
+    def form(self) -> str:
+        """See `Stored`."""
+        return self.kind.form
+
+    @property
+    def group(self) -> int:
+        """See `Stored`."""
+        return 16 if self.kind.name == "Q6_K" else 32
+
+    @property
+    def _row(self) -> int:
+        return self.shape[1] // self.kind.weights * self.kind.bytes
+
+    @property
+    def size(self) -> int:
+        """See `Stored`."""
+        return self.shape[0] * self._row
+
+    def _read(self, start: int, end: int) -> Tensor:
+        """The blocks of these rows, uint8 [n, blocks of a row, bytes of a block]."""
+        with open_regular(self.path) as file:
+            file.seek(self.start + start * self._row)
+            data = read_exactly(file, (end - start) * self._row, self.path)
+        found = torch.frombuffer(data, dtype=torch.uint8)
+        return found.view(end - start, -1, self.kind.bytes)
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """See `Stored`."""
+        codes, scale, least = self._decoded(start, end)
+        wide = codes.view(*scale.shape, -1).float().mul_(scale[..., None])
+        return (wide if least is None else wide.add_(least[..., None])).flatten(1)
+
+    def steps(self, start: int, end: int) -> Steps:
+        """See `Stored`."""
+        codes, scale, least = self._decoded(start, end)
+        assert least is not None
+        return codes, scale, least.add_(scale, alpha=8)
+
+    def _decoded(self, start: int, end: int) -> Steps:
+        """Codes [n, in], and scale and least [n, groups], float32: code * scale + least."""
+        codes, scale, least = _DECODERS[self.kind.name](self._read(start, end))
+        least = None if least is None else least.flatten(1)
+        return codes.reshape(end - start, -1), scale.flatten(1), least
+
+
+def _split(data: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """[..., n] -> [..., *sizes]."""
+    return data.reshape(*data.shape[:-1], *sizes)
+
+
+def _halves(blocks: Tensor, start: int, count: int) -> tuple[Tensor, ...]:
+    """Numbers of float16 in each block, as float32 [n, blocks, 1] each."""
+    part = blocks[..., start : start + 2 * count].contiguous()
+    return torch.split(part.view(torch.float16).float(), 1, -1)
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    """The lower and then the upper four bits of all bytes [..., b]: [..., 2, b]."""
+    return torch.stack((data & 15, data >> 4), -2)
+
+
+def _bits(data: Tensor, count: int, width: int = 1) -> Tensor:
+    """`count` fields of `width` bits of all bytes [..., b], the lowest first: [..., count, b]."""
+    fields = [data >> (width * n) & ((1 << width) - 1) for n in range(count)]
+    return torch.stack(fields, -2)
+
+
+def _q4(blocks: Tensor) -> Steps:
+    (scale,) = _halves(blocks, 0, 1)
+    return _nibbles(blocks[..., 2:]), scale, -8 * scale
+
+
+def _q4_1(blocks: Tensor) -> Steps:
+    return _nibbles(blocks[..., 4:]), *_halves(blocks, 0, 2)  # type: ignore[return-value]
+
+
+def _fifth(blocks: Tensor, start: int) -> Tensor:
+    """Codes of five bits: 32 upper ones, and then bytes of nibbles."""
+    upper = _bits(blocks[..., start : start + 4], 8).transpose(-1, -2).flatten(-2)
+    return _nibbles(blocks[..., start + 4 :]).flatten(-2) | upper << 4
+
+
+def _q5(blocks: Tensor) -> Steps:
+    (scale,) = _halves(blocks, 0, 1)
+    return _fifth(blocks, 2), scale, -16 * scale
+
+
+def _q5_1(blocks: Tensor) -> Steps:
+    return _fifth(blocks, 4), *_halves(blocks, 0, 2)  # type: ignore[return-value]
+
+
+def _q8(blocks: Tensor) -> Steps:
+    return blocks[..., 2:].view(torch.int8), *_halves(blocks, 0, 1), None  # type: ignore[return-value]
+
+
+def _scales_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and least value of the eight groups of a block: two float16 multiply numbers of six
+    bits."""
+    scale, offset = _halves(blocks, 0, 2)
+    low, mid, high = _split(blocks[..., 4:16], (3, 4)).unbind(-2)
+    scales = torch.cat((low & 63, (high & 15) | (low >> 6 << 4)), -1)
+    offsets = torch.cat((mid & 63, (high >> 4) | (mid >> 6 << 4)), -1)
+    return scale * scales, -offset * offsets
+
+
+def _q4_k(blocks: Tensor) -> Steps:
+    return _nibbles(_split(blocks[..., 16:], (4, 32))), *_scales_k(blocks)
+
+
+def _q5_k(blocks: Tensor) -> Steps:
+    codes = _nibbles(_split(blocks[..., 48:], (4, 32))).flatten(-3, -2)
+    return codes | _bits(blocks[..., 16:48], 8) << 4, *_scales_k(blocks)
+
+
+def _q6_k(blocks: Tensor) -> Steps:
+    low = _split(_nibbles(_split(blocks[..., :128], (2, 64))).flatten(-2), (4, 32))
+    high = _bits(_split(blocks[..., 128:192], (2, 32)), 4, 2)
+    (scale,) = _halves(blocks, 208, 1)
+    scale = scale * blocks[..., 192:208].view(torch.int8)
+    return low | high << 4, scale, -32 * scale
+
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _iq4(blocks: Tensor) -> Steps:
+    values = torch.tensor(_IQ4, dtype=torch.int8)[_nibbles(blocks[..., 2:]).int()]
+    return values, *_halves(blocks, 0, 1), None  # type: ignore[return-value]
+
+
+_DECODERS: Mapping[str, Callable[[Tensor], Steps]] = {
+    **{"Q4_0": _q4, "Q4_1": _q4_1, "Q5_0": _q5, "Q5_1": _q5_1, "Q8_0": _q8},
+    **{"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4},
+}
+
+
+class Gguf:
+    """One file. metadata: its pairs; an array is a list. tensors: by the names in the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Read and check the header. Raises CorruptModel, UnsupportedModel or ModelUnavailable."""
+        self.path = path
+        with open_regular(path) as file:
+            self._size = os.fstat(file.fileno()).st_size
+            self._data = read_exactly(file, min(self._size, HEADER_LIMIT), path)
+        self._at = 0
+        try:
+            self.metadata, self.tensors = self._header()
+        except (struct.error, IndexError):
+            raise self._bad("truncated, or its header is damaged") from None
+        except UnicodeDecodeError:
+            raise self._bad("a text in its header is not UTF-8") from None
+        finally:
+            self._data = bytearray()
+
+    def _bad(self, what: str, hint: str = "download the file again") -> CorruptModel:
+        return CorruptModel(f"{quote(self.path.name)[1:-1]}: {what}", hint)
+
+    # -- the header -------------------------------------------------------------------------
+
+    def _header(self) -> tuple[dict[str, Any], dict[str, Entry | Stored]]:
+        if self._data[:4] != b"GGUF":
+            refuse_text(bytes(self._data[:1024]), self.path.name)
+            raise self._bad("not a GGUF file")
+        self._at = 4
+        version = self._number("<I")
+        if version not in (2, 3):
+            raise UnsupportedModel(f"{self.path.name}: version {version} of GGUF is not read")
+        tensors, pairs = self._number("<Q"), self._number("<Q")
+        if not 1 <= tensors <= TENSOR_LIMIT or pairs > PAIRS_LIMIT:
+            raise self._bad(f"claims {tensors:,} tensors and {pairs:,} metadata")
+        metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._text()
+            if key in metadata:
+                raise self._bad(f"{quote(key)} is given twice")
+            metadata[key] = self._value(self._number("<I"), key)
+        return metadata, self._places(tensors, metadata)
+
+    def _number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return value
+
+    def _text(self) -> str:
+        size = self._number("<Q")
+        if size > len(self._data) - self._at:
+            raise IndexError
+        self._at += size
+        return self._data[self._at - size : self._at].decode()
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            raise self._bad(f"{quote(key)} has the unknown type {kind}")
+        inner, count = self._number("<I"), self._number("<Q")
+        least = struct.calcsize(_NUMBERS.get(inner, "<Q"))
+        if inner == _ARRAY or count > ITEMS_LIMIT or count * least > len(self._data) - self._at:
+            raise self._bad(f"{quote(key)} claims {count:,} items of type {inner}")
+        return [self._value(inner, key) for _ in range(count)]
+
+    def _places(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Entry | Stored]:
+        align = metadata.get("general.alignment", 32)
+        if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
+            raise self._bad(f"general.alignment is {quote(align)}")
+        found = {}
+        for _ in range(count):
+            name = self._text()
+            dimensions = self._number("<I")
+            if not 1 <= dimensions <= 4 or _NAME.fullmatch(name) is None or name in found:
+                raise self._bad(f"{quote(name)} is no tensor name, or twice, or badly shaped")
+            shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
+            found[name] = (shape, *struct.unpack_from("<IQ", self._data, self._at))
+            self._at += 12
+        base = -(-self._at // align) * align
+        tensors: dict[str, Entry | Stored] = {}
+        spans = []
+        for name, (shape, number, offset) in found.items():
+            where, kind = quote(name), KINDS.get(number)
+            if kind is None:
+                raise UnsupportedModel(
+                    f"{self.path.name}: {where} is of type {_OTHER_TYPES.get(number, number)}",
+                    f"minikv reads {', '.join(one.name for one in KINDS.values())}",
+                )
+            if not all(0 < size < 2**40 for size in shape) or shape[-1] % kind.weights:
+                raise self._bad(f"{where} of {kind.name} has the shape {list(shape)}")
+            start = base + offset
+            end = start + prod(shape) // kind.weights * kind.bytes
+            if offset % align or end > self._size:
+                raise self._bad(f"{where} is not aligned, or ends beyond the file (truncated?)")
+            spans.append((start, end, where))
+            if kind.form == "plain":
+                tensors[name] = Entry(name, kind.name, shape, self.path, start, end)
+            elif len(shape) != 2:
+                raise self._bad(f"{where} of {kind.name} is not a matrix")
+            else:
+                tensors[name] = Blocks(name, self.path, start, shape, kind)
+        for (_, end, one), (start, _, two) in pairwise(sorted(spans)):
+            if start < end:
+                raise self._bad(f"{one} and {two} overlap")
+        return tensors
+
+    # -- what a folder has in files of its own ----------------------------------------------
+
+    def config(self) -> ModelConfig:
+        """The model's configuration. Raises CorruptModel or UnsupportedModel."""
+        data, tensors = self.metadata, self.tensors
+        architecture = data.get("general.architecture")
+        family = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+        if family not in FAMILIES:
+            known = ", ".join(name for name, one in ARCHITECTURES.items() if one in FAMILIES)
+            raise UnsupportedModel(
+                f"{self.path.name}: unsupported architecture {quote(architecture)}",
+                f"minikv runs GGUF files of {known}",
+            )
+        if data.get("split.count", 0) not in (0, 1):
+            raise UnsupportedModel(
+                f"{self.path.name} is one of {quote(data['split.count'])} parts of a model",
+                "join them with `llama-gguf-split --merge`",
+            )
+        prefix = f"{architecture}."
+        names = {own: prefix + key for own, key in _KEYS.items()}
+        given = {key: data[key] for key in names.values() if key in data}
+        given |= {"model_type": family, "rope_scaling": self._scaling(prefix)}
+        given.setdefault(names["num_key_value_heads"], data.get(names["num_attention_heads"]))
+        given["num_experts"] = data.get(f"{prefix}expert_count") or None
+        table = tensors.get("token_embd.weight")
+        given["vocab_size"] = table.shape[0] if table is not None else None
+        if not given.get(names["sliding_window"]):
+            given.pop(names["sliding_window"], None)
+            given["use_sliding_window"], given["sliding_window"] = False, None
+        elif family == "llama":
+            given["model_type"] = "mistral"
+        config = from_keys(given, self.path.name, names)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if data.get(prefix + key, config.head_dim) != config.head_dim:
+                raise UnsupportedModel(
+                    f"{self.path.name}: {prefix}{key} {quote(data[prefix + key])} is not "
+                    f"the {config.head_dim} of a head"
+                )
+        ids = (data.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        first = "blk.0."
+        return replace(
+            config,
+            rope=replace(config.rope, factors=self._factors(config.head_dim // 2)),
+            tied="output.weight" not in tensors,
+            qkv_bias=f"{first}attn_q.bias" in tensors,
+            o_bias=f"{first}attn_output.bias" in tensors,
+            mlp_bias=f"{first}ffn_down.bias" in tensors,
+            stop_ids=tuple(sorted({id for id in ids if isinstance(id, int)})),
+            own=OwnSampling(why="a GGUF file says nothing about sampling"),
+            form=self.form,
+            stored=self._own_forms(config.layers),
+        )
+
+    def _scaling(self, prefix: str) -> dict[str, Any] | None:
+        """The rotary scaling as config.json has it."""
+        keys = {
+            "type": "rope_type",
+            "factor": "factor",
+            "original_context_length": "original_max_position_embeddings",
+            "attn_factor": "attention_factor",
+            "yarn_beta_fast": "beta_fast",
+            "yarn_beta_slow": "beta_slow",
+        }
+        found = {
+            own: self.metadata[f"{prefix}rope.scaling.{key}"]
+            for key, own in keys.items()
+            if f"{prefix}rope.scaling.{key}" in self.metadata
+        }
+        kind = found.get("rope_type", "none")
+        if kind == "none":
+            return None
+        return {k: v for k, v in found.items() if kind != "linear" or k in ("rope_type", "factor")}
+
+    def _factors(self, count: int) -> tuple[float, ...]:
+        """By what each rotary frequency is divided; () if the file does not say it."""
+        entry = self.tensors.get(_FACTORS)
+        if entry is None:
+            return ()
+        if not isinstance(entry, Entry) or entry.dtype != "F32" or entry.shape != (count,):
+            raise self._bad(f"{_FACTORS} is not of {count} numbers")
+        with open_regular(self.path) as file:
+            file.seek(entry.start)
+            found = torch.frombuffer(read_exactly(file, entry.size, self.path), dtype=torch.float32)
+        if not bool(((found > 0) & (found < 1e9)).all()):
+            raise self._bad(f"{_FACTORS} has numbers that are no factors")
+        return tuple(found.tolist())
+
+    @property
+    def form(self) -> str:
+        """What the file's form is called ("Q4_K_M"); "" if no matrix is quantised."""
+        quantised = Counter(
+            one.kind.name for one in self.tensors.values() if isinstance(one, Blocks)
+        )
+        if not quantised:
+            return ""
+        number = self.metadata.get("general.file_type")
+        names = dict(enumerate(_FILE_TYPES))
+        known = names.get(number, "") if isinstance(number, int) else ""
+        return known or quantised.most_common(1)[0][0]
+
+    def _own_forms(self, layers: int) -> tuple[OwnForm, ...]:
+        def form_of(*names: str) -> tuple[str, int]:
+            parts = [self.tensors[name] for name in names if name in self.tensors]
+            stored = [part for part in parts if not isinstance(part, Entry)]
+            if len(stored) < len(parts) or not stored:
+                return "plain", 0
+            return together((part.form, part.group) for part in stored)
+
+        found: Counter[tuple[str, str, int]] = Counter()
+        for layer in range(layers):
+            for matrix, parts in _MATRICES.items():
+                names = (f"blk.{layer}.{part}.weight" for part in parts)
+                found[matrix, *form_of(*names)] += 1
+        if "output.weight" in self.tensors:
+            found["head", *form_of("output.weight")] += 1
+        table, group = form_of("token_embd.weight")
+        slot = "embedding" if "output.weight" in self.tensors else "head"
+        found[slot, table.replace("int4", "int8"), group] += 1
+        return tuple(OwnForm(*one, n) for one, n in found.items() if one[1] != "plain")
+
+    def checkpoint(self) -> Checkpoint:
+        """The tensors by their Hugging Face names."""
+        entries = {}
+        for name, entry in self.tensors.items():
+            match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+            if match and (own := (_TABLES if match[1] is None else _TENSORS).get(match[2])):
+                layer = "" if match[1] is None else f"model.layers.{match[1]}."
+                name = f"{layer}{own}.{match[3]}"
+            if name != _FACTORS:
+                entries[name] = entry
+        return Checkpoint(entries, self.metadata["general.architecture"] in _PAIRED)
+
+    def tokenizer(self, config: ModelConfig) -> Tokenizer:
+        """The tokenizer. Raises CorruptModel or UnsupportedModel."""
+        data = self.metadata
+        pieces, kinds = self._pieces
+        named = {}
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+            id = data.get(f"tokenizer.ggml.{key}_token_id")
+            if isinstance(id, int) and 0 <= id < len(pieces) and kinds[id] != _UNUSED:
+                named[f"{role}_token"] = pieces[id]
+        words = data.get("tokenizer.ggml.model") == "llama"
+        vocabulary = JsonVocabulary(self._tokenizer_json(words, named), self.path.name)
+        starts = data.get("tokenizer.ggml.add_bos_token", words)
+        return Tokenizer(
+            vocabulary,
+            named=named,
+            special=[piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _CONTROL],
+            edges=vocabulary.edges,
+            stop_ids=config.stop_ids,
+            starts_with_bos=bool(starts),
+        )
+
+    @cached_property
+    def _pieces(self) -> tuple[list[str], list[int]]:
+        """The tokens and their types."""
+        pieces = self.metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(pieces, list) or not all(isinstance(one, str) for one in pieces):
+            raise self._bad("has no tokenizer (tokenizer.ggml.tokens)", "use a complete file")
+        kinds = self.metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(pieces))
+        if not isinstance(kinds, list) or len(kinds) != len(pieces) or not pieces:
+            raise self._bad("tokenizer.ggml.token_type does not fit the tokens")
+        return pieces, kinds
+
+    def _tokenizer_json(self, words: bool, named: Mapping[str, str]) -> dict[str, Any]:
+        """What a tokenizer.json of this tokenizer says. words: as sentencepiece has it, with
+        scores; else bytes with merges."""
+        pieces, kinds = self._pieces
+        vocab: dict[str, int] = {}
+        for id, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
+            if kind != _UNUSED:
+                vocab.setdefault(piece, id)
+        added = [
+            {"id": id, "content": piece, "special": kinds[id] != _USER}
+            for piece, id in vocab.items()
+            if kinds[id] in (_UNKNOWN, _CONTROL, _USER) and piece
+        ]
+        model: dict[str, Any] = {"type": "BPE", "vocab": vocab}
+        normalizer: Any
+        decoder: dict[str, Any]
+        if words:
+            spaces: list[dict[str, Any]] = [
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+            ]
+            if self.metadata.get("tokenizer.ggml.add_space_prefix", True):
+                spaces.insert(0, {"type": "Prepend", "prepend": "\u2581"})
+            model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": named.get("unk_token")}
+            model["merges"] = self._merges_by_score(vocab)
+            back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+            strip = {"type": "Strip", "content": " ", "start": len(spaces) - 1, "stop": 0}
+            decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+            normalizer = {"type": "Sequence", "normalizers": spaces}
+            cuts, decoder = None, {"type": "Sequence", "decoders": decoders}
+        else:
+            if (named_kind := self.metadata.get("tokenizer.ggml.model")) != "gpt2":
+                raise UnsupportedModel(f"{self.path.name}: the tokenizer is {quote(named_kind)}")
+            pre = self.metadata.get("tokenizer.ggml.pre", "default")
+            if not isinstance(pre, str) or pre not in CUTS:
+                raise UnsupportedModel(
+                    f"{self.path.name}: the pre-tokenizer {quote(pre)} is not known",
+                    f"minikv knows {', '.join(CUTS)}",
+                )
+            how = CUTS[pre]
+            merges = self.metadata.get("tokenizer.ggml.merges")
+            if not isinstance(merges, list) or not all(isinstance(one, str) for one in merges):
+                raise self._bad("tokenizer.ggml.merges is missing")
+            model |= {"merges": merges, "ignore_merges": how.whole_words}
+            byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
+            byte_level["trim_offsets"] = True
+            splits = [*how.parts, {**byte_level, "use_regex": how.usual}]
+            normalizer = {"type": "NFC"} if how.composes else None
+            cuts = {"type": "Sequence", "pretokenizers": splits}
+            decoder = {**byte_level, "use_regex": True}
+        return {
+            "added_tokens": added,
+            "normalizer": normalizer,
+            "pre_tokenizer": cuts,
+            "decoder": decoder,
+            "model": model,
+        }
+
+    def _merges_by_score(self, vocab: Mapping[str, int]) -> list[list[str]]:
+        """The merges that sentencepiece's scores mean: the piece with the largest score first."""
+        scores = self.metadata.get("tokenizer.ggml.scores")
+        pieces, kinds = self._pieces
+        if not isinstance(scores, list) or len(scores) != len(pieces):
+            raise self._bad("tokenizer.ggml.scores does not fit the tokens")
+        found = []
+        for piece, id in vocab.items():
+            if kinds[id] != _NORMAL or len(piece) > _LONGEST:
+                continue
+            for cut in range(1, len(piece)):
+                one, two = vocab.get(piece[:cut]), vocab.get(piece[cut:])
+                if one is not None and two is not None:
+                    found.append((-scores[id], one, two))
+        return [[pieces[one], pieces[two]] for _, one, two in sorted(found)]
+
+    def template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """The chat format: the file's own, or a built-in one. Raises CorruptModel and others."""
+        key = "tokenizer.chat_template"
+        own = self.metadata.get(key)
+        others = [name.removeprefix(f"{key}.") for name in self.metadata if f"{key}." in name]
+        found = (own, f"the template of {self.path.name}") if isinstance(own, str) else None
+        return ChatTemplate.chosen(found, others, tokenizer, self.path)
+
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = range(1, 6)
+_LONGEST = 64  # characters of a piece
+_FILE_TYPES = (
+    *("", "", "Q4_0", "Q4_1", "", "", "", "Q8_0", "Q5_0", "Q5_1", "", "", "", ""),
+    *("Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"),
+)
+"""What files are called by their general.file_type."""
+_OTHER_TYPES = {
+    **{10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
+    **{21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
+    **{28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"},
+}

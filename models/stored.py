@@ -1,0 +1,135 @@
+"""A matrix as a file stores it: plain, or quantised in groups of columns.
+
+A reader of a quantised format makes one `Stored` for each matrix; `models/weights.py` fills the
+network from it. Nothing here holds more than the rows that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import gcd
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Steps = tuple[Tensor, Tensor, Tensor | None]
+"""(codes [n, in], scale float32 [n, groups], middle float32 [n, groups] or None) of some rows. For
+int4: codes uint8 0..15, and a value is scale * (code - 8) + middle. For int8: codes int8, and a
+value is scale * code."""
+
+
+class Stored(Protocol):
+    """A matrix in a file.
+
+    name, path, start: the tensor's name and place in the file, for messages and the order of
+    reading. shape: (out, in). size: the bytes that are read for it. form: "plain", "int8" or
+    "int4", the form that loses least. group: how many columns share a scale; None: a whole row.
+
+    `steps` is only called for int4, and for int8 without a group. These are kept as they are. Other
+    matrices are read through `rows`, and quantised by row if they are kept in eight bits.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def form(self) -> str: ...
+    @property
+    def group(self) -> int | None: ...
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """The rows from `start` to `end`, float32 [n, in]. Raises ModelError."""
+        ...
+
+    def steps(self, start: int, end: int) -> Steps:
+        """These rows as they are stored. Raises ModelError."""
+        ...
+
+
+def together(forms: Iterable[tuple[str, int | None]]) -> tuple[str, int]:
+    """The form of a matrix of several parts, each (form, group), and its group; 0: a whole row. If
+    the forms differ, the one that loses least: plain if a part is, else eight bits."""
+    forms = list(forms)
+    kinds = {form for form, _ in forms}
+    form = kinds.pop() if len(kinds) == 1 else "plain" if "plain" in kinds else "int8"
+    return form, gcd(*(group or 0 for _, group in forms))
+
+
+class Fused:
+    """Matrices with the same input as one, from the first part's rows on."""
+
+    def __init__(self, parts: Sequence[Stored]) -> None:
+        self.parts = parts
+        self.shape = torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1]))
+        self.size = sum(part.size for part in parts)
+        self.form, self.group = together((part.form, part.group) for part in parts)
+
+    @property
+    def exact(self) -> bool:
+        """Whether `form` keeps the numbers as they are stored, without quantising them again."""
+        same = all(part.form == self.form for part in self.parts)
+        return same and (self.form == "int4" or (self.form == "int8" and not self.group))
+
+    def steps(self, start: int, end: int) -> Steps:
+        """See `Stored`. Scales are repeated where a part's groups are larger than another's."""
+        found = [part.steps(*rows) for part, *rows in self._spans(start, end)]
+        groups = max(scale.shape[1] for _, scale, _ in found)
+
+        def joined(values: Iterable[Tensor]) -> Tensor:
+            return torch.cat([v.repeat_interleave(groups // v.shape[1], 1) for v in values])
+
+        middles = [middle for *_, middle in found if middle is not None]
+        return (
+            torch.cat([codes for codes, *_ in found]),
+            joined(scale for _, scale, _ in found),
+            joined(middles) if middles else None,
+        )
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """See `Stored`."""
+        return torch.cat([part.rows(*rows) for part, *rows in self._spans(start, end)])
+
+    def _spans(self, start: int, end: int) -> Iterator[tuple[Stored, int, int]]:
+        """The parts that have some of the rows, and which of their rows these are."""
+        for part in self.parts:
+            size = part.shape[0]
+            if start < size and end > 0:
+                yield part, max(start, 0), min(end, size)
+            start, end = start - size, end - size
+
+
+class Unpaired:
+    """A query or key matrix whose file has the rows of each head in rotary pairs: (x0, y0, x1, y1,
+    ...), here (x0, x1, ..., y0, y1, ...)."""
+
+    def __init__(self, part: Stored, heads: int) -> None:
+        self.part, self.heads = part, heads
+        self.name, self.path, self.start = part.name, part.path, part.start
+        self.shape, self.size, self.form, self.group = part.shape, part.size, part.form, part.group
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """See `Stored`."""
+        first, last, order = self._order(start, end)
+        return self.part.rows(first, last)[order]
+
+    def steps(self, start: int, end: int) -> Steps:
+        """See `Stored`."""
+        first, last, order = self._order(start, end)
+        codes, scale, middle = self.part.steps(first, last)
+        return codes[order], scale[order], None if middle is None else middle[order]
+
+    def _order(self, start: int, end: int) -> tuple[int, int, Tensor]:
+        """The span of the whole heads with these rows, and where in it the rows are."""
+        size = self.shape[0] // self.heads
+        first, last = start // size * size, -(-end // size) * size
+        order = torch.arange(last - first).view(-1, size // 2, 2).transpose(1, 2).flatten()
+        return first, last, order[start - first : end - first]

@@ -1,0 +1,304 @@
+"""GGUF files. The package `gguf` writes them and says what their numbers are; what a model computes
+is what its folder says. Bad files are made of good ones by hand."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import ggufs
+import numpy as np
+import pytest
+import test_bad_models
+import torch
+import vocabularies as v
+from checkpoints import Spec
+from gguf import GGMLQuantizationType, quants
+from loaded import network_of
+
+from minikv import models
+from minikv.models import weights
+from minikv.models.config import ModelConfig
+from minikv.models.gguf import KINDS, Blocks, Gguf
+from minikv.models.linear import Int4, Int8
+from minikv.models.weights import load_network
+
+SPEC = Spec(hidden=256, heads=4, kv_heads=2, head_dim=64, vocab=320)
+QUANTISED = {kind.name: kind for kind in KINDS.values() if kind.form != "plain"}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_values_are_those_of_the_specification(name: str, tmp_path: Path) -> None:
+    raw, path = ggufs.blocks(name, 70, 512), tmp_path / "blocks"
+    path.write_bytes(b"before" + raw.tobytes())
+    made = Blocks("x", path, 6, (70, 512), QUANTISED[name])
+    want = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[name]))[3:68]
+    assert made.size == raw.nbytes
+    assert torch.equal(made.rows(3, 68), want)
+    if made.form == "int4":
+        codes, scale, middle = made.steps(3, 68)
+        assert middle is not None
+        values = (codes.view(65, 16, 32).float() - 8) * scale[..., None] + middle[..., None]
+        assert (values.flatten(1) - want).abs().max() <= 1e-6 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        replace(SPEC, tied=True, bias=True, head_dim=None),
+        replace(SPEC, family="qwen2", head_dim=None, rope="default"),
+        replace(SPEC, family="mistral", heads=6, head_dim=32),
+    ],
+    ids=lambda spec: spec.name,
+)
+def test_plain_numbers_are_those_of_the_folder(spec: Spec, tmp_path: Path) -> None:
+    """Also the order of the rows, which the architecture llama changes in the file."""
+    made = Gguf(ggufs.model(tmp_path, spec))
+    config, folder = made.config(), ModelConfig.from_folder(tmp_path)
+    ours = ("layers", "heads", "kv_heads", "head_dim", "hidden", "mlp", "vocab", "tied", "rope")
+    for name in (*ours, "qkv_bias", "o_bias", "mlp_bias", "max_context"):
+        assert getattr(config, name) == getattr(folder, name), name
+    assert config.norm_eps == pytest.approx(folder.norm_eps)
+    assert (config.form, config.stored) == ("", ())
+    want = dict(network_of(tmp_path).tensors())
+    for name, tensor in load_network(made.checkpoint(), config).tensors():
+        assert torch.equal(tensor, want[name]), name
+
+
+MIXED = {"attn_v": "Q6_K", "attn_q": "Q4_K", "attn_k": "Q4_K", "token_embd": "Q8_0"}
+MIXED |= {"attn_output": "Q4_0", "ffn_gate": "Q4_1", "ffn_up": "Q4_1", "output.": "Q6_K"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_mixed_file_is_kept_in_its_own_forms(tied: bool, tmp_path: Path) -> None:
+    """As Q4_K_M is. Eight bits lose at most half a step of a row's largest number, and four bits
+    only what their scales are rounded by."""
+    spec = replace(SPEC, tied=tied)
+    path = ggufs.model(tmp_path, spec, MIXED if not tied else {**MIXED, "token_embd": "Q4_0"})
+    loaded = models.load(path)
+    net, config = loaded.network, loaded.config
+    assert config.form == ("Q4_1" if not tied else "Q4_0") or config.form.startswith("Q")
+    assert loaded.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "auto")
+    found = [
+        (net.layers[1].qkv, Int8, ["blk.1.attn_q", "blk.1.attn_k", "blk.1.attn_v"]),
+        (net.layers[1].out, Int4, ["blk.1.attn_output"]),
+        (net.layers[1].gate_up, Int4, ["blk.1.ffn_gate", "blk.1.ffn_up"]),
+        (net.embedding, Int8, ["token_embd"]),
+        (net.head, Int8, ["token_embd" if tied else "output"]),
+    ]
+    for matrix, kind, names in found:
+        assert isinstance(matrix, kind), names
+        parts = [ggufs.dense(path, f"{name}.weight") for name in names]
+        for i, heads in enumerate((4, 2) if "attn_q" in names[0] else ()):
+            parts[i] = parts[i].reshape(heads, 32, 2, 256).swapaxes(1, 2).reshape(-1, 256)
+        want = torch.from_numpy(np.concatenate(parts))
+        off = (matrix.dense().float() - want).abs().amax(1) / want.abs().amax(1).clamp(min=1e-9)
+        assert off.max() <= 1 / 70, names
+    text = "".join(loaded.tokenizer.decode([id]) for id in loaded.tokenizer.encode("Hi 12!\n"))
+    assert text == "Hi 12!\n"
+    assert loaded.tokenizer.stop_ids == {1}
+    assert loaded.template.opening([models.templates.Message("user", "a")])[:3] == [0, 66, 1]
+
+
+def test_factors_of_the_frequencies_are_the_tensor(tmp_path: Path) -> None:
+    raw = {"num_hidden_layers": 1, "max_position_embeddings": 64, "hidden_size": 64}
+    raw |= {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    raw |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    made = ggufs.begun(tmp_path / "a.gguf", "llama", raw, 100)
+    made.add_tensor("token_embd.weight", np.zeros((100, 64), np.float32))
+    made.add_tensor("rope_freqs.weight", np.arange(1, 17, dtype=np.float32))
+    ggufs.closed(made)
+    rope = Gguf(tmp_path / "a.gguf").config().rope
+    frequencies, scale = models.rope.frequencies(rope, 32)
+    want = 1e4 ** (-torch.arange(16) / 16) / torch.arange(1, 17)
+    assert torch.allclose(frequencies, want)
+    assert scale == 1.0
+
+
+@pytest.mark.parametrize("version", ["v1", "v3", "llama-bpe"])
+def test_ids_are_those_of_the_vocabulary(version: str, tmp_path: Path) -> None:
+    """sentencepiece's own, and those of the tokenizer.json with the same words."""
+    made = Gguf(ggufs.tokenizer(tmp_path / "a.gguf", version))
+    ours = made.tokenizer(replace(ModelConfig.from_folder(models.BUNDLED), stop_ids=(2,)))
+    rng = random.Random(5)
+    other = None
+    if version == "llama-bpe":
+        data = v.byte_level_json(v.LLAMA_3, 4000)
+        other = models.tokenizer.Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    for text in (v.random_text(rng, ("<s>", "[INST]", "<|eot_id|>")) for _ in range(1000)):
+        want = v.vendor(version).encode(text) if other is None else other.encode(text)
+        assert ours.encode(text) == want, text
+        assert ours.decode(want) == text
+    assert not set(ours.encode("<s><|eot_id|>[/INST]</s>")) & set(ours.control.values())
+
+
+# -- bad files ------------------------------------------------------------------------------
+
+
+@cache
+def good(folder: Path) -> bytes:
+    return ggufs.model(
+        folder, replace(SPEC, hidden=64, heads=2, kv_heads=1, head_dim=32)
+    ).read_bytes()
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def pair(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def file(
+    pairs: list[bytes], tensors: list[bytes], data: int = 4096, version: int = 3, **counts: int
+) -> bytes:
+    """A GGUF file. counts: what its header says instead of the true numbers."""
+    said = counts.get("places", len(tensors)), counts.get("keys", len(pairs))
+    made = b"GGUF" + struct.pack("<IQQ", version, *said) + b"".join([*pairs, *tensors])
+    return made + bytes(-len(made) % 32) + bytes(data)
+
+
+def tensor(
+    name: str = "token_embd.weight",
+    shape: tuple[int, ...] = (32, 4),
+    kind: int = 0,
+    offset: int = 0,
+    dimensions: int | None = None,
+) -> bytes:
+    count = len(shape) if dimensions is None else dimensions
+    made = text(name) + struct.pack("<I", count) + b"".join(struct.pack("<Q", n) for n in shape)
+    return made + struct.pack("<IQ", kind, offset)
+
+
+def bad_files(whole: bytes) -> Iterator[tuple[str, int, bytes]]:
+    """(name, exit code, content)."""
+    huge = (2**31, 2**40, 2**60, 2**63, 2**64 - 1)
+    for n in huge:
+        yield f"{n} tensors", 6, file([], [tensor()], places=n)
+        yield f"{n} pairs", 6, file([], [tensor()], keys=n)
+        yield f"key of {n}", 6, file([struct.pack("<Q", n)], [tensor()])
+        yield f"text of {n}", 6, file([pair("a", 8, struct.pack("<Q", n))], [tensor()])
+        for kind in (0, 4, 8, 12):
+            items = struct.pack("<IQ", kind, n)
+            yield f"array of {n} {kind}", 6, file([pair("a", 9, items)], [tensor()])
+        yield f"columns {n}", 6, file([], [tensor(shape=(n, 4))])
+        yield f"rows {n}", 6, file([], [tensor(shape=(32, n))])
+        yield f"offset {n}", 6, file([], [tensor(offset=n // 32 * 32)])
+        yield f"name of {n}", 6, file([], [struct.pack("<Q", n) + bytes(64)])
+        yield f"dimensions {n % 2**32}", 6, file([], [tensor(dimensions=n % 2**32)])
+        yield (
+            f"alignment {n}",
+            6,
+            file([pair("general.alignment", 10, struct.pack("<Q", n))], [tensor()]),
+        )
+    for n in (0, 3, 5, 24, 33, 2**21):
+        number = pair("general.alignment", 4, struct.pack("<I", n))
+        yield f"alignment {n}", 6, file([number], [tensor()])
+    yield "alignment in words", 6, file([pair("general.alignment", 8, text("32"))], [tensor()])
+    for kind in (13, 14, 99, 2**32 - 1):
+        yield f"value of type {kind}", 6, file([pair("a", kind, bytes(8))], [tensor()])
+        array = struct.pack("<IQ", kind, 1) + bytes(8)
+        yield f"items of type {kind}", 6, file([pair("a", 9, array)], [tensor()])
+    yield "an array of arrays", 6, file([pair("a", 9, struct.pack("<IQ", 9, 1) * 40)], [tensor()])
+    yield "a key twice", 6, file([pair("a", 0, b"1"), pair("a", 0, b"1")], [tensor()])
+    yield (
+        "a key that is no text",
+        6,
+        file([struct.pack("<Q", 2) + b"\xff\xfe" + bytes(8)], [tensor()]),
+    )
+    yield "no tensor", 6, file([], [])
+    for n in (0, 5, 9):
+        yield f"{n} dimensions", 6, file([], [tensor(shape=(32,) * n)])
+    for name in ("", "a b", "../x", "x" * 200, "\x1b[2J", "-"):
+        yield f"name {name[:9]!r}", 6, file([], [tensor(name)])
+    for kind in (4, 5, 10, 11, 15, 16, 23, 24, 34, 39, 40, 77, 2**31):
+        yield f"type {kind}", 3, file([], [tensor(kind=kind)])
+    for kind, one in KINDS.items():
+        if one.weights > 1:
+            yield f"half a block of {one.name}", 6, file([], [tensor(shape=(16, 4), kind=kind)])
+            yield f"a vector of {one.name}", 6, file([], [tensor(shape=(256,), kind=kind)])
+        size = (one.weights * 8, 4096)
+        yield f"{one.name} beyond the end", 6, file([], [tensor(shape=size, kind=kind)])
+    yield "an empty tensor", 6, file([], [tensor(shape=(0, 4))])
+    for offset in (1, 4, 31, 33):
+        yield f"not aligned {offset}", 6, file([], [tensor(offset=offset)])
+    twice = [tensor("a"), tensor("b", offset=512)]
+    yield "a name twice", 6, file([], [tensor("a"), tensor("a", offset=512)])
+    yield "the same place", 6, file([], [tensor("a"), tensor("b")])
+    yield "overlapping", 6, file([], [tensor("a", (64, 4)), twice[1]])
+    yield "the second too long", 6, file([], [twice[0], tensor("b", (32, 400), offset=512)])
+    for n in (0, 1, 4, 2**16, 2**31):
+        yield f"version {n}", 3, file([], [tensor()], version=n)
+    for start in (
+        b"",
+        b"G",
+        b"GGUF",
+        b"GGML",
+        b"\0\0\0\3GGUF",
+        b"<html><body>",
+        b"version https://git-lfs",
+    ):
+        yield f"begins {start[:9]!r}", 6, start
+    yield "no metadata", 3, file([], [tensor()])
+    arch = pair("general.architecture", 8, text("gpt-9"))
+    yield "another architecture", 3, file([arch], [tensor()])
+    yield (
+        "an architecture of numbers",
+        3,
+        file([pair("general.architecture", 4, bytes(4))], [tensor()]),
+    )
+    yield (
+        "nothing but an architecture",
+        6,
+        file([pair("general.architecture", 8, text("llama"))], [tensor()]),
+    )
+    end = whole.rindex(b"output_norm.weight")
+    for at in (*range(8, end, end // 40), len(whole) - 1, len(whole) // 2):
+        yield f"cut at {at}", 6, whole[:at]
+    for key, old, new, code in (
+        ("llama.block_count", b"\2", b"\xff", 6),
+        ("llama.attention.head_count", b"\2", b"\3", 6),
+        ("llama.embedding_length", b"\x40", b"\0", 6),
+        ("llama.feed_forward_length", b"\x38", b"\x39", 6),
+        ("llama.attention.key_length", b"\x20", b"\x21", 6),
+        ("llama.attention.value_length", b"\x20", b"\x10", 3),
+    ):
+        at = whole.index(text(key)) + len(text(key)) + 4
+        assert whole[at : at + 1] == old, key
+        yield f"another {key}", code, whole[:at] + new + whole[at + 1 :]
+    for old, new, code in (
+        ("tokenizer.ggml.tokens", "tokenizer.ggml.tokenz", 6),
+        ("tokenizer.ggml.merges", "tokenizer.ggml.mergez", 6),
+        ("tokenizer.ggml.model", "tokenizer.ggml.modex", 3),
+        ("smollm", "smollx", 3),
+        ("gpt2", "gpt9", 3),
+        ("blk.1.attn_q.weight", "blk.1.attn_x.weight", 6),
+        ("blk.1.attn_q.weight", "blk.9.attn_q.weight", 6),
+        ("output_norm.weight", "output_nora.weight", 6),
+        ("token_embd.weight", "token_embx.weight", 6),
+        ("{% for m", "{% fox m", 6),
+    ):
+        yield f"{old} is {new}", code, whole.replace(old.encode(), new.encode(), 1)
+
+
+def test_bad_files_end_in_one_line(tmp_path: Path) -> None:
+    """Quickly, and without the memory that they claim."""
+    found, path = list(bad_files(good(tmp_path))), tmp_path / "bad.gguf"
+    assert len({name for name, *_ in found}) >= 200
+    wrong = []
+    for name, code, content in found:
+        path.write_bytes(content)
+        try:
+            got, line, seconds, size = test_bad_models.refusal(path)
+        except BaseException as error:
+            wrong.append((name, repr(error)))
+            continue
+        if got != code or "\n" in line or not line.isprintable() or seconds > 2 or size > 200 << 20:
+            wrong.append((name, got, line))
+    assert wrong == []
