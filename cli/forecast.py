@@ -141,7 +141,7 @@ class Planner:
         self.device = _device(settings.device, here=room is None)
         self.gpu, form = self.device.type == "cuda", settings.weights
         self.packed = bool(weights.packed_forms(self.config, form))
-        self.dtype = _dtype(self.folder, settings, self.device, self.notes)
+        self.dtype = _dtype(self.folder, settings, self.device, self.config.form, self.notes)
         weights.check_form(form, self.device, self.dtype, self.config)
         self.notes += weights.form_notes(self.config, form)
         self.weights = weights.weight_bytes(self.config, self.dtype, form)
@@ -350,9 +350,11 @@ def _device(name: str, *, here: bool) -> torch.device:
     return device
 
 
-def _dtype(folder: Path, settings: Settings, device: torch.device, notes: list[str]) -> torch.dtype:
+def _dtype(
+    folder: Path, settings: Settings, device: torch.device, own: str, notes: list[str]
+) -> torch.dtype:
     """The dtype that the loader would choose, from the configuration: the weights may not be here
-    yet."""
+    yet. own: what the files' form is called, if they are quantised."""
     import torch
 
     from minikv.models.files import read_json
@@ -360,7 +362,7 @@ def _dtype(folder: Path, settings: Settings, device: torch.device, notes: list[s
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if settings.dtype != "auto":
         return known[settings.dtype]
-    if settings.weights not in ("auto", "plain"):
+    if own or settings.weights not in ("auto", "plain"):
         return torch.bfloat16
     stored: object = None
     if folder.is_file():

@@ -129,6 +129,7 @@ def load(
         )
         template = ChatTemplate.from_folder(source.folder, tokenizer)
     _refuse_unknown_ids(tokenizer, template, config.vocab)
+    stored = None if config.quantisation else checkpoint.dtype
     packed = None
     if keep_packed and packs(weights) and not config.stored and where.type == "cpu":
         from minikv.models.packed import Origin, Packed
@@ -141,7 +142,7 @@ def load(
             config,
             device=where,
             form=weights,
-            dtype=_dtype(dtype, checkpoint.dtype, where, weights),
+            dtype=_dtype(dtype, stored, where, weights),
             progress=None if progress is None else progress.weights,
             packing=packing or TORCH,
             packed=packed,
@@ -198,15 +199,16 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(
-    name: str, stored: torch.dtype, device: torch.device, weights: str = "auto"
+    name: str, stored: torch.dtype | None, device: torch.device, weights: str = "auto"
 ) -> torch.dtype:
+    """The dtype of a network. stored: None: the files are quantised."""
     import torch
 
     from minikv.models.errors import UnsupportedModel
 
-    if name == "auto" and weights not in ("auto", "plain"):
-        return torch.bfloat16
     if name == "auto":
+        if stored is None or weights not in ("auto", "plain"):
+            return torch.bfloat16
         half = stored == torch.float16 and device.type == "cpu"
         return torch.float32 if half else stored
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from minikv.models.config import quantised
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import (
     INDEX,
@@ -47,15 +46,9 @@ _BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
-_SMALL = frozenset(name for name, bits in _BITS.items() if bits <= 8 and name != "BOOL")
+SMALL = frozenset(name for name, bits in _BITS.items() if bits <= 8 and name != "BOOL")
+"""dtypes that only quantised weights have."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
-_QUANTISED = (
-    (re.compile(r"\.(qweight|qzeros|g_idx)$"), "gptq or awq"),
-    (re.compile(r"\.weight\.(absmax|quant_map|nested_absmax|quant_state\..*)$"), "bitsandbytes"),
-    (re.compile(r"\.weight_packed$"), "compressed-tensors"),
-    (re.compile(r"\.weight_scale(_inv)?$"), "fp8 or int8"),
-    (re.compile(r"\.(weight_format|SCB)$"), "bitsandbytes"),
-)
 _COMPUTED = re.compile(
     r"(.+\.)?(rotary_(pos_)?emb\.\w+|rope\.freqs|freqs_(cis|cos|sin)|(cos|sin)_cached)"
 )
@@ -230,7 +223,6 @@ class Checkpoint:
                 entries = _together(read_header(folder / name) for name in files)
         if not entries:
             raise CorruptModel("the weight files hold no weights")
-        _refuse_quantised(entries)
         entries = _text_part(entries)
         if original:
             entries = _renamed(entries)
@@ -308,16 +300,6 @@ def _together(headers: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
                 )
             entries[name] = entry
     return entries
-
-
-def _refuse_quantised(entries: dict[str, Entry]) -> None:
-    for name, entry in entries.items():
-        for pattern, method in _QUANTISED:
-            if pattern.search(name):
-                raise quantised(method)
-        # Without its scales, such a tensor would be loaded as wrong numbers.
-        if entry.dtype in _SMALL:
-            raise quantised(entry.dtype.lower())
 
 
 _ORIGINAL_NAMES = {

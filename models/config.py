@@ -56,6 +56,37 @@ class OwnForm:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantisation:
+    """What config.json says about quantised weights.
+
+    method: its name there. kind: of the numbers, as "int4". group: how many columns share a scale;
+    block: rows and columns that do; None: the file does not say, or says several. zero: is added to
+    each zero point of the file. activations: whether activations are to be quantised, too.
+    """
+
+    method: str
+    kind: str
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    zero: int = 0
+    activations: bool = False
+
+    @property
+    def name(self) -> str:
+        """For the user, as "int4 (AWQ)"."""
+        short = self.method.upper() if self.method in ("awq", "gptq", "fp8") else self.method
+        return f"{self.kind} ({short})"
+
+    def stored(self, layers: int) -> tuple[OwnForm, ...]:
+        """What the matrices of the layers are expected to be, before the files are read."""
+        eight = self.kind == "int8" and self.method != "gptq" and self.group is None
+        if not eight and not (self.kind == "int4" and (self.group or 32) % 32 == 0):
+            return ()
+        names = ("q, k, v", "o", "gate, up", "down")
+        return tuple(OwnForm(name, self.kind, self.group or 0, layers) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The sizes and settings from which a model's network and cache are built."""
 
@@ -104,6 +135,8 @@ class ModelConfig:
     """What the files' own form is called, for the user ("Q4_K_M"); "": they are not quantised."""
     stored: tuple[OwnForm, ...] = ()
     """The matrices that the files have in eight or four bits; the others are plain."""
+    quantisation: Quantisation | None = None
+    """How the weights in the files are quantised; None: they are not."""
     notes: tuple[str, ...] = ()
     """Messages for the user: settings that were ignored or assumed."""
 
@@ -298,6 +331,7 @@ def from_keys(
         read = _Reader(_text_part(read), "config.json")
         name = _family_name(read, family.wraps, f", the text part of {quote(name)}")
         family = FAMILIES[name]
+    quantisation = _quantisation(read)
     _refuse_foreign(read, family)
     config = _sizes(read, family)
     notes, max_context = [*notes, *config.notes], config.max_context
@@ -318,6 +352,13 @@ def from_keys(
     for key in biases - {*family.biases, *(("attention_bias",) if family.qkv_bias else ())}:
         raise UnsupportedModel(f"config.json: {name} has no {key}")
     biases &= {*family.biases}
+    form, stored = "", tuple[OwnForm, ...]()
+    if quantisation is not None:
+        form, stored = quantisation.name, quantisation.stored(config.layers)
+        if quantisation.activations:
+            notes.append("config.json quantises activations, too; minikv does not")
+        if not stored:
+            notes.append(f"{form} is unpacked: kept are int4 in groups of 32, and int8 by row")
     config = replace(
         config,
         family=name,
@@ -327,6 +368,9 @@ def from_keys(
         o_bias="attention_bias" in biases,
         mlp_bias="mlp_bias" in biases,
         stop_ids=_ids(read, "eos_token_id"),
+        quantisation=quantisation,
+        form=form,
+        stored=stored,
         notes=tuple(notes),
     )
     return family.reads(read, config) if family.reads else config
@@ -373,10 +417,6 @@ def _refuse_foreign(read: _Reader, family: _Family) -> None:
     """Raise UnsupportedModel for settings under which the model computes something that this
     network does not."""
     raw = read.raw
-    if read.given("quantization_config"):
-        table = read.table("quantization_config")
-        method = table.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in table else "?")
-        raise quantised(str(method))
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise UnsupportedModel(f"config.json: hidden_act {quote(act)} is not supported (silu is)")
@@ -408,11 +448,98 @@ def _plain_attention(read: _Reader) -> int | None:
 
 
 def quantised(method: str) -> UnsupportedModel:
-    """The error for a repository that is quantised with this method."""
+    """The error for a repository that is quantised in this way."""
     return UnsupportedModel(
         f"quantised with {quote(method)[1:-1]}: not supported",
-        "use the original repository in bfloat16 or float16",
+        "minikv reads AWQ (gemm), GPTQ, compressed-tensors (int4, int8, float8), fp8 and "
+        "bitsandbytes; or use the original repository in bfloat16 or float16",
     )
+
+
+def _quantisation(read: _Reader) -> Quantisation | None:
+    key = next((k for k in ("quantization_config", "compression_config") if read.given(k)), None)
+    if key is None:
+        return None
+    inner = _Reader(read.table(key), f"config.json: {key}")
+    four = inner.flag("load_in_4bit") or inner.flag("_load_in_4bit")
+    eight = inner.flag("load_in_8bit") or inner.flag("_load_in_8bit")
+    method = inner.raw.get("quant_method") or ("bitsandbytes" if four or eight else "?")
+    if method == "bitsandbytes":
+        kind = inner.raw.get("bnb_4bit_quant_type", "fp4") if four else "int8" if eight else "?"
+        if kind not in ("nf4", "fp4", "int8"):
+            raise quantised(f"bitsandbytes, {kind}")
+        return Quantisation(method, kind)
+    if method == "fp8":
+        if (kind := inner.raw.get("fmt") or "e4m3") != "e4m3":
+            raise quantised(f"fp8, {kind}")
+        return Quantisation(
+            method, "float8", block=_block(inner, "weight_block_size"), activations=True
+        )
+    if method in ("awq", "gptq"):
+        return _grouped(method, inner)
+    if method == "compressed-tensors":
+        return _compressed(inner)
+    raise quantised(str(method))
+
+
+def _grouped(method: str, inner: _Reader) -> Quantisation:
+    """The settings of AWQ and GPTQ."""
+    raw = inner.raw
+    given = (raw.get(key) for key in ("version", "checkpoint_format", "format"))
+    default, known = ("gemm", ("gemm",)) if method == "awq" else ("gptq", ("gptq", "gptq_v2"))
+    form = str(next(filter(None, given), default)).lower()
+    if raw.get("is_marlin_format"):
+        form = "marlin"
+    bits = inner.integer("w_bit" if inner.given("w_bit") else "bits", 1, 16, 4)
+    form = "dynamic" if inner.given("dynamic") and inner.table("dynamic") else form
+    if form not in known:
+        raise quantised(f"{method}, {form}")
+    if bits not in ((4,) if method == "awq" else (4, 8)):
+        raise quantised(f"{method}, {bits} bits")
+    group = _group(inner, "q_group_size" if inner.given("q_group_size") else "group_size")
+    return Quantisation(method, f"int{bits}", group, zero=int(form == "gptq"))
+
+
+def _compressed(inner: _Reader) -> Quantisation:
+    """The settings of compressed-tensors, whose groups are sets of modules with the same form."""
+    method, form = "compressed-tensors", str(inner.raw.get("format"))
+    tables = inner.table("config_groups").values()
+    groups = [_Reader(table, inner.where) for table in tables if isinstance(table, dict)]
+    mixed = form == "mixed-precision"
+    forms = {str(group.raw.get("format")) for group in groups} if mixed else {form}
+    odd = next(iter(sorted(forms - {*_COMPRESSED})), None if groups else "no config_groups")
+    if odd is not None:
+        raise quantised(f"{method}, {odd}")
+    for key in ("sparsity_config", "transform_config"):
+        if inner.given(key) and (table := inner.table(key)) and table.get("format") != "dense":
+            raise quantised(f"{method}, {key}")
+    weights = [_Reader(g.table("weights"), inner.where) for g in groups if g.given("weights")]
+    kinds = sorted({f"{w.raw.get('type', 'int')}{w.raw.get('num_bits', 8)}" for w in weights})
+    odd = next((kind for kind in kinds if kind not in ("int4", "int8", "float8")), None)
+    if odd is not None or not kinds:
+        raise quantised(f"{method}, {odd}")
+    sizes = {(_group(w, "group_size"), _block(w, "block_structure")) for w in weights}
+    group, block = sizes.pop() if len(sizes) == 1 else (None, None)
+    activations = any(g.given("input_activations") for g in groups)
+    return Quantisation(method, " and ".join(kinds), group, block, activations=activations)
+
+
+_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+def _group(inner: _Reader, key: str) -> int | None:
+    """A number of columns; None if the file has none, or -1, which means all."""
+    return None if inner.raw.get(key) in (None, -1) else inner.integer(key, 1, MAX_MLP)
+
+
+def _block(inner: _Reader, key: str) -> tuple[int, int] | None:
+    value = inner.raw.get(key)
+    if value is None:
+        return None
+    sizes = value if isinstance(value, list) else []
+    if len(sizes) != 2 or not all(_is_number(n, int) and 0 < n <= MAX_MLP for n in sizes):
+        raise inner.bad(key, "two sizes")
+    return value[0], value[1]
 
 
 def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[int | None, ...]:

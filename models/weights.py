@@ -45,6 +45,7 @@ from minikv.models.linear import (
     suits,
 )
 from minikv.models.llama import Layer, Llama, Place
+from minikv.models.quantised import adopted
 from minikv.models.stored import Fused, Stored, Unpaired
 from minikv.pages import Pages
 
@@ -85,6 +86,7 @@ def load_network(
     allocated.
     """
     assert sys.byteorder == "little", "safetensors are little-endian"
+    checkpoint, config = adopted(checkpoint, config, form)
     entries = dict(checkpoint.entries)
     dtype = dtype or checkpoint.dtype
     device = torch.device(device)
@@ -210,9 +212,9 @@ class _Filling:
         if owner is self.network:
             last = slot == "head" or (slot == "embedding" and self.network.config.tied)
             asked = self.logits if last or self.logits == "plain" else "auto"
-        form, group = asked, 0
-        if asked == "auto":
-            form, group = (stored.form, stored.group) if stored is not None else ("plain", 0)
+        own, group = ("plain", 0) if stored is None else (stored.form, stored.group)
+        form = own if asked == "auto" else asked
+        group = group if form == own else 0
         if slot == "embedding":
             part, form = Plain(part), form.replace("int4", "int8")  # single rows are taken of it
         if not isinstance(part, Plain) or not suits(form, part.shape[1], group):
@@ -332,7 +334,9 @@ def _shapes(config: ModelConfig, form: str) -> Iterator[tuple[int, int, OwnForm]
         asked["embedding"] = *table, "plain" if form == "plain" else "auto", 1
     for name, (rows, columns, kind, count) in asked.items():
         own = [one for one in config.stored if one.matrix == name]
-        for one in own if kind == "auto" else [OwnForm(name, kind, 0, count)]:
+        if kind != "auto" and {(one.form, one.count) for one in own} != {(kind, count)}:
+            own = [OwnForm(name, kind, 0, count)]
+        for one in own:
             if one.form in ("int8", "int4"):
                 yield rows, columns, one
 
@@ -365,9 +369,8 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
     that are quantised a second time."""
     notes = []
     inside, layers = matrices(config), split(form)[0]
-    if layers in ("int8", "int4") and any(
-        one.form != layers and one.matrix in inside for one in config.stored
-    ):
+    own = {one.form for one in config.stored if one.matrix in inside}
+    if (own or config.quantisation) and layers in ("int8", "int4") and own != {layers}:
         notes.append(
             f"the file's {config.form} is unpacked and quantised again, to {layers}: that loses "
             'more than the file\'s own form (`weights="auto"`)'

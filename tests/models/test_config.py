@@ -340,7 +340,8 @@ def test_one_strange_value_and_none_is_used(key: str, value: object, tmp_path: P
     assert read(tmp_path, LLAMA).own.why == "the model has no generation_config.json"
 
 
-BASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+CT = "compressed-tensors"
+BASES: dict[str, Callable[..., dict[str, Any]]] = {
     "llama": lambda changes: changed(LLAMA, changes),
     "mistral": lambda changes: changed(MISTRAL, changes),
     "sliding": lambda changes: MISTRAL | {"layer_types": ["sliding_attention"] * 2} | changes,
@@ -348,6 +349,12 @@ BASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "params": lambda changes: changed(PARAMS, changes),
     "mistral3": lambda changes: changed(MISTRAL3, changes),
     **{name: lambda changes, raw=raw: changed(raw, changes) for name, raw in OTHERS.items()},
+    "quantised": lambda changes: LLAMA | {"quantization_config": changes},
+    "compressed": lambda changes: BASES["quantised"]({"quant_method": CT} | changes),
+    "packed": lambda changes: BASES["weights"]({"num_bits": 4}, changes),
+    "weights": lambda weights, more={}: BASES["compressed"](
+        {"format": "pack-quantized", "config_groups": {"a": {"weights": weights}}} | more
+    ),
     "scaling": lambda changes: LLAMA | {"rope_scaling": changes},
     "nested": lambda changes: LLAMA | {"rope_parameters": changes},
     "llama3": lambda changes: LLAMA | {"rope_scaling": changed(LLAMA3, changes)},
@@ -362,8 +369,41 @@ llama | {"architectures": ["LlamaForSequenceClassification"]} | 3 | Sequence
 llama | {"auto_map": {"AutoModelForCausalLM": "x.Y"}} | 3 | auto_map
 llama | {"num_local_experts": 8} | 3 | num_local_experts
 llama | {"vision_config": {"a": 1}} | 3 | vision_config
-llama | {"quantization_config": {"quant_method": "gptq"}} | 3 | gptq
-llama | {"quantization_config": {"load_in_4bit": true}} | 3 | bitsandbytes
+quantised | {"quant_method": "aqlm"} | 3 | aqlm: not supported
+quantised | {"quant_method": "mxfp4"} | 3 | mxfp4
+quantised | {"quant_method": ["awq"]} | 3 | awq
+quantised | {"bits": 4} | 3 | ?
+quantised | {"quant_method": "awq", "version": "gemv"} | 3 | awq, gemv
+quantised | {"quant_method": "awq", "bits": 3} | 3 | awq, 3 bits
+quantised | {"quant_method": "awq", "bits": "4"} | 6 | bits
+quantised | {"quant_method": "awq", "group_size": 0} | 6 | group_size
+quantised | {"quant_method": "awq", "group_size": -2} | 6 | group_size
+quantised | {"quant_method": "awq", "group_size": 1e30} | 6 | group_size
+quantised | {"quant_method": "gptq", "bits": 3} | 3 | gptq, 3 bits
+quantised | {"quant_method": "gptq", "checkpoint_format": "marlin"} | 3 | gptq, marlin
+quantised | {"quant_method": "gptq", "is_marlin_format": true} | 3 | gptq, marlin
+quantised | {"quant_method": "gptq", "dynamic": {"+:.*up.*": {"bits": 8}}} | 3 | gptq, dynamic
+quantised | {"load_in_4bit": true, "bnb_4bit_quant_type": "int2"} | 3 | bitsandbytes, int2
+quantised | {"quant_method": "bitsandbytes"} | 3 | bitsandbytes, ?
+quantised | {"load_in_4bit": "yes"} | 6 | load_in_4bit
+quantised | {"quant_method": "fp8", "fmt": "e5m2"} | 3 | fp8, e5m2
+quantised | {"quant_method": "fp8", "weight_block_size": [128]} | 6 | weight_block_size
+quantised | {"quant_method": "fp8", "weight_block_size": [128, 0]} | 6 | weight_block_size
+quantised | {"quant_method": "fp8", "weight_block_size": 128} | 6 | weight_block_size
+compressed | {} | 3 | compressed-tensors, None
+compressed | {"format": ["a"]} | 3 | compressed-tensors
+compressed | {"format": "nvfp4-pack-quantized"} | 3 | nvfp4-pack-quantized
+compressed | {"format": "mxfp4-pack-quantized"} | 3 | mxfp4-pack-quantized
+compressed | {"format": "marlin-24"} | 3 | marlin-24
+packed | {"config_groups": {}} | 3 | no config_groups
+packed | {"config_groups": [1]} | 6 | config_groups
+packed | {"sparsity_config": {"format": "sparse-24-bitmask"}} | 3 | sparsity_config
+packed | {"transform_config": {"config_groups": {}}} | 3 | transform_config
+packed | {"format": "mixed-precision"} | 3 | compressed-tensors, None
+weights | {"num_bits": 2} | 3 | int2
+weights | {"num_bits": [4]} | 3 | int[4]
+weights | {"num_bits": 4, "type": "float"} | 3 | float4
+weights | {"num_bits": 4, "group_size": 0} | 6 | group_size
 llama | {"quantization_config": "yes"} | 6 | quantization_config
 llama | {"hidden_act": "gelu"} | 3 | gelu
 llama | {"rope_interleaved": true} | 3 | rope_interleaved

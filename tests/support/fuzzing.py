@@ -200,6 +200,7 @@ def targets(folder: Path) -> list[Target]:
     """All of them; they write below `folder`, which must also be MINIKV_HOME."""
     return [
         *_models(folder / "model"),
+        _quantised(folder / "quantised"),
         *_tokenizers(folder / "tokenizer"),
         *_chats(folder),
         *_texts(folder / "texts"),
@@ -293,6 +294,65 @@ def _cut(path: Path) -> bytes:
     data = path.read_bytes()
     end = data.rindex(b"output_norm.weight") + 64
     return data[:end] + bytes(len(data) - end)
+
+
+def _quantised(folder: Path) -> Target:
+    """One quantised matrix with its settings as JSON: {"config": .., "parts": {name: [dtype, shape,
+    bytes as Latin-1]}}. The file is made from it, with as many bytes as the shapes ask for."""
+    import test_config
+    import torch
+    from quantising import FORMS
+    from safetensors.torch import save
+
+    from minikv.models.checkpoint import read_header
+    from minikv.models.config import ModelConfig
+    from minikv.models.errors import ModelError
+    from minikv.models.files import parse_json
+    from minikv.models.quantised import Matrix, stored
+
+    sizes = {"F32": 4, "I32": 4, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}
+    folder.mkdir(parents=True)
+    file, config = folder / "m.safetensors", folder / "config.json"
+
+    def seed(name: str) -> bytes:
+        made, _ = FORMS[name].write(32, 64, torch.Generator().manual_seed(1))
+        file.write_bytes(save({f"m.{tail}": part for tail, part in made.items()}))
+        data = file.read_bytes()
+        parts = {
+            tail: [e.dtype, list(e.shape), data[e.start : e.end].decode("latin-1")]
+            for tail, e in ((n[2:], entry) for n, entry in read_header(file).items())
+        }
+        return _json({"config": FORMS[name].config, "parts": parts})
+
+    def read(data: bytes) -> None:
+        value = parse_json(data, "seed")
+        parts, header, body = value.get("parts"), dict[str, Any](), b""
+        for tail, part in parts.items() if isinstance(parts, dict) else ():
+            dtype, shape, text = [*part, 0, 0, 0][:3] if isinstance(part, list) else (part, [], "")
+            content, count = (
+                str(text).encode("latin-1", "replace") or b"<",
+                sizes.get(str(dtype), 8),
+            )
+            for size in shape if isinstance(shape, list) else ():
+                count *= size if isinstance(size, int) and 0 <= size < 1 << 12 else 1
+            count = min(count, 1 << 20)
+            content = (content * (count // len(content) + 1))[:count]
+            spans = [len(body), len(body) + count]
+            header[f"m.{tail}"] = {"dtype": dtype, "shape": shape, "data_offsets": spans}
+            body += content
+        raw = _json(header)
+        file.write_bytes(len(raw).to_bytes(8, "little") + raw + body)
+        config.write_bytes(_json(test_config.LLAMA | {"quantization_config": value.get("config")}))
+        about = ModelConfig.from_folder(folder).quantisation
+        if about is None:
+            return
+        for one in stored(read_header(file), about, {"m.weight": (32, 64)}).values():
+            if isinstance(one, Matrix):
+                made = one.rows(0, 32) if one.form == "plain" else one.steps(0, 32)[1]
+                assert len(made) == 32
+
+    names = ("awq", "gptq desc_act", "fp8 blocks", "nf4 nested", "llm.int8")
+    return Target("quantised", tuple(map(seed, names)), read, (ModelError,))
 
 
 def _json(value: object) -> bytes:
