@@ -30,6 +30,7 @@ hub's cache consists of links into blobs/."""
 
 JSON_LIMITS = {
     "tokenizer.json": 64 << 20,
+    "tekken.json": 40 << 20,
     "model.safetensors.index.json": 16 << 20,
     "consolidated.safetensors.index.json": 16 << 20,
     "tokenizer_config.json": 8 << 20,

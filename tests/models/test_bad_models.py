@@ -76,7 +76,7 @@ def _other(files: list[str]) -> Make:
 
 def _tokenizer(name: str, content: bytes) -> Make:
     def make(folder: Path) -> None:
-        if name == "tokenizer.model":
+        if name in ("tokenizer.model", "tekken.json"):
             (folder / "tokenizer.json").unlink()
         (folder / name).write_bytes(content)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from minikv.models.stream import byte_level_alphabet
@@ -154,8 +155,30 @@ TEKKEN_SPECIALS = 1000
 
 
 @cache
+def _tekken_file(version: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(vendor_file(version).read_text("utf-8"))
+    return found
+
+
+def tekken(ranks: int = 2000, version: str = "v3", listed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The vendor's tekken.json with its first ranks, perhaps as one that lists its control tokens:
+    those that older files imply, and these."""
+    data = _tekken_file(TEKKEN)
+    size = min(ranks + TEKKEN_SPECIALS, data["config"]["default_vocab_size"])
+    config = {**data["config"], "default_vocab_size": size, "version": version}
+    made = {**data, "config": config, "vocab": data["vocab"][: size - TEKKEN_SPECIALS]}
+    if listed:
+        implied = [token["token_str"] for token in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
+        names = enumerate([*map(str, implied), *listed])
+        made["special_tokens"] = [
+            {"rank": id, "token_str": name, "is_control": True} for id, name in names
+        ]
+    return made
+
+
+@cache
 def _tekken(version: str) -> tuple[str, list[bytes]]:
-    data = json.loads(vendor_file(version).read_text("utf-8"))
+    data = _tekken_file(version)
     count = data["config"]["default_vocab_size"] - TEKKEN_SPECIALS
     ranks = [base64.b64decode(entry["token_bytes"]) for entry in data["vocab"][:count]]
     return data["config"]["pattern"], ranks
@@ -218,12 +241,15 @@ def tekken_json(version: str = TEKKEN) -> dict[str, Any]:
 def write_folder(
     folder: Path, tokenizer: dict[str, Any] | str, config: dict[str, Any] | None = None
 ) -> Path:
-    """A model folder's text files: a tokenizer.json, or a sentencepiece file by version."""
+    """A model folder's text files: a tokenizer.json, a tekken.json, or one of the vendor's files by
+    its version."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, str):
-        (folder / "tokenizer.model").write_bytes(vendor_file(tokenizer).read_bytes())
+        name = "tekken.json" if tokenizer.startswith("tekken") else "tokenizer.model"
+        (folder / name).write_bytes(vendor_file(tokenizer).read_bytes())
     else:
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+        name = "tekken.json" if "config" in tokenizer else "tokenizer.json"
+        (folder / name).write_text(json.dumps(tokenizer), "utf-8")
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     return folder
