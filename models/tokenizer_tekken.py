@@ -8,6 +8,7 @@ rank of the piece, gives the same ids. Source: `Tekkenizer` of mistral_common.
 from __future__ import annotations
 
 import base64
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from minikv.models.stream import byte_level_alphabet
 from minikv.models.tokenizer_json import JsonVocabulary, byte_level
 from minikv.models.vocabulary import ADDED_TOKENS, LARGEST_ID, is_marker, library_errors
 
-_LONGEST, _BYTES = 512, 4 << 20
-"""The most bytes of a piece, and of all together. Mistral's have 76, and 878,000."""
+_LONGEST, _BYTES, _MERGES = 256, 2 << 20, 1_000_000
+"""The most bytes of a piece, and of all together, and the most merges. Mistral's have 76, 878,000
+and 269,000."""
 _IMPLIED = """
 <unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
 [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT]
@@ -41,14 +43,16 @@ def read_tekken(path: Path) -> tuple[JsonVocabulary, str]:
         pieces = _pieces(data["vocab"][: size - fixed], name)
     if len(pieces) < size - fixed:
         raise CorruptModel(f"{name} has {len(pieces):,} of the {size - fixed:,} pieces it states")
-    known = dict.fromkeys(pieces)
-    merges = [
+    vocab = {piece: fixed + rank for rank, piece in enumerate(pieces)}
+    joined = (
         f"{piece[:at]} {piece[at:]}"
         for piece in pieces
         for at in range(1, len(piece))
-        if piece[:at] in known and piece[at:] in known
-    ]
-    vocab = {piece: fixed + rank for rank, piece in enumerate(pieces)}
+        if piece[:at] in vocab and piece[at:] in vocab
+    )
+    merges = list(itertools.islice(joined, _MERGES + 1))
+    if len(merges) > _MERGES:
+        raise CorruptModel(f"{name} has more than {_MERGES:,} ways to join its pieces")
     made = byte_level(vocab, merges, [pattern], added, whole=True)
     return JsonVocabulary(made, name, [text for text, _, _ in added]), version
 

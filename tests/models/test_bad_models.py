@@ -105,6 +105,10 @@ CASES: list[tuple[str, int, Make]] = [
         for i, (name, content) in enumerate(test_tokenizer.DAMAGED)
     ),
     *(
+        (f"tekken.json: {said}", 6, _tokenizer("tekken.json", contents[0]))
+        for said, contents in test_tokenizer.BAD_TEKKENS.items()
+    ),
+    *(
         (f"tokenizer: {name}", 6, _too_much(changes))
         for name, (changes, _) in test_tokenizer.TOO_MUCH.items()
     ),

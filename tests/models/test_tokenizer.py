@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import contextlib
-import copy
 import json
 import os
 import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -477,8 +477,13 @@ LOSSY = "the tokenizer drops or changes these characters of a text: "
 DECODER = "the decoder of tokenizer.json is another vocabulary's: it is not used"
 
 
+@cache
+def first(entries: int) -> dict[str, Any]:
+    return v.byte_level_json(v.LLAMA_3, entries)
+
+
 def in_bytes(**changes: Any) -> dict[str, Any]:
-    return {**v.byte_level_json(v.LLAMA_3, 1000), **changes}
+    return {**first(1000), **changes}
 
 
 def other_space() -> dict[str, Any]:
@@ -540,12 +545,12 @@ LLAMA = (
 )
 SPELLED = LLAMA.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sStTmMdD]|'[rRvV][eE]|'[lL]{2})")
 QWEN = LLAMA.replace("{1,3}", "")
-VENDORS = v._tekken(v.TEKKEN)[0]
+VENDORS = v.tekken(300)["config"]["pattern"]
 
 
-def known(split: str, **changes: Any) -> dict[str, Any]:
+def known(split: str, entries: int = 1000, **changes: Any) -> dict[str, Any]:
     """A vocabulary with the pieces by which that of a family is known."""
-    data = in_bytes(**changes)
+    data = first(entries) | changes
     ids = {s.name: s for s in split_patterns._SPLITS}[split].known
     return {**data, "model": {**data["model"], "vocab": {**data["model"]["vocab"], **ids}}}
 
@@ -565,6 +570,7 @@ def as_llama(data: dict[str, Any]) -> dict[str, Any]:
 DIGITS = {"type": "Digits", "individual_digits": True}
 UNPACKED = {**BYTES, "use_regex": False}
 ANOTHER = "another program saved it"
+SPACED = v.legacy_json("v1")
 LIES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None, str]] = {
     # What the file says, the family, the right reading (None: refused), and what is said.
     **{
@@ -572,13 +578,13 @@ LIES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None, str]] = {
         for n, one in enumerate((PIECES, WORDS, {"type": "Fuse"}))
     },
     **{
-        f"decoder of bytes {n}": (v.legacy_json("v1") | one, "", v.legacy_json("v1"), DECODER)
+        f"decoder of bytes {n}": (SPACED | one, "", SPACED, DECODER)
         for n, one in enumerate(({"decoder": BYTES}, {"decoder": {"type": "Fuse"}}))
     },
     "Mistral Small 3.1": (
-        known("tekken", **cut_by(LLAMA, UNPACKED)),
+        known("tekken", 20_000, **cut_by(LLAMA, UNPACKED)),
         "mistral",
-        known("tekken", **cut_by(VENDORS, UNPACKED)),
+        known("tekken", 20_000, **cut_by(VENDORS, UNPACKED)),
         "as tekken vocabularies do, though its vocabulary is one",
     ),
     "R1-Distill-Llama, saved": (
@@ -603,7 +609,7 @@ LIES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None, str]] = {
     "Llama 2's normalizer": (
         {
             **as_llama(in_bytes()),
-            **{k: v.legacy_json("v1")[k] for k in ("normalizer", "pre_tokenizer")},
+            **{k: SPACED[k] for k in ("normalizer", "pre_tokenizer")},
         },
         "",
         None,
@@ -622,7 +628,7 @@ LIES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None, str]] = {
         "loses the spaces",
     ),
     "pieces in bytes": (
-        {**v.legacy_json("v1"), "normalizer": None, "pre_tokenizer": BYTES},
+        {**SPACED, "normalizer": None, "pre_tokenizer": BYTES},
         "",
         None,
         "loses the spaces",
@@ -646,7 +652,7 @@ def test_a_tokenizer_that_does_not_fit_its_vocabulary_is_read_as_that_needs_or_r
     honest = Tokenizer.from_folder(v.write_folder(tmp_path / "b", right), family=family)
     assert honest.notes == ()
     assert [said in note for note in tokenizer.notes] == [True]
-    for text in (split_patterns.SAMPLE, "  two\u00e9  \u4e2d\U0001f600 <|eot_id|>"):
+    for text in (split_patterns.SAMPLE, "  two'minikv\u00e9  \u4e2d\U0001f600 <|eot_id|>"):
         assert tokenizer.encode(text) == honest.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -1074,11 +1080,21 @@ OPEN = b'{"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "i
 
 def tekken(listed: Any = None, config: Any = (), **changes: Any) -> bytes:
     """A tekken.json with some of its keys, those of its configuration, or ranks changed."""
-    data = copy.deepcopy(v.tekken(300))
+    data = v.tekken(300)
     data["config"] |= dict(config)
     data["vocab"] = [{**e, **changes.get(f"r{e['rank']}", {})} for e in data["vocab"]]
     data |= {key: value for key, value in changes.items() if key in data}
     return json.dumps(data | ({"special_tokens": listed} if listed else {})).encode()
+
+
+def ranked(more: Iterable[bytes]) -> bytes:
+    """A tekken.json with these pieces after the bytes."""
+    data = v.tekken(256)
+    texts = [base64.b64encode(piece).decode() for piece in more]
+    vocab = [{"rank": 256 + n, "token_bytes": text} for n, text in enumerate(texts)]
+    size = v.TEKKEN_SPECIALS + 256 + len(vocab)
+    config = {**data["config"], "default_vocab_size": size}
+    return json.dumps({"config": config, "vocab": data["vocab"] + vocab}).encode()
 
 
 def listing(*texts: str, **first: Any) -> list[dict[str, Any]]:
@@ -1105,6 +1121,10 @@ BAD_TEKKENS = {
     "has no piece for the byte 7": (tekken(r7={"token_bytes": "QUJDREVGRw=="}),),
     "a piece of 0 bytes": (tekken(r299={"token_bytes": ""}),),
     "a piece of 600 bytes": (tekken(r299={"token_bytes": "AAAA" * 200}),),
+    "of 256 bytes, or too many": (ranked(bytes([n % 251, n // 251]) * 128 for n in range(9000)),),
+    "more than 1,000,000 ways": (
+        ranked(b"a" * n + b"b" * m for n in range(110) for m in range(110) if n + m > 1),
+    ),
     "has 300 of the 5,000 pieces": (tekken(config={"default_vocab_size": 6000}),),
     "2,000,000,000 of them": (tekken(config={"default_num_special_tokens": 2 * 10**9}),),
     "-3 of them": (tekken(config={"default_num_special_tokens": -3}),),

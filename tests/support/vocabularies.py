@@ -154,19 +154,21 @@ def first_json(version: str) -> dict[str, Any]:
 TEKKEN_SPECIALS = 1000
 
 
-@cache
-def _tekken_file(version: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(vendor_file(version).read_text("utf-8"))
-    return found
+@_kept
+def _first_ranks(count: int) -> str:
+    """The vendor's tekken.json, cut."""
+    data = json.loads(vendor_file(TEKKEN).read_text("utf-8"))
+    config = data["config"]
+    size = min(count + TEKKEN_SPECIALS, config["default_vocab_size"])
+    cut = {"config": {**config, "default_vocab_size": size}, "vocab": data["vocab"][:count]}
+    return json.dumps(cut)
 
 
 def tekken(ranks: int = 2000, version: str = "v3", listed: tuple[str, ...] = ()) -> dict[str, Any]:
     """The vendor's tekken.json with its first ranks, perhaps as one that lists its control tokens:
     those that older files imply, and these."""
-    data = _tekken_file(TEKKEN)
-    size = min(ranks + TEKKEN_SPECIALS, data["config"]["default_vocab_size"])
-    config = {**data["config"], "default_vocab_size": size, "version": version}
-    made = {**data, "config": config, "vocab": data["vocab"][: size - TEKKEN_SPECIALS]}
+    made: dict[str, Any] = json.loads(_first_ranks(ranks))
+    made["config"]["version"] = version
     if listed:
         implied = [token["token_str"] for token in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
         names = enumerate([*map(str, implied), *listed])
@@ -178,7 +180,7 @@ def tekken(ranks: int = 2000, version: str = "v3", listed: tuple[str, ...] = ())
 
 @cache
 def _tekken(version: str) -> tuple[str, list[bytes]]:
-    data = _tekken_file(version)
+    data = json.loads(vendor_file(version).read_text("utf-8"))
     count = data["config"]["default_vocab_size"] - TEKKEN_SPECIALS
     ranks = [base64.b64decode(entry["token_bytes"]) for entry in data["vocab"][:count]]
     return data["config"]["pattern"], ranks
