@@ -79,7 +79,9 @@ def wanted_files(names: Iterable[str]) -> list[str]:
         raise no_weights(present)
     if not wanted & {*CONFIGS}:
         raise no_config()
-    if not wanted & {*_TOKENIZERS}:
+    if wanted & {*_TOKENIZERS}:
+        wanted -= {"tekken.json"}  # 15 MB that are read only if there is no other
+    else:
         wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
     wanted |= {n for n in names if re.fullmatch(r"additional_chat_templates/[\w.-]+\.jinja", n)}
     return sorted(wanted)
