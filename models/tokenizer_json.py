@@ -248,9 +248,10 @@ class JsonVocabulary:
 
 
 def _spells_bytes(vocab: Mapping[str, int], added: frozenset[str]) -> bool:
-    """Whether this is a byte-level vocabulary. added: pieces that are plain text."""
+    """Whether this is a byte-level vocabulary, which may lack rare bytes. added: pieces that are
+    plain text."""
     letters = byte_level_alphabet().keys()
-    return letters <= vocab.keys() and not any(
+    return len(letters & vocab.keys()) > 128 and not any(
         set(piece) - letters for piece in vocab.keys() - added
     )
 

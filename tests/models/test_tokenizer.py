@@ -567,6 +567,14 @@ def as_llama(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "normalizer": None, "pre_tokenizer": WORDS, "decoder": PIECES}
 
 
+def rare(data: dict[str, Any]) -> dict[str, Any]:
+    """A vocabulary without the bytes that UTF-8 does not have."""
+    vocab = {
+        piece: id for piece, id in data["model"]["vocab"].items() if piece not in "\u00fe\u00ff"
+    }
+    return {**data, "model": {**data["model"], "vocab": vocab}}
+
+
 DIGITS = {"type": "Digits", "individual_digits": True}
 UNPACKED = {**BYTES, "use_regex": False}
 ANOTHER = "another program saved it"
@@ -605,6 +613,8 @@ LIES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None, str]] = {
         in_bytes(**cut_by(LLAMA, DIGITS, UNPACKED)),
         "spells bytes",
     ),
+    "SmolLM2, saved": (as_llama(rare(in_bytes())), "llama", None, "reads texts with Metaspace"),
+    "SmolLM2, another decoder": (rare(in_bytes(decoder=PIECES)), "", rare(in_bytes()), DECODER),
     "DeepSeek, saved": (as_llama(in_bytes()), "llama", None, "reads texts with Metaspace"),
     "Llama 2's normalizer": (
         {
