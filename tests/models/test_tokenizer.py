@@ -28,6 +28,7 @@ from minikv.models.builtin_templates import PLAIN
 from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, UnsupportedModel
 from minikv.models.templates import ChatTemplate
 from minikv.models.tokenizer import Tokenizer, well_formed
+from minikv.models.tokenizer_json import byte_level
 from minikv.models.vocabulary import TokenSearch, check_added
 
 STRINGS = 25_000
@@ -696,6 +697,26 @@ def test_a_real_piece_of_another_alphabet_stays_what_it_is() -> None:
     """U+0109 is a letter for sentencepiece, and a tab for byte-level vocabularies."""
     tokenizer = loaded.tokenizer(v.legacy_json, "v1")
     assert "\u0109" in tokenizer.decode(tokenizer.encode("a\u0109b"))
+
+
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize("parts", [(), (DIGITS, BYTES)], ids=["patterns", "as published"])
+def test_smollm_ids_are_those_of_another_program(tmp_path: Path, parts: tuple[Any, ...]) -> None:
+    """Of SmolLM2's first 700 merges (Apache 2.0) and 1,000 texts. The ids come from pieces that
+    Python's `regex` cut, at each digit and then as GPT-2, joined by a loop over the merges."""
+    kept = json.loads((Path(__file__).parents[1] / "data/smollm.json").read_text("utf-8"))
+    pieces = [*kept["special"], *kept["letters"], *(m.replace(" ", "") for m in kept["merges"])]
+    vocab = {piece: id for id, piece in enumerate(pieces)}
+    added = [(text, id, True) for id, text in enumerate(kept["special"])]
+    data = byte_level(vocab, kept["merges"], [r"\p{N}", GPT_2], added)
+    tokenizer = Tokenizer.from_folder(
+        v.write_folder(tmp_path, data | (cut_by(*parts) if parts else {}))
+    )
+    assert len(kept["cases"]) == 1000
+    assert [text for text, ids in kept["cases"] if tokenizer.encode(text) != ids] == []
+    assert tokenizer.notes == ()
 
 
 def split_by(pattern: str) -> dict[str, Any]:
