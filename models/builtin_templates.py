@@ -2,10 +2,10 @@
 
 A family is recognised by its vocabulary: by the version of Mistral's tokenizer, if its file says
 it, by control tokens that only it has, or, where the turn markers are plain text, by the ids of
-these markers. Llama-2 and TinyLlama share one vocabulary, and
-Mistral-7B v0.1 and Zephyr another; there the folder's name decides. Two variables of the templates:
-`gap` is a space, or empty if the vocabulary itself puts a space before a text; `start` is the BOS
-token, or empty if the folder says that a text gets none.
+these markers. Llama-2 and TinyLlama share one vocabulary, and Mistral-7B v0.1 and Zephyr another;
+there the folder's name decides. Two variables of the templates: `gap` is a space, or empty if the
+vocabulary itself puts a space before a text; `start` is the BOS token, or empty if the folder says
+that a text gets none.
 
 In the plain-text formats (Llama-2, Mistral v1, Zephyr, TinyLlama) a marker that the user typed
 cannot be told from a genuine one, because both have the same ids.
