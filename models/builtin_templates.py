@@ -1,10 +1,11 @@
 """Chat formats of known families, for model folders without a template.
 
-A family is recognised by its vocabulary: by control tokens that only it has, or, where the turn
-markers are plain text, by the ids of these markers. Llama-2 and TinyLlama share one vocabulary, and
-Mistral-7B v0.1 and Zephyr another; there the folder's name decides. Two variables of the templates:
-`gap` is a space, or empty if the vocabulary itself puts a space before a text; `start` is the BOS
-token, or empty if the folder says that a text gets none.
+A family is recognised by its vocabulary: by the version of Mistral's tokenizer, if its file says
+it, by control tokens that only it has, or, where the turn markers are plain text, by the ids of
+these markers. Llama-2 and TinyLlama share one vocabulary, and Mistral-7B v0.1 and Zephyr another;
+there the folder's name decides. Two variables of the templates: `gap` is a space, or empty if the
+vocabulary itself puts a space before a text; `start` is the BOS token, or empty if the folder says
+that a text gets none.
 
 In the plain-text formats (Llama-2, Mistral v1, Zephyr, TinyLlama) a marker that the user typed
 cannot be told from a genuine one, because both have the same ids.
@@ -39,6 +40,13 @@ MISTRAL_V7, CHATML = BuiltIn("mistral-v7"), BuiltIn("chatml")
 ZEPHYR, TINYLLAMA = BuiltIn("zephyr"), BuiltIn("tinyllama", "zephyr")
 PLAIN = BuiltIn("plain")
 
+_VERSIONS = {
+    "v1": MISTRAL_V1,
+    **dict.fromkeys(("v2", "v3"), MISTRAL_V3),
+    **dict.fromkeys(("v7", "v11", "v13"), MISTRAL_V7),
+}
+"""Versions of Mistral's tokenizer. Those in one row differ in tools only."""
+
 # The ids of "[INST]" at the start of a text.
 _LLAMA_2_INST = [518, 25580, 29962]
 _MISTRAL_V1_INST = [733, 16289, 28793]
@@ -50,6 +58,8 @@ def recognise(tokenizer: Tokenizer, folder: Path) -> BuiltIn | None:
     def has(*control: str) -> bool:
         return all(text in tokenizer.control for text in control)
 
+    if tokenizer.version in _VERSIONS:
+        return _VERSIONS[tokenizer.version]
     if has("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
         return LLAMA_3
     if has("<|im_start|>", "<|im_end|>"):

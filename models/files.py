@@ -30,6 +30,7 @@ hub's cache consists of links into blobs/."""
 
 JSON_LIMITS = {
     "tokenizer.json": 64 << 20,
+    "tekken.json": 40 << 20,
     "model.safetensors.index.json": 16 << 20,
     "consolidated.safetensors.index.json": 16 << 20,
     "tokenizer_config.json": 8 << 20,
@@ -78,7 +79,9 @@ def wanted_files(names: Iterable[str]) -> list[str]:
         raise no_weights(present)
     if not wanted & {*CONFIGS}:
         raise no_config()
-    if not wanted & {*_TOKENIZERS}:
+    if wanted & {*_TOKENIZERS}:
+        wanted -= {"tekken.json"}  # 15 MB that are read only if there is no other
+    else:
         wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
     wanted |= {n for n in names if re.fullmatch(r"additional_chat_templates/[\w.-]+\.jinja", n)}
     return sorted(wanted)

@@ -1,42 +1,71 @@
 """How the vocabularies of known families cut a text into words, before they look these up.
 
 A file with another pattern than its family's loads and works, but gives some words other ids than
-the model was trained with.
+the model was trained with (Mistral Small 3.1: transformers, pull request 42299).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
 
-_SAMPLE = "eBay mL NaOH pH don't WE'LL it's x2 1234567 a/b//\n\n\tif (x) {\r\n  y=1;  }\n /é"
+SAMPLE = "eBay mL NaOH pH don't WE'LL it's x2 1234567 a/b//\n\n\tif (x) {\r\n  y=1;  }\n /é"
+"""A text that every pattern cuts in another way."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """The pattern of a vocabulary. types: the model_type of its models. ids: how many they have,
-    with the tokens that others added."""
+class Split:
+    """The pattern of a vocabulary. types: the model_type of its models. rows: how many ids they
+    have, with those that others added. known: pieces whose ids no other vocabulary has. whole:
+    whether a word that is a piece is not put together by merges."""
 
     name: str
     types: tuple[str, ...]
-    ids: range
+    rows: range
+    known: Mapping[str, int]
+    whole: bool
     pattern: str
+
+    def cuts(self) -> list[tuple[int, int]]:
+        """Where it cuts `SAMPLE`: (first character, the one after the last) of each part."""
+        split = pre_tokenizers.Split(tokenizers.Regex(self.pattern), "isolated")
+        return [span for _, span in split.pre_tokenize_str(SAMPLE)]
+
+    def certain(self, vocab: Mapping[str, int]) -> bool:
+        """Whether this vocabulary, piece to id, is the family's."""
+        return all(vocab.get(piece) == id for piece, id in self.known.items())
 
 
 _START = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPLITS = (
-    _Split("Llama 3", ("llama",), range(128_000, 129_000), _START + r"\p{N}{1,3}" + _END),
-    _Split("Qwen 2", ("qwen2", "qwen3"), range(151_000, 153_000), _START + r"\p{N}" + _END),
-    _Split(
+    Split(
+        "Llama 3",
+        ("llama",),
+        range(128_000, 129_000),
+        {"This": 2028, "\u0120sentence": 11914},
+        True,
+        _START + r"\p{N}{1,3}" + _END,
+    ),
+    Split(
+        "Qwen 2",
+        ("qwen2", "qwen3"),
+        range(151_000, 153_000),
+        {"Hello": 9707, "\u0120world": 1879},
+        False,
+        _START + r"\p{N}" + _END,
+    ),
+    Split(
         "tekken",
-        ("mistral", "ministral", "ministral3"),
+        ("mistral", "ministral", "mistral3", "ministral3"),
         range(131_000, 132_000),
+        {"Hello": 22177, "\u0120world": 4304},
+        True,
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
@@ -81,18 +110,8 @@ PATTERNS = frozenset(split.pattern for split in _SPLITS) | {*_DEFAULT}
 """The regular expressions of these families."""
 
 
-def foreign(kind: str, vocab: int, cuts: Callable[[str], list[tuple[int, int]]]) -> str | None:
-    """A note for the user if the tokenizer cuts texts in another way than its family; None if it
-    does not, or the family is not known.
-
-    kind: the model_type. vocab: rows of the embedding. cuts: where the tokenizer cuts a text.
-    """
-    for split in _SPLITS:
-        if kind in split.types and vocab in split.ids:
-            theirs = pre_tokenizers.Split(tokenizers.Regex(split.pattern), "isolated")
-            if cuts(_SAMPLE) != [span for _, span in theirs.pre_tokenize_str(_SAMPLE)]:
-                return (
-                    f"the tokenizer does not cut texts as {split.name} vocabularies do: words get "
-                    "other ids than the model was trained with"
-                )
-    return None
+def family_split(kind: str, rows: int, vocab: Mapping[str, int]) -> Split | None:
+    """The family of a model, if it is known, by its model_type, and by the rows of its embedding or
+    its vocabulary."""
+    ours = (split for split in _SPLITS if kind in split.types)
+    return next((split for split in ours if rows in split.rows or split.certain(vocab)), None)

@@ -16,10 +16,10 @@ from typing import Any
 
 from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel, quote
 from minikv.models.files import read_json
-from minikv.models.split_patterns import foreign
 from minikv.models.stream import TextStream
 from minikv.models.tokenizer_json import JsonVocabulary
 from minikv.models.tokenizer_sp import PieceVocabulary
+from minikv.models.tokenizer_tekken import read_tekken
 from minikv.models.vocabulary import (
     LARGEST_ID,
     Place,
@@ -48,7 +48,8 @@ class Tokenizer:
     a text. stop_ids: ids that end an answer, from all sources. bos: the id of the BOS token, or
     None. named: the special strings that a chat template may use (`bos_token`, `eos_token`, ...).
     prefix: see `vocabulary.Prefix`. start: the string with which a text without chat format begins:
-    BOS or "". notes: messages for the user.
+    BOS or "". version: of a tokenizer of Mistral ("v3"), if its file says it. notes: messages for
+    the user.
 
     extra and words: control tokens and other added tokens that the vocabulary lacks. Words have
     text, and no text gives their ids.
@@ -65,6 +66,7 @@ class Tokenizer:
         edges: Mapping[str, Edges] | None = None,
         stop_ids: Iterable[int] = (),
         starts_with_bos: bool = True,
+        version: str = "",
     ) -> None:
         self._vocabulary = vocabulary
         control = {**(extra or {}), **vocabulary.control}
@@ -87,20 +89,22 @@ class Tokenizer:
         for text in control.keys() & special:
             self._pieces[control[text]] = b""
         self._loses = lost(vocabulary)
-        self.notes: tuple[str, ...] = ()
+        self.version = version
+        self.notes = vocabulary.notes
         if self._loses:
             what = ", ".join(self._loses)
-            self.notes = (f"the tokenizer drops or changes these characters of a text: {what}",)
+            self.notes += (f"the tokenizer drops or changes these characters of a text: {what}",)
 
     @classmethod
     def from_folder(
         cls, path: Path | str, stop_ids: Iterable[int] = (), family: str = "", rows: int = 0
     ) -> Tokenizer:
-        """Read `tokenizer.json`, or without it `tokenizer.model`. stop_ids: those of the model's
-        configuration. family and rows: its model_type, and the rows of its embedding.
+        """Read `tokenizer.json`, or without it `tokenizer.model` or `tekken.json`. stop_ids: those
+        of the model's configuration. family and rows: its model_type, and the rows of its
+        embedding.
 
-        Raises ModelUnavailable (no tokenizer), UnsupportedModel (tiktoken or tekken format) and
-        CorruptModel (a damaged file, named).
+        Raises ModelUnavailable (no tokenizer), UnsupportedModel (tiktoken format, or a reading that
+        does not fit the vocabulary) and CorruptModel (a damaged file, named).
         """
         folder = Path(path)
         config, others = (
@@ -125,27 +129,25 @@ class Tokenizer:
         # Those that are in the vocabulary become added tokens, too.
         check_added({*named.values(), *also, *extra}, "the tokenizer")
         edges: Mapping[str, Edges] = {}
-        note = None
+        version = ""
         vocabulary: Vocabulary
         if (file := folder / "tokenizer.json").exists():
-            vocabulary = found = JsonVocabulary.from_file(file, [*named.values(), *also, *extra])
+            names = [*named.values(), *also, *extra]
+            vocabulary = found = JsonVocabulary(read_json(file), file.name, names, family, rows)
             edges = found.edges
-            note = foreign(family, rows, found.cuts)
         elif (model := _sentencepiece_file(folder)) is not None:
             file = model
             # transformers writes "legacy": false when a text after a control token gets no space.
             prefix: Prefix = "first" if config.get("legacy") is False else "every"
             vocabulary = pieces = PieceVocabulary.from_file(model, prefix)
+            version = model.suffix[1:].partition("m")[0]  # v7m1 is v7, with images
             if not stated:
                 own = {"bos_token": pieces.bos, "eos_token": pieces.eos}
                 named = {**{key: text for key, text in own.items() if text}, **named}
-        elif (folder / "tekken.json").exists():
-            raise UnsupportedModel(
-                "tekken.json is the only tokenizer file, and minikv does not read that format",
-                "use the Hugging Face layout of this model, which has a tokenizer.json",
-            )
+        elif (file := folder / "tekken.json").exists():
+            vocabulary, version = read_tekken(file)
         else:
-            raise ModelUnavailable(f"no tokenizer.json or tokenizer.model in {folder}")
+            raise ModelUnavailable(f"no tokenizer.json, tokenizer.model or tekken.json in {folder}")
         new = {}
         for text, one in declared.items():
             if (known := vocabulary.find(text)) is None:
@@ -165,7 +167,7 @@ class Tokenizer:
                 text = next((u for u in usual if u in vocabulary.control or u in new), None)
                 if key not in named and text is not None:
                     named[key] = text
-        made = cls(
+        return cls(
             vocabulary,
             named=named,
             extra={text: id for text, id in new.items() if text in extra},
@@ -174,10 +176,8 @@ class Tokenizer:
             edges=edges,
             stop_ids=stop_ids,
             starts_with_bos=config.get("add_bos_token") is not False,
+            version=version,
         )
-        if note is not None:
-            made.notes += (note,)
-        return made
 
     @property
     def largest(self) -> int:

@@ -8,15 +8,14 @@ import binascii
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.files import read_json
-from minikv.models.split_patterns import PATTERNS
+from minikv.models.split_patterns import PATTERNS, SAMPLE, family_split
 from minikv.models.stream import byte_level_alphabet, byte_level_bytes, word_piece_bytes
 from minikv.models.vocabulary import (
     LARGEST_ID,
@@ -27,6 +26,7 @@ from minikv.models.vocabulary import (
     library_errors,
     lost,
     silent,
+    text_of,
 )
 
 _PARTS = 64  # most parts of a normalizer, pre-tokenizer or decoder; published ones have up to ten
@@ -37,16 +37,53 @@ _GROWS = {"ByteLevel": 4.0, "NFC": 3.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0}
 others by Unicode."""
 _PROBES = ("A b\n", "\u00e9\ufb01 \u4e2d\u6587 \U0001f600", " " * 100 + "a" * 2000)
 _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def byte_level(
+    vocab: Mapping[str, int],
+    merges: Sequence[Any],
+    patterns: Iterable[str],
+    added: Iterable[tuple[str, int, bool]] = (),
+    whole: bool = False,
+) -> dict[str, Any]:
+    """What a `tokenizer.json` says of a byte-level vocabulary: the argument of `JsonVocabulary`.
+
+    vocab: pieces in the byte-level alphabet, with their ids. merges: pairs of pieces, or both with
+    a space between them. patterns: regular expressions that cut a text, one after the other. added:
+    control and added tokens: (text, id, whether it has no text). whole: whether a word that is a
+    piece is not put together by merges.
+    """
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    cutters = [{**split, "pattern": {"Regex": pattern}} for pattern in patterns]
+    tokens = [{**_ADDED, "id": id, "content": t, "special": special} for t, id, special in added]
+    return {
+        "added_tokens": tokens,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cutters, _BYTES]},
+        "decoder": _BYTES,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": whole},
+    }
 
 
 class JsonVocabulary:
-    """The content of a `tokenizer.json`. named: strings that the folder's other files add, or call
-    special."""
+    """The content of a `tokenizer.json`, as a dictionary. named: strings that the folder's other
+    files add, or call special. family and rows: the model's model_type, and the rows of its
+    embedding.
+
+    A file that does not fit its own vocabulary is read as that asks for, with a note. Raises
+    CorruptModel, and UnsupportedModel if no right way to read it is known."""
 
     def __init__(
-        self, data: dict[str, Any], name: str = "tokenizer.json", named: Iterable[str] = ()
+        self,
+        data: dict[str, Any],
+        name: str = "tokenizer.json",
+        named: Iterable[str] = (),
+        family: str = "",
+        rows: int = 0,
     ) -> None:
         self._name = name
+        self.notes: tuple[str, ...] = ()
         with library_errors(name, "unexpected structure"):
             check_added([str(t["content"]) for t in data.get("added_tokens") or []], name)
             _check_growth(data, name)
@@ -60,9 +97,10 @@ class JsonVocabulary:
             raise CorruptModel(f"{name} has a token id of {id_text}")
         with library_errors(name, "unexpected structure"):
             data = _placed(data, name)
-            self._may_panic = any(map(_may_panic, _parts(data)))
         self._backends: dict[Place, tokenizers.Tokenizer] = {}
         with library_errors(name, "not a usable tokenizer"), silent():
+            data = self._fitted(data, frozenset(added), family, rows)
+            self._may_panic = any(map(_may_panic, _parts(data)))
             start = _backend(data)
             for text in _PROBES:
                 start.encode_batch_fast([text], add_special_tokens=False)
@@ -92,11 +130,6 @@ class JsonVocabulary:
             if text in self.control
         }
 
-    @classmethod
-    def from_file(cls, path: Path, named: Iterable[str] = ()) -> JsonVocabulary:
-        """Read the file. Raises CorruptModel, UnsupportedModel or ModelUnavailable."""
-        return cls(read_json(path), path.name, named)
-
     def encode(self, text: str, place: Place) -> list[int]:
         """The ids of a text, in which no control token is recognised. Raises CorruptModel."""
         held = silent() if self._may_panic else contextlib.nullcontext()
@@ -110,12 +143,34 @@ class JsonVocabulary:
         """The id of a vocabulary entry; None if there is no such entry."""
         return self._ids.get(piece)
 
-    def cuts(self, text: str) -> list[tuple[int, int]]:
-        """Where the pre-tokenizer cuts a text: (first character, the one after the last) of each
-        part."""
-        cutter = self._backends["start"].pre_tokenizer
-        with library_errors(self._name, "the text cannot be cut"), silent():
-            return [] if cutter is None else [span for _, span in cutter.pre_tokenize_str(text)]
+    def _fitted(
+        self, data: dict[str, Any], added: frozenset[str], family: str, rows: int
+    ) -> dict[str, Any]:
+        """The file's content, with the pre-tokenizer that its vocabulary needs."""
+        model, kinds = data["model"], {part["type"] for part in _parts(data)}
+        vocab = model["vocab"] if isinstance(model.get("vocab"), dict) else {}
+        split = family_split(family, rows, vocab)
+        if split is not None and ("ByteLevel" not in kinds or _cuts(data) != split.cuts()):
+            said = f"the tokenizer does not cut texts as {split.name} vocabularies do"
+            if split.certain(vocab):
+                self.notes += (f"{said}, though its vocabulary is one: minikv cuts them so",)
+                fitting = byte_level(vocab, model["merges"], [split.pattern], whole=split.whole)
+                return {**fitting, "added_tokens": data["added_tokens"]}
+            self.notes += (f"{said}: words get other ids than the model was trained with",)
+        if "ByteLevel" in kinds or not _spells_bytes(vocab, added):
+            return data
+        if "Split" not in kinds or kinds - {"Split", "Digits", "NFC"}:
+            by = quote(" and ".join(sorted(kinds)) or "no pre-tokenizer")[1:-1]
+            raise self._unfit(f"reads texts with {by}, and its vocabulary spells bytes")
+        self.notes += (f"{self._name} leaves out that its vocabulary spells bytes: it is read so",)
+        cutters = [*_components(data["pre_tokenizer"]), _BYTES]
+        return {**data, "pre_tokenizer": {"type": "Sequence", "pretokenizers": cutters}}
+
+    def _unfit(self, what: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{self._name} {what}: another program saved it, and the right reading is not known",
+            "get the tokenizer.json that the model was published with",
+        )
 
     def _is_word(self, text: str) -> bool:
         # The padding token is often an ordinary word, like "!", which texts may use.
@@ -167,17 +222,22 @@ class JsonVocabulary:
             return piece.encode("utf-8", "replace")
 
         self.pieces = self._table(spelled, added)
-        missing, letters = lost(self), byte_level_alphabet().keys()
+        missing = lost(self)
         if not missing:
             return
         declared = self.pieces, self.drop_space
-        if any(set(piece) - letters for piece in self._ids.keys() - added):
+        if _spells_bytes(self._ids, added):
+            self.pieces, self.drop_space = self._table(byte_level_bytes, added), False
+        else:
             self.pieces = self._table(lambda piece: word_piece_bytes(piece, fallback), added)
             self.drop_space = self.prefix != "never"
+        if len(lost(self)) < len(missing):
+            self.notes += (f"the decoder of {self._name} is another vocabulary's: it is not used",)
         else:
-            self.pieces, self.drop_space = self._table(byte_level_bytes, added), False
-        if len(lost(self)) >= len(missing):
             self.pieces, self.drop_space = declared
+        words = text_of(self.encode("two words", "start"), self.pieces, self.drop_space)
+        if re.fullmatch("two[^ ]*words", words):
+            raise self._unfit("loses the spaces between words")
 
     def _table(self, spelled: Callable[[str], bytes], added: frozenset[str]) -> list[bytes]:
         pieces = [b""] * self.size
@@ -185,6 +245,22 @@ class JsonVocabulary:
             if id not in self._quiet:
                 pieces[id] = piece.encode("utf-8", "replace") if piece in added else spelled(piece)
         return pieces
+
+
+def _spells_bytes(vocab: Mapping[str, int], added: frozenset[str]) -> bool:
+    """Whether this is a byte-level vocabulary, which may lack rare bytes. added: pieces that are
+    plain text."""
+    letters = byte_level_alphabet().keys()
+    return len(letters & vocab.keys()) > 128 and not any(
+        set(piece) - letters for piece in vocab.keys() - added
+    )
+
+
+def _cuts(data: dict[str, Any]) -> list[tuple[int, int]]:
+    """Where the file's pre-tokenizer cuts `SAMPLE`."""
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    cutter = _backend({"pre_tokenizer": data.get("pre_tokenizer"), "model": empty}).pre_tokenizer
+    return [] if cutter is None else [span for _, span in cutter.pre_tokenize_str(SAMPLE)]
 
 
 def _backend(data: dict[str, Any]) -> tokenizers.Tokenizer:

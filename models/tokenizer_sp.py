@@ -69,6 +69,7 @@ class PieceVocabulary:
                 for id, piece in enumerate(names)
             ]
             self.unknown: int | None = int(model.unk_id())
+            self.notes: tuple[str, ...] = ()
             self.bos, self.eos = _piece(model, model.bos_id()), _piece(model, model.eos_id())
             adds_space = model.encode("a") != self._bare.encode("a")
         self.prefix: Prefix = prefix if adds_space else "never"

@@ -56,6 +56,8 @@ class Vocabulary(Protocol):
     prefix: Prefix
     drop_space: bool
     """Whether decoding drops one space at the very beginning."""
+    notes: tuple[str, ...]
+    """Messages for the user about what the file says wrongly."""
 
     def encode(self, text: str, place: Place) -> list[int]:
         """The ids of a well-formed text (without lone surrogates)."""

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "models/sandbox.py": "models/test_templates.py",
     "models/tokenizer_json.py": "models/test_tokenizer.py",
     "models/tokenizer_sp.py": "models/test_tokenizer.py",
+    "models/tokenizer_tekken.py": "models/test_tokenizer.py",
     "models/vocabulary.py": "models/test_tokenizer.py",
 }
 """Modules that share a test file with another one."""

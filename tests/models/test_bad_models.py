@@ -76,7 +76,7 @@ def _other(files: list[str]) -> Make:
 
 def _tokenizer(name: str, content: bytes) -> Make:
     def make(folder: Path) -> None:
-        if name == "tokenizer.model":
+        if name in ("tokenizer.model", "tekken.json"):
             (folder / "tokenizer.json").unlink()
         (folder / name).write_bytes(content)
 
@@ -103,6 +103,10 @@ CASES: list[tuple[str, int, Make]] = [
     *(
         (f"tokenizer {i}: {name}", 6, _tokenizer(name, content))
         for i, (name, content) in enumerate(test_tokenizer.DAMAGED)
+    ),
+    *(
+        (f"tekken.json: {said}", 6, _tokenizer("tekken.json", contents[0]))
+        for said, contents in test_tokenizer.BAD_TEKKENS.items()
     ),
     *(
         (f"tokenizer: {name}", 6, _too_much(changes))

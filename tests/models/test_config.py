@@ -504,7 +504,7 @@ mistral3 | {"text_config": {"model_type": "mistral"}} | 6 | num_attention_heads
 mistral3 | {"text_config": {"model_type": 3}} | 6 | model_type
 mistral3 | {"text_config": {"model_type": "mistral4"}} | 3 | experts), the text part of 'mistral3'
 mistral3 | {"text_config": {"model_type": "llama"}} | 3 | 'llama', the text part of 'mistral3'
-mistral3 | {"quantization_config": {"quant_method": "awq"}} | 3 | awq
+mistral3 | {"quantization_config": {"quant_method": "aqlm"}} | 3 | aqlm: not supported
 mistral3 | {"eos_token_id": "x"} | 6 | eos_token_id
 params | {"n_heads": 6, "n_kv_heads": 2, "head_dim": "ABSENT"} | 6 | dim 64 is not
 params | {"rope_theta": "ABSENT"} | 6 | rope_theta

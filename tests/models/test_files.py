@@ -37,6 +37,9 @@ def test_which_weights_are_wanted() -> None:
     versioned = "tokenizer.model.v3"
     assert versioned in wanted_files([config, "model.safetensors", versioned])
     assert versioned not in wanted_files([config, "model.safetensors", versioned, "tokenizer.json"])
+    tekken = [config, "model.safetensors", "tekken.json"]
+    assert wanted_files(tekken) == tekken
+    assert wanted_files([*tekken, "tokenizer.json"]) == [*tekken[:2], "tokenizer.json"]
 
 
 def test_json_is_read_from_regular_files_only(tmp_path: Path) -> None:

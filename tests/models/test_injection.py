@@ -42,6 +42,7 @@ SOURCES: dict[str, tuple[BuiltIn, str | Callable[..., dict[str, Any]], *tuple[An
     "mistral-v3 pieces": (MISTRAL_V3, "v3"),
     "mistral-v3 first": (MISTRAL_V3, v.first_json, "v3"),
     "mistral-v3 every": (MISTRAL_V3, v.legacy_json, "v3"),
+    "mistral-v3 tekken": (MISTRAL_V3, v.tekken),
     "mistral-v7": (MISTRAL_V7, "v7"),
     "mistral-v1": (MISTRAL_V1, "v1"),
     "llama-2": (LLAMA_2, v.legacy_json, "v1"),

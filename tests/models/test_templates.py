@@ -137,21 +137,36 @@ def test_ids_are_those_of_transformers(case: str, part: float) -> None:
     assert compared > part * 450
 
 
-@pytest.mark.parametrize("version", ["v1", "v3", "v7"])
-def test_built_in_ids_are_the_vendors(tmp_path: Path, version: str, part: float) -> None:
-    template = ChatTemplate.from_folder(tmp_path, loaded.tokenizer(version))
-    assert template.name == f"built-in mistral-{version}"
-    vendor = MistralTokenizer.from_file(
-        str(
-            v.vendor_file(
-                {
-                    "v1": "tokenizer.model.v1",
-                    "v3": "mistral_instruct_tokenizer_240323.model.v3",
-                    "v7": "mistral_instruct_tokenizer_241114.model.v7",
-                }[version]
-            )
-        )
-    )
+NEWER = ("[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "format"),
+    [
+        ("tokenizer.model.v1", v.REAL[0], "v1"),
+        ("tokenizer.model.v2", v.REAL[1], "v3"),
+        ("tokenizer.model.v3", v.REAL[2], "v3"),
+        ("tokenizer.model.v7", v.REAL[3], "v7"),
+        ("tokenizer.model.v7m1", v.REAL[4], "v7"),
+        ("tokenizer.model", v.REAL[0], "v1"),
+        ("tokenizer.model", v.REAL[2], "v3"),
+        ("tekken.json", v.tekken(), "v3"),
+        ("tekken.json", v.tekken(2000, "v7"), "v7"),
+        ("tekken.json", v.tekken(2000, "v11", NEWER), "v7"),
+        ("tekken.json", v.tekken(2000, "v13", NEWER), "v7"),
+    ],
+)
+def test_built_in_ids_are_the_vendors(
+    tmp_path: Path, file: str, data: Any, format: str, part: float
+) -> None:
+    if isinstance(data, str):
+        theirs = v.vendor_file(data)
+        (tmp_path / file).write_bytes(theirs.read_bytes())
+    else:
+        theirs = v.write_folder(tmp_path, data) / file
+    template = ChatTemplate.from_folder(tmp_path, Tokenizer.from_folder(tmp_path))
+    assert template.name == f"built-in mistral-{format}"
+    vendor = MistralTokenizer.from_file(str(theirs))
     kinds = {"system": SystemMessage, "user": UserMessage, "assistant": AssistantMessage}
     rng = random.Random(22)
     for _ in range(round(1000 * part)):

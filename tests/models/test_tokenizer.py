@@ -11,7 +11,8 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ import vocabularies as v
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pairwise import some_by_day
 
-from minikv.models import vocabulary
+from minikv.models import split_patterns, vocabulary
 from minikv.models.builtin_templates import PLAIN
 from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, UnsupportedModel
 from minikv.models.templates import ChatTemplate
 from minikv.models.tokenizer import Tokenizer, well_formed
+from minikv.models.tokenizer_json import byte_level
 from minikv.models.vocabulary import TokenSearch, check_added
 
 STRINGS = 25_000
@@ -60,20 +62,24 @@ def test_json_ids_are_those_of_sentencepiece(version: str, part: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", some_by_day([20_000, 1 << 20], lambda ranks: ranks == 20_000))
-def test_byte_level_json_ids_are_those_of_tiktoken(tmp_path: Path, ranks: int, part: float) -> None:
-    """Of the first ranks by day, and of all of tekken every night."""
-    file, names = json.loads(v.vendor_file(v.TEKKEN).read_text("utf-8")), TEKKEN_NAMES
-    size = min(ranks + v.TEKKEN_SPECIALS, file["config"]["default_vocab_size"])
-    file["config"]["default_vocab_size"] = size
-    (tmp_path / "tekken.json").write_text(json.dumps(file), "utf-8")
-    vendor = Tekkenizer.from_file(tmp_path / "tekken.json")
-    tokenizer = loaded.tokenizer(v.byte_level_json, names, ranks, v.TEKKEN_SPECIALS)
-    assert tokenizer.vocab == size
+def test_tekken_ids_are_those_of_tiktoken(tmp_path: Path, ranks: int, part: float) -> None:
+    """Of the first ranks by day, and of all of tekken every night: of the vendor's file, and of a
+    tokenizer.json."""
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, v.tekken(ranks)))
+    words = loaded.tokenizer(v.byte_level_json, TEKKEN_NAMES, ranks, v.TEKKEN_SPECIALS)
+    ids = tekken_ids(tmp_path / "tekken.json")
+    assert tokenizer.vocab == words.vocab == min(ranks + v.TEKKEN_SPECIALS, 131_072)
+    for of, seed in ((tokenizer, 3), (words, 4)):
+        assert mismatches(of, ids, seed, tuple(of.control)[:40], part) == []
+    assert (tokenizer.bos, tokenizer.stop_ids, tokenizer.start) == (1, {2}, "<s>")
+    text = "caf\u00e9 [INST] 1998 \U0001f600\n"
+    assert tokenizer.decode([1, 3, *tokenizer.encode(text), 4, 999, 2]) == text
+    assert (tokenizer.notes, tokenizer.version) == ((), "v3")
 
-    def ids(text: str) -> list[int]:
-        return vendor.encode(text, bos=False, eos=False)
 
-    assert mismatches(tokenizer, ids, 3, tuple(tokenizer.control)[:40], part) == []
+def tekken_ids(file: Path) -> Callable[[str], list[int]]:
+    vendor = Tekkenizer.from_file(file)
+    return lambda text: vendor.encode(text, bos=False, eos=False)
 
 
 def made(make: Any) -> Tokenizer:
@@ -81,19 +87,12 @@ def made(make: Any) -> Tokenizer:
     return loaded.tokenizer(make, *(("v3",) if make in (v.legacy_json, v.first_json) else ()))
 
 
-def vendor_of(version: str) -> tuple[Any, Any]:
-    """What `write_folder` takes for a real vocabulary, and the vendor's own text to ids."""
-    if version.startswith("tekken"):
-        vendor = Tekkenizer.from_file(v.vendor_file(version))
-        return v.tekken_json(version), lambda text: vendor.encode(text, bos=False, eos=False)
-    return version, v.vendor(version).encode
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("version", v.REAL)
 def test_all_real_vocabularies_give_the_vendors_ids(tmp_path: Path, version: str) -> None:
-    data, ids = vendor_of(version)
-    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    tekken = version.startswith("tekken")
+    ids = tekken_ids(v.vendor_file(version)) if tekken else v.vendor(version).encode
+    tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, version))
     hostile = tuple(text for text in tokenizer.control if "REF" not in text)[:60]
     assert [
         text for text in texts(5, hostile, 100_000) if tokenizer.encode(text) != ids(text)
@@ -136,7 +135,9 @@ def test_published_vector() -> None:
     assert found == [1, 733, 16289, 28793, 264, 733, 28748, 16289, 28793, 287, 2]
 
 
-@pytest.mark.parametrize("make", ["v1", "v3", v.legacy_json, v.first_json, v.byte_level_json])
+@pytest.mark.parametrize(
+    "make", ["v1", "v3", v.legacy_json, v.first_json, v.byte_level_json, v.tekken]
+)
 def test_no_text_spells_a_control_token(make: Any, part: float) -> None:
     """By day the first ones, which have names, and some of the hundreds of reserved ones."""
     tokenizer = made(make)
@@ -474,10 +475,16 @@ PIECES = {
 }
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 LOSSY = "the tokenizer drops or changes these characters of a text: "
+DECODER = "the decoder of tokenizer.json is another vocabulary's: it is not used"
+
+
+@cache
+def first(entries: int) -> dict[str, Any]:
+    return v.byte_level_json(v.LLAMA_3, entries)
 
 
 def in_bytes(**changes: Any) -> dict[str, Any]:
-    return {**v.byte_level_json(v.LLAMA_3, 1000), **changes}
+    return {**first(1000), **changes}
 
 
 def other_space() -> dict[str, Any]:
@@ -490,17 +497,9 @@ def other_space() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "lost"),
     [
-        *((in_bytes(decoder=one), "") for one in (BYTES, PIECES, WORDS, {"type": "Fuse"})),
-        ({**v.legacy_json("v1"), "decoder": BYTES}, ""),
-        ({**v.legacy_json("v1"), "decoder": {"type": "Fuse"}}, ""),
         (v.first_json("v3"), ""),
         (in_bytes(normalizer={"type": "NFC"}), ""),
         (other_space(), "punctuation"),
-        (
-            in_bytes(pre_tokenizer=WORDS, decoder=WORDS),
-            "quotes and dashes, spaces, spaces in a row, line ends, tabs, Chinese, emoji, "
-            "rare characters",
-        ),
         (
             unigram(),
             "small letters, capitals, digits, punctuation, quotes and dashes, spaces, line ends, "
@@ -541,25 +540,189 @@ def test_what_is_encoded_is_decoded_or_said_to_be_lost(
         assert tokenizer.lost(text) == 0
 
 
-def test_a_real_piece_of_another_alphabet_stays_what_it_is() -> None:
-    """U+0109 is a letter for sentencepiece, and a tab for byte-level vocabularies."""
-    tokenizer = loaded.tokenizer(v.legacy_json, "v1")
-    assert "\u0109" in tokenizer.decode(tokenizer.encode("a\u0109b"))
-
-
-def split_by(pattern: str) -> dict[str, Any]:
-    data = v.byte_level_json(v.LLAMA_3, 1000)
-    data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
-    return data
-
-
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPELLED = LLAMA.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sStTmMdD]|'[rRvV][eE]|'[lL]{2})")
 QWEN = LLAMA.replace("{1,3}", "")
-VENDORS = v._tekken(v.TEKKEN)[0]
+VENDORS = v.tekken(300)["config"]["pattern"]
+
+
+def known(split: str, entries: int = 1000, **changes: Any) -> dict[str, Any]:
+    """A vocabulary with the pieces by which that of a family is known."""
+    data = first(entries) | changes
+    ids = {s.name: s for s in split_patterns._SPLITS}[split].known
+    return {**data, "model": {**data["model"], "vocab": {**data["model"]["vocab"], **ids}}}
+
+
+def cut_by(*parts: Any) -> dict[str, Any]:
+    """A pre-tokenizer of patterns and other parts."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    whole = [{**split, "pattern": {"Regex": p}} if isinstance(p, str) else p for p in parts]
+    return {"pre_tokenizer": {"type": "Sequence", "pretokenizers": whole}}
+
+
+def as_llama(data: dict[str, Any]) -> dict[str, Any]:
+    """What a byte-level vocabulary becomes under LlamaTokenizer of transformers 5."""
+    return {**data, "normalizer": None, "pre_tokenizer": WORDS, "decoder": PIECES}
+
+
+def rare(data: dict[str, Any]) -> dict[str, Any]:
+    """A vocabulary without the bytes that UTF-8 does not have."""
+    vocab = {
+        piece: id for piece, id in data["model"]["vocab"].items() if piece not in "\u00fe\u00ff"
+    }
+    return {**data, "model": {**data["model"], "vocab": vocab}}
+
+
+DIGITS = {"type": "Digits", "individual_digits": True}
+UNPACKED = {**BYTES, "use_regex": False}
+ANOTHER = "another program saved it"
+SPACED = v.legacy_json("v1")
+LIES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None, str]] = {
+    # What the file says, the family, the right reading (None: refused), and what is said.
+    **{
+        f"decoder of words {n}": (in_bytes(decoder=one), "", in_bytes(), DECODER)
+        for n, one in enumerate((PIECES, WORDS, {"type": "Fuse"}))
+    },
+    **{
+        f"decoder of bytes {n}": (SPACED | one, "", SPACED, DECODER)
+        for n, one in enumerate(({"decoder": BYTES}, {"decoder": {"type": "Fuse"}}))
+    },
+    "Mistral Small 3.1": (
+        known("tekken", 20_000, **cut_by(LLAMA, UNPACKED)),
+        "mistral",
+        known("tekken", 20_000, **cut_by(VENDORS, UNPACKED)),
+        "as tekken vocabularies do, though its vocabulary is one",
+    ),
+    "R1-Distill-Llama, saved": (
+        as_llama(known("Llama 3")),
+        "llama",
+        known("Llama 3", **cut_by(LLAMA, UNPACKED)),
+        "as Llama 3 vocabularies do, though",
+    ),
+    "R1-Distill-Qwen, saved": (
+        as_llama(known("Qwen 2")),
+        "qwen2",
+        known("Qwen 2", **cut_by(QWEN, UNPACKED)),
+        "as Qwen 2 vocabularies do, though",
+    ),
+    "no bytes": (
+        in_bytes(**cut_by(LLAMA, DIGITS)),
+        "",
+        in_bytes(**cut_by(LLAMA, DIGITS, UNPACKED)),
+        "spells bytes",
+    ),
+    "SmolLM2, saved": (as_llama(rare(in_bytes())), "llama", None, "reads texts with Metaspace"),
+    "SmolLM2, another decoder": (rare(in_bytes(decoder=PIECES)), "", rare(in_bytes()), DECODER),
+    "DeepSeek, saved": (as_llama(in_bytes()), "llama", None, "reads texts with Metaspace"),
+    "Llama 2's normalizer": (
+        {
+            **as_llama(in_bytes()),
+            **{k: SPACED[k] for k in ("normalizer", "pre_tokenizer")},
+        },
+        "",
+        None,
+        "reads texts with Prepend and Replace",
+    ),
+    "no pre-tokenizer": (
+        in_bytes(pre_tokenizer=None),
+        "",
+        None,
+        "reads texts with no pre-tokenizer",
+    ),
+    "white space as a border": (
+        in_bytes(**cut_by({"type": "WhitespaceSplit"}, UNPACKED)),
+        "",
+        None,
+        "loses the spaces",
+    ),
+    "pieces in bytes": (
+        {**SPACED, "normalizer": None, "pre_tokenizer": BYTES},
+        "",
+        None,
+        "loses the spaces",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_tokenizer_that_does_not_fit_its_vocabulary_is_read_as_that_needs_or_refused(
+    tmp_path: Path, lie: str
+) -> None:
+    data, family, right, said = LIES[lie]
+    folder = v.write_folder(tmp_path / "a", data)
+    if right is None:
+        error = loaded.refused(lambda: Tokenizer.from_folder(folder, family=family))
+        assert error.exit_code == 3
+        assert said in str(error)
+        assert ANOTHER in str(error)
+        return
+    tokenizer = Tokenizer.from_folder(folder, family=family)
+    honest = Tokenizer.from_folder(v.write_folder(tmp_path / "b", right), family=family)
+    assert honest.notes == ()
+    assert [said in note for note in tokenizer.notes] == [True]
+    for text in (split_patterns.SAMPLE, "  two'minikv\u00e9  \u4e2d\U0001f600 <|eot_id|>"):
+        assert tokenizer.encode(text) == honest.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("data", "family"),
+    [
+        (in_bytes(decoder=BYTES), "llama"),
+        (in_bytes(**cut_by(DIGITS, BYTES)), "llama"),  # SmolLM2
+        (  # DeepSeek
+            in_bytes(**cut_by("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"\s+$", DIGITS, UNPACKED))
+            | {"normalizer": {"type": "Sequence", "normalizers": []}},
+            "llama",
+        ),
+        (known("Llama 3", **cut_by(SPELLED, UNPACKED)), "llama"),
+        (known("tekken", **cut_by(LLAMA, UNPACKED)), "llama"),  # nobody knows
+        (v.legacy_json("v3"), "mistral"),
+        (v.first_json("v3"), "mistral"),
+    ],
+)
+def test_nothing_is_said_of_a_tokenizer_that_fits(
+    tmp_path: Path, data: dict[str, Any], family: str
+) -> None:
+    folder = v.write_folder(tmp_path, data, {"tokenizer_class": "LlamaTokenizerFast"})
+    tokenizer = Tokenizer.from_folder(folder, family=family)
+    assert tokenizer.notes == ()
+    assert tokenizer.decode(tokenizer.encode(split_patterns.SAMPLE)) == split_patterns.SAMPLE
+
+
+def test_a_real_piece_of_another_alphabet_stays_what_it_is() -> None:
+    """U+0109 is a letter for sentencepiece, and a tab for byte-level vocabularies."""
+    tokenizer = loaded.tokenizer(v.legacy_json, "v1")
+    assert "\u0109" in tokenizer.decode(tokenizer.encode("a\u0109b"))
+
+
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize("parts", [(), (DIGITS, BYTES)], ids=["patterns", "as published"])
+def test_smollm_ids_are_those_of_another_program(tmp_path: Path, parts: tuple[Any, ...]) -> None:
+    """Of SmolLM2's first 700 merges (Apache 2.0) and 1,000 texts. The ids come from pieces that
+    Python's `regex` cut, at each digit and then as GPT-2, joined by a loop over the merges."""
+    kept = json.loads((Path(__file__).parents[1] / "data/smollm.json").read_text("utf-8"))
+    pieces = [*kept["special"], *kept["letters"], *(m.replace(" ", "") for m in kept["merges"])]
+    vocab = {piece: id for id, piece in enumerate(pieces)}
+    added = [(text, id, True) for id, text in enumerate(kept["special"])]
+    data = byte_level(vocab, kept["merges"], [r"\p{N}", GPT_2], added)
+    tokenizer = Tokenizer.from_folder(
+        v.write_folder(tmp_path, data | (cut_by(*parts) if parts else {}))
+    )
+    assert len(kept["cases"]) == 1000
+    assert [text for text, ids in kept["cases"] if tokenizer.encode(text) != ids] == []
+    assert tokenizer.notes == ()
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    data = v.byte_level_json(v.LLAMA_3, 1000)
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    return data
 
 
 @pytest.mark.parametrize(
@@ -708,9 +871,6 @@ def test_lone_surrogates_are_replaced() -> None:
 
 def test_no_tokenizer_and_formats_that_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match=r"no tokenizer\.json"):
-        Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tekken.json").write_text("{}", "utf-8")
-    with pytest.raises(UnsupportedModel, match="tekken"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\nIw== 2\n")
     with pytest.raises(UnsupportedModel, match="tiktoken"):
@@ -947,6 +1107,69 @@ def test_the_ids_of_declared_tokens_are_small_numbers(tmp_path: Path, id: str) -
 
 BPE = b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
 OPEN = b'{"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}'
+
+
+def tekken(listed: Any = None, config: Any = (), **changes: Any) -> bytes:
+    """A tekken.json with some of its keys, those of its configuration, or ranks changed."""
+    data = v.tekken(300)
+    data["config"] |= dict(config)
+    data["vocab"] = [{**e, **changes.get(f"r{e['rank']}", {})} for e in data["vocab"]]
+    data |= {key: value for key, value in changes.items() if key in data}
+    return json.dumps(data | ({"special_tokens": listed} if listed else {})).encode()
+
+
+def ranked(more: Iterable[bytes]) -> bytes:
+    """A tekken.json with these pieces after the bytes."""
+    data = v.tekken(256)
+    texts = [base64.b64encode(piece).decode() for piece in more]
+    vocab = [{"rank": 256 + n, "token_bytes": text} for n, text in enumerate(texts)]
+    size = v.TEKKEN_SPECIALS + 256 + len(vocab)
+    config = {**data["config"], "default_vocab_size": size}
+    return json.dumps({"config": config, "vocab": data["vocab"] + vocab}).encode()
+
+
+def listing(*texts: str, **first: Any) -> list[dict[str, Any]]:
+    listed = [{"rank": id, "token_str": text} for id, text in enumerate(texts)]
+    return [listed[0] | first, *listed[1:]]
+
+
+BAD_TEKKENS = {
+    "unexpected structure": (
+        b"{}",
+        tekken(vocab=7),
+        tekken(r7={"token_bytes": "?"}),
+        tekken(r7={"token_bytes": "\u00e9"}),
+        tekken(r7={"token_bytes": None}),
+        tekken(vocab={}),
+        tekken(["<s>"]),
+        tekken(config={"default_vocab_size": "many"}),
+    ),
+    "not a usable tokenizer": tuple(
+        tekken(config={"pattern": pattern}) for pattern in ("(", "(?<a", None, {})
+    ),
+    "has the rank 8 at place 7": (tekken(r7={"rank": 8}),),
+    "has 1 pieces twice": (tekken(r299={"token_bytes": "AA=="}),),
+    "has no piece for the byte 7": (tekken(r7={"token_bytes": "QUJDREVGRw=="}),),
+    "a piece of 0 bytes": (tekken(r299={"token_bytes": ""}),),
+    "a piece of 600 bytes": (tekken(r299={"token_bytes": "AAAA" * 200}),),
+    "of 256 bytes, or too many": (ranked(bytes([n % 251, n // 251]) * 128 for n in range(9000)),),
+    "more than 1,000,000 ways": (
+        ranked(b"a" * n + b"b" * m for n in range(110) for m in range(110) if n + m > 1),
+    ),
+    "has 300 of the 5,000 pieces": (tekken(config={"default_vocab_size": 6000}),),
+    "2,000,000,000 of them": (tekken(config={"default_num_special_tokens": 2 * 10**9}),),
+    "-3 of them": (tekken(config={"default_num_special_tokens": -3}),),
+    "has 4,000,000,000 ids": (tekken(config={"default_vocab_size": 4 * 10**9}),),
+    "lists no special_tokens": (tekken(config={"version": "v11"}),),
+    "'halt', which is a word": (tekken(listing("<s>", "halt")),),
+    "each of its 1,000 control tokens one id": (
+        tekken(listing("<s>", "<s>")),
+        tekken(listing("<s>", "</s>", rank=1)),
+        tekken(listing("<s>", "</s>", rank=10**30)),
+        tekken(listing(*(f"<{n}>" for n in range(1001)))),
+        tekken(listing("<s>", "<SPECIAL_7>")),
+    ),
+}
 DAMAGED = [
     ("tokenizer.json", b""),
     ("tokenizer.json", b"{"),
@@ -976,6 +1199,16 @@ DAMAGED = [
     ("added_tokens.json", b'{"<a>": 99999999999}'),
     ("tokenizer_config.json", b'{"added_tokens_decoder": {"-4": {"content": "<a>"}}}'),
 ]
+
+
+@pytest.mark.parametrize("said", BAD_TEKKENS)
+def test_a_damaged_tekken_json_is_refused_in_one_line(tmp_path: Path, said: str) -> None:
+    for content in BAD_TEKKENS[said]:
+        (tmp_path / "tekken.json").write_bytes(content)
+        error = loaded.refused(lambda: Tokenizer.from_folder(tmp_path))
+        assert error.exit_code == 6
+        assert str(error).startswith("tekken.json")
+        assert said in str(error)
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGED)

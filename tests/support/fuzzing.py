@@ -398,9 +398,11 @@ def _tokenizers(folder: Path) -> list[Target]:
         ("added_tokens.json", b'{"<|y|>": 300, "<|z|>": 301}', 0.5),
         ("chat_template.json", b'{"chat_template": "{{ messages }}"}', 0.5),
         ("tokenizer.model", short, 0.3),
+        ("tekken.json", json.dumps(v.tekken(270)).encode(), 0.5),
     ):
         place = folder / name
-        if name == "tokenizer.model":
+        alone = name in ("tokenizer.model", "tekken.json")
+        if alone:
             place.mkdir(parents=True)
         elif name != "tokenizer.json":
             v.write_folder(place, small)

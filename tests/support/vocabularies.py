@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from minikv.models.stream import byte_level_alphabet
@@ -153,6 +154,30 @@ def first_json(version: str) -> dict[str, Any]:
 TEKKEN_SPECIALS = 1000
 
 
+@_kept
+def _first_ranks(count: int) -> str:
+    """The vendor's tekken.json, cut."""
+    data = json.loads(vendor_file(TEKKEN).read_text("utf-8"))
+    config = data["config"]
+    size = min(count + TEKKEN_SPECIALS, config["default_vocab_size"])
+    cut = {"config": {**config, "default_vocab_size": size}, "vocab": data["vocab"][:count]}
+    return json.dumps(cut)
+
+
+def tekken(ranks: int = 2000, version: str = "v3", listed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The vendor's tekken.json with its first ranks, perhaps as one that lists its control tokens:
+    those that older files imply, and these."""
+    made: dict[str, Any] = json.loads(_first_ranks(ranks))
+    made["config"]["version"] = version
+    if listed:
+        implied = [token["token_str"] for token in Tekkenizer.DEPRECATED_SPECIAL_TOKENS]
+        names = enumerate([*map(str, implied), *listed])
+        made["special_tokens"] = [
+            {"rank": id, "token_str": name, "is_control": True} for id, name in names
+        ]
+    return made
+
+
 @cache
 def _tekken(version: str) -> tuple[str, list[bytes]]:
     data = json.loads(vendor_file(version).read_text("utf-8"))
@@ -218,12 +243,15 @@ def tekken_json(version: str = TEKKEN) -> dict[str, Any]:
 def write_folder(
     folder: Path, tokenizer: dict[str, Any] | str, config: dict[str, Any] | None = None
 ) -> Path:
-    """A model folder's text files: a tokenizer.json, or a sentencepiece file by version."""
+    """A model folder's text files: a tokenizer.json, a tekken.json, or one of the vendor's files by
+    its version."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(tokenizer, str):
-        (folder / "tokenizer.model").write_bytes(vendor_file(tokenizer).read_bytes())
+        name = "tekken.json" if tokenizer.startswith("tekken") else "tokenizer.model"
+        (folder / name).write_bytes(vendor_file(tokenizer).read_bytes())
     else:
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+        name = "tekken.json" if "config" in tokenizer else "tokenizer.json"
+        (folder / name).write_text(json.dumps(tokenizer), "utf-8")
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     return folder
