@@ -402,7 +402,7 @@ class Prefill:
         pos, extra = view.pos, dict(view.carried)
         extra |= self._noted(view) if noted is None else noted
         if prompt is not None:
-            extra |= prompt.scorer.state(view)
+            extra |= prompt.state(view)
         if self._pool is not None:
             self._add(self._pool, view, extra)
             return

@@ -26,6 +26,9 @@ from minikv.policies.repeats import Repeat, RepeatView, Wording
 ALL = 1 << 62
 """As a number of observed queries: every query of the prompt."""
 
+SURE = 1e19
+"""From here on a score only says that a row stays before others; `Span` passes none of it on."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptView:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minikv.policies.base import StepPolicy
     from minikv.policies.parts import PromptPolicy
 
-_AXES = ("scorer", "layers", "heads", "select", "weigh", "prefer")
+_AXES = ("scorer", "carry", "layers", "heads", "select", "weigh", "prefer")
 """The order in which a policy's parts are listed."""
 _AMONG_HEADS = {"heads", "select", "weigh"}
 

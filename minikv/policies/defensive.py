@@ -47,7 +47,7 @@ class Defensive(Scorer):
         "release: 0.9)",
         (0.0, 1.0),
     )
-    sinks: int = options.sinks(0)
+    sinks: int = options.sinks()
 
     @property
     def evidence(self) -> Evidence:

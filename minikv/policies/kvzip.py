@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from minikv.policies import global_budget, options
-from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.base import SURE, Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 _COLUMN = "worth"
 _LEAST = 1e-30  # least score of a row that was scored; 0 means not scored
-_WHOLE = 1e20  # score of a text that was not scored because it always has room
-_SAID = 1e30  # score of the newest questions and answers, above every other
+_WHOLE = 10 * SURE  # score of a text that was not scored because it always has room
+_SAID = 100 * SURE  # score of the newest questions and answers, above every other
 _SHORTEST = 16  # least tokens of a chunk near the end of the context
 
 

@@ -25,7 +25,7 @@ SCORERS = (
 ).split()
 """The parts that say what a token is worth."""
 
-OTHER_PARTS = "pyramid uniform global ada draw critical turns kvcrush".split()
+OTHER_PARTS = "span pyramid uniform global ada draw critical turns kvcrush".split()
 """The parts that can be added to a method."""
 
 FILES = {

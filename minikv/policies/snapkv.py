@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.options import Method
+from minikv.policies.options import Method, option
 from minikv.policies.selection import joined, pool
 
 
@@ -24,7 +24,8 @@ class SnapKV(Scorer):
     name = "snapkv"
     summary = "last-window attention, pooled"
 
-    window: int = options.window()
+    window: int = option(32, "observation window: how many last tokens score", (1, 4096))
+    recent: int = option(0, "newest tokens, always kept; 0: those of the window", (0, 4096))
     kernel: int = options.kernel()
     pooling: str = options.pooling()
     group: str = options.group()
@@ -32,7 +33,7 @@ class SnapKV(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(observe=self.window, asks=True, sinks=self.sinks, window=self.window)
+        return Evidence(observe=self.window, asks=True, sinks=self.sinks, window=self.recent or self.window)
 
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
