@@ -38,18 +38,20 @@ from torch import Tensor
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
+from minikv.cache.second_pass import SecondPass
 from minikv.chat.reading import wording
 from minikv.cli.eval.intervals import wilson
 from minikv.loader import output_of, shape_of
 from minikv.models import load
 from minikv.models.templates import Message
 from minikv.policies import prompt_policy, step_policy
+from minikv.policies.base import StepPolicy, StepView
 
 SEEN = "adakv,snapkv,adakv+span,snapkv+span,chunkkv,h2o,queryspan,queryspan:gate=0"
 UNSEEN = "kvzip,kvzip+,kvzip+span,kvzip+uniform,keydiff,expected,ada-expected,adakv,random"
 STEPS = (
     "adakv>none,adakv>h2o,adakv>tova,adakv>streaming,adakv>roco,adakv>roco:lead=1;pool=1,"
-    "adakv>rkv:buffer=16,adakv>random"
+    "adakv>rkv:buffer=16,adakv>vase:buffer=16;window=16,adakv>triattention:buffer=16,adakv>random"
 )
 CITIES = "Lisbon Bergen Krakow Porto Ghent Turin Malmo Graz Vilnius Tampere Basel Zagreb".split()
 FIRST = "Ottoline Bartholomew Zephyrine Casimir Philippa Thaddeus Marguerite Leopold".split()
@@ -106,12 +108,14 @@ class Choice:
     name: str
     budget: int = 0
 
-    def rules(self) -> Rules:
+    def rules(self, tape: Tape) -> Rules:
         prompt, _, step = self.name.partition(">")
-        if prompt == "full" and not step:
-            return Rules()
-        made = prompt_policy(*_named(prompt)), step_policy(*_named(step or "none"))
-        return Rules(*made, Budget.parse(self.budget))
+        name, given = _named(step or "none")
+        if name == "triattention":
+            writes: StepPolicy | None = TriAttention.of(tape, int(given["buffer"]))
+        else:
+            writes = step_policy(name, given)
+        return Rules(prompt_policy(*_named(prompt)), writes, Budget.parse(self.budget))
 
 
 def _named(text: str) -> tuple[str, dict[str, str]]:
@@ -207,6 +211,7 @@ class Tape:
         self.ids: list[int] = []
         self.states = torch.empty(0, model.loaded.config.hidden, device=model.device)
         self._sums: dict[tuple[int, ...], Tensor] = {}
+        self._scored: dict[object, SecondPass] = {}
 
     def read(self, ids: Sequence[int]) -> None:
         """Read on."""
@@ -217,6 +222,7 @@ class Tape:
 
     def cut(self, tokens: int, chunks: int) -> None:
         """Keep only the first `tokens` tokens, which were read in so many chunks."""
+        self._scored.clear()
         for layer in self.chunks:
             for gone in layer[chunks:]:
                 self._sums = {k: s for k, s in self._sums.items() if k[0] != gone[0].data_ptr()}
@@ -239,6 +245,11 @@ class Tape:
                 if kv.watch is not None:
                     kv.watch(norms)
                 kv.attend(layer, q, k, v)
+        if isinstance(kv.reading, SecondPass):
+            assert kv.rules.prompt is not None
+            first = self._scored.setdefault(kv.rules.prompt.scorer, kv.reading)
+            if first is not kv.reading:
+                kv.reading.score_as(first)
         for repeat in kv.second_pass(self.ids):
             self.model.network.forward(self.model.ids(repeat.ids), kv.text(repeat))
         kv.advance(len(self.ids))
@@ -273,6 +284,59 @@ class Tape:
         return made
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TriAttention(StepPolicy):
+    """TriAttention (arXiv 2604.04921), for comparison only. It needs numbers of each head that are
+    no column: the mean of the queries before rotation and the mean of their lengths, by frequency.
+    The release takes them from other texts, beforehand; here they are those of the prompt.
+
+    centre complex [L, H, G, D / 2]; extra float32: mean length - |centre|; angle [D / 2].
+    """
+
+    centre: Tensor
+    extra: Tensor
+    angle: Tensor
+    buffer: int
+    name: str = "triattention"
+    sinks: int = 4
+    recent: int = 10
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        return self.buffer
+
+    @staticmethod
+    def of(tape: Tape, buffer: int) -> TriAttention:
+        angle, found = tape.model.network.rotary.inverse, []
+        for chunks in tape.chunks:
+            q = _pairs(torch.cat([chunk[0] for chunk in chunks]))  # [T, heads, D / 2]
+            at = torch.arange(len(q), device=q.device)[:, None] * angle
+            back = (q * torch.polar(torch.ones_like(at), -at)[:, None])[4:]
+            found.append(torch.stack((back.mean(0), back.abs().mean(0) + 0j)))
+        both = torch.stack(found, 1)  # [2, L, heads, D / 2]
+        both = both.view(2, len(found), tape.chunks[0][0][1].shape[1], -1, len(angle))
+        extra = both[1].real - both[0].abs()
+        return TriAttention(centre=both[0], extra=extra, angle=angle, buffer=buffer)
+
+    def score(self, view: StepView) -> Tensor:
+        assert view.keys is not None
+        each = torch.arange(len(view.pos), device=view.pos.device)
+        layer, head = view.layer + each // view.heads, each % view.heads
+        keys = _pairs(view.keys(each))  # [F, N, D / 2]
+        at = view.position + 2 ** torch.arange(17, device=each.device)  # the release's distances
+        angles = at[:, None] * self.angle
+        turn = torch.polar(torch.ones_like(angles), angles).mean(0)
+        query = self.centre[layer, head] * turn  # [F, G, D / 2]
+        scores = (query @ keys.conj().transpose(1, 2)).real
+        scores = scores + self.extra[layer, head] @ keys.abs().transpose(1, 2)
+        return scores.amax(1).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _pairs(x: Tensor) -> Tensor:
+    """[..., D] -> complex [..., D / 2], the numbers that are rotated together."""
+    return torch.complex(*x.float().chunk(2, -1))
+
+
 # -- facts ----------------------------------------------------------------------------------------
 
 
@@ -290,7 +354,7 @@ def facts_of(model: Model, name: str, text: str, args: argparse.Namespace) -> It
     blind: list[tuple[Choice, KVCache, Any]] = []
     if args.blind:
         for choice in choices:
-            kv = model.cache(choice.rules())
+            kv = model.cache(choice.rules(tape))
             tape.play(kv, args.answer + 64)
             blind.append((choice, kv, kv.snapshot()))
     for fact, prompt in zip(new, prompts, strict=True):
@@ -300,7 +364,7 @@ def facts_of(model: Model, name: str, text: str, args: argparse.Namespace) -> It
         logits = [tape.logits(len(prompt) - 1, len(prompt))]
         named, kvs = [Choice("full")], [tape.full]
         for choice in [] if args.blind else choices:
-            kv = model.cache(choice.rules())
+            kv = model.cache(choice.rules(tape))
             tape.play(kv, args.answer)
             named, kvs, logits = [*named, choice], [*kvs, kv], [*logits, logits[0]]
         for choice, kv, state in blind:
@@ -355,7 +419,7 @@ def writing_of(model: Model, name: str, text: str, args: argparse.Namespace) -> 
     for policy in args.policies.split(","):
         for budget in _numbers(args.budgets):
             named.append(Choice(policy, budget))
-            kvs.append(model.cache(named[-1].rules()))
+            kvs.append(model.cache(named[-1].rules(tape)))
             tape.play(kvs[-1], args.answer)
     tape.read(ids[args.tokens : -1])
     kls: list[list[float]] = [[] for _ in kvs]
@@ -389,7 +453,7 @@ def loops_of(model: Model, name: str, text: str, args: argparse.Namespace) -> It
     for policy in args.policies.split(","):
         for budget in _numbers(args.budgets):
             named.append(Choice(policy, budget))
-            kvs.append(model.cache(named[-1].rules()))
+            kvs.append(model.cache(named[-1].rules(tape)))
             tape.play(kvs[-1], args.answer)
     logits = tape.logits(len(prompt) - 1, len(prompt)).expand(len(kvs), -1)
     for choice, answer in zip(
@@ -445,16 +509,13 @@ def _cells(rows: list[Row]) -> dict[tuple[int, str], list[Row]]:
 
 
 def _facts_table(rows: list[Row]) -> Iterator[str]:
-    """Only questions that the full cache answers count. `kept words`: the mean number of tokens
-    before the answer differs from the full cache's."""
+    """Only questions that the full cache answers count, but for `others`. `same tokens`: the mean
+    number before the answer differs from the full cache's; `of`: how many that has."""
     key = lambda row: (row["document"], row["kind"])  # noqa: E731
     known = {key(row) for row in rows if row["policy"] == "full" and row["right"]}
     kinds = sorted({row["kind"] for row in rows})
-    yield (
-        "| budget | policy | n | right | 95 % | "
-        + " | ".join(kinds)
-        + " | same tokens | of | also right where full is not |"
-    )
+    heads = "budget", "policy", "n", "right", "95 %", *kinds, "same tokens", "of", "others"
+    yield f"| {' | '.join(heads)} |"
     yield "|" + "---|" * (8 + len(kinds))
     for (budget, policy), cell in _cells(rows).items():
         asked = [row for row in cell if key(row) in known]
@@ -466,14 +527,18 @@ def _facts_table(rows: list[Row]) -> Iterator[str]:
         same, of = (sum(row[name] for row in asked) / max(1, len(asked)) for name in ("same", "of"))
         yield (
             f"| {budget or '-'} | {policy} | {len(asked)} | {right / max(1, len(asked)):.1%} | "
-            f"{low:.0%} to {high:.0%} | {shares} | {same:.1f} | {of:.1f} | {more} of {len(cell) - len(asked)} |"
+            f"{low:.0%} to {high:.0%} | {shares} | {same:.1f} | {of:.1f} | "
+            f"{more} of {len(cell) - len(asked)} |"
         )
 
 
 def _writing_table(rows: list[Row]) -> Iterator[str]:
     """KL per token from the full cache over the first 5, 64 and all tokens, and its difference from
     the first policy of the same budget with a bootstrap interval over documents."""
-    yield "| budget | policy | n | KL 5 | KL 64 | KL all | against the first | 95 % | worse in | nats above full | last half | kept |"
+    yield (
+        "| budget | policy | n | KL 5 | KL 64 | KL all | against the first | 95 % | worse in | "
+        "nats above full | last half | kept |"
+    )
     yield "|" + "---|" * 12
     exact = {row["document"]: row["loss"] for row in rows if row["policy"] == "full"}
     first: dict[str, list[float]] = {}
@@ -502,8 +567,9 @@ def _loops_table(rows: list[Row]) -> Iterator[str]:
     for (budget, policy), cell in _cells(rows).items():
         again = [row["again"] for row in cell]
         yield (
-            f"| {budget or '-'} | {policy} | {len(cell)} | {_mean([r['tokens'] for r in cell]):.0f} | "
-            f"{_mean(again):.2f} | {sum(a > 0.5 for a in again)} of {len(cell)} | "
+            f"| {budget or '-'} | {policy} | {len(cell)} | "
+            f"{_mean([r['tokens'] for r in cell]):.0f} | {_mean(again):.2f} | "
+            f"{sum(a > 0.5 for a in again)} of {len(cell)} | "
             f"{_mean([r['same'] for r in cell]):.1f} |"
         )
 

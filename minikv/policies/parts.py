@@ -1,5 +1,6 @@
-"""A prompt policy is made of parts: a scorer, and what carries worth on, shares the budget among layers and heads,
-chooses the rows, replaces scores, or holds some rows back. Each part answers one question.
+"""A prompt policy is made of parts: a scorer, and what carries worth on, shares the budget among
+layers and heads, chooses the rows, replaces scores, or holds some rows back. Each part answers one
+question.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class SnapKV(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(observe=self.window, asks=True, sinks=self.sinks, window=self.recent or self.window)
+        return Evidence(
+            observe=self.window, asks=True, sinks=self.sinks, window=self.recent or self.window
+        )
 
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
