@@ -122,6 +122,7 @@ def combine(name: str, words: Sequence[str]) -> Method:
         name,
         "; ".join(chosen[axis].summary for axis in _AXES if axis in chosen),
         parts=tuple(chosen[axis] for axis in _AXES if axis in chosen),
+        good="answers of many words" if "carry" in chosen else base.good,
         paper="composed",
         second=base.second,
         preset=preset,

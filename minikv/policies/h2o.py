@@ -20,6 +20,7 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import ALL, Evidence, PromptView, Scorer, StepPolicy, StepView
 from minikv.policies.options import Method, option
+from minikv.policies.span import carry
 
 
 def _recent_share() -> Any:
@@ -81,6 +82,9 @@ class H2O(StepPolicy):
 
     recent_share: float = _recent_share()
     sinks: int = options.sinks(0)
+    decay: float = option(
+        0.0, "share of its sum that a token of a prompt passes on to the next one", (0.0, 0.9999)
+    )
     name: str = "h2o"
     observe: int = 32
 
@@ -91,7 +95,11 @@ class H2O(StepPolicy):
     def init(self, view: PromptView) -> dict[str, Tensor]:
         """Start from the sums over the queries that were observed at the end of the prompt."""
         assert view.mass is not None
-        return {"sum": view.carried["sum"] + view.mass.mean(1)}
+        mass = view.mass.mean(1)
+        if self.decay:
+            gives = view.live & (view.pos >= 4)
+            mass = torch.maximum(mass, carry(mass * gives, view.pos, self.decay))
+        return {"sum": view.carried["sum"] + mass}
 
     def update(
         self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
@@ -122,6 +130,7 @@ METHOD = Method(
     "prompt counts there only with --decode h2o",
     parts=(H2OScorer,),
     rule=H2O,
+    good="long answers",
     paper="2306.14048",
     told="accumulated attention",
     state="1 sum per token",

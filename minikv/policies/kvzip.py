@@ -133,6 +133,7 @@ KVZIP = Method(
     "tokens that the model needs to repeat what it has read, whatever is asked; reads twice, and "
     "holds the whole cache in RAM until then",
     parts=(KVzip, global_budget.GlobalBudget),
+    good="many questions, one cache",
     paper="2505.23416",
     state="1 score per token",
     second="safe",
@@ -143,6 +144,7 @@ KVZIP_PLUS = Method(
     "kvzip+",
     "KVzip's scores, times |v W_O| / |h|: what a token can write to the layer's output",
     parts=(KVzip, global_budget.GlobalBudget),
+    good="many questions, one cache",
     paper="2601.07891",
     state="1 score per token",
     second="safe",

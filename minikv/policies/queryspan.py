@@ -62,6 +62,7 @@ METHOD = Method(
     "tokens that the question attends to, and the text after them that could not be foreseen "
     "(kvpress' pull request 292); reads a prompt twice; made for queryspan+global",
     parts=(QuerySpan, Span),
+    good="answers of many words",
     paper="kvpress292",
     told="question's attention",
     second="reads again",

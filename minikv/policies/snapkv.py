@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.options import Method, option
+from minikv.policies.options import Method
 from minikv.policies.selection import joined, pool
 
 
@@ -24,8 +24,7 @@ class SnapKV(Scorer):
     name = "snapkv"
     summary = "last-window attention, pooled"
 
-    window: int = option(32, "observation window: how many last tokens score", (1, 4096))
-    recent: int = option(0, "newest tokens, always kept; 0: those of the window", (0, 4096))
+    window: int = options.window()
     kernel: int = options.kernel()
     pooling: str = options.pooling()
     group: str = options.group()
@@ -33,9 +32,7 @@ class SnapKV(Scorer):
 
     @property
     def evidence(self) -> Evidence:
-        return Evidence(
-            observe=self.window, asks=True, sinks=self.sinks, window=self.recent or self.window
-        )
+        return Evidence(observe=self.window, asks=True, sinks=self.sinks, window=self.window)
 
     def score(self, view: PromptView) -> Tensor:
         assert view.mass is not None
@@ -59,6 +56,7 @@ METHOD = Method(
     "snapkv",
     "tokens that the last window of the prompt attends to",
     parts=(SnapKV,),
+    good="a question, a short answer",
     paper="2404.14469",
     told="last-window attention",
     second="needs recall",

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from minikv.policies.base import SURE, Evidence, PromptView
 from minikv.policies.options import option
-from minikv.policies.outputs import output_lengths
 from minikv.policies.selection import ranked
 
 _COLUMN = "foreseen"
@@ -51,13 +50,9 @@ class Span:
         3, "a token's surprise is the largest among this many neighbours (odd)", (1, 63), odd=True
     )
     first: int = option(4, "first tokens that pass nothing on: attention sinks", (0, 4096))
-    values: bool = option(False, "multiply scores by |v W_O| before they are passed on")
 
     def evidence(self, given: Evidence) -> Evidence:
         """What the scorer reads, and this part."""
-        if self.values:
-            vectors, copies = max(2, given.vectors), given.copies or "v"
-            given = replace(given, copies=copies, vectors=vectors)
         return replace(given, predicted=given.predicted or self.gate > 0)
 
     @property
@@ -86,8 +81,6 @@ class Span:
         """The scores float32 [H, N] with what is passed on. adds_up: see `Evidence`; other scores
         are replaced by their ranks among the rows that are free bool [H, N]."""
         worth = scores if adds_up else ranked(scores, view.pos, free)
-        if self.values:
-            worth = worth * output_lengths(view).mean(1)
         gives = view.live & (view.pos >= self.first) & (worth < SURE)
         passed = carry(worth.masked_fill(~gives, 0.0), view.pos, self.decay)
         if self.gate:

@@ -115,6 +115,7 @@ METHOD = Method(
     "tokens stay whose values are large, and others by a draw in proportion to attention; a head "
     "grows by `buffer` tokens over its budget, then gives up as many at once",
     rule=VaSE,
+    good="long answers",
     paper="2606.03928",
     told="value's range, then a draw",
     state="1 sum per token",

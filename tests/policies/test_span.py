@@ -1,4 +1,4 @@
-"""QuerySpan: what is carried on along the text, and how far a foreseen token lets it."""
+"""Spans: what is carried on along the text, and how far a foreseen token lets it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from views import build, looked
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.policies.queryspan import carry
+from minikv.policies import find
+from minikv.policies.base import SURE, PromptView
+from minikv.policies.selection import ranked
+from minikv.policies.span import carry
 
 
 def test_worth_is_carried_on_with_decay() -> None:
@@ -35,7 +38,12 @@ def test_a_long_text_keeps_its_precision() -> None:
     torch.testing.assert_close(found[0, 199_001:199_004], 0.95 ** torch.tensor([1.0, 2.0, 3.0]))
 
 
-def test_scores_by_hand() -> None:
+def scores(name: str, seen: PromptView, **options: object) -> torch.Tensor:
+    policy = build(name, options)
+    return policy.scores(seen, policy.scorer.free(seen))
+
+
+def test_queryspan_by_hand() -> None:
     """Two query heads whose values count 1 and 3 times; the queries' inputs have lengths 1 and 2.
 
     Row 0: the most of .4 x 1 / 1 and .4 x 3 / 2 is .6. It is carried on with decay 1/2 times the
@@ -49,13 +57,55 @@ def test_scores_by_hand() -> None:
         predicted=torch.tensor([1.0, 1.0, 0.36, 1.0]),
         carried={"foreseen": torch.zeros(1, 4)},
     )
-    options = {"window": 2, "sinks": 0, "recent": 0, "decay": 0.5}
-    scores = build("queryspan", options).scorer.score(seen)[0]
-    torch.testing.assert_close(scores, torch.tensor([0.6, 0.24, 0.15 * 0.8, 0.06]))
-    alone = build("queryspan", options | {"near": 1}).scorer.score(seen)[0]
-    torch.testing.assert_close(alone, torch.tensor([0.6, 0.0, 0.15 * 0.8, 0.03]))
-    open_ = build("queryspan", options | {"gate": 0.0}).scorer.score(seen)[0]
-    torch.testing.assert_close(open_, torch.tensor([0.6, 0.3, 0.15, 0.075]))
+    options: dict[str, object] = {"window": 2, "sinks": 0, "recent": 0, "decay": 0.5}
+    for more, want in (
+        ({}, [0.6, 0.24, 0.15 * 0.8, 0.06]),
+        ({"near": 1}, [0.6, 0.0, 0.15 * 0.8, 0.03]),
+        ({"gate": 0.0}, [0.6, 0.3, 0.15, 0.075]),
+    ):
+        found = scores("queryspan", seen, **options, **more)[0]
+        torch.testing.assert_close(found, torch.tensor(want), msg=str(more))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "chunkkv", "keydiff", "defensive"])
+def test_any_scores_are_carried_on(name: str) -> None:
+    """Against the sentence that defines it, row by row: a row's worth, or the most that a row
+    before it passes on. Sinks pass nothing on. Of scores that do not add up, ranks are carried."""
+    draw = torch.Generator().manual_seed(5)
+    value = torch.rand(2, 14, 3, generator=draw)
+    output = torch.rand(2, 2, 3, 5, generator=draw)
+    seen = looked(torch.rand(2, 2, 3, 14, generator=draw), value, output=output, budget=6)
+    mine = {one.name for one in find(f"{name}+span").prompt_options}
+    options = {key: 2 for key in ("window", "sinks", "recent") if key in mine}
+    policy = build(f"{name}+span", {"decay": 0.8, "first": 3, **options})
+    own, free = policy.scorer.score(seen), policy.scorer.free(seen)
+    if name == "keydiff":
+        own = ranked(own, seen.pos, free)
+    found = policy.scores(seen, free)
+    for h in range(2):
+        for at in range(14):
+            passed = [0.8 ** (at - i) * float(own[h, i]) for i in range(3, at + 1)]
+            want = max(float(own[h, at]), *passed, 0.0)
+            if bool(free[h, at]):
+                assert float(found[h, at]) == pytest.approx(want, rel=1e-5), (h, at)
+
+
+def test_what_only_has_to_stay_is_not_carried_on() -> None:
+    """As KVzip says of its newest rows: 0.3 and 0.1 are carried on, not the score between them."""
+    given = torch.tensor([[0.0, 0.3, 10 * SURE, 0.1, 0.0]])
+    seen = replace(
+        looked(torch.zeros(1, 1, 1, 5)), carried={"worth": given}, asks=True, turns=((0, 5),)
+    )
+    found = scores("kvzip+span", seen, decay=0.5, first=0)[0]
+    torch.testing.assert_close(found[[1, 3]], torch.tensor([0.3, 0.1]))
+
+
+def test_it_reads_once_unless_it_has_a_gate() -> None:
+    for name in ("adakv+span", "snapkv+span", "h2o+span", "kvzip+span", "queryspan"):
+        for gate in (0.0, 0.5):
+            policy = build(name, {"gate": gate})
+            assert policy.evidence.predicted == (gate > 0)
+            assert ("foreseen" in policy.columns) == (gate > 0)
 
 
 def test_a_token_whose_probability_is_not_known_was_not_foreseen() -> None:
@@ -64,8 +114,8 @@ def test_a_token_whose_probability_is_not_known_was_not_foreseen() -> None:
     seen = replace(
         looked(given, output=torch.ones(1, 1, 1, 1)), carried={"foreseen": torch.zeros(1, 3)}
     )
-    scores = build("queryspan", {"decay": 0.5}).scorer.score(seen)[0]
-    torch.testing.assert_close(scores, torch.tensor([1.0, 0.5, 0.25]))
+    found = scores("queryspan", seen, decay=0.5)[0]
+    torch.testing.assert_close(found, torch.tensor([1.0, 0.5, 0.25]))
 
 
 def test_what_was_probable_stays_with_its_row() -> None:
@@ -76,10 +126,10 @@ def test_what_was_probable_stays_with_its_row() -> None:
         predicted=torch.tensor([0.5, 0.9, 0.3, 0.8]),
         carried={"foreseen": torch.tensor([[0.0, 0.7, 0.0, 0.0]])},
     )
-    scorer = build("queryspan", {"decay": 0.5}).scorer
-    torch.testing.assert_close(scorer.state(seen)["foreseen"], torch.tensor([[0.3, 0.7, 0.3, 0.0]]))
+    policy = build("queryspan", {"decay": 0.5})
+    torch.testing.assert_close(policy.state(seen)["foreseen"], torch.tensor([[0.3, 0.7, 0.3, 0.0]]))
     unread = replace(seen, predicted=None)
-    assert scorer.state(unread)["foreseen"] is seen.carried["foreseen"]
+    assert policy.state(unread)["foreseen"] is seen.carried["foreseen"]
 
 
 @pytest.mark.parametrize("seed", range(3))
