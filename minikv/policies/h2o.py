@@ -20,7 +20,6 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import ALL, Evidence, PromptView, Scorer, StepPolicy, StepView
 from minikv.policies.options import Method, option
-from minikv.policies.span import carry
 
 
 def _recent_share() -> Any:
@@ -82,9 +81,6 @@ class H2O(StepPolicy):
 
     recent_share: float = _recent_share()
     sinks: int = options.sinks(0)
-    decay: float = option(
-        0.0, "share of its sum that a token of a prompt passes on to the next one", (0.0, 0.9999)
-    )
     name: str = "h2o"
     observe: int = 32
 
@@ -95,11 +91,7 @@ class H2O(StepPolicy):
     def init(self, view: PromptView) -> dict[str, Tensor]:
         """Start from the sums over the queries that were observed at the end of the prompt."""
         assert view.mass is not None
-        mass = view.mass.mean(1)
-        if self.decay:
-            gives = view.live & (view.pos >= 4)
-            mass = torch.maximum(mass, carry(mass * gives, view.pos, self.decay))
-        return {"sum": view.carried["sum"] + mass}
+        return {"sum": view.carried["sum"] + view.mass.mean(1)}
 
     def update(
         self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]

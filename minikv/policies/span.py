@@ -81,11 +81,24 @@ class Span:
         """The scores float32 [H, N] with what is passed on. adds_up: see `Evidence`; other scores
         are replaced by their ranks among the rows that are free bool [H, N]."""
         worth = scores if adds_up else ranked(scores, view.pos, free)
-        gives = view.live & (view.pos >= self.first) & (worth < SURE)
-        passed = carry(worth.masked_fill(~gives, 0.0), view.pos, self.decay)
+        passed = self._passed(view, worth)
         if self.gate:
             passed = passed * (1.0 - self.state(view)[_COLUMN]).clamp(0.0, 1.0) ** self.gate
         return torch.maximum(worth, passed)
+
+    def noted(self, view: PromptView) -> PromptView:
+        """The view for a step policy. Attention is passed on there, too, or the text that follows
+        would be the first to leave while an answer is copied from it. The mean over G of `mass`
+        takes its place."""
+        if view.mass is None or view.squares is None:
+            return view
+        mass = view.mass.mean(1)
+        both = [torch.maximum(one, self._passed(view, one)) for one in (mass, view.squares)]
+        return replace(view, mass=both[0][:, None], squares=both[1])
+
+    def _passed(self, view: PromptView, worth: Tensor) -> Tensor:
+        gives = view.live & (view.pos >= self.first) & (worth < SURE)
+        return carry(worth.masked_fill(~gives, 0.0), view.pos, self.decay, view.order)
 
     differs = (
         "a prompt that must evict is read twice, first for the probabilities of its tokens, if "
@@ -95,12 +108,21 @@ class Span:
     )
 
 
-def carry(worth: Tensor, pos: Tensor, decay: float) -> Tensor:
+def carry(worth: Tensor, pos: Tensor, decay: float, order: Tensor | None = None) -> Tensor:
     """float32 [H, N]: the largest worth that a row gets from the rows at or before its position; a
     worth is multiplied by `decay` for every position between them. worth [H, N]: at least 0, and 0
-    for rows with pos -1."""
-    order = pos.argsort(dim=1, stable=True)
-    line = worth.gather(1, order).to(torch.float64).clamp(min=1e-30).log()
-    fall = pos.gather(1, order).to(torch.float64) * math.log(decay)
+    for rows with pos -1, where the result has no meaning. order int64 [H, B]: the first B rows by
+    position; the others follow them as they are. None: all."""
+    order = pos.argsort(dim=1, stable=True) if order is None else order
+    early = order.shape[1]
+
+    def in_line(x: Tensor) -> Tensor:
+        return torch.cat((x[:, :early].gather(1, order), x[:, early:]), 1) if early else x
+
+    fall = in_line(pos).to(torch.float64) * math.log(decay)
+    line = in_line(worth).to(torch.float64).clamp(min=1e-30).log()
     line = ((line - fall).cummax(1).values + fall).exp().to(torch.float32)
-    return torch.empty_like(worth).scatter_(1, order, line)
+    if not early:
+        return line
+    first = torch.empty_like(line[:, :early]).scatter_(1, order, line[:, :early])
+    return torch.cat((first, line[:, early:]), 1)

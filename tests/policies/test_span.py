@@ -11,7 +11,7 @@ from views import build, looked
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.policies import find
+from minikv.policies import find, step_policy
 from minikv.policies.base import SURE, PromptView
 from minikv.policies.selection import ranked
 from minikv.policies.span import carry
@@ -149,3 +149,17 @@ def test_a_copy_of_the_cache_has_what_was_probable(seed: int) -> None:
         run.prompt(small.ids(20, seed + 9))
         chosen.append([run.kv.kept(i, h).tolist() for i in range(3) for h in range(3)])
     assert chosen[0] == chosen[1]
+
+
+def test_a_step_policy_begins_with_what_was_passed_on() -> None:
+    """Rows 3 and 6 get attention; the text after them, which an answer is copied from, keeps what
+    is passed on. Padding and sinks pass nothing on, and no row loses anything."""
+    given = torch.zeros(1, 2, 2, 9)
+    given[0, 0, 0, 3], given[0, :, 1, 6], given[0, :, :, 0] = 0.8, 0.5, 0.9
+    pos = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, -1]])
+    seen = replace(looked(given, pos=pos), carried={"sum": torch.zeros(1, 9)})
+    policy, step = build("snapkv+span", {"decay": 0.5, "first": 1}), step_policy("h2o")
+    assert policy.carry is not None
+    assert step is not None
+    found = step.init(policy.carry.noted(seen))["sum"][0]
+    torch.testing.assert_close(found[:8], torch.tensor([1.8, 0.0, 0.0, 0.4, 0.2, 0.1, 0.5, 0.25]))
