@@ -592,7 +592,8 @@ def documents(model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str
     After the first parts of all texts come their second parts, and so on."""
     with gzip.open(args.texts, "rt", encoding="utf-8") as file:
         texts = json.load(file)
-    size = args.tokens + (args.answer + 1 if args.task == "writing" else 0)
+    # Some tokens more, as the text of the tokens may be fewer tokens.
+    size = args.tokens + (args.answer + 20 if args.task == "writing" else 0)
     for number in range(args.first + args.worker, args.first + args.documents, args.workers):
         name = sorted(texts, key=lambda name: random.Random(name).random())[number % len(texts)]
         ids = model.tokenizer.encode(texts[name])
