@@ -66,5 +66,5 @@ METHOD = Method(
     paper="kvpress292",
     told="question's attention",
     second="reads again",
-    preset={"gate": 0.5, "first": 0},
+    preset={"decay": 0.95, "gate": 0.5, "first": 0},
 )

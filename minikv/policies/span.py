@@ -38,7 +38,7 @@ class Span:
     summary = "worth carried on to the text that follows"
 
     decay: float = option(
-        0.95, "share of a token's score that is passed on to the next token", (0.01, 0.9999)
+        0.9, "share of a token's score that is passed on to the next token", (0.01, 0.9999)
     )
     gate: float = option(
         0.0,
@@ -105,6 +105,9 @@ class Span:
         "there is a `gate`; the release reads once and holds every layer until the end. The choice "
         "is the same",
         "tokens of answers, and what another policy read, count as not foreseen",
+        "decay=0.9 and no gate; the release has 0.95 and 0.5, as `queryspan` here",
+        "a step policy begins with attention that is passed on as well; the release evicts nothing "
+        "while an answer is written",
     )
 
 

@@ -80,7 +80,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "pyramidkv": SNAPKV | PYRAMID,
     "adakv": SNAPKV | ADA,
     "ada-pyramid": SNAPKV | PYRAMID | ADA,
-    "ada-span": SNAPKV | ADA | {"decay": 0.95, "gate": 0.0, "near": 3, "first": 4},
+    "ada-span": SNAPKV | ADA | {"decay": 0.9, "gate": 0.0, "near": 3, "first": 4},
     "nacl": {
         "proxies": 32,
         "sinks": 4,
