@@ -105,7 +105,7 @@ class Span:
         "there is a `gate`; the release reads once and holds every layer until the end. The choice "
         "is the same",
         "tokens of answers, and what another policy read, count as not foreseen",
-        "decay=0.9 and no gate; the release has 0.95 and 0.5, as `queryspan` here",
+        "decay=0.9 and no gate; the release has 0.95 and 0.5, and so has queryspan here",
         "a step policy begins with attention that is passed on as well; the release evicts nothing "
         "while an answer is written",
     )

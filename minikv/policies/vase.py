@@ -32,7 +32,7 @@ class VaSE(StepPolicy):
 
     sinks: int = options.sinks()
     window: int = option(
-        64, "newest tokens, always kept; about as many last queries score", (1, 4096)
+        32, "newest tokens, always kept; about as many last queries score", (1, 4096)
     )
     buffer: int = option(64, "how many tokens a head takes in before it evicts as many", (1, 4096))
     large: float = option(
@@ -86,6 +86,7 @@ class VaSE(StepPolicy):
         "a query's attention fades with each token (one number per token); the release takes the "
         "mean over the last 64 queries, which it stores, and their softmax leaves out the newest "
         "64 tokens",
+        "the newest 32 tokens stay, so that small budgets have room for others; in the release 64",
         "`large` is a share of the budget; the release has a number (1,024 of 4,096 tokens)",
         "draws are seeded by layer, head and token; the release has no seed",
         "prompts are left to the prompt policy, or to --stride; the release also evicts a prompt's "

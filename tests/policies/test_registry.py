@@ -118,7 +118,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "softmax": "all",
         "group": "mean",
     },
-    "vase": {"sinks": 4, "window": 64, "buffer": 64, "large": 0.25, "kernel": 5, "seed": 0},
+    "vase": {"sinks": 4, "window": 32, "buffer": 64, "large": 0.25, "kernel": 5, "seed": 0},
 }
 """Of every option of every policy: a default changes here, in the docs and by a measurement."""
 
