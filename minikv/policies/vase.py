@@ -86,7 +86,7 @@ class VaSE(StepPolicy):
         "a query's attention fades with each token (one number per token); the release takes the "
         "mean over the last 64 queries, which it stores, and their softmax leaves out the newest "
         "64 tokens",
-        "the newest 32 tokens stay, so that small budgets have room for others; in the release 64",
+        "window=32, so that small budgets have room for others; in the release 64",
         "`large` is a share of the budget; the release has a number (1,024 of 4,096 tokens)",
         "draws are seeded by layer, head and token; the release has no seed",
         "prompts are left to the prompt policy, or to --stride; the release also evicts a prompt's "
