@@ -25,6 +25,7 @@ ELSEWHERE = {
     "minikv/policies/expected.py": "policies/test_fixtures.py",
     "minikv/policies/streaming.py": "policies/test_fixtures.py",
     "minikv/policies/parts.py": "policies/test_selection.py",
+    "minikv/policies/queryspan.py": "policies/test_span.py",
     "minikv/settings.py": "cli/test_settings.py",
     "models/builtin_templates.py": "models/test_templates.py",
     "models/checkpoint.py": "models/test_weights.py",

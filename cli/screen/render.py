@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _QUESTIONS = {
     "scorer": "how much a token is worth, and which are always kept",
+    "carry": "what a token passes on to the text that follows it",
     "layers": "how many tokens each layer keeps",
     "heads": "how many tokens each head of a layer keeps",
     "select": "which tokens a head keeps",
@@ -219,15 +220,15 @@ def policy(name: str, *, as_json: bool) -> str:
 
 def _policies_table() -> str:
     """Every method in the registry, one line of at most 80 characters each."""
-    rows = [("POLICY", "WHEN", "SCORES WITH", "2ND QUESTION", "PAPER")]
+    rows = [("POLICY", "WHEN", "GOOD FOR", "2ND QUESTION", "PAPER")]
     parts = ", ".join(part_names())
-    rows += [(i.name, i.when, i.scores, i.second, i.paper) for i in registry.methods()]
+    rows += [(i.name, i.when, i.good, i.second, i.paper) for i in registry.methods()]
     return (
         f"{_columns(rows)}\n\n"
         f"{_wrapped('--policy takes ' + ', '.join(prompt_names()))}\n"
         f"{_wrapped('--decode takes ' + ', '.join(step_names()))}\n"
         f"{_wrapped('parts to add to a policy: ' + parts + ' (as in h2o+ada)')}\n"
-        "minikv policies show NAME   budget, extra state, options and defaults"
+        "minikv policies show NAME   what it scores with, budget, state, options"
     )
 
 
@@ -239,6 +240,7 @@ def _policy_card(info: Method) -> str:
     """One method: what it does, and its options with defaults and limits."""
     rows = [
         ("flag", " ".join(_flags(info))),
+        ("good for", info.good),
         ("when", info.when),
         ("budget", info.shape),
         ("scores", info.scores),
@@ -247,7 +249,7 @@ def _policy_card(info: Method) -> str:
         ("paper", info.paper),
     ]
     if info.stride:
-        rows.insert(2, ("--stride", info.stride))
+        rows.insert(3, ("--stride", info.stride))
     text = f"{textwrap.fill(f'{info.name}: {info.summary}', 80)}\n\n{_columns(rows)}\n\n"
     return text + _options(info.options) + _differs(info.differences)
 
@@ -308,6 +310,7 @@ def _policy_record(info: Method) -> dict[str, object]:
         "prompt": "--policy" in _flags(info),
         "decode": "--decode" in _flags(info),
         "when": info.when,
+        "good_for": info.good,
         "budget_shape": info.shape,
         "scores": info.scores,
         "state": info.state,

@@ -232,6 +232,7 @@ class BlockPrefill:
             query.flatten(1, 2) if query is not None and self.step.needs_query else None,
             key,
             lambda heads: self._columns["k"][heads],
+            lambda heads: self._columns["v"][heads],
             context=position + 1,
         )
         return leaving(self.step.worth(view), pos, counts)

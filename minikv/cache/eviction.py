@@ -312,6 +312,7 @@ class Eviction:
             attention,
             *probes,
             lambda some: arena.read(self.ops, "k", index[some]),
+            lambda some: arena.read(self.ops, "v", index[some]),
             self.readable,
             int(position) + 1 if self.readable else self.shape.max_context + 1,
         )

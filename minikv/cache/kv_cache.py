@@ -727,5 +727,5 @@ def _declare(arena: Arena, before: StepPolicy | None, rules: Rules) -> None:
     # Another policy's values mean nothing to this one.
     same = before is not None and step is not None and before.name == step.name
     anew = not same or (before is not None and before.columns != columns)
-    scorer_columns = {} if prompt is None else prompt.scorer.columns
-    arena.declare({**scorer_columns, **columns}, anew=columns if anew else ())
+    prompt_columns = {} if prompt is None else prompt.columns
+    arena.declare({**prompt_columns, **columns}, anew=columns if anew else ())

@@ -404,7 +404,7 @@ class Prefill:
         pos, extra = view.pos, dict(view.carried)
         extra |= self._noted(view) if noted is None else noted
         if prompt is not None:
-            extra |= prompt.scorer.state(view)
+            extra |= prompt.state(view)
         if self._pool is not None:
             self._add(self._pool, view, extra)
             return
@@ -437,7 +437,10 @@ class Prefill:
 
     def _noted(self, view: PromptView) -> dict[str, Tensor]:
         """The step policy's columns [H, N] after the prompt."""
-        return {} if self.step is None else self.step.init(view)
+        if self.step is None:
+            return {}
+        carry = self.prompt.carry if self.prompt is not None else None
+        return self.step.init(view if carry is None else carry.noted(view))
 
     def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
         """Add the layer's rows to the pool, where they compete with those of all layers before

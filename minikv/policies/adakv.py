@@ -19,6 +19,7 @@ from minikv.policies import options, pyramidkv, selection, snapkv
 from minikv.policies.base import Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.parts import Candidates, HeadAllocator
+from minikv.policies.span import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ ADAKV = Method(
     "adakv",
     "SnapKV's scores, with the layer's budget spread over heads by need",
     parts=(snapkv.SnapKV, AdaKV),
+    good="a question, a short answer",
     paper="2407.11550",
     told="last-window attention",
     second="needs recall",
@@ -128,8 +130,19 @@ ADA_PYRAMID = Method(
     "ada-pyramid",
     "Ada-KV's head budgets within PyramidKV's layer budgets",
     parts=(snapkv.SnapKV, pyramidkv.PyramidKV, AdaKV),
+    good="a question, a short answer",
     paper="2407.11550",
     told="last-window attention",
     spread="layer and head",
+    second="needs recall",
+)
+
+ADA_SPAN = Method(
+    "ada-span",
+    "Ada-KV, with a token's worth carried on to the text that follows it",
+    parts=(snapkv.SnapKV, Span, AdaKV),
+    good="answers of many words",
+    paper="kvpress292",
+    told="last-window attention",
     second="needs recall",
 )

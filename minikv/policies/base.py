@@ -26,6 +26,9 @@ from minikv.policies.repeats import Repeat, RepeatView, Wording
 ALL = 1 << 62
 """As a number of observed queries: every query of the prompt."""
 
+SURE = 1e19
+"""From here on a score only says that a row stays before others; `Span` passes none of it on."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptView:
@@ -144,7 +147,8 @@ class StepView:
     query and key: for a policy that evicts first and needs them, in one layer: the query [F, G, D]
         and the new row's key [F, 1, D]; for a block of t rows of a prompt [F, G * t, D] and [F, t,
         D].
-    keys(heads) [f, N, D]: the keys of all rows of the heads int64 [f], which are indices below F.
+    keys(heads) and values(heads) [f, N, D]: of all rows of the heads int64 [f], which are indices
+        below F.
     readable: values may be read without waiting for a device.
     """
 
@@ -160,6 +164,7 @@ class StepView:
     query: Tensor | None = None
     key: Tensor | None = None
     keys: Callable[[Tensor], Tensor] | None = None
+    values: Callable[[Tensor], Tensor] | None = None
     readable: bool = False
     context: int = 0
 

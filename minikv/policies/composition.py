@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minikv.policies.base import StepPolicy
     from minikv.policies.parts import PromptPolicy
 
-_AXES = ("scorer", "layers", "heads", "select", "weigh", "prefer")
+_AXES = ("scorer", "carry", "layers", "heads", "select", "weigh", "prefer")
 """The order in which a policy's parts are listed."""
 _AMONG_HEADS = {"heads", "select", "weigh"}
 
@@ -122,6 +122,7 @@ def combine(name: str, words: Sequence[str]) -> Method:
         name,
         "; ".join(chosen[axis].summary for axis in _AXES if axis in chosen),
         parts=tuple(chosen[axis] for axis in _AXES if axis in chosen),
+        good="answers of many words" if "carry" in chosen else base.good,
         paper="composed",
         second=base.second,
         preset=preset,

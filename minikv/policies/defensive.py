@@ -47,7 +47,7 @@ class Defensive(Scorer):
         "release: 0.9)",
         (0.0, 1.0),
     )
-    sinks: int = options.sinks(0)
+    sinks: int = options.sinks()
 
     @property
     def evidence(self) -> Evidence:
@@ -145,6 +145,7 @@ METHOD = Method(
     "tokens that may cost most in the worst case: the most attention of any query, times the "
     "length of the value; made for defensive+global",
     parts=(Defensive,),
+    good="a question, a short answer",
     paper="2510.13334",
     told="worst-case attention",
     second="needs recall",

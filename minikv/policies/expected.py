@@ -124,6 +124,7 @@ EXPECTED = Method(
     "expected",
     "tokens that the queries to come are expected to look at, whatever is asked",
     parts=(ExpectedAttention,),
+    good="going on with a text",
     paper="2510.00636",
     second="safe",
 )
@@ -134,6 +135,7 @@ ADA_EXPECTED = Method(
     "expected attention with the settings of the published scores: epsilon 0.01, and kvpress' head "
     "budgets",
     parts=(ExpectedAttention, adakv.AdaKV),
+    good="going on with a text",
     paper="2510.00636",
     second="safe",
     preset={"epsilon": 0.01, "alloc": "floor", "recent": 0},

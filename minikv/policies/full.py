@@ -7,6 +7,7 @@ from minikv.policies.options import Method
 FULL = Method(
     "full",
     "keeps every token; the baseline",
+    good="answers of any length",
     paper="baseline",
     told="-",
     spread="-",
@@ -16,6 +17,7 @@ FULL = Method(
 NONE = Method(
     "none",
     "the answer's tokens are all kept until the next prompt (one-shot papers' setting)",
+    good="answers of any length",
     paper="-",
     told="-",
     spread="-",

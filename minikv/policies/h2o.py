@@ -122,6 +122,7 @@ METHOD = Method(
     "prompt counts there only with --decode h2o",
     parts=(H2OScorer,),
     rule=H2O,
+    good="long answers",
     paper="2306.14048",
     told="accumulated attention",
     state="1 sum per token",

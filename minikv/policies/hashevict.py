@@ -110,6 +110,7 @@ METHOD = Method(
     "hashevict",
     "evicts the token whose hash differs most from the current query's, before attention",
     rule=HashEvict,
+    good="comparisons",
     paper="2412.16187",
     told="hashed similarity",
     state="1 code per token",

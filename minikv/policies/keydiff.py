@@ -98,6 +98,7 @@ METHOD = Method(
     "keydiff",
     "tokens whose key is unlike the others stay; reads no attention",
     parts=(KeyDiff,),
+    good="comparisons",
     paper="2504.15364",
     second="safe",
 )

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from minikv.policies import global_budget, options
-from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.base import SURE, Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 _COLUMN = "worth"
 _LEAST = 1e-30  # least score of a row that was scored; 0 means not scored
-_WHOLE = 1e20  # score of a text that was not scored because it always has room
-_SAID = 1e30  # score of the newest questions and answers, above every other
+_WHOLE = 10 * SURE  # score of a text that was not scored because it always has room
+_SAID = 100 * SURE  # score of the newest questions and answers, above every other
 _SHORTEST = 16  # least tokens of a chunk near the end of the context
 
 
@@ -133,6 +133,7 @@ KVZIP = Method(
     "tokens that the model needs to repeat what it has read, whatever is asked; reads twice, and "
     "holds the whole cache in RAM until then",
     parts=(KVzip, global_budget.GlobalBudget),
+    good="many questions, one cache",
     paper="2505.23416",
     state="1 score per token",
     second="safe",
@@ -143,6 +144,7 @@ KVZIP_PLUS = Method(
     "kvzip+",
     "KVzip's scores, times |v W_O| / |h|: what a token can write to the layer's output",
     parts=(KVzip, global_budget.GlobalBudget),
+    good="many questions, one cache",
     paper="2601.07891",
     state="1 score per token",
     second="safe",

@@ -75,6 +75,7 @@ METHOD = Method(
     "tokens whose key has a large norm leave; reads no attention",
     parts=(L2Scorer,),
     rule=L2,
+    good="comparisons",
     paper="2406.11430",
     told="key norm",
     state="1 norm per token",

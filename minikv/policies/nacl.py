@@ -98,6 +98,7 @@ METHOD = Method(
     "nacl",
     "tokens that proxy queries attend to, and a share drawn at random in every head",
     parts=(Proxies, Draw),
+    good="comparisons",
     paper="2408.03675",
     told="proxy attention + draw",
     second="needs recall",

@@ -108,6 +108,7 @@ class Method:
     _: KW_ONLY
     parts: tuple[type[Any], ...] = ()
     rule: type[StepPolicy] | None = None
+    good: str  # what it is good for
     paper: str  # arXiv number or "baseline"
     told: str = ""
     spread: str = ""

@@ -1,11 +1,12 @@
-"""A prompt policy is made of parts: a scorer, and what shares the budget among layers and heads,
-chooses the rows, replaces scores, or holds some rows back. Each part answers one question.
+"""A prompt policy is made of parts: a scorer, and what carries worth on, shares the budget among
+layers and heads, chooses the rows, replaces scores, or holds some rows back. Each part answers one
+question.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from minikv.errors import UsageError
 from minikv.policies import selection
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy
 from minikv.policies.global_budget import GlobalBudget
+from minikv.policies.span import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ class PromptPolicy:
 
     name: str
     scorer: Scorer
+    carry: Span | None = None
     layers: LayerAllocator | GlobalBudget = field(default_factory=LayerAllocator)
     heads: HeadAllocator = field(default_factory=HeadAllocator)
     select: Selector = field(default_factory=Selector)
@@ -162,11 +165,30 @@ class PromptPolicy:
 
     @property
     def evidence(self) -> Evidence:
-        """What the scorer reads and protects, and whether any part reads keys or values."""
+        """What the scorer reads and protects, and what other parts read."""
         found = self.scorer.evidence
+        if self.carry is not None:
+            found = self.carry.evidence(found)
         if self.weigh is None:
             return found
         return replace(found, copies=found.copies or "v", projects=True)
+
+    @property
+    def columns(self) -> Mapping[str, torch.dtype]:
+        """See `Scorer.columns`; of all parts."""
+        return {**self.scorer.columns, **(self.carry.columns if self.carry else {})}
+
+    def state(self, view: PromptView) -> dict[str, Tensor]:
+        """See `Scorer.state`; of all parts."""
+        return self.scorer.state(view) | (self.carry.state(view) if self.carry else {})
+
+    def scores(self, view: PromptView, free: Tensor) -> Tensor:
+        """float32 [H, N]: what each row is worth. free bool [H, N]: the rows for which it
+        decides."""
+        scores, adds_up = self.scorer.score(view), self.scorer.evidence.adds_up
+        if self.carry is None:
+            return scores
+        return self.carry.carried(view, scores, free, adds_up=adds_up)
 
     def layer_rows(self, layers: int, budget: int, most: int, least: int) -> list[int]:
         """See `LayerAllocator.rows`."""
@@ -184,7 +206,7 @@ class PromptPolicy:
         """
         stays, free, counts = view.divide(*self.scorer.protected(view), pinned)
         staying, own, have = counts
-        scores = self.scorer.score(view)
+        scores = self.scores(view, free)
         left = (total - staying.sum()).clamp(min=0)
         if self.prefer is not None:
             preferred = self.prefer.prefers(view.pos, view.turns) & free
@@ -208,7 +230,7 @@ class PromptPolicy:
         is better; `kernels.NOT_FREE` where there is no row. pinned and least: as for `keep`."""
         assert isinstance(self.layers, GlobalBudget)
         sure, free, (_, own, have) = view.divide(*self.scorer.protected(view), pinned)
-        rows = Candidates(view, self.scorer, self.scorer.score(view), free, have)
+        rows = Candidates(view, self.scorer, self.scores(view, free), free, have)
         sure = rows.best((least - own).clamp(min=0), least, also=sure)
         preferred = None
         if self.prefer is not None:
@@ -218,8 +240,8 @@ class PromptPolicy:
 
 def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:
     """The columns that a pair of policies stores, with their dtypes."""
-    scorer_columns = prompt.scorer.columns if prompt is not None else {}
-    return {**scorer_columns, **(step.columns if step is not None else {})}
+    prompt_columns = prompt.columns if prompt is not None else {}
+    return {**prompt_columns, **(step.columns if step is not None else {})}
 
 
 def smallest_budget(prompt: PromptPolicy | None, step: StepPolicy | None, stride: int = 0) -> int:

@@ -57,6 +57,7 @@ METHOD = Method(
     "any token may leave; the floor that a method should beat",
     parts=(RandomScorer,),
     rule=Random,
+    good="comparisons",
     paper="baseline",
     second="safe",
 )

@@ -11,12 +11,12 @@ from typing import Any
 from minikv.policies.options import Method
 
 PROMPT = (
-    "full streaming snapkv pyramidkv adakv ada-pyramid nacl kvcrush h2o tova l2 keydiff expected "
-    "kvzip kvzip+ ada-expected defensive queryspan dropkv chunkkv random"
+    "full streaming snapkv pyramidkv adakv ada-pyramid ada-span nacl kvcrush h2o tova l2 keydiff "
+    "expected kvzip kvzip+ ada-expected defensive queryspan dropkv chunkkv random"
 ).split()
 """The methods that --policy takes, in the order in which they are listed."""
 
-STEP = "streaming h2o tova l2 random roco scissorhands hashevict rkv none".split()
+STEP = "streaming h2o tova l2 random roco scissorhands hashevict rkv vase none".split()
 """The methods that --decode takes, besides "auto"."""
 
 SCORERS = (
@@ -25,7 +25,7 @@ SCORERS = (
 ).split()
 """The parts that say what a token is worth."""
 
-OTHER_PARTS = "pyramid uniform global ada draw critical turns kvcrush".split()
+OTHER_PARTS = "span pyramid uniform global ada draw critical turns kvcrush".split()
 """The parts that can be added to a method."""
 
 FILES = {
@@ -33,6 +33,7 @@ FILES = {
     "pyramid": "pyramidkv",
     "ada": "adakv",
     "ada-pyramid": "adakv",
+    "ada-span": "adakv",
     "proxies": "nacl",
     "draw": "nacl",
     "ada-expected": "expected",

@@ -177,6 +177,7 @@ METHOD = Method(
     "tokens stay that are looked at and whose key is unlike the others; a head grows by `buffer` "
     "tokens over its budget, then gives up as many at once",
     rule=RKV,
+    good="long answers",
     paper="2505.24133",
     told="attention - redundancy",
     state="a number per query of the window",

@@ -162,6 +162,7 @@ METHOD = Method(
     "roco",
     "evicts the lowest mean attention among the tokens of steady attention",
     rule=RoCo,
+    good="short answers",
     paper="2402.06262",
     told="mean and std of attention",
     state="2 sums and 1 count per token",

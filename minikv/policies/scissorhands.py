@@ -172,6 +172,7 @@ METHOD = Method(
     "scissorhands",
     "evicts the token that most often got less than a uniform share of attention",
     rule=ScissorHands,
+    good="long answers",
     paper="2305.17118",
     told="below-uniform count",
     state="a bit per query of the window",

@@ -57,6 +57,7 @@ METHOD = Method(
     "context is not extended",
     parts=(StreamingScorer,),
     rule=Streaming,
+    good="the newest text",
     paper="2309.17453",
     second="recent only",
 )

@@ -94,6 +94,7 @@ METHOD = Method(
     "the tokens that the newest query attends to least leave",
     parts=(TovaScorer,),
     rule=Tova,
+    good="long answers",
     paper="2401.06104",
     told="newest query's attention",
     second="needs recall",

@@ -67,7 +67,7 @@ def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | No
     net = network(windows=windows)
     # No token twice: its keys would have the same norm, and rounding would choose the victim.
     tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[:70].tolist()
-    one: dict[str, object] | None = {"window": 1, "buffer": 1} if name == "rkv" else None
+    one: dict[str, object] | None = {"window": 1, "buffer": 1} if name in SOON else None
     blocks = strided(net, name, 30, 1, one)
     steps = engine(net, "full", name, 30, step_options=one)
     logits = blocks.prompt(tokens)

@@ -80,6 +80,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "pyramidkv": SNAPKV | PYRAMID,
     "adakv": SNAPKV | ADA,
     "ada-pyramid": SNAPKV | PYRAMID | ADA,
+    "ada-span": SNAPKV | ADA | {"decay": 0.9, "gate": 0.0, "near": 3, "first": 4},
     "nacl": {
         "proxies": 32,
         "sinks": 4,
@@ -99,8 +100,8 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "ada-expected": EXPECTED | ADA | {"recent": 0, "epsilon": 0.01, "alloc": "floor"},
     "kvzip": KVZIP | {"plus": False},
     "kvzip+": KVZIP | {"plus": True},
-    "defensive": {"window": 32, "kernel": 5, "values": "plain", "sure": 0.0, "sinks": 0},
-    "queryspan": ENDS | {"window": 32, "decay": 0.95, "gate": 0.5, "near": 3},
+    "defensive": {"window": 32, "kernel": 5, "values": "plain", "sure": 0.0, "sinks": 4},
+    "queryspan": ENDS | {"window": 32, "decay": 0.95, "gate": 0.5} | {"near": 3, "first": 0},
     "dropkv": SNAPKV | {"pooling": "avg", "epsilon": 1e-6},
     "chunkkv": SNAPKV | {"chunk": 10, "kernel": 1},
     "random": ENDS | {"seed": 0},
@@ -117,6 +118,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "softmax": "all",
         "group": "mean",
     },
+    "vase": {"sinks": 4, "window": 32, "buffer": 64, "large": 0.25, "kernel": 5, "seed": 0},
 }
 """Of every option of every policy: a default changes here, in the docs and by a measurement."""
 

@@ -1,0 +1,131 @@
+"""Spans (kvpress #292): a row passes its worth on to the text that follows it.
+
+A question attends to the place where an answer begins, and the answer is copied from there token by
+token. So each row of the text gets the worth of a row before it, reduced by `decay` at every
+position between them, if that is more than its own. This goes with any scorer and any budgets, as
+in `adakv+span`.
+
+With a `gate` a row gets less the better the network foresaw its token. The release reads a prompt
+once, holds every layer until the end and then evicts. Here a prompt is then read twice: first only
+for the probability of each token, then to choose. So peak memory is that of one layer, and the
+choice is the same. What was probable is kept in a column, for later prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.policies.base import SURE, Evidence, PromptView
+from minikv.policies.options import option
+from minikv.policies.selection import ranked
+
+_COLUMN = "foreseen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The row's own worth, or the worth passed on to it times (1 - p)^gate, whichever is larger.
+    near: p is the smallest probability among so many neighbouring tokens."""
+
+    axis = "carry"
+    name = "span"
+    summary = "worth carried on to the text that follows"
+
+    decay: float = option(
+        0.9, "share of a token's score that is passed on to the next token", (0.01, 0.9999)
+    )
+    gate: float = option(
+        0.0,
+        "exponent of a token's surprise 1 - p; above 0 a prompt is read twice, first for the "
+        "probabilities of its tokens",
+        (0.0, 10.0),
+    )
+    near: int = option(
+        3, "a token's surprise is the largest among this many neighbours (odd)", (1, 63), odd=True
+    )
+    first: int = option(4, "first tokens that pass nothing on: attention sinks", (0, 4096))
+
+    def evidence(self, given: Evidence) -> Evidence:
+        """What the scorer reads, and this part."""
+        return replace(given, predicted=given.predicted or self.gate > 0)
+
+    @property
+    def columns(self) -> Mapping[str, torch.dtype]:
+        """See `Scorer.columns`."""
+        return {_COLUMN: torch.float32} if self.gate else {}
+
+    def state(self, view: PromptView) -> dict[str, Tensor]:
+        """The column float32 [H, N] after the prompt: the smallest probability of the `near` tokens
+        around each row's token in its prompt; 0 where probabilities are not known."""
+        if not self.gate:
+            return {}
+        return {_COLUMN: view.once((self, _COLUMN), lambda: self._foreseen(view))}
+
+    def _foreseen(self, view: PromptView) -> Tensor:
+        known = view.carried[_COLUMN]
+        if view.predicted is None:
+            return known
+        if self not in view.shared:  # the same for every layer
+            least = -F.max_pool1d(-view.predicted[None], self.near, 1, self.near // 2)[0]
+            view.shared[self] = least
+        at = view.pos - (view.position - len(view.predicted))
+        return torch.where(at >= 0, view.shared[self][at.clamp(min=0)], known)
+
+    def carried(self, view: PromptView, scores: Tensor, free: Tensor, *, adds_up: bool) -> Tensor:
+        """The scores float32 [H, N] with what is passed on. adds_up: see `Evidence`; other scores
+        are replaced by their ranks among the rows that are free bool [H, N]."""
+        worth = scores if adds_up else ranked(scores, view.pos, free)
+        passed = self._passed(view, worth)
+        if self.gate:
+            passed = passed * (1.0 - self.state(view)[_COLUMN]).clamp(0.0, 1.0) ** self.gate
+        return torch.maximum(worth, passed)
+
+    def noted(self, view: PromptView) -> PromptView:
+        """The view for a step policy. Attention is passed on there, too, or the text that follows
+        would be the first to leave while an answer is copied from it. The mean over G of `mass`
+        takes its place."""
+        if view.mass is None or view.squares is None:
+            return view
+        mass = view.mass.mean(1)
+        both = [torch.maximum(one, self._passed(view, one)) for one in (mass, view.squares)]
+        return replace(view, mass=both[0][:, None], squares=both[1])
+
+    def _passed(self, view: PromptView, worth: Tensor) -> Tensor:
+        gives = view.live & (view.pos >= self.first) & (worth < SURE)
+        return carry(worth.masked_fill(~gives, 0.0), view.pos, self.decay, view.order)
+
+    differs = (
+        "a prompt that must evict is read twice, first for the probabilities of its tokens, if "
+        "there is a `gate`; the release reads once and holds every layer until the end. The choice "
+        "is the same",
+        "tokens of answers, and what another policy read, count as not foreseen",
+        "decay=0.9 and no gate; the release has 0.95 and 0.5, and so has queryspan here",
+        "a step policy begins with attention that is passed on as well; the release evicts nothing "
+        "while an answer is written",
+    )
+
+
+def carry(worth: Tensor, pos: Tensor, decay: float, order: Tensor | None = None) -> Tensor:
+    """float32 [H, N]: the largest worth that a row gets from the rows at or before its position; a
+    worth is multiplied by `decay` for every position between them. worth [H, N]: at least 0, and 0
+    for rows with pos -1, where the result has no meaning. order int64 [H, B]: the first B rows by
+    position; the others follow them as they are. None: all."""
+    order = pos.argsort(dim=1, stable=True) if order is None else order
+    early = order.shape[1]
+
+    def in_line(x: Tensor) -> Tensor:
+        return torch.cat((x[:, :early].gather(1, order), x[:, early:]), 1) if early else x
+
+    fall = in_line(pos).to(torch.float64) * math.log(decay)
+    line = in_line(worth).to(torch.float64).clamp(min=1e-30).log()
+    line = ((line - fall).cummax(1).values + fall).exp().to(torch.float32)
+    if not early:
+        return line
+    first = torch.empty_like(line[:, :early]).scatter_(1, order, line[:, :early])
+    return torch.cat((first, line[:, early:]), 1)

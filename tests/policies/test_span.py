@@ -1,0 +1,165 @@
+"""Spans: what is carried on along the text, and how far a foreseen token lets it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import small
+import torch
+from views import build, looked
+
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
+from minikv.policies import find, step_policy
+from minikv.policies.base import SURE, PromptView
+from minikv.policies.selection import ranked
+from minikv.policies.span import carry
+
+
+def test_worth_is_carried_on_with_decay() -> None:
+    """1, 0, .6, 0 with decay 1/2: at position 2 the own .6 is more than a quarter."""
+    worth = torch.tensor([[1.0, 0.0, 0.6, 0.0]])
+    found = carry(worth, torch.arange(4)[None], 0.5)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.5, 0.6, 0.3]]))
+
+
+def test_rows_that_left_do_not_shorten_the_way() -> None:
+    """Positions 8, 2, 5 in that order, and padding: from 2 to 5 it falls three times, not once."""
+    found = carry(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), torch.tensor([[8, 2, 5, -1]]), 0.5)
+    torch.testing.assert_close(found[0, :3], torch.tensor([0.5**6, 1.0, 0.5**3]))
+
+
+def test_a_long_text_keeps_its_precision() -> None:
+    """Far into a text a decay of one token is still that decay."""
+    worth = torch.zeros(1, 200_000)
+    worth[0, 199_000] = 1.0
+    found = carry(worth, torch.arange(200_000)[None], 0.95)
+    torch.testing.assert_close(found[0, 199_001:199_004], 0.95 ** torch.tensor([1.0, 2.0, 3.0]))
+
+
+def scores(name: str, seen: PromptView, **options: object) -> torch.Tensor:
+    policy = build(name, options)
+    return policy.scores(seen, policy.scorer.free(seen))
+
+
+def test_queryspan_by_hand() -> None:
+    """Two query heads whose values count 1 and 3 times; the queries' inputs have lengths 1 and 2.
+
+    Row 0: the most of .4 x 1 / 1 and .4 x 3 / 2 is .6. It is carried on with decay 1/2 times the
+    root of 1 - p: row 1 has the surprise .64 of its neighbour, so .3 x .8."""
+    given = torch.zeros(1, 2, 2, 4)
+    given[0, :, 0] = torch.tensor([[0.4, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.01]])
+    given[0, :, 1] = torch.tensor([[0.0, 0.0, 0.1, 0.0], [0.4, 0.0, 0.0, 0.0]])
+    seen = replace(
+        looked(given, output=torch.tensor([[[[1.0]], [[3.0]]]])),
+        lengths=torch.tensor([1.0, 2.0]),
+        predicted=torch.tensor([1.0, 1.0, 0.36, 1.0]),
+        carried={"foreseen": torch.zeros(1, 4)},
+    )
+    options: dict[str, object] = {"window": 2, "sinks": 0, "recent": 0, "decay": 0.5}
+    for more, want in (
+        ({}, [0.6, 0.24, 0.15 * 0.8, 0.06]),
+        ({"near": 1}, [0.6, 0.0, 0.15 * 0.8, 0.03]),
+        ({"gate": 0.0}, [0.6, 0.3, 0.15, 0.075]),
+    ):
+        found = scores("queryspan", seen, **options, **more)[0]
+        torch.testing.assert_close(found, torch.tensor(want), msg=str(more))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "chunkkv", "keydiff", "defensive"])
+def test_any_scores_are_carried_on(name: str) -> None:
+    """Against the sentence that defines it, row by row: a row's worth, or the most that a row
+    before it passes on. Sinks pass nothing on. Of scores that do not add up, ranks are carried."""
+    draw = torch.Generator().manual_seed(5)
+    value = torch.rand(2, 14, 3, generator=draw)
+    output = torch.rand(2, 2, 3, 5, generator=draw)
+    seen = looked(torch.rand(2, 2, 3, 14, generator=draw), value, output=output, budget=6)
+    mine = {one.name for one in find(f"{name}+span").prompt_options}
+    options = {key: 2 for key in ("window", "sinks", "recent") if key in mine}
+    policy = build(f"{name}+span", {"decay": 0.8, "first": 3, **options})
+    own, free = policy.scorer.score(seen), policy.scorer.free(seen)
+    if name == "keydiff":
+        own = ranked(own, seen.pos, free)
+    found = policy.scores(seen, free)
+    for h in range(2):
+        for at in range(14):
+            passed = [0.8 ** (at - i) * float(own[h, i]) for i in range(3, at + 1)]
+            want = max(float(own[h, at]), *passed, 0.0)
+            if bool(free[h, at]):
+                assert float(found[h, at]) == pytest.approx(want, rel=1e-5), (h, at)
+
+
+def test_what_only_has_to_stay_is_not_carried_on() -> None:
+    """As KVzip says of its newest rows: 0.3 and 0.1 are carried on, not the score between them."""
+    given = torch.tensor([[0.0, 0.3, 10 * SURE, 0.1, 0.0]])
+    seen = replace(
+        looked(torch.zeros(1, 1, 1, 5)), carried={"worth": given}, asks=True, turns=((0, 5),)
+    )
+    found = scores("kvzip+span", seen, decay=0.5, first=0)[0]
+    torch.testing.assert_close(found[[1, 3]], torch.tensor([0.3, 0.1]))
+
+
+def test_it_reads_once_unless_it_has_a_gate() -> None:
+    for name in ("adakv+span", "snapkv+span", "h2o+span", "kvzip+span", "queryspan"):
+        for gate in (0.0, 0.5):
+            policy = build(name, {"gate": gate})
+            assert policy.evidence.predicted == (gate > 0)
+            assert ("foreseen" in policy.columns) == (gate > 0)
+
+
+def test_a_token_whose_probability_is_not_known_was_not_foreseen() -> None:
+    given = torch.zeros(1, 1, 1, 3)
+    given[0, 0, 0, 0] = 1.0
+    seen = replace(
+        looked(given, output=torch.ones(1, 1, 1, 1)), carried={"foreseen": torch.zeros(1, 3)}
+    )
+    found = scores("queryspan", seen, decay=0.5)[0]
+    torch.testing.assert_close(found, torch.tensor([1.0, 0.5, 0.25]))
+
+
+def test_what_was_probable_stays_with_its_row() -> None:
+    """Positions 7, 2, 9 and padding; the prompt has the tokens 6 to 9. Of a row from before, the
+    column says it; around 7 stand .5, .9 and .3."""
+    seen = replace(
+        looked(torch.zeros(1, 1, 1, 4), pos=torch.tensor([[7, 2, 9, -1]])),
+        predicted=torch.tensor([0.5, 0.9, 0.3, 0.8]),
+        carried={"foreseen": torch.tensor([[0.0, 0.7, 0.0, 0.0]])},
+    )
+    policy = build("queryspan", {"decay": 0.5})
+    torch.testing.assert_close(policy.state(seen)["foreseen"], torch.tensor([[0.3, 0.7, 0.3, 0.0]]))
+    unread = replace(seen, predicted=None)
+    assert policy.state(unread)["foreseen"] is seen.carried["foreseen"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_copy_of_the_cache_has_what_was_probable(seed: int) -> None:
+    """So a later prompt chooses the same after an undo, and in a chat that was saved."""
+    chosen = []
+    for restored in (False, True):
+        net = small.network(rows=16)
+        options = {"window": 8, "decay": 0.99, "gate": 4.0}
+        rules = EvictionConfig.read("queryspan", "none", 64, options).rules()
+        run = Engine(net, small.over(net, rules))
+        run.prompt(small.ids(150, seed))
+        if restored:
+            held = run.kv.snapshot()
+            run.kv.reset()
+            run.kv.restore(held, rules)
+        run.prompt(small.ids(20, seed + 9))
+        chosen.append([run.kv.kept(i, h).tolist() for i in range(3) for h in range(3)])
+    assert chosen[0] == chosen[1]
+
+
+def test_a_step_policy_begins_with_what_was_passed_on() -> None:
+    """Rows 3 and 6 get attention; the text after them, which an answer is copied from, keeps what
+    is passed on. Padding and sinks pass nothing on, and no row loses anything."""
+    given = torch.zeros(1, 2, 2, 9)
+    given[0, 0, 0, 3], given[0, :, 1, 6], given[0, :, :, 0] = 0.8, 0.5, 0.9
+    pos = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, -1]])
+    seen = replace(looked(given, pos=pos), carried={"sum": torch.zeros(1, 9)})
+    policy, step = build("snapkv+span", {"decay": 0.5, "first": 1}), step_policy("h2o")
+    assert policy.carry is not None
+    assert step is not None
+    found = step.init(policy.carry.noted(seen))["sum"][0]
+    torch.testing.assert_close(found[:8], torch.tensor([1.8, 0.0, 0.0, 0.4, 0.2, 0.1, 0.5, 0.25]))
