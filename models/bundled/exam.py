@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Protocol
 
 from minikv.models.bundled import world
@@ -17,13 +18,13 @@ class Codec(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-def fresh(tokenizer: Codec, tokens: int, seed: int) -> world.Document:
-    """A document of `tokens` tokens, at most 16 more or fewer. The same seed gives the same
-    document."""
+def fresh(tokenizer: Codec, tokens: int, seed: int, long: Sequence[str] = ()) -> world.Document:
+    """A document of `tokens` tokens, at most 16 more or fewer, with a fact of each of the kinds
+    `long` of `world.LONG`. The same seed gives the same document."""
     sentences = max(1, tokens // 12)
     while True:
-        facts = min(sentences, tokens // FACT_EVERY, 110)
-        doc = world.document(random.Random(seed), sentences, facts)
+        facts = min(sentences, tokens // FACT_EVERY - len(long), 110)
+        doc = world.document(random.Random(seed), sentences, facts, long)
         size = len(tokenizer.encode(doc.text))
         if abs(size - tokens) <= 16:
             return doc

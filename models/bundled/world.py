@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,34 @@ class Names:
     def code(self) -> str:
         return str(self.rng.randint(1000, 9999))
 
+    def alias(self) -> str:
+        """One or two words of three to five syllables."""
+        word = lambda: "".join(self.rng.choices(WORDS["syllables"], k=self.rng.randint(3, 5)))  # noqa: E731
+        return " ".join(word().capitalize() for _ in range(self.rng.randint(1, 2)))
+
+    def digits(self) -> str:
+        """A number of five to sixteen digits."""
+        size = self.rng.randint(5, 16)
+        return str(self.rng.randint(10 ** (size - 1), 10**size - 1))
+
+    def clause(self) -> str:
+        """What somebody did, or a sentence without a fact, in small letters and without a stop."""
+        if self.rng.random() < 0.4:
+            text = filler(self.rng)[:-1]
+            return text[0].lower() + text[1:]
+        slots = {key: self.rng.choice(WORDS[words]) for key, words in _EVENT.items()}
+        p, q, t = self.person(), self.person(), self.town()
+        return self.rng.choice(_SAID["event"]).format(p=p, q=q, t=t, c=self.number(), **slots)
+
+    def three(self) -> str:
+        """Three of one kind."""
+        make = self.rng.choice((self.person, self.town, self.ship, lambda: self.part("goods")))
+        return f"{make()}, {make()} and {make()}"
+
+    def passage(self) -> str:
+        """Two to four clauses, 25 to 65 tokens."""
+        return "; ".join(self.clause() for _ in range(self.rng.randint(2, 4)))
+
     def number(self) -> str:
         low, high = (11, 99) if self.rng.random() < 0.5 else (100, 999)
         return str(self.rng.randint(low, high))
@@ -106,16 +134,34 @@ WORLD: dict[str, tuple[Callable[[Names], str], tuple[Attribute, ...]]] = {
 }
 """How each kind of entity is named, and what may be told of it."""
 _SAID: dict[str, tuple[str, ...]] = {name: tuple(of) for name, of in _DATA["sentences"].items()}
+LONG: dict[str, tuple[tuple[str, Attribute], ...]] = {
+    value: tuple((kind, _attribute(noun, value, *row)) for noun, (kind, *row) in rows.items())
+    for value, rows in _DATA["long"].items()
+}
+"""Facts with values of many tokens: by the kind of value, the kinds of entity and what is told."""
+_EVENT = {
+    "adj": "adj",
+    "thing": "thing",
+    "place": "place",
+    "time": "time",
+    "goods": "goods",
+    "animal": "animals",
+    "food": "foods",
+    "colour": "colours",
+    "month": "months",
+    "instrument": "instruments",
+}
 _SLOTS = ("adj", "thing", "place", "time")
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact: how it is stated, and how it may be asked for."""
+    """One fact: how it is stated, and how it may be asked for. kind: in `LONG`, or ""."""
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
     answer: str
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +217,29 @@ def some_facts(rng: random.Random, names: Names, count: int) -> tuple[list[Fact]
     return facts, entities
 
 
-def document(rng: random.Random, sentences: int, facts: int) -> Document:
-    """A text of `sentences` sentences that states `facts` facts, which must not be more than the
-    sentences.
+def long_facts(
+    rng: random.Random, names: Names, kinds: Sequence[str]
+) -> tuple[list[Fact], list[str]]:
+    """A fact of each of these kinds in `LONG`, and the entities that they belong to."""
+    facts, entities = [], []
+    for value in kinds:
+        kind, attribute = rng.choice(LONG[value])
+        entities.append(WORLD[kind][0](names))
+        told = stated(rng, entities[-1], attribute, attribute.draw(names))
+        facts.append(replace(told, kind=value))
+    return facts, entities
+
+
+def document(rng: random.Random, sentences: int, facts: int, long: Sequence[str] = ()) -> Document:
+    """A text of `sentences` sentences that states `facts` facts with short values, and one of each
+    of the kinds `long` of `LONG`. These must not be more than the sentences.
 
     If there is not room for all statements, each fact is stated once before any is stated again.
     """
     names = Names(rng)
     told, entities = some_facts(rng, names, facts)
-    return written(rng, sentences, told, entities)
+    more, others = long_facts(rng, names, long)
+    return written(rng, sentences, [*told, *more], [*entities, *others])
 
 
 def written(
