@@ -18,11 +18,11 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
     name="eval",
     help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
-    "facts, agree (with the full cache's answer), ppl (perplexity), loss (attention lost); and "
-    "chats: followup (six questions), codes (64 digits in sixteen parts), back (earlier answers), "
-    "interview (four values in one answer), lists, passage (4 to 64 tokens to copy). FILEs are "
-    "LongBench, LongBench v2 or RULER records, asked with their official prompts; agree, ppl and "
-    "loss then measure these.",
+    "facts, agree (with the full cache's answer), kl (from the full cache), ppl (perplexity), loss "
+    "(attention lost); and chats: followup (six questions), codes (64 digits in sixteen parts), "
+    "back (earlier answers), long (names, numbers, sentences, lists and passages to copy). FILEs "
+    "are LongBench, LongBench v2 or RULER records (.json, .jsonl), asked with their official "
+    "prompts, or any texts, for ppl, kl and agree.",
 )
 @command
 def evaluate(
@@ -39,12 +39,13 @@ def evaluate(
     ],
     interface: Annotated[Interface, Only("quiet debug")],
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="LongBench or RULER records")
+        list[Path] | None,
+        typer.Argument(metavar="FILE", help="LongBench or RULER records, or texts"),
     ] = None,
     tasks: Annotated[
         str,
         typer.Option(
-            help="comma-separated; default: facts, or none if there are FILEs",
+            help="comma-separated; default: facts; of FILEs the answers, or the ppl of texts",
             autocompletion=completion.tasks,
         ),
     ] = "",
@@ -77,6 +78,19 @@ def evaluate(
             "the middle out, as LongBench does)",
         ),
     ] = "none",
+    haystack: Annotated[
+        Path | None,
+        typer.Option(
+            help="put the facts of needle and facts into parts of this text, each of --length "
+            "tokens: a code, a word, a name and a place"
+        ),
+    ] = None,
+    needles: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--needle", help="a fact for --haystack instead: 'SENTENCE | QUESTION | ANSWER'"
+        ),
+    ] = None,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="write the results and all answers here")
     ] = None,
@@ -108,6 +122,8 @@ def evaluate(
         questions=questions,
         reuse=reuses,
         truncate=truncate,
+        haystack=haystack,
+        needles=needles or [],
         outputs=[(kind, path) for kind, path in [*outputs, ("plot", plot)] if path],
     )
     run_evaluation(asked, settings, call.terminal)

@@ -10,8 +10,8 @@ from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.eval import intervals
+from minikv.cli.eval.intervals import Rows
 from minikv.cli.eval.items import Item
-from minikv.cli.eval.metrics import Agreement, agreement
 from minikv.cli.eval.names import CHATS
 
 
@@ -19,11 +19,11 @@ from minikv.cli.eval.names import CHATS
 class Cell:
     """One task under one policy and budget.
 
-    `score` is the mean over n questions (perplexity for ppl, attention lost for loss; n tokens),
-    with its 95 % interval over documents, None of a single one; `by_question` by the question's
-    number in its chat, `by_place` by needle depth and length, `by_group` by the items' own groups,
-    as (name, score, n); `held` the share of a full cache that is held at the end, mean over
-    documents. `by_item` is each document's own mean (nats for ppl), so that policies can be
+    `score` is the mean over n questions (perplexity for ppl, attention lost for loss, nats for kl;
+    n tokens), with its 95 % interval over documents, None of a single one; `by_question` by the
+    question's number in its chat, `by_place` by needle depth and length, `by_group` by the items'
+    own groups, as (name, score, n); `held` the share of a full cache that is held at the end, mean
+    over documents. `by_item` is each document's own mean (nats for ppl), so that policies can be
     compared in pairs. `reuse`: what later questions are answered from. `same_by_question`, of
     chats: the share of answers that are the full cache's. `answers` and their `scores` are by
     document and question. `file`: whose records it is of.
@@ -53,7 +53,7 @@ class Cell:
     @property
     def title(self) -> str:
         """The task, with the file whose records it is of."""
-        if self.task == "file":
+        if self.task == "answers":
             return self.file
         return f"{self.task} of {self.file}" if self.file else self.task
 
@@ -75,15 +75,20 @@ def cell(
     held: Sequence[float],
     file: str = "",
 ) -> Cell:
-    """The cell of what was `made` of each item: answers, or numbers by token. Answers are scored by
-    the metrics of their items, or, for `agree`, compared with the `full` cache's."""
-    numbers = task in ("ppl", "loss")
-    rows, more = (made, {}) if numbers else _answered(task, items, made, full)
+    """The cell of what was `made` of each item, beside what was made with the `full` cache.
+
+    Perplexities of fewer than five documents have no interval: it would be wider than they say.
+    """
+    numbers = task in ("ppl", "loss", "kl")
+    rows, more = _rows(task, items, made, full)
     score = mean([value for row in rows for value in row])
     low, high = intervals.of_means(rows) if numbers else intervals.of_shares(rows)
     if task == "ppl":
         score = _exp(score)
-        low, high = (x if x is None else _exp(x) for x in (low, high))
+        known = low is not None and high is not None and len(rows) >= 5
+        low, high = (max(1.0, _exp(low)), _exp(high)) if known else (None, None)
+    if task == "kl" and low is not None:
+        low = max(0.0, low)
     return Cell(
         task,
         eviction.policy,
@@ -102,46 +107,58 @@ def cell(
     )
 
 
-def _answered(
-    task: str,
-    items: Sequence[Item],
-    made: Sequence[Sequence[str]],
-    full: Sequence[Sequence[str]],
-) -> tuple[list[list[float]], dict[str, Any]]:
-    """The scores by document and question, and what a cell has beside them."""
-    pairs = [list(map(agreement, *both)) for both in zip(made, full, strict=True)]
-    same = [[float(pair.exact) for pair in row] for row in pairs]
-    rows = same
-    if task != "agree":
-        rows = [
+def _rows(
+    task: str, items: Sequence[Item], made: Sequence[Any], full: Sequence[Any]
+) -> tuple[Rows, dict[str, Any]]:
+    """The numbers by document, and what a cell has beside them."""
+    if task == "loss":
+        return made, {}
+    if task in ("ppl", "kl"):
+        which = ("ppl", "kl").index(task)
+        rows, whole = ([[t[which] for q in row for t in q] for row in x] for x in (made, full))
+        return rows, {"more": _against(rows, whole, shares=False)} if task == "ppl" else {}
+    if task == "agree":
+        if not items[0].questions:
+            return [[float(t[2]) for q in row for t in q] for row in made], {}
+        same = [[[t[2] for t in q] for q in row] for row in made]
+        until = [q.index(False) if False in q else len(q) for row in same for q in row]
+        more = {"tokens_before_difference": mean(until)}
+        return [[float(all(q)) for q in row] for row in same], {"more": more}
+    rows, whole = (
+        [
             [item.metric(a, right, item.classes) for a, right in zip(row, item.right, strict=True)]
-            for item, row in zip(items, made, strict=True)
+            for item, row in zip(items, answers, strict=True)
         ]
-    found: dict[str, Any] = {"answers": [list(row) for row in made], "scores": rows}
+        for answers in (made, full)
+    )
+    more = _against(rows, whole, shares=True)
+    found: dict[str, Any] = {"answers": [list(row) for row in made], "scores": rows, "more": more}
     by_question = _columns(rows)
     if len(by_question) > 1 and not any(item.apart for item in items):
         found["by_question"] = by_question
-    if task == "agree":
-        found["more"] = _agreeing([pair for row in pairs for pair in row])
-    else:
-        found["by_group"] = _grouped(rows, [item.groups for item in items])
+    found["by_group"] = _grouped(rows, [item.groups for item in items])
     if task == "needle":
         places = _grouped(rows, [[item.where] for item in items])
         found["by_place"] = [(*where, score, n) for where, score, n in places]
-    if task in CHATS:
-        low, high = intervals.of_shares(same)
-        bounds = {} if low is None or high is None else {"same_low": low, "same_high": high}
-        right = [float(mean(row) == 1.0) for row in rows]
-        means = {"same": mean([x for row in same for x in row]), "all_right": mean(right)}
-        found |= {"more": means | bounds, "same_by_question": _columns(same)}
+    if task in CHATS and len(by_question) > 1:
+        alike = [
+            [float(a.split() == b.split()) for a, b in zip(*both, strict=True)]
+            for both in zip(made, full, strict=True)
+        ]
+        low, high = intervals.of_shares(alike)
+        more |= {} if low is None or high is None else {"same_low": low, "same_high": high}
+        more["same"] = mean([x for row in alike for x in row])
+        more["all_right"] = mean([float(mean(row) == 1.0) for row in rows])
+        found["same_by_question"] = _columns(alike)
     return rows, found
 
 
-def _agreeing(pairs: Sequence[Agreement]) -> dict[str, float]:
-    more = {"rouge_l": mean([pair.rouge_l for pair in pairs])}
-    if firsts := sorted(pair.first for pair in pairs if pair.first is not None):
-        more["median_first_difference"] = float(firsts[len(firsts) // 2])
-    return more
+def _against(rows: Rows, full: Rows, *, shares: bool) -> dict[str, float]:
+    """How much more than the full cache, in pairs, with its interval over documents."""
+    less = [[a - b for a, b in zip(*both, strict=True)] for both in zip(rows, full, strict=True)]
+    low, high = (intervals.of_differences if shares else intervals.of_means)(less)
+    bounds = {} if low is None or high is None else {"against_low": low, "against_high": high}
+    return {"against": mean([x for row in less for x in row]), **bounds}
 
 
 def mean(values: Sequence[float]) -> float:

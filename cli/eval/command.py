@@ -12,12 +12,12 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.checks import quoted
-from minikv.cli.eval import metrics, show, tasks
+from minikv.cli.eval import haystack, metrics, show, tasks
 from minikv.cli.eval.fitting import TRUNCATIONS, fitted
 from minikv.cli.eval.items import Item, together
-from minikv.cli.eval.names import ANSWERED, MEASURED, TASKS
+from minikv.cli.eval.names import ANSWERED, RECORDS, TASKS, TEXT
 from minikv.cli.eval.passes import PASSES
-from minikv.cli.eval.records import named, read_items
+from minikv.cli.eval.records import is_text, named, read_items
 from minikv.cli.eval.run import REUSES, Run, choices, passes
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.screen.progress import Live
@@ -25,6 +25,7 @@ from minikv.cli.screen.terminal import Terminal
 from minikv.cli.values import read_list
 from minikv.errors import ContextError, UsageError
 from minikv.loader import build
+from minikv.models.bundled.world import Fact
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
 
@@ -35,9 +36,11 @@ _LONGEST = 10_000_000  # tokens of a made document
 class Asked:
     """What `minikv eval` is to do. Strings are comma-separated lists.
 
-    `tasks`: of `names.TASKS`. `files`: files of records. `lengths`: tokens of documents. `count`:
+    `tasks`: of `names.TASKS`. `files`: records, or texts. `lengths`: tokens of documents. `count`:
     questions of a task; `questions` of them are about the same document. `reuse`: what later
     questions are answered from. `truncate`: what is done with records that are too long.
+    `haystack`: a text whose parts are the documents; `needles`: facts to put into it, as
+    `haystack.given_fact` reads them.
     """
 
     tasks: str = ""
@@ -47,6 +50,8 @@ class Asked:
     questions: int = 1
     reuse: str = "once"
     truncate: str = "none"
+    haystack: Path | None = None
+    needles: Sequence[str] = ()
     outputs: show.Outputs = ()
 
 
@@ -66,8 +71,10 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
         settings.options,
     )
     show.check(asked.outputs, wanted)
-    read = {path: list(read_items(path)) for path in asked.files}
-    if any(item.metric is metrics.rouge_l for items in read.values() for item in items):
+    given = [haystack.given_fact(text) for text in asked.needles]
+    hay = haystack.read_text(asked.haystack) if asked.haystack else ""
+    read = {path: _content(path) for path in asked.files}
+    if any(item.metric is metrics.rouge_l for _, items in read.values() for item in items):
         metrics.rouge()
     terminal.status("loading the model")
     plain = replace(
@@ -82,8 +89,8 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     chat = build(plain)
     terminal.status("looking whether all documents fit")
     runs = [
-        *_of_files(chat, read, wanted, evictions, asked),
-        *_of_made(chat, wanted, sizes, evictions, asked, settings),
+        *_of_files(chat, read, wanted, sizes[0], evictions, asked),
+        *_of_made(chat, wanted, sizes, evictions, asked, settings, hay, given),
     ]
     _check(runs)
     terminal.clear_status()
@@ -99,9 +106,10 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
         "options": dict(settings.options),
         "reuse": list(_finds(asked)),
         "truncate": asked.truncate,
+        "haystack": asked.haystack and str(asked.haystack),
         "tier_dtype": settings.tier_dtype,
         "metrics": {
-            run.name if kind == "file" else kind: ", ".join(
+            run.name if kind == "answers" else kind: ", ".join(
                 dict.fromkeys(item.metric.__name__ for item in run.items)
             )
             for run in runs
@@ -132,8 +140,18 @@ def _checked(asked: Asked, wanted: Sequence[str]) -> list[int]:
     for flag, number in (("-n", asked.count), ("--questions", asked.questions)):
         if number < 1:
             raise UsageError(f"{flag} must be at least 1, got {number}")
+    if asked.needles and not asked.haystack:
+        raise UsageError("--needle needs a text to be put into", "give it with --haystack TEXT")
+    asking = [name for name in wanted if name == "answers" or (name == "loss" and asked.files)]
+    if asking and all(map(is_text, asked.files)):
+        hint = "give a LongBench or RULER file, or --haystack TEXT with the tasks facts and needle"
+        raise UsageError(f"{asking[0]} is of the questions of records, and there are none", hint)
+    chats = [name for name in wanted if name in CHATS]
+    if asked.haystack and chats:
+        hint = "--haystack goes with needle and facts, and agree, kl, ppl and loss of them"
+        raise UsageError(f"the task {chats[0]} is about a world of its own", hint)
     sizes = _numbers(asked.lengths)
-    made = [name for name in wanted if not asked.files or name not in MEASURED]
+    made = _made(asked, wanted)
     if set(made) - {"needle"} and sizes[0] < tasks.LEAST:
         raise UsageError(
             f"a document of {sizes[0]:,} tokens holds no fact to ask for",
@@ -148,21 +166,40 @@ def _checked(asked: Asked, wanted: Sequence[str]) -> list[int]:
     return sizes
 
 
+Content = tuple[str, Sequence[Item]]
+"""A text, or the items of records."""
+
+
+def _content(path: Path) -> Content:
+    return (haystack.read_text(path), ()) if is_text(path) else ("", list(read_items(path)))
+
+
+def _made(asked: Asked, wanted: Sequence[str]) -> list[str]:
+    """The tasks whose documents are not those of FILEs."""
+    return [name for name in wanted if name not in RECORDS or not asked.files]
+
+
 def _of_files(
     chat: ChatSession,
-    read: Mapping[Path, Sequence[Item]],
+    read: Mapping[Path, Content],
     wanted: Sequence[str],
+    tokens: int,
     evictions: Sequence[EvictionConfig],
     asked: Asked,
 ) -> Iterator[Run]:
-    """The records of each file, and what else is to be measured of them."""
-    kinds, finds = ["file", *(name for name in wanted if name in MEASURED)], _finds(asked)
-    needs, alike = [PASSES[one] for one in passes(kinds)], Counter(map(named, read))
-    for path, records in read.items():
-        name = named(path) if alike[named(path)] == 1 else str(path)
-        items, cut, skipped = fitted(chat, records, needs, asked.truncate)
-        told: Any = {"name": name, "is_file": True, "cut": cut, "skipped": skipped}
-        yield Run(chat, kinds, together(items), evictions, finds, **told)
+    """What is to be measured of each file: its records, or the parts of its text."""
+    alike = Counter(map(named, read))
+    for path, (text, records) in read.items():
+        told: Any = {"name": named(path) if alike[named(path)] == 1 else str(path)}
+        kinds = [name for name in wanted if name in (TEXT if text else RECORDS)]
+        kinds = kinds or ["ppl" if text else "answers"]
+        if text:
+            items = haystack.texts(chat.tokenizer, text, tokens, asked.count, str(path))
+        else:
+            needs = [PASSES[one] for one in passes(kinds, records)]
+            items, cut, skipped = fitted(chat, records, needs, asked.truncate)
+            told |= {"cut": cut, "skipped": skipped}
+        yield Run(chat, kinds, together(items), evictions, _finds(asked), is_file=True, **told)
 
 
 def _of_made(
@@ -172,21 +209,31 @@ def _of_made(
     evictions: Sequence[EvictionConfig],
     asked: Asked,
     settings: Settings,
+    hay: str,
+    given: Sequence[Fact],
 ) -> Iterator[Run]:
-    """Documents that are made here."""
+    """Documents that are made here, or parts of the text `hay` with facts."""
     codec, how, count = chat.tokenizer, tasks.manner(settings.model), asked.count
     seed = 900_000_000 + 10_000_000 * settings.seed
-    names = [name for name in wanted if not asked.files or name not in MEASURED]
+    names = _made(asked, wanted)
     made: list[tuple[list[str], Iterator[Item]]] = []
     if "needle" in names:
-        made.append((["needle"], tasks.needle(codec, sizes, count, seed, how=how)))
+        if asked.haystack:
+            needles = haystack.needle(codec, hay, sizes, count, seed, how, given)
+        else:
+            needles = tasks.needle(codec, sizes, count, seed, how=how)
+        made.append((["needle"], needles))
     for name, task in CHATS.items():
         if name in names:
             made.append(([name], task.items(codec, sizes[0], count, seed, how)))
     same = [name for name in names if name != "needle" and name not in CHATS]
     if same:  # these look at the same documents, which are read once for all of them
         documents, each = -(-count // asked.questions), asked.questions
-        made.append((same, tasks.facts(codec, sizes[0], documents, seed, how, each)))
+        if asked.haystack:
+            facts = haystack.facts(codec, hay, sizes[0], documents, seed, how, each, given)
+        else:
+            facts = tasks.facts(codec, sizes[0], documents, seed, how, each)
+        made.append((same, facts))
     for kinds, items in made:
         yield Run(chat, kinds, list(items), evictions, _finds(asked), name=", ".join(kinds))
 

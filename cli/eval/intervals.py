@@ -58,6 +58,37 @@ def of_means(rows: Rows) -> Bounds:
     return mean - half, mean + half
 
 
+def of_differences(rows: Rows) -> Bounds:
+    """The interval of a mean of differences of scores in 0 to 1: Tango's, if every document has one
+    that is -1, 0 or 1."""
+    flat = [value for row in rows for value in row]
+    if len(flat) == len(rows) > 1 and set(flat) <= {-1.0, 0.0, 1.0}:
+        return tango(flat.count(1.0), flat.count(-1.0), len(flat))
+    low, high = of_means(rows)
+    return (None, None) if low is None or high is None else (max(-1.0, low), min(1.0, high))
+
+
+def tango(more: int, less: int, n: int) -> tuple[float, float]:
+    """The score interval for the difference of two paired shares (Tango, Statistics in Medicine 17,
+    1998): `more` and `less` of n pairs differ, up and down."""
+    return -_upper(less, more, n), _upper(more, less, n)
+
+
+def _upper(more: int, less: int, n: int) -> float:
+    low, high = (more - less) / n, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        b = (2 * n - more + less) * middle - more - less
+        c = -less * middle * (1 - middle)
+        down = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # likeliest share of `less`
+        variance = n * (2 * down + middle * (1 - middle))
+        if (n * middle - more + less) ** 2 < 1.96**2 * variance:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
 def _ratio(rows: Rows) -> tuple[float, float]:
     """The mean over all numbers, and its standard error."""
     n, documents = sum(map(len, rows)), len(rows)

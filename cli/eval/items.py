@@ -19,7 +19,7 @@ class Item:
     answer counts. `name`: the document's in the chat; None: document and question are the whole
     message, to the letter. Without `roles` this text is completed, outside of a chat. `opens[i]`:
     how answer i begins, which is not the model's doing. `groups`: names whose scores are also shown
-    apart. `at_once`: the first message asks everything, and one answer answers it.
+    apart. Without questions the document is a text to be continued.
     """
 
     document: str
@@ -36,14 +36,6 @@ class Item:
     apart: bool = False
     opens: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
-    at_once: bool = False
-
-    @property
-    def opening(self) -> str:
-        """The question of the first message. If all are asked at once, the one that is answered
-        first comes last."""
-        first, *others = self.questions
-        return " ".join((*others, first)) if self.at_once else first
 
     def single(self) -> Iterator[Item]:
         """An item for each question that is asked apart; else this one."""

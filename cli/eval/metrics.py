@@ -13,7 +13,6 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from minikv.errors import UsageError
@@ -192,32 +191,3 @@ def code(answer: str, right: str, classes: Sequence[str]) -> float:
     lines = answer.lstrip("\n").split("\n")
     line = next((x for x in lines if not any(mark in x for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, right).ratio()) / 100
-
-
-def lcs(a: Sequence[str], b: Sequence[str]) -> int:
-    """The length of the longest common subsequence."""
-    row = [0] * (len(b) + 1)
-    for x in a:
-        before = 0
-        for j, y in enumerate(b, 1):
-            before, row[j] = row[j], before + 1 if x == y else max(row[j], row[j - 1])
-    return row[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """An answer compared with the full cache's. `first`: the index of the first word that differs,
-    None if they agree. `rouge_l`: ROUGE-L F1 of the words, 1 if neither has any."""
-
-    exact: bool
-    first: int | None
-    rouge_l: float
-
-
-def agreement(answer: str, full: str) -> Agreement:
-    """Compare two greedy answers to the same question."""
-    a, b = answer.split(), full.split()
-    differ = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    if differ is None and len(a) != len(b):
-        differ = min(len(a), len(b))
-    return Agreement(differ is None, differ, 2 * lcs(a, b) / (len(a) + len(b)) if a or b else 1.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-CHATS = ("followup", "codes", "back", "interview", "lists", "passage")
-ANSWERED = ("needle", "facts", *CHATS, "file")
-MEASURED = ("agree", "ppl", "loss")
-TASKS = (*ANSWERED[:-1], *MEASURED)
-"""Those that --tasks takes; records from files are a task of their own."""
+CHATS = ("followup", "codes", "back", "long")
+ANSWERED = ("needle", "facts", *CHATS, "answers")
+MEASURED = ("agree", "kl", "ppl", "loss")
+TEXT, RECORDS = ("agree", "kl", "ppl"), ("answers", *MEASURED)
+"""What is measured of a FILE."""
+TASKS = (*ANSWERED, *MEASURED)
+"""Those that --tasks takes; `answers` are those to the records of FILEs."""

@@ -88,7 +88,7 @@ def prompts(chat: ChatSession, item: Item) -> tuple[list[int], ...]:
     the question."""
     with worded(chat, item, 0):
         rendered = document(item).rendered()
-        messages = [*chat.messages, Message("user", rendered + item.opening)]
+        messages = [*chat.messages, Message("user", rendered + item.questions[0])]
         ids = chat.template.opening(messages)
         if chat.reuse != "blind":
             return (ids,)
@@ -99,10 +99,8 @@ def prompts(chat: ChatSession, item: Item) -> tuple[list[int], ...]:
 # -- answers ----------------------------------------------------------------------------------
 
 
-def answers(chat: ChatSession, item: Item) -> list[str]:
+def answers(chat: ChatSession, item: Item, _: Memory | None = None) -> list[str]:
     """The answers to the questions of an item, in one chat, or each in a chat of its own."""
-    if item.at_once:
-        return _in_one_answer(chat, item)
     made = []
     for number, question in enumerate(item.questions):
         if item.apart and number:
@@ -114,28 +112,6 @@ def answers(chat: ChatSession, item: Item) -> list[str]:
             answer = "".join(chat.ask(question, max_tokens=item.max_tokens))
         made.append(answer.lstrip("\n").split("\n")[0] if item.first_line else answer)
     return made
-
-
-def _in_one_answer(chat: ChatSession, item: Item) -> list[str]:
-    """The answers to questions of one prompt: what asks for the next one is fed as if written."""
-    chat.pending.append(document(item))
-    answers = ["".join(chat.ask(item.opening, max_tokens=item.max_tokens))]
-    messages, vocab = list(chat.messages), chat.tokenizer.vocab
-    unfed = [] if chat.pending_token is None else [chat.pending_token]
-    for question in item.questions[1:]:
-        messages.append(Message("user", question))
-        for token in unfed + chat.template.following(messages):
-            logits = chat.engine.step(token)
-        stream, text, unfed = chat.tokenizer.stream(), "", []
-        for _ in range(item.max_tokens):
-            token = int(logits[:vocab].argmax())
-            if token in chat.tokenizer.stop_ids:
-                break
-            text += stream.push(token)
-            logits = chat.engine.step(token)
-        answers.append(text + stream.flush())
-        messages.append(Message("assistant", answers[-1]))
-    return answers
 
 
 def _needs_to_answer(chat: ChatSession, item: Item) -> int:
@@ -155,19 +131,64 @@ def _opening(chat: ChatSession, item: Item) -> int:
     return min(len(prompts(chat, one)[0]) for one in item.single())
 
 
-# -- perplexity -------------------------------------------------------------------------------
+# -- beside the full cache --------------------------------------------------------------------
+
+Token = tuple[float, float, bool]
+"""(nats of the token, KL from what the full cache says, whether the same token comes first)."""
+Memory = dict[str, list[tuple[int, Tensor]]]
+"""What the full cache said, which comes first: its tokens and logarithms, by question."""
 
 
-def _perplexity(chat: ChatSession, item: Item) -> list[float]:
-    """Nats of each token in the last quarter of the document."""
+def _text(chat: ChatSession, item: Item, memory: Memory) -> list[list[Token]]:
+    """At each token of the last quarter of the document."""
     reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
     chat.engine.reset()
     ids, read = _scored(chat, item)
-    logits, nats = chat.engine.prompt(ids[:read]), []
-    for token in ids[read:]:
-        nats.append(-float(logits.log_softmax(-1)[token]))
-        logits = chat.engine.step(token)
-    return nats
+    return [_fed(chat, chat.engine.prompt(ids[:read]), memory, "", ids[read:])]
+
+
+def _beside(chat: ChatSession, item: Item, memory: Memory) -> list[list[Token]]:
+    """At each token of the full cache's own answer to a chat's first question, or to each that is
+    asked apart. Up to the first that is not the same, the answer is what this cache would write."""
+    found = []
+    for one in item.single():
+        chat.reset()
+        parts = prompts(chat, one)
+        if sum(map(len, parts)) + one.max_tokens > chat.max_context:
+            raise ContextError("a document does not fit the model", "choose a smaller --length")
+        with worded(chat, one, 0):
+            reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
+        for ids in parts:
+            logits = chat.engine.prompt(ids)
+        found.append(_fed(chat, logits, memory, one.questions[0], [], one.max_tokens))
+    return found
+
+
+def _fed(
+    chat: ChatSession,
+    logits: Tensor,
+    memory: Memory,
+    question: str,
+    tokens: Sequence[int],
+    most: int = 0,
+) -> list[Token]:
+    """Feed the tokens, or at most `most` of the full cache's own, one by one."""
+    known, found = memory.setdefault(question, []), list[Token]()
+    last, vocab = len(known) or len(tokens) or most, chat.tokenizer.vocab
+    first, token = not known, -1
+    while len(found) < last:
+        if found:
+            logits = chat.engine.step(token)
+        said = logits.float().log_softmax(-1)
+        best = int(said[:vocab].argmax())
+        if first:
+            known.append((tokens[len(found)] if tokens else best, said))
+        token, full = known[len(found)]
+        kl = float((full.exp() * (full - said))[full > -torch.inf].sum())
+        found.append((-float(said[token]), kl, best == int(full[:vocab].argmax())))
+        if first and not tokens and token in chat.tokenizer.stop_ids:
+            break
+    return found
 
 
 def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
@@ -180,7 +201,7 @@ def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
 # -- attention lost ---------------------------------------------------------------------------
 
 
-def _lost(chat: ChatSession, item: Item) -> list[float]:
+def _lost(chat: ChatSession, item: Item, _: Memory | None = None) -> list[float]:
     """Attention lost at each token of the right answer, mean over layers; of a chat's first
     question, or of each that is asked apart."""
     found = []
@@ -291,11 +312,12 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """run(chat, item): measure a document; a list of answers, or of numbers by token. needs: the
+    """run(chat, item, memory): measure a document: a list of answers, of the attention lost at each
+    token, or of `Token`s. memory: of the same document, empty for the first policy. needs: the
     most positions it takes. reads: tokens of the first prompt, of which a budget may be a share.
     asks: whether the result depends on `--reuse`."""
 
-    run: Callable[[ChatSession, Item], list[Any]]
+    run: Callable[[ChatSession, Item, Memory], list[Any]]
     needs: Callable[[ChatSession, Item], int]
     reads: Callable[[ChatSession, Item], int]
     asks: bool = True
@@ -303,8 +325,9 @@ class Pass:
 
 PASSES: Mapping[str, Pass] = {
     "answers": Pass(answers, _needs_to_answer, _opening),
-    "ppl": Pass(
-        _perplexity,
+    "beside": Pass(_beside, _needs_to_answer, _opening),
+    "text": Pass(
+        _text,
         lambda chat, item: len(_scored(chat, item)[0]),
         lambda chat, item: _scored(chat, item)[1],
         asks=False,

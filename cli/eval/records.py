@@ -59,6 +59,11 @@ def read_items(path: Path) -> Iterator[Item]:
         raise UsageError(f"{path} is empty", "give a JSONL file with one record per line")
 
 
+def is_text(path: Path) -> bool:
+    """Whether a file is no record but a text."""
+    return path.suffix.lower() not in (".json", ".jsonl")
+
+
 def named(path: Path) -> str:
     """The task of a file: its name, or, as RULER's own scripts write it, its folder's."""
     return path.absolute().parent.name if path.stem in ("validation", "test") else path.stem

@@ -12,7 +12,7 @@ from minikv.chat.session import ChatSession
 from minikv.cli.eval import cells
 from minikv.cli.eval.cells import Cell
 from minikv.cli.eval.items import Item
-from minikv.cli.eval.passes import PASSES
+from minikv.cli.eval.passes import PASSES, Memory
 from minikv.cli.eval.rereading import Rereading, Restoring
 from minikv.errors import ContextError, UsageError
 
@@ -107,7 +107,7 @@ class Run:
                 for eviction in self.wanted
                 if eviction.evicts or not number
             ]
-            for one in passes(tasks)
+            for one in passes(tasks, items)
         }
         # [(pass, number of the choice)][document]: what was measured, and the share that was held
         self._made: dict[tuple[str, int], list[tuple[list[Any], float]]] = {
@@ -203,6 +203,7 @@ class Run:
         """One item, under every choice."""
         chat, total = self.chat, len(self.items) * len(self._made)
         for one, these in self._choices.items():
+            memory: Memory = {}
             for reuse, group in groupby(enumerate(these), key=lambda choice: choice[1].reuse):
                 neighbours, blind = list(group), reuse == "blind"
                 engine.remembers = blind and item.apart
@@ -214,7 +215,7 @@ class Run:
                     for i, choice in neighbours:
                         progress(sum(map(len, self._made.values())), total)
                         self._prepare(choice)
-                        found[i] += PASSES[one].run(chat, part)
+                        found[i] += PASSES[one].run(chat, part, memory)
                         if number == len(parts):
                             held = 1.0 - chat.engine.kv.stats().saved
                             self._made[one, i].append((found[i], held))
@@ -239,7 +240,7 @@ class Run:
         items, file = self.items[: self.completed], self.name if self.is_file else ""
         found = []
         for task in self.tasks:
-            one = _pass(task)
+            one = pass_of(task, self.items)
             full, _ = self._results(one, 0)
             for i, choice in enumerate(self._choices[one]):
                 made, held = self._results(one, i)
@@ -259,13 +260,16 @@ class Run:
         return [made for made, _ in done], [held for _, held in done]
 
 
-def _pass(task: str) -> str:
-    return task if task in PASSES else "answers"
-
-
-def passes(tasks: Iterable[str]) -> list[str]:
+def passes(tasks: Iterable[str], items: Sequence[Item]) -> list[str]:
     """The names of what has to be done for these tasks, each once."""
-    return sorted({_pass(task) for task in tasks}, key=list(PASSES).index)
+    return sorted({pass_of(task, items) for task in tasks}, key=list(PASSES).index)
+
+
+def pass_of(task: str, items: Sequence[Item]) -> str:
+    """The pass that a task of these items needs."""
+    if task in ("agree", "kl"):
+        return "beside" if items and items[0].questions else "text"
+    return {"ppl": "text", "loss": "loss"}.get(task, "answers")
 
 
 def _distinct(one: str, reuses: Sequence[str]) -> Sequence[str]:

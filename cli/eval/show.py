@@ -5,25 +5,28 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import util
 from pathlib import Path
 
 from minikv.cli.eval import pictures
 from minikv.cli.eval.cells import Cell
-from minikv.cli.eval.names import CHATS
+from minikv.cli.eval.names import ANSWERED, CHATS
 from minikv.cli.screen import text
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
-_UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full"}
+_UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full", "kl": "KL"}
 _MORE = {
-    "agree": {"rouge_l": "ROUGE-L", "median_first_difference": "words before difference"},
-    **{chat: {"same": "same as full", "all_right": "all right"} for chat in CHATS},
+    "agree": {"tokens_before_difference": "tokens before difference"},
+    **{
+        chat: {"same": "same as full", "all_right": "all right"} for chat in CHATS if chat != "long"
+    },
 }
-"""Further figures of a task, with their headings. Of `agree`: the mean ROUGE-L, and the median
-number of equal words at the beginning of answers that differ. Of a chat: the share of answers equal
-to the full cache's, and the share of chats without a wrong answer."""
+"""Further figures of a task, with their headings. Of `agree`: the mean number of tokens up to the
+first that differs. Of a chat: the share of answers equal to the full cache's, and the share of
+chats without a wrong answer."""
+_HALF = 0.5  # of the questions, which the full cache must answer for a comparison to mean something
 
 _PICTURES = (".png", ".svg")
 _SUFFIXES = {"json": (".json",), "csv": (".csv",), "map": _PICTURES, "plot": _PICTURES}
@@ -52,7 +55,7 @@ def table(cells: Sequence[Cell]) -> str:
     blocks = []
     for title in dict.fromkeys(cell.title for cell in cells):
         mine = [cell for cell in cells if cell.title == title]
-        blocks.append(f"{title}\n{_scores(mine)}")
+        blocks.append("\n".join([title, _scores(mine), *_remarks(mine)]))
         if any(c.by_question for c in mine):
             blocks.append(_by_question("by question", mine, [c.by_question for c in mine]))
         if any(len(c.same_by_question) > 1 for c in mine):
@@ -62,35 +65,62 @@ def table(cells: Sequence[Cell]) -> str:
     return "\n\n".join(blocks)
 
 
+def _remarks(cells: Sequence[Cell]) -> Iterator[str]:
+    """What must be known before the figures are compared."""
+    first = cells[0]
+    if first.task in ANSWERED and first.score < _HALF:
+        share = _figure(first.task, first.score)
+        yield f"The full cache itself has {share}: the comparison means nothing with this model."
+    if first.task == "loss" and len({c.policy for c in cells}) > 2:
+        yield "Compare the attention lost only within one policy: policies lose it differently."
+    if first.task == "kl":
+        yield "KL is in nats a token, from the full cache."
+
+
 def _scores(cells: Sequence[Cell]) -> str:
     task = cells[0].task
-    more, reused = _MORE.get(task, {}), any(cell.reuse != "once" for cell in cells)
+    known = {key for c in cells for key in c.more}
+    more = {key: head for key, head in _MORE.get(task, {}).items() if key in known}
+    reused = any(cell.reuse != "once" for cell in cells)
+    beside = ["nats above full" if task == "ppl" else "against full", "95 %"]
     texts = ["policy", "decode", "budget", *(["reuse"] if reused else [])]
-    figures = [_UNIT.get(task, "score"), "95 %", "n", "held", *more.values()]
+    paired = any("against" in c.more for c in cells)
+    figures = [_UNIT.get(task, "score"), "95 %", *(beside if paired else []), "n", "held"]
+    figures += more.values()
     lines = [[*texts, *figures]]
     for c in cells:
-        interval = "-"
-        if c.low is not None and c.high is not None:
-            interval = f"{_figure(task, c.low)} to {_figure(task, c.high)}"
         line = [c.policy + (f" /{c.stride}" if c.stride else ""), c.decode, c.budget]
         line += [c.reuse if c.budget != "-" else "-"] if reused else []
-        line += [_figure(task, c.score), interval, str(c.n), f"{c.held:.1%}"]
+        line += [_figure(task, c.score), _interval(task, c.low, c.high)]
+        if paired and c.budget == "-":
+            line += ["-", "-"]
+        elif paired:
+            nats = "nats" if task == "ppl" else task
+            bounds = c.more.get("against_low"), c.more.get("against_high")
+            line += [_figure(nats, c.more["against"], "+"), _interval(nats, *bounds, "+")]
+        line += [str(c.n), f"{c.held:.1%}"]
         lines.append([*line, *(_extra(c, key) for key in more)])
     return text.grid(lines, "<" * len(texts) + ">" * len(figures))
 
 
-def _figure(task: str, value: float) -> str:
+def _interval(task: str, low: float | None, high: float | None, sign: str = "") -> str:
+    if low is None or high is None:
+        return "-"
+    return f"{_figure(task, low, sign)} to {_figure(task, high, sign)}"
+
+
+def _figure(task: str, value: float, sign: str = "") -> str:
     # z: no -0.0 after rounding
-    return f"{value:z.3f}" if task == "ppl" else f"{100 * value:z.1f}%"
+    if task in ("ppl", "nats", "kl"):
+        return f"{value:{sign}z.{4 if task == 'kl' else 3}f}"
+    return f"{100 * value:{sign}z.1f}%"
 
 
 def _extra(cell: Cell, key: str) -> str:
     if key not in cell.more:
         return "-"
     value = cell.more[key]
-    if key == "rouge_l":
-        return f"{value:.3f}"
-    return f"{value:g}" if cell.task == "agree" else f"{value:.1%}"
+    return f"{value:.1f}" if cell.task == "agree" else f"{value:.1%}"
 
 
 def _by_question(title: str, cells: Sequence[Cell], shares: Sequence[Sequence[float]]) -> str:
@@ -114,7 +144,8 @@ def _by_group(cells: Sequence[Cell]) -> str:
 
 def as_csv(cells: Sequence[Cell]) -> str:
     """One line per cell, after a line of headings."""
-    more = list(dict.fromkeys(key for keys in _MORE.values() for key in keys))
+    further = dict.fromkeys(key for keys in _MORE.values() for key in keys)
+    more = ["against", "against_low", "against_high", *further]
     texts = ["policy", "decode", "budget", "stride", "reuse", "n"]
     figures = ["score", "low", "high", "held"]
     out = io.StringIO()

@@ -57,7 +57,7 @@ def manner(model: str | None) -> Manner:
     return TRAINED if Path(model).expanduser().resolve() == BUNDLED.resolve() else TOLD
 
 
-def _asking(
+def asking(
     text: str, facts: Sequence[world.Fact], rng: random.Random, how: Manner, **more: Any
 ) -> Item:
     """A question for each of the facts, each in one of its wordings."""
@@ -81,7 +81,7 @@ def facts(
         doc, rng = exam.fresh(codec, tokens, seed + i), random.Random(seed + i)
         some = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least] or [*doc.facts]
         few = rng.sample(some, min(questions, len(some)))
-        yield _asking(doc.text, few, rng, how, apart=questions > 1)
+        yield asking(doc.text, few, rng, how, apart=questions > 1)
 
 
 def needle(
@@ -106,7 +106,7 @@ def needle(
                     size += len(codec.encode(" " + hay[-1]))
                 hay.insert(round(depth * len(hay)), doc.text)
                 text = "\n\n".join(" ".join(hay[i : i + 5]) for i in range(0, len(hay), 5))
-                yield _asking(text, doc.facts[:1], rng, how, where=(depth, length))
+                yield asking(text, doc.facts[:1], rng, how, where=(depth, length))
 
 
 # -- documents with chosen facts ----------------------------------------------------------------
@@ -172,7 +172,7 @@ def fresh(
 def _followup(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
     """At most six questions in one chat."""
     doc, rng = exam.fresh(codec, tokens, seed), random.Random(seed)
-    return _asking(doc.text, rng.sample(doc.facts, min(6, len(doc.facts))), rng, how)
+    return asking(doc.text, rng.sample(doc.facts, min(6, len(doc.facts))), rng, how)
 
 
 def _back(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
@@ -192,7 +192,7 @@ def _back(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Ite
     mayor, birthplace, export = doc.chosen
     one, other, *_ = doc.others
     first, again = rng.sample(sorted(set(mayor.questions)), 2)
-    between = _asking("", [one, birthplace, other, export], rng, how)
+    between = asking("", [one, birthplace, other, export], rng, how)
     last = "What was your answer to my first question?"
     return replace(
         between,
@@ -215,81 +215,28 @@ def _codes(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> It
     """Sixteen facts of four digits each, all asked for in one chat."""
     kinds = [_FOUR_DIGITS[n % len(_FOUR_DIGITS)] for n in range(_CODES)]
     doc = fresh(codec, tokens, seed, lambda names: [tell(names, *kind) for kind in kinds])
-    return _asking(doc.text, doc.chosen, random.Random(seed), how)
-
-
-_ASKED = 4
-
-
-def _interview(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
-    """Four questions in one prompt, about facts whose values have at least `how.least` tokens;
-    about any facts, if the document has too few of those."""
-    doc, rng = exam.fresh(codec, tokens, seed), random.Random(seed)
-    long = [f for f in doc.facts if len(codec.encode(f.answer)) >= how.least]
-    few = rng.sample(long if len(long) >= _ASKED else list(doc.facts), _ASKED)
-    return _asking(doc.text, few, rng, how, at_once=True)
+    return asking(doc.text, doc.chosen, random.Random(seed), how)
 
 
 # -- long answers ----------------------------------------------------------------------------------
 
-TOKENS = (4, 8, 16, 32, 64)
-"""The lengths of long answers, used in turn. An answer is at most a name or a sentence longer."""
-
-_LISTS = {
-    "town": "roll of honour",
-    "ship": "crew list",
-    "firm": "list of partners",
-    "project": "guest list",
-}
-_PASSAGES = {"person": "diary", "town": "chronicle", "ship": "log", "project": "report"}
-_BESIDE = 2  # other long facts of the same kind in a document
+_LONGEST = 96  # tokens of an answer, at most
 
 
-def _long(
-    codec: Codec,
-    tokens: int,
-    seed: int,
-    how: Manner,
-    number: int,
-    kinds: Mapping[str, str],
-    piece: Callable[[world.Names], str],
-    between: str,
-) -> Item:
-    """One question for a value of about `TOKENS[number]` tokens, which the document states once:
-    so many pieces with `between` between them."""
-
-    def fact(names: world.Names, least: int) -> world.Fact:
-        kind, noun = names.rng.choice(list(kinds.items()))
-        entity, value = world.WORLD[kind][0](names), piece(names)
-        while len(codec.encode(value)) < least:
-            value += between + piece(names)
-        attribute = world.Attribute(noun, "What", str)
-        made = world.stated(names.rng, entity, attribute, value.rstrip("."))
-        return replace(made, statements=made.statements[:1])
-
-    def choose(names: world.Names) -> Sequence[world.Fact]:
-        others = [names.rng.choice(TOKENS) for _ in range(_BESIDE)]
-        return [fact(names, least) for least in (TOKENS[number % len(TOKENS)], *others)]
-
-    doc = fresh(codec, tokens, seed, choose)
+def _long(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
+    """One question for a value of 5 to 64 tokens, of each kind of `world.LONG` in turn. The
+    document has two of the kind."""
+    kind = [*world.LONG][number % len(world.LONG)]
+    doc = exam.fresh(codec, tokens, seed, (kind, kind))
+    fact = next(f for f in doc.facts if f.kind)
+    if fact.answer not in doc.text:  # of a small vocabulary: a sentence has many tokens
+        raise UsageError(
+            f"a document of {tokens:,} tokens is too short for the task long with this tokenizer",
+            "give a larger --length",
+        )
     told = replace(how, adds=" Answer with all of it, word for word." if how.adds else "")
-    item = _asking(doc.text, doc.chosen[:1], random.Random(seed), told)
-    return replace(item, max_tokens=2 * TOKENS[-1])
-
-
-def _lists(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
-    """A list of names. The bundled model's answer must be exact; another model's score is the share
-    of the names that its answer has."""
-    item = _long(codec, tokens, seed, how, number, _LISTS, world.Names.person, ", ")
-    if how is TRAINED:
-        return item
-    return replace(item, right=(tuple(item.right[0][0].split(", ")),), metric=metrics.values_found)
-
-
-def _passage(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
-    """Plain sentences to copy word for word."""
-    filler: Callable[[world.Names], str] = lambda names: world.filler(names.rng)  # noqa: E731
-    return _long(codec, tokens, seed, how, number, _PASSAGES, filler, " ")
+    item = asking(doc.text, [fact], random.Random(seed), told)
+    return replace(item, max_tokens=_LONGEST, groups=(kind,))
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -316,7 +263,5 @@ CHATS: Mapping[str, ChatTask] = {
     "followup": ChatTask(_followup, 6, LEAST),
     "codes": ChatTask(_codes, _CODES, 500),
     "back": ChatTask(_back, 7, 500),
-    "interview": ChatTask(_interview, _ASKED, LEAST * _ASKED),
-    "lists": ChatTask(_lists, 1, 800),
-    "passage": ChatTask(_passage, 1, 800),
+    "long": ChatTask(_long, 1, 800),
 }

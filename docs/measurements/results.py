@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -214,29 +213,12 @@ def difference(a: Sequence[float], b: Sequence[float], shares: bool) -> Differen
     mean = sum(pairs) / len(pairs)
     if shares and set(pairs) <= {-1.0, 0.0, 1.0}:
         more, less = pairs.count(1.0), pairs.count(-1.0)
-        low, high = -_tango(less, more, len(pairs)), _tango(more, less, len(pairs))
+        low, high = intervals.tango(more, less, len(pairs))
         return Difference(mean, low, high, (more, less))
     low, high = intervals.of_means([[pair] for pair in pairs])
     assert low is not None
     assert high is not None
     return Difference(mean, low, high, None)
-
-
-def _tango(more: int, less: int, n: int) -> float:
-    """Upper end of the score interval for the difference of two paired shares (Tango, Statistics in
-    Medicine 17, 1998): `more` and `less` of n pairs differ, up and down."""
-    low, high = (more - less) / n, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        b = (2 * n - more + less) * middle - more - less
-        c = -less * middle * (1 - middle)
-        down = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # likeliest share of `less`
-        variance = n * (2 * down + middle * (1 - middle))
-        if (n * middle - more + less) ** 2 < 1.96**2 * variance:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
 
 
 def verdict(claim: Claim, low: float, high: float) -> str:

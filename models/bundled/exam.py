@@ -23,7 +23,7 @@ def fresh(tokenizer: Codec, tokens: int, seed: int, long: Sequence[str] = ()) ->
     `long` of `world.LONG`. The same seed gives the same document."""
     sentences = max(1, tokens // 12)
     while True:
-        facts = min(sentences, tokens // FACT_EVERY - len(long), 110)
+        facts = min(sentences, max(0, tokens // FACT_EVERY - len(long)), 110)
         doc = world.document(random.Random(seed), sentences, facts, long)
         size = len(tokenizer.encode(doc.text))
         if abs(size - tokens) <= 16:
