@@ -16,6 +16,7 @@ from minikv.cli.eval import cells, intervals, pictures, show
 from minikv.cli.eval.items import Item
 from minikv.policies import default_step
 
+TEXTS, ASKED = [Item("", (), ())] * 2, [Item("", ("?",), (("a",),))] * 2
 ADAKV = EvictionConfig.read("adakv", "roco", "64")
 
 
@@ -74,17 +75,58 @@ def test_a_chat_beside_the_full_cache() -> None:
     assert found.by_question == found.same_by_question == [1.0, 0.5]
     assert found.more["same_low"] < 0.75 < found.more["same_high"]
     alone = cells.cell("codes", ADAKV, "once", items[:1], [["x", "c"]], [["y", "c"]], [0.1])
-    assert alone.more == {"same": 0.5, "all_right": 0.0}, "one document has no interval"
+    assert {*alone.more} == {"against", "same", "all_right"}, "one document has no interval"
+    assert (alone.more["same"], found.more["against"]) == (0.5, 0.0)
 
 
 def test_numbers_by_token() -> None:
-    """Perplexity is the exponential of the mean; JSON has no infinity."""
+    """Perplexity is the exponential of the mean; JSON has no infinity. A perplexity has an interval
+    from five documents on, which does not go below 1; its difference from the full cache has one
+    from two on."""
     made = [[1.0, 2.0], [3.0]]
     assert cells.cell("loss", ADAKV, "once", [], made, made, [1.0] * 2).score == 2.0
-    found = cells.cell("ppl", ADAKV, "once", [], made, made, [1.0] * 2)
+
+    def ppl(made: list[list[float]], full: list[list[float]]) -> cells.Cell:
+        both = [[[[(x, x / 4, x < 2) for x in row]] for row in of] for of in (made, full)]
+        return cells.cell("ppl", ADAKV, "once", TEXTS, *both, [1.0] * len(made))
+
+    found = ppl(made, [[0.5, 2.0], [2.0]])
     assert (found.score, found.by_item) == (math.exp(2.0), [1.5, 3.0])
-    endless = cells.cell("ppl", ADAKV, "once", [], [[800.0], [900.0]], made, [1.0])
-    assert (endless.score, endless.record()["score"]) == (math.inf, None)
+    assert (found.low, found.high, found.more["against"]) == (None, None, 0.5)
+    assert found.more["against_low"] < 0.5 < found.more["against_high"]
+    assert ppl([[800.0], [900.0]], [[1.0], [1.0]]).record()["score"] is None
+    few = ppl([[0.0], [0.0], [0.0], [0.0], [4.0]], [[0.0]] * 5)
+    assert few.low == 1.0
+    tokens = [[[(x, x / 4, x < 2) for x in row]] for row in made]
+    kl = cells.cell("kl", ADAKV, "once", TEXTS, tokens, tokens, [1.0] * 2)
+    same = cells.cell("agree", ADAKV, "once", TEXTS, tokens, tokens, [1.0] * 2)
+    asked = cells.cell("agree", ADAKV, "once", ASKED, tokens, tokens, [1.0] * 2)
+    assert (kl.score, kl.n, same.score, same.n) == (0.5, 3, 1 / 3, 3)
+    assert (asked.score, asked.n, asked.more) == (0.0, 2, {"tokens_before_difference": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("cell_of", "says"),
+    [
+        (("facts", "full", "none", "-", 0.4), "The full cache itself has 40.0%"),
+        (("facts", "full", "none", "-", 0.6), ""),
+        (("loss", "full", "none", "-", 0.0), "only within one policy"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(cell_of: tuple[Any, ...], says: str) -> None:
+    *names, score = cell_of
+    others = [cell(names[0], policy, "h2o") for policy in ("adakv", "snapkv")]
+    last = show.table([cell(*names, score=score), *others]).splitlines()[5:]
+    assert bool(last) == bool(says)
+    assert says in "".join(last)
+
+
+def test_differences_of_several_questions_have_bounds() -> None:
+    """By Student's t, and never beyond what a difference can be. Tango's interval, of one question
+    each, is tested with docs/results.md."""
+    assert intervals.of_differences([[-1.0, 0.0], [1.0, 1.0]]) == (-1.0, 1.0)
+    assert intervals.of_differences([[0.5], [0.5]]) == (0.5, 0.5)
+    assert intervals.of_differences([[1.0]]) == (None, None)
 
 
 def test_rows_are_told_apart_by_their_decode_policy(tmp_path: Path) -> None:
@@ -110,22 +152,20 @@ def test_rows_are_told_apart_by_their_decode_policy(tmp_path: Path) -> None:
     assert show.write([plain], {}, files) == [], "no needle, no map"
 
 
-def test_agreement_is_shown_in_full() -> None:
-    """Where answers begin to differ and their ROUGE-L, in the table and the CSV; no -0.0."""
-    plain = cell("agree", "full", "none", "-", more={"rouge_l": 1.0})
-    figures = {"rouge_l": 0.8125, "median_first_difference": 3.0}
-    mine, other = cell("agree", "snapkv", "none", more=figures), cell("facts", "snapkv", "none")
+def test_further_figures_are_shown() -> None:
+    """In the table and the CSV; no -0.0."""
+    plain = cell("agree", "full", "none", "-", more={"tokens_before_difference": 5.25})
+    mine, other = cell("agree", "snapkv", "none"), cell("facts", "snapkv", "none")
+    paired = cell("facts", "h2o", "h2o", more={"against": -0.25, "against_low": -0.5})
     head, first, second = show.table([plain, mine]).splitlines()[1:]
-    assert head.endswith("  held  ROUGE-L  words before difference")
-    assert first.split()[-2:] == ["1.000", "-"]
-    assert second.split()[-2:] == ["0.812", "3"]
-    assert "ROUGE-L" not in show.table([other])
-    rows = list(csv.DictReader(io.StringIO(show.as_csv([plain, mine, other]))))
-    assert [(r["rouge_l"], r["median_first_difference"]) for r in rows] == [
-        ("1.000000", ""),
-        ("0.812500", "3.000000"),
-        ("", ""),
-    ]
+    assert head.endswith("  held  tokens before difference")
+    assert (first.split()[-1], second.split()[-1]) == ("5.2", "-")
+    assert "difference" not in show.table([other])
+    full = cell("facts", "full", "none", "-", score=1.0)
+    assert "-25.0%" in show.table([full, paired]).splitlines()[-1]
+    rows = list(csv.DictReader(io.StringIO(show.as_csv([plain, paired]))))
+    assert [r["tokens_before_difference"] for r in rows] == ["5.250000", ""]
+    assert [r["against"] for r in rows] == ["", "-0.250000"]
     small = cell("loss", "full", "none", "-", score=-1e-9, low=-2e-9, high=1e-9)
     assert "-0.0" not in show.table([small]) + show.as_csv([small])
 

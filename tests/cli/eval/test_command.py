@@ -99,6 +99,12 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("--policy streaming --budget 6,4", "budget 4 is too small for streaming with"),
         ("--policy hashevict --stride 32 --budget 45", "the smallest useful budget is 46 tokens"),
         ("-o alloc=floor -o normalize=true", "alloc=floor and normalize do not go together"),
+        ("--tasks answers", "answers is of the questions of records"),
+        ("LICENSE --tasks loss", "loss is of the questions of records"),
+        ("--haystack LICENSE --tasks back", "the task back is about a world of its own"),
+        ("--needle a|b|c", "--needle needs a text"),
+        ("--haystack LICENSE --needle a|b", "cannot read the needle"),
+        ("--haystack /nowhere/x.txt", "/nowhere/x.txt"),
         ("--json /nowhere/out.json", "there is no directory"),
         ("--json out.txt", "cannot tell what to write"),
         ("--plot out.txt", "--plot writes .png or .svg"),
@@ -191,7 +197,7 @@ def test_what_was_measured_is_kept_when_a_run_is_stopped(
     """By Ctrl-C in the second policy of the third document: two documents, of every policy."""
     out, asked, ask = tmp_path / "out.json", 0, passes.answers
 
-    def answers(chat: ChatSession, item: Item) -> list[str]:
+    def answers(chat: ChatSession, item: Item, _: passes.Memory) -> list[str]:
         nonlocal asked
         asked += 1
         if asked == 6:
@@ -221,7 +227,7 @@ def test_agreement_perplexity_and_loss_of_records(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(line))
     out, sheet = tmp_path / "out.json", tmp_path / "out.csv"
-    flags = "--policy streaming --budget 32 --tasks agree,ppl,loss --length 100 --json"
+    flags = "--policy streaming --budget 32 --tasks answers,agree,ppl,loss --length 100 --json"
     result = evaluate(flags, out, "--csv", sheet, *files)
     written = json.loads(out.read_text())
     cells = written["cells"]
@@ -255,7 +261,7 @@ def test_a_sentence_is_right_if_the_value_is(
     rooms: list[int] = []
     plain = passes.answers
 
-    def answers(chat: ChatSession, item: Item) -> list[str]:
+    def answers(chat: ChatSession, item: Item, _: passes.Memory) -> list[str]:
         right = dict(zip(item.questions, item.right, strict=True))
 
         def ask(question: str, max_tokens: int) -> Iterator[str]:
@@ -338,7 +344,7 @@ def test_a_record_that_is_too_long_does_not_end_a_run(
     measured: a policy that reads twice may need more positions than a prompt and its answer."""
     ask = passes.answers
 
-    def answers(chat: ChatSession, item: Item) -> list[str]:
+    def answers(chat: ChatSession, item: Item, _: passes.Memory) -> list[str]:
         if "word word word" in item.document and chat.eviction.evicts:
             raise ContextError("scoring takes more positions")
         return ask(chat, item)

@@ -96,19 +96,3 @@ def test_metrics(
 )
 def test_a_value_is_found_as_whole_words(answer: str, right: list[str], score: float) -> None:
     assert metrics.contains_words(answer, right) == score
-
-
-@pytest.mark.parametrize(
-    ("answer", "full", "first", "rouge_l"),
-    [
-        ("a b c d", "a c d", 1, 6 / 7),
-        ("a b  c", "a b c", None, 1.0),
-        ("a b", "a b c", 2, 4 / 5),
-        ("b a", "a b", 0, 1 / 2),
-        ("", "", None, 1.0),
-    ],
-)
-def test_agreement(answer: str, full: str, first: int | None, rouge_l: float) -> None:
-    found = metrics.agreement(answer, full)
-    assert (found.exact, found.first) == (first is None, first)
-    assert found.rouge_l == pytest.approx(rouge_l)

@@ -56,7 +56,7 @@ def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
     items = [
         Item("word " * n, ("What?",), (("word",),), source=f"x.jsonl, line {n}") for n in (90, 60)
     ]
-    tokens = passes.PASSES["answers" if task == "facts" else task].reads(chat, items[1])
+    tokens = passes.PASSES[run.pass_of(task, items)].reads(chat, items[1])
     least = EvictionConfig.read("adakv").least_rows()
 
     def share(rows: int) -> EvictionConfig:
@@ -152,7 +152,7 @@ def test_every_reuse_beside_the_full_cache() -> None:
     found: list[list[str]] = []
     answers = passes.answers
 
-    def seen(session: ChatSession, item: Item) -> list[str]:
+    def seen(session: ChatSession, item: Item, _: passes.Memory) -> list[str]:
         made = answers(session, item)
         found.append([report.reuse for report in session.reports])
         return made
@@ -299,7 +299,7 @@ def test_attention_is_lost_to_a_cache_that_did_not_see_the_question(about: Item)
     chat.reset()
     chat.configure(wanted[0])
     chat.reuse = "blind"
-    assert max(passes.PASSES["loss"].run(chat, about)) == pytest.approx(0.0, abs=1e-5)
+    assert max(passes.PASSES["loss"].run(chat, about, {})) == pytest.approx(0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["queryspan", "queryspan+global", "kvzip"])
@@ -316,7 +316,7 @@ def test_attention_is_lost_under_policies_that_read_twice(
     for eviction in mine:
         chat.configure(eviction)
         chat.reuse = reuse
-        alone.append(passes.PASSES["loss"].run(chat, some))
+        alone.append(passes.PASSES["loss"].run(chat, some, {}))
     chat.reset()
     one = run.Run(chat, ["facts", "loss"], [some], [*full(), *mine], [reuse])
     one.measure(never)

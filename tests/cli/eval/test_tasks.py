@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 from word_codec import Words
 
-import minikv
-from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.eval import metrics, names, run, tasks
+from minikv.cli.eval import metrics, names, tasks
 from minikv.cli.eval.items import Item
-from minikv.cli.eval.passes import PASSES
 from minikv.cli.eval.tasks import CHATS
 from minikv.errors import UsageError
 from minikv.models import BUNDLED
@@ -173,49 +169,14 @@ def test_the_codes_of_a_chat_are_64_digits() -> None:
         assert len(set(item.questions)) == 16
 
 
-def test_all_questions_are_in_the_first_message_and_the_bundled_model_answers_them_in_one() -> None:
-    """With the full cache. Everything after the prompt is fed one by one, as an answer is: the
-    cache read one prompt. It takes no more positions than it needs."""
-    chat = minikv.load(policy="full")
-    item = next(CHATS["interview"].items(chat.tokenizer, 900, 1, 900_000_000))
-    assert item.opening == " ".join((*item.questions[1:], item.questions[0]))
-    one = run.Run(chat, ["interview"], [item], [EvictionConfig.read("full", "none")])
-    begun: list[int] = []
-    kv = chat.engine.kv
-    begin = kv.begin
-
-    def counted(self: object, tokens: int, *how: Any, **named: Any) -> None:
-        begun.append(tokens)
-        begin(tokens, *how, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(kv), "begin", counted)
-        one.measure(lambda done, total: None)
-    assert one.answers()[0] == [[right[0] for right in item.right]]
-    reads, needed = (f(chat, item) for f in (PASSES["answers"].reads, PASSES["answers"].needs))
-    assert begun == [reads]
-    PASSES["answers"].run(chat, item)
-    assert reads < chat.engine.kv.position <= needed
-    # An answer that is cut at `max_tokens`: its last token is fed before the next question.
-    chat.reset()
-    cut = Item(item.document, item.questions, item.right, max_tokens=1, at_once=True)
-    given = PASSES["answers"].run(chat, cut)
-    assert all(answer for answer in given)
-    assert all(r[0].startswith(a.strip()) for a, r in zip(given, item.right, strict=True))
-
-
-@pytest.mark.parametrize("name", ["lists", "passage"])
-def test_answers_have_4_to_64_tokens_and_are_in_the_document_once(name: str) -> None:
-    codec = Words()
-    items = list(CHATS[name].items(codec, 1000, len(tasks.TOKENS), 5))
-    for least, item in zip(tasks.TOKENS, items, strict=True):
+def test_long_answers_are_of_every_kind_in_turn() -> None:
+    """Values of many tokens, told to the letter, of which the document has two of the kind."""
+    items = list(CHATS["long"].items(Words(), 1000, 2 * len(world.LONG), 5))
+    assert [i.groups for i in items] == [(kind,) for kind in world.LONG] * 2
+    for item in items:
         ((value,),) = item.right
-        assert least <= len(codec.encode(value)) < least + 24
-        assert item.document.count(value) == 1
-        assert len(codec.encode(value)) <= item.max_tokens
+        assert f"{value}." in item.document
+        assert len(Words().encode(value)) <= item.max_tokens
         assert item.metric(value[:-1], (value,), ()) == 0.0
-    *_, other = CHATS["lists"].items(Words(), 1000, 3, 5, tasks.TOLD)
-    (people,) = other.right
-    assert len(people) > 2
-    assert other.metric(f"They are {people[0]} and {people[1]}.", people, ()) == 2 / len(people)
+    (other,) = CHATS["long"].items(Words(), 1000, 1, 5, tasks.TOLD)
     assert other.questions[0].endswith("word for word.")
