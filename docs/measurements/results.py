@@ -458,6 +458,11 @@ def page() -> str:
     def note(name: str) -> list[str]:
         return [notes[name].strip(), ""]
 
+    real = dict(part.split(": ", 1) for part in note("On real text")[0].split("\n\n"))
+
+    def carries(name: str) -> list[str]:
+        return [" ".join(real[name].split()), ""]
+
     lines = [
         "# Every policy at every budget",
         "",
@@ -476,6 +481,7 @@ def page() -> str:
         "## facts: one question, which comes with its document of 2,000 tokens",
         "",
         *table("facts", ["facts-32", "facts"]),
+        *carries("facts"),
         "The same with budgets that are a share of the document:",
         "",
         *table("facts", ["share"]),
@@ -483,24 +489,30 @@ def page() -> str:
         "leave room in it; with the defaults no windowed method has any:",
         "",
         *table("facts", ["sixteen"]),
+        *carries("sixteen"),
         "## followup: six questions about one document, in one chat",
         "",
         *table("followup", ["followup-32", "followup"]),
+        *carries("followup"),
         "## loss: attention that fell on evicted tokens while the right answer was written",
         "",
         *table("loss", ["facts-32", "facts"]),
+        *carries("loss"),
         "## needle: one fact in a text of 1,000 tokens, at five depths",
         "",
         *table("needle", ["needle-32", "needle"]),
+        *carries("needle"),
         "## ppl: the last quarter of a document, token by token",
         "",
         *table("ppl", ["ppl-32", "ppl"]),
+        *carries("ppl"),
         "## Step policies that read the prompt, in blocks of 32 tokens (`--stride 32`)",
         "",
         "The facts task on documents of 1,000 tokens. Tokens are scored before the question is",
         "known. At a budget of 32 the blocks have 16 tokens.",
         "",
         *table("facts", WHERE["stride"][0].split(",")),
+        *carries("stride"),
         "## Step policies while writing, after SnapKV at the prompt",
         "",
         "The last quarter of a document is written under the budget.",
@@ -510,9 +522,11 @@ def page() -> str:
         "holds at the end:",
         "",
         *writing(),
+        *carries("decode"),
         "## The question was not seen",
         "",
         *note("Not seen"),
+        *carries("unseen"),
         *unseen_section(),
         f"### Beside `{DEFAULT}`, the default of that time",
         "",
