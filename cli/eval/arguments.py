@@ -18,11 +18,10 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
     name="eval",
     help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
-    "facts, agree (with the full cache's answer), kl (from the full cache), ppl (perplexity), loss "
-    "(attention lost); and chats: followup (six questions), codes (64 digits in sixteen parts), "
-    "back (earlier answers), long (names, numbers, sentences, lists and passages to copy). FILEs "
-    "are LongBench, LongBench v2 or RULER records (.json, .jsonl), asked with their official "
-    "prompts, or any texts, for ppl, kl and agree.",
+    "facts, followup (six questions in one chat), long (names, numbers, sentences, lists and "
+    "passages to copy), agree (with the full cache's answer), kl (from the full cache), ppl "
+    "(perplexity). FILEs are LongBench, LongBench v2 or RULER records (.json, .jsonl), asked with "
+    "their official prompts, or any texts, for ppl, kl and agree.",
 )
 @command
 def evaluate(

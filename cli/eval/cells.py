@@ -19,11 +19,11 @@ from minikv.cli.eval.names import CHATS
 class Cell:
     """One task under one policy and budget.
 
-    `score` is the mean over n questions (perplexity for ppl, attention lost for loss, nats for kl;
-    n tokens), with its 95 % interval over documents, None of a single one; `by_question` by the
-    question's number in its chat, `by_place` by needle depth and length, `by_group` by the items'
-    own groups, as (name, score, n); `held` the share of a full cache that is held at the end, mean
-    over documents. `by_item` is each document's own mean (nats for ppl), so that policies can be
+    `score` is the mean over n questions (perplexity for ppl, nats for kl; n tokens), with its 95 %
+    interval over documents, None of a single one; `by_question` by the question's number in its
+    chat, `by_place` by needle depth and length, `by_group` by the items' own groups, as (name,
+    score, n); `held` the share of a full cache that is held at the end, mean over documents.
+    `by_item` is each document's own mean (nats for ppl), so that policies can be
     compared in pairs. `reuse`: what later questions are answered from. `same_by_question`, of
     chats: the share of answers that are the full cache's. `answers` and their `scores` are by
     document and question. `file`: whose records it is of.
@@ -79,7 +79,7 @@ def cell(
 
     Perplexities of fewer than five documents have no interval: it would be wider than they say.
     """
-    numbers = task in ("ppl", "loss", "kl")
+    numbers = task in ("ppl", "kl")
     rows, more = _rows(task, items, made, full)
     score = mean([value for row in rows for value in row])
     low, high = intervals.of_means(rows) if numbers else intervals.of_shares(rows)
@@ -111,8 +111,6 @@ def _rows(
     task: str, items: Sequence[Item], made: Sequence[Any], full: Sequence[Any]
 ) -> tuple[Rows, dict[str, Any]]:
     """The numbers by document, and what a cell has beside them."""
-    if task == "loss":
-        return made, {}
     if task in ("ppl", "kl"):
         which = ("ppl", "kl").index(task)
         rows, whole = ([[t[which] for q in row for t in q] for row in x] for x in (made, full))

@@ -15,7 +15,7 @@ from minikv.checks import quoted
 from minikv.cli.eval import haystack, metrics, show, tasks
 from minikv.cli.eval.fitting import TRUNCATIONS, fitted
 from minikv.cli.eval.items import Item, together
-from minikv.cli.eval.names import ANSWERED, RECORDS, TASKS, TEXT
+from minikv.cli.eval.names import ANSWERED, BESIDE, TASKS
 from minikv.cli.eval.passes import PASSES
 from minikv.cli.eval.records import is_text, named, read_items
 from minikv.cli.eval.run import REUSES, Run, choices, passes
@@ -142,13 +142,12 @@ def _checked(asked: Asked, wanted: Sequence[str]) -> list[int]:
             raise UsageError(f"{flag} must be at least 1, got {number}")
     if asked.needles and not asked.haystack:
         raise UsageError("--needle needs a text to be put into", "give it with --haystack TEXT")
-    asking = [name for name in wanted if name == "answers" or (name == "loss" and asked.files)]
-    if asking and all(map(is_text, asked.files)):
+    if "answers" in wanted and all(map(is_text, asked.files)):
         hint = "give a LongBench or RULER file, or --haystack TEXT with the tasks facts and needle"
-        raise UsageError(f"{asking[0]} is of the questions of records, and there are none", hint)
+        raise UsageError("answers are to the questions of records, and there are none", hint)
     chats = [name for name in wanted if name in CHATS]
     if asked.haystack and chats:
-        hint = "--haystack goes with needle and facts, and agree, kl, ppl and loss of them"
+        hint = "--haystack goes with needle and facts, and agree, kl and ppl of them"
         raise UsageError(f"the task {chats[0]} is about a world of its own", hint)
     sizes = _numbers(asked.lengths)
     made = _made(asked, wanted)
@@ -176,7 +175,7 @@ def _content(path: Path) -> Content:
 
 def _made(asked: Asked, wanted: Sequence[str]) -> list[str]:
     """The tasks whose documents are not those of FILEs."""
-    return [name for name in wanted if name not in RECORDS or not asked.files]
+    return [name for name in wanted if name not in ("answers", *BESIDE) or not asked.files]
 
 
 def _of_files(
@@ -191,15 +190,16 @@ def _of_files(
     alike = Counter(map(named, read))
     for path, (text, records) in read.items():
         told: Any = {"name": named(path) if alike[named(path)] == 1 else str(path)}
-        kinds = [name for name in wanted if name in (TEXT if text else RECORDS)]
+        kinds = [name for name in wanted if name in BESIDE or (name == "answers" and not text)]
         kinds = kinds or ["ppl" if text else "answers"]
         if text:
             items = haystack.texts(chat.tokenizer, text, tokens, asked.count, str(path))
         else:
             needs = [PASSES[one] for one in passes(kinds, records)]
-            items, cut, skipped = fitted(chat, records, needs, asked.truncate)
+            fit, cut, skipped = fitted(chat, records, needs, asked.truncate)
+            items = together(fit)
             told |= {"cut": cut, "skipped": skipped}
-        yield Run(chat, kinds, together(items), evictions, _finds(asked), is_file=True, **told)
+        yield Run(chat, kinds, items, evictions, _finds(asked), is_file=True, **told)
 
 
 def _of_made(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-CHATS = ("followup", "codes", "back", "long")
+CHATS = ("followup", "long")
 ANSWERED = ("needle", "facts", *CHATS, "answers")
-MEASURED = ("agree", "kl", "ppl", "loss")
-TEXT, RECORDS = ("agree", "kl", "ppl"), ("answers", *MEASURED)
-"""What is measured of a FILE."""
-TASKS = (*ANSWERED, *MEASURED)
+BESIDE = ("agree", "kl", "ppl")
+"""What is measured beside the full cache, of questions and of texts."""
+TASKS = (*ANSWERED, *BESIDE)
 """Those that --tasks takes; `answers` are those to the records of FILEs."""

@@ -1,4 +1,4 @@
-"""How a task runs a document through a chat: for answers, perplexity, or attention lost."""
+"""How a task runs a document through a chat: for answers, or beside the full cache."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from minikv.cache.attend import Attend
-from minikv.cache.kv_cache import KVCache
 from minikv.chat import plan, reading
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document, Message, Template
 from minikv.cli.eval.items import Item
-from minikv.cli.eval.rereading import Rereading
-from minikv.engine.decode_loop import Network
-from minikv.engine.engine import Engine, Predicting
 from minikv.errors import ContextError
 from minikv.models.tokenizer import Tokenizer
 
@@ -198,123 +193,14 @@ def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
     return start + ids, len(start) + max(1, 3 * len(ids) // 4)
 
 
-# -- attention lost ---------------------------------------------------------------------------
-
-
-def _lost(chat: ChatSession, item: Item, _: Memory | None = None) -> list[float]:
-    """Attention lost at each token of the right answer, mean over layers; of a chat's first
-    question, or of each that is asked apart."""
-    found = []
-    for one in item.single():
-        chat.reset()
-        parts, answer = prompts(chat, one), _answer(chat, one)
-        if sum(map(len, parts)) + len(answer) > chat.max_context:
-            raise ContextError("a document does not fit the model", "choose a smaller --length")
-        with worded(chat, one, 0):
-            reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
-        heard = Shadow(chat.engine.network, chat.engine.kv)
-        for ids in parts:
-            heard.prompt(ids)
-        found += [heard.step(token) for token in answer]
-    return found
-
-
-def _answer(chat: ChatSession, item: Item) -> list[int]:
-    return chat.tokenizer.encode(item.right[0][0])
-
-
-def _needs_to_lose(chat: ChatSession, item: Item) -> int:
-    return max(sum(map(len, prompts(chat, one))) + len(_answer(chat, one)) for one in item.single())
-
-
-class Shadow:
-    """A `Network` and an `Attend` in one: feeds a network over a cache and stores every key, to
-    measure the attention that is lost.
-
-    A step loses 1 minus the probability of the tokens that the cache still holds, under attention
-    over all tokens ever seen (in a layer with a sliding window, over those in the window); mean
-    over the query heads and layers.
-    """
-
-    def __init__(self, network: Network, kv: KVCache) -> None:
-        self._network, self._kv = network, kv
-        self._to: Attend = kv
-        self._keys: list[Tensor | None] = [None] * kv.shape.layers  # [H, T, D] each
-        self._lost: list[float] = []
-        self._hears = False
-
-    def prompt(self, ids: Sequence[int]) -> None:
-        """Read a prompt, or the next part of one."""
-        first, self._hears = not self._kv.position, True
-        Engine(self, self._kv, capture=None).prompt(ids)
-        # Of a prompt that was read before only the end is computed again.
-        if first and isinstance(self._network, Rereading):
-            self._keys = list(self._network.keys())
-
-    def step(self, token: int) -> float:
-        """Feed a token. The attention that is lost."""
-        self._lost, self._hears = [], True
-        self.forward(torch.tensor([token], device=self._kv.device), self._kv)
-        return sum(self._lost) / len(self._lost)
-
-    def forward(self, ids: Tensor, kv: Attend) -> Tensor:
-        """See `Network`. A later forward of the same prompt only scores: its keys do not stay."""
-        if not self._hears:
-            return self._network.forward(ids, kv)
-        self._to = kv
-        logits = self._network.forward(ids, self)
-        self._hears = False
-        return logits
-
-    def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
-        """See `minikv.engine.engine.Predicting`. Keys are heard when the prompt itself is fed."""
-        return cast(Predicting, self._network).hidden(ids, kv)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `minikv.engine.engine.Predicting`."""
-        return cast(Predicting, self._network).logits(hidden)
-
-    @property
-    def position(self) -> int | Tensor:
-        """See `minikv.cache.attend.Attend`, as everything below."""
-        return self._to.position
-
-    @property
-    def watch(self) -> Callable[[Tensor], None] | None:
-        return getattr(self._to, "watch", None)
-
-    def advance(self, tokens: int) -> None:
-        self._to.advance(tokens)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        before, rows = self._keys[layer], k.to(torch.float32, copy=True).transpose(0, 1)
-        self._keys[layer] = keys = rows if before is None else torch.cat((before, rows), 1)
-        reads = self._kv.reading
-        out = self._to.attend(layer, q, k, v)
-        if not reads:
-            self._lost.append(self._missed(layer, q[0], keys))
-        return out
-
-    def _missed(self, layer: int, q: Tensor, keys: Tensor) -> float:
-        shape = self._kv.shape
-        query = q.float().view(shape.kv_heads, -1, shape.head_dim)
-        logits = query @ keys.transpose(1, 2).float() * shape.head_dim**-0.5
-        window = shape.windows[layer]
-        if window is not None and keys.shape[1] > window:
-            logits[..., : keys.shape[1] - window] = -torch.inf
-        p = logits.softmax(-1).mean(1)  # [H, N]
-        kept = [p[h, self._kv.attended(layer, h)].sum() for h in range(shape.kv_heads)]
-        return 1.0 - float(torch.stack(kept).mean())
-
-
 # -- the table --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """run(chat, item, memory): measure a document: a list of answers, of the attention lost at each
-    token, or of `Token`s. memory: of the same document, empty for the first policy. needs: the
-    most positions it takes. reads: tokens of the first prompt, of which a budget may be a share.
+    """run(chat, item, memory): measure a document: a list of answers, or of `Token`s. memory: that
+    of the document, empty for the first policy. needs: the most positions it takes. reads: tokens
+    of the first prompt, of which a budget may be a share.
     asks: whether the result depends on `--reuse`."""
 
     run: Callable[[ChatSession, Item, Memory], list[Any]]
@@ -332,5 +218,4 @@ PASSES: Mapping[str, Pass] = {
         lambda chat, item: _scored(chat, item)[1],
         asks=False,
     ),
-    "loss": Pass(_lost, _needs_to_lose, _opening),
 }

@@ -47,9 +47,11 @@ def panels(cells: Iterable[Cell]) -> list[Panel]:
     reuses = {reuse for *_, reuse in found} - {"once"}
     made = []
     for (title, task, reuse), lines in found.items():
-        more = ["lower is better"] if task in ("ppl", "loss") else []
+        more = ["lower is better"] if task in ("ppl", "kl") else []
         more += [_SEEN.get(reuse, reuse)] if reuses else []
-        made.append(Panel(", ".join([title, *more]), lines, levels.get(title), task != "ppl"))
+        made.append(
+            Panel(", ".join([title, *more]), lines, levels.get(title), task not in ("ppl", "kl"))
+        )
     return made
 
 

@@ -76,11 +76,6 @@ class Rereading:
             self._ids, self._hidden, self._scored = ids.clone(), None, {}
             self._tier.truncate(0)
 
-    def keys(self) -> list[Tensor]:
-        """Each layer's keys [H, T, D] of the remembered prompt."""
-        tier = self._tier
-        return [tier.rows.read(i, tier.length)["k"].clone() for i in range(self.kv.shape.layers)]
-
 
 class _Behind:
     """An `Attend` whose first `given` tokens are not fed."""

@@ -269,12 +269,12 @@ def pass_of(task: str, items: Sequence[Item]) -> str:
     """The pass that a task of these items needs."""
     if task in ("agree", "kl"):
         return "beside" if items and items[0].questions else "text"
-    return {"ppl": "text", "loss": "loss"}.get(task, "answers")
+    return "text" if task == "ppl" else "answers"
 
 
 def _distinct(one: str, reuses: Sequence[str]) -> Sequence[str]:
-    """Those of the reuses that differ for a pass. The attention of a first question's answer is the
-    same under all that see the question; where nothing is asked, all are the same."""
+    """Those of the reuses that differ for a pass. The answer to a first question is the same under
+    all that see the question; where nothing is asked, all are the same."""
     if one == "answers":
         return reuses
     if not PASSES[one].asks:

@@ -16,7 +16,7 @@ from minikv.cli.screen import text
 from minikv.errors import UsageError
 from minikv.policies import default_step
 
-_UNIT = {"ppl": "perplexity", "loss": "attention lost", "agree": "same as full", "kl": "KL"}
+_UNIT = {"ppl": "perplexity", "agree": "same as full", "kl": "KL"}
 _MORE = {
     "agree": {"tokens_before_difference": "tokens before difference"},
     **{
@@ -71,8 +71,6 @@ def _remarks(cells: Sequence[Cell]) -> Iterator[str]:
     if first.task in ANSWERED and first.score < _HALF:
         share = _figure(first.task, first.score)
         yield f"The full cache itself has {share}: the comparison means nothing with this model."
-    if first.task == "loss" and len({c.policy for c in cells}) > 2:
-        yield "Compare the attention lost only within one policy: policies lose it differently."
     if first.task == "kl":
         yield "KL is in nats a token, from the full cache."
 

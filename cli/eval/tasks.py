@@ -1,5 +1,6 @@
 """Questions that are made here, from the bundled model's world: a needle, facts, chats of several
-questions, and long answers. A chat is a function that makes an item, and a row of `CHATS`.
+questions, and long answers. One of the last two is a function that makes an item, and a row of
+`CHATS`.
 
 The bundled model was trained on this world and answers with the value and nothing else. For any
 other model the documents are plain English. The wording of its answers is not known, so it is told
@@ -109,63 +110,6 @@ def needle(
                 yield asking(text, doc.facts[:1], rng, how, where=(depth, length))
 
 
-# -- documents with chosen facts ----------------------------------------------------------------
-
-_OTHERS = 3  # facts beside the chosen ones, at the least
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A document's text, the chosen facts in the order in which they were given, and the others."""
-
-    text: str
-    chosen: tuple[world.Fact, ...]
-    others: tuple[world.Fact, ...]
-
-
-def tell(
-    names: world.Names,
-    kind: str,
-    noun: str,
-    entity: str | None = None,
-    value: str | None = None,
-) -> world.Fact:
-    """The fact that `value` is the `noun` of `entity`, which is of a kind in `world.WORLD`. An
-    entity or value that is not given is drawn at random."""
-    make, attributes = world.WORLD[kind]
-    attribute = next(a for a in attributes if a.noun == noun)
-    entity = make(names) if entity is None else entity
-    value = attribute.draw(names) if value is None else value
-    return world.stated(names.rng, entity, attribute, value)
-
-
-def fresh(
-    codec: Codec, tokens: int, seed: int, choose: Callable[[world.Names], Sequence[world.Fact]]
-) -> Told:
-    """A document of `tokens` tokens, within 16, with the facts that `choose` makes; the same for
-    the same seed. Raises UsageError if the facts do not fit into so few tokens."""
-    sentences = tokens // 12
-    while True:
-        rng = random.Random(seed)
-        names = world.Names(rng)
-        chosen = choose(names)
-        usual = min(sentences, tokens // exam.FACT_EVERY, 110)
-        others, entities = world.some_facts(rng, names, max(_OTHERS, usual - len(chosen)))
-        told = len(chosen) + len(others)
-        if told > sentences:  # of a small vocabulary: a sentence has many tokens
-            raise UsageError(
-                f"a document of {tokens:,} tokens has about {sentences} sentences with this "
-                f"tokenizer, too few to tell {told} facts",
-                "give a larger --length, or another task",
-            )
-        doc = world.written(rng, sentences, [*chosen, *others], entities)
-        size = len(codec.encode(doc.text))
-        if abs(size - tokens) <= 16:
-            return Told(doc.text, tuple(chosen), tuple(others))
-        sentences = exam.nearer(sentences, size, tokens)
-        seed += 1 << 40
-
-
 # -- chats: each function makes the item of one document ------------------------------------------
 
 
@@ -173,49 +117,6 @@ def _followup(codec: Codec, tokens: int, seed: int, how: Manner, number: int) ->
     """At most six questions in one chat."""
     doc, rng = exam.fresh(codec, tokens, seed), random.Random(seed)
     return asking(doc.text, rng.sample(doc.facts, min(6, len(doc.facts))), rng, how)
-
-
-def _back(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
-    """A town's mayor, another fact, the birthplace of that mayor, another fact, the town's export,
-    its mayor in other words, and what the first answer was. The bundled model was not trained on
-    the last kind of question."""
-
-    def choose(names: world.Names) -> Sequence[world.Fact]:
-        town, person = names.town(), names.person()
-        return [
-            tell(names, "town", "mayor", town, person),
-            tell(names, "person", "birthplace", person),
-            tell(names, "town", "main export", town),
-        ]
-
-    doc, rng = fresh(codec, tokens, seed, choose), random.Random(seed)
-    mayor, birthplace, export = doc.chosen
-    one, other, *_ = doc.others
-    first, again = rng.sample(sorted(set(mayor.questions)), 2)
-    between = asking("", [one, birthplace, other, export], rng, how)
-    last = "What was your answer to my first question?"
-    return replace(
-        between,
-        document=doc.text,
-        questions=(first + how.adds, *between.questions, again + how.adds, last + how.adds),
-        right=((mayor.answer,), *between.right, (mayor.answer,), (mayor.answer,)),
-    )
-
-
-_CODES = 16
-_FOUR_DIGITS = (
-    ("person", "locker code"),
-    ("project", "budget"),
-    ("town", "founding year"),
-    ("ship", "launch year"),
-)
-
-
-def _codes(codec: Codec, tokens: int, seed: int, how: Manner, number: int) -> Item:
-    """Sixteen facts of four digits each, all asked for in one chat."""
-    kinds = [_FOUR_DIGITS[n % len(_FOUR_DIGITS)] for n in range(_CODES)]
-    doc = fresh(codec, tokens, seed, lambda names: [tell(names, *kind) for kind in kinds])
-    return asking(doc.text, doc.chosen, random.Random(seed), how)
 
 
 # -- long answers ----------------------------------------------------------------------------------
@@ -261,7 +162,5 @@ class ChatTask:
 
 CHATS: Mapping[str, ChatTask] = {
     "followup": ChatTask(_followup, 6, LEAST),
-    "codes": ChatTask(_codes, _CODES, 500),
-    "back": ChatTask(_back, 7, 500),
     "long": ChatTask(_long, 1, 800),
 }

@@ -56,7 +56,7 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
         if loss.est_mass_lost_max is not None and loss.est_mass_lost_argmax_layer is not None:
             worst = f"worst layer {loss.est_mass_lost_argmax_layer}"
             lost += f" ({worst}: {100 * loss.est_mass_lost_max:.1f}%)"
-        lost += ", an estimate"
+        lost += ", an estimate to compare within one policy"
     thoughts = ""
     if tokens.thoughts:
         thoughts = f", {tokens.thoughts:,} of them of thought ({time.thoughts:.2f} s)"

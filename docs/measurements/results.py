@@ -36,9 +36,9 @@ SMALL = "-o window=16 -o proxies=16"  # at a budget of 32, windows of 32 leave n
 BUDGETS = "64,128,256,512"
 WRITING = "none,roco,streaming,tova,h2o,rkv"  # each with its default
 RUNS = {
-    "facts": f"--tasks facts,agree,loss --policy '{PROMPT}' --budget {BUDGETS} -n 200",
+    "facts": f"--tasks facts,agree --policy '{PROMPT}' --budget {BUDGETS} -n 200",
     "followup": f"--tasks followup --policy '{PROMPT}' --budget {BUDGETS} -n 204",
-    "facts-32": f"--tasks facts,agree,loss --policy '{PROMPT}' --budget 32 {SMALL} -n 200",
+    "facts-32": f"--tasks facts,agree --policy '{PROMPT}' --budget 32 {SMALL} -n 200",
     "followup-32": f"--tasks followup --policy '{PROMPT}' --budget 32 {SMALL} -n 204",
     "share": "--tasks facts --policy h2o,nacl,snapkv,adakv,kvcrush --budget 20%,25% -n 200",
     "stride": f"--tasks facts --stride 32 --policy {STEP} --budget 128 --length 1000 -n 200",

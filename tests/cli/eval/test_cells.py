@@ -69,12 +69,12 @@ def test_a_chat_beside_the_full_cache() -> None:
     """Answers that are the full cache's word for word, and chats without a wrong answer."""
     items = [Item("", ("?", "?"), (("a b",), ("c",))), Item("", ("?", "?"), (("d",), ("e",)))]
     made, full = [["a b", "c"], ["d", "x"]], [["a  b", "c"], ["d", "e"]]
-    found = cells.cell("codes", ADAKV, "recall", items, made, full, [0.1, 0.3])
+    found = cells.cell("followup", ADAKV, "recall", items, made, full, [0.1, 0.3])
     assert (found.n, found.score, found.held, found.reuse) == (4, 0.75, 0.2, "recall")
     assert (found.more["same"], found.more["all_right"]) == (0.75, 0.5)
     assert found.by_question == found.same_by_question == [1.0, 0.5]
     assert found.more["same_low"] < 0.75 < found.more["same_high"]
-    alone = cells.cell("codes", ADAKV, "once", items[:1], [["x", "c"]], [["y", "c"]], [0.1])
+    alone = cells.cell("followup", ADAKV, "once", items[:1], [["x", "c"]], [["y", "c"]], [0.1])
     assert {*alone.more} == {"against", "same", "all_right"}, "one document has no interval"
     assert (alone.more["same"], found.more["against"]) == (0.5, 0.0)
 
@@ -84,7 +84,6 @@ def test_numbers_by_token() -> None:
     from five documents on, which does not go below 1; its difference from the full cache has one
     from two on."""
     made = [[1.0, 2.0], [3.0]]
-    assert cells.cell("loss", ADAKV, "once", [], made, made, [1.0] * 2).score == 2.0
 
     def ppl(made: list[list[float]], full: list[list[float]]) -> cells.Cell:
         both = [[[[(x, x / 4, x < 2) for x in row]] for row in of] for of in (made, full)]
@@ -110,7 +109,7 @@ def test_numbers_by_token() -> None:
     [
         (("facts", "full", "none", "-", 0.4), "The full cache itself has 40.0%"),
         (("facts", "full", "none", "-", 0.6), ""),
-        (("loss", "full", "none", "-", 0.0), "only within one policy"),
+        (("kl", "full", "none", "-", 0.0), "nats a token"),
     ],
 )
 def test_what_cannot_be_compared_is_said(cell_of: tuple[Any, ...], says: str) -> None:
@@ -166,7 +165,7 @@ def test_further_figures_are_shown() -> None:
     rows = list(csv.DictReader(io.StringIO(show.as_csv([plain, paired]))))
     assert [r["tokens_before_difference"] for r in rows] == ["5.250000", ""]
     assert [r["against"] for r in rows] == ["", "-0.250000"]
-    small = cell("loss", "full", "none", "-", score=-1e-9, low=-2e-9, high=1e-9)
+    small = cell("agree", "full", "none", "-", score=-1e-9, low=-2e-9, high=1e-9)
     assert "-0.0" not in show.table([small]) + show.as_csv([small])
 
 

@@ -6,7 +6,6 @@ from itertools import takewhile
 
 import pytest
 import torch
-from small import engine, ids, network
 
 import minikv
 from minikv.cache.attend import DenseAttend
@@ -14,8 +13,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.transcript import Message
 from minikv.cli.eval import passes, tasks
 from minikv.cli.eval.items import Item
-from minikv.cli.eval.passes import PASSES, Shadow
-from minikv.cli.eval.rereading import Rereading
+from minikv.cli.eval.passes import PASSES
 
 
 def test_perplexity_is_that_of_a_plain_forward_that_begins_as_a_chat_does() -> None:
@@ -50,27 +48,6 @@ def test_perplexity_is_that_of_a_plain_forward_that_begins_as_a_chat_does() -> N
     assert [t[1] for t in second] == pytest.approx(apart.tolist(), rel=1e-3, abs=1e-4)
     assert [t[2] for t in second] == (full.probs.argmax(1) == other.probs.argmax(1)).tolist()
     assert {t[1:] for t in first} == {(0.0, True)}
-
-
-@pytest.mark.parametrize("windows", [None, (20, None, 30)])
-def test_the_shadow_sees_what_was_lost(windows: tuple[int | None, ...] | None) -> None:
-    """Nothing without eviction; the same, however the document was read."""
-    net = network(windows=windows)
-
-    def lost(policy: str, step: str, *, again: bool = False) -> list[float]:
-        kv = engine(net, policy, step, 40).kv
-        shared = Rereading(net, kv) if again else net
-        for _ in range(2 if again else 1):
-            kv.reset()
-            shadow = Shadow(shared, kv)
-            shadow.prompt(ids(90))
-        return [shadow.step(token) for token in range(6)]
-
-    assert lost("full", "none") == pytest.approx([0.0] * 6, abs=1e-5)
-    for policy, step in (("streaming", "streaming"), ("snapkv", "roco")):
-        found = lost(policy, step)
-        assert 0.0 < min(found) <= max(found) < 1.0
-        assert lost(policy, step, again=True) == found
 
 
 def test_the_first_difference_is_that_of_the_answers() -> None:

@@ -54,27 +54,6 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
     assert glances == [150, 20, 20]
 
 
-@pytest.mark.parametrize("windows", [None, (20, None, 30), (100, 101, 1)])
-def test_the_keys_of_a_prompt_that_was_scored_are_those_of_any_other(
-    windows: tuple[int | None, ...] | None,
-) -> None:
-    """Those that the next token sees, bit for bit, also after the scores were used again."""
-    net, found = network(windows=windows), []
-    for name in ("snapkv", "kvzip", "kvzip+"):
-        kv = engine(net, name, "none", 40).kv
-        shared = Rereading(net, kv)
-        for _ in range(2):
-            kv.reset()
-            Engine(shared, kv).prompt(ids(100))
-        found.append(shared.keys())
-    for layer, window in enumerate(windows or (None, None, None)):
-        first = 0 if window is None else max(0, 100 - (window - 1))
-        keys = [each[layer] for each in found]
-        assert {key.shape for key in keys} == {keys[0].shape}
-        assert torch.equal(keys[0][:, first:], keys[1][:, first:])
-        assert torch.equal(keys[0][:, first:], keys[2][:, first:])
-
-
 @pytest.mark.parametrize("name", ["adakv", "keydiff", "streaming"])
 def test_a_document_that_was_evicted_once_is_as_if_it_had_been_each_time(name: str) -> None:
     """Bit for bit: what is kept, a question behind it, and its answer's first step."""

@@ -48,7 +48,7 @@ def test_every_policy_with_every_decode_policy() -> None:
     assert "window" not in few[2].policy_options
 
 
-@pytest.mark.parametrize("task", ["facts", "ppl", "loss"])
+@pytest.mark.parametrize("task", ["facts", "ppl", "kl"])
 def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
     """A share one row above what is refused works, and one row below is what the run would refuse,
     whatever the task feeds first."""
@@ -93,7 +93,7 @@ def never(done: int, total: int) -> None:
     """Progress that nobody looks at."""
 
 
-@pytest.mark.parametrize("task", ["facts", "ppl", "loss"])
+@pytest.mark.parametrize("task", ["facts", "ppl", "kl"])
 def test_nothing_is_cut_to_fit(task: str) -> None:
     """An item that does not fit is an error with the documented code, not a cut document."""
     chat = minikv.load(policy="full")
@@ -186,9 +186,9 @@ def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
     """A document that is computed once for all policies goes to each one's tier all the same: the
     answers are those of a chat that read it itself."""
     chat = minikv.load(policy="full")
-    item = next(CHATS["back"].items(chat.tokenizer, 600, 7, 5))
+    item = next(CHATS["followup"].items(chat.tokenizer, 600, 6, 5))
     wanted = [*full(), *(EvictionConfig.read("adakv", budget=b) for b in ("48", "128"))]
-    one = run.Run(chat, ["back"], [item], wanted, ["once", "recall"])
+    one = run.Run(chat, ["followup"], [item], wanted, ["once", "recall"])
     one.measure(never)
     made = one.answers()
     for number, budget in ((3, "48"), (4, "128")):
@@ -281,50 +281,6 @@ def test_a_document_is_read_once_for_all_questions_that_have_not_seen_it(
     assert sum(tokens > 300 for tokens in evicted) == 3 * 3 + 2
 
 
-def test_attention_is_lost_to_a_cache_that_did_not_see_the_question(about: Item) -> None:
-    """More than to one that did; without eviction none, read in two parts or in one."""
-    chat = minikv.load(policy="full")
-    wanted = [*full(), EvictionConfig.read("snapkv", budget="64")]
-    one = run.Run(chat, ["loss"], [about], wanted, ["refresh", "blind", "once"])
-    one.measure(never)
-    cells = one.cells()
-    assert [(c.policy, c.reuse) for c in cells] == [
-        ("full", "once"),
-        ("snapkv", "refresh"),
-        ("snapkv", "blind"),
-    ]
-    assert cells[0].score == pytest.approx(0.0, abs=1e-5)
-    assert 0.0 < cells[1].score < cells[2].score < 1.0
-    assert len({c.n for c in cells}) == 1
-    chat.reset()
-    chat.configure(wanted[0])
-    chat.reuse = "blind"
-    assert max(passes.PASSES["loss"].run(chat, about, {})) == pytest.approx(0.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("policy", ["queryspan", "queryspan+global", "kvzip"])
-@pytest.mark.parametrize("reuse", ["once", "blind"])
-def test_attention_is_lost_under_policies_that_read_twice(
-    policy: str, reuse: str, about: Item
-) -> None:
-    """What several budgets and questions share is as if each had been alone, without `Rereading`;
-    also after answers to the same prompts."""
-    chat = minikv.load(policy="full")
-    some = replace(about, questions=about.questions[:2], right=about.right[:2])
-    mine = [EvictionConfig.read(policy, budget=str(budget)) for budget in (64, 128)]
-    alone = []
-    for eviction in mine:
-        chat.configure(eviction)
-        chat.reuse = reuse
-        alone.append(passes.PASSES["loss"].run(chat, some, {}))
-    chat.reset()
-    one = run.Run(chat, ["facts", "loss"], [some], [*full(), *mine], [reuse])
-    one.measure(never)
-    losses = [cell.score for cell in one.cells() if cell.task == "loss"]
-    assert losses[1:] == [sum(values) / len(values) for values in alone]
-    assert losses[1] > losses[2] > 0.0
-
-
 def test_the_least_share_is_of_what_is_evicted_before_the_question() -> None:
     chat = minikv.load(policy="full")
     item = Item("word " * 60, ("What is this long question of many words about?",), (("word",),))
@@ -335,3 +291,28 @@ def test_the_least_share_is_of_what_is_evicted_before_the_question() -> None:
     run.Run(chat, ["facts"], [item], [*full(), wanted], ["once"]).check()
     with pytest.raises(UsageError, match="per head, too small for adakv"):
         run.Run(chat, ["facts"], [item], [*full(), wanted], ["blind"]).check()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "queryspan+global", "kvzip"])
+@pytest.mark.parametrize("reuse", ["once", "blind"])
+def test_what_several_budgets_and_questions_share_is_as_if_each_had_been_alone(
+    policy: str, reuse: str, about: Item
+) -> None:
+    """KL beside the full cache, also under policies that read twice, without `Rereading` and after
+    answers to the same prompts."""
+    chat = minikv.load(policy="full")
+    some = replace(about, questions=about.questions[:2], right=about.right[:2])
+    mine = [EvictionConfig.read(policy, budget=str(budget)) for budget in (48, 256)]
+    memory: passes.Memory = {}
+    alone = []
+    for eviction in (*full(), *mine):
+        chat.configure(eviction)
+        chat.reuse = reuse if eviction.evicts else "once"
+        alone.append(passes.PASSES["beside"].run(chat, some, memory))
+    chat.reset()
+    one = run.Run(chat, ["facts", "kl"], [some], [*full(), *mine], [reuse])
+    one.measure(never)
+    found = [cell.score for cell in one.cells() if cell.task == "kl"]
+    flat = [[t[1] for answer in made for t in answer] for made in alone]
+    assert found == [sum(values) / len(values) for values in flat]
+    assert found[0] == 0.0 < found[2] <= found[1]
