@@ -417,6 +417,7 @@ def main() -> None:
         help="torch.compile (needs a C++ compiler; on a CPU about 7 times as fast)",
     )
     args = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each process has a core
     began, start = time.time(), args.start
     config = LlamaConfig.from_pretrained(start) if start else new_config()
     network = new_network(config, args.seed)
@@ -474,7 +475,7 @@ def train(
         torch.optim.AdamW(outer, weight_decay=0.0, betas=(0.9, 0.97), foreach=True),
     ]
     step, tokens, first, shown = 0, 0, 0.0, time.time()
-    while (now := time.time()) < began + 60 * args.minutes:
+    while (now := time.time()) < began + 60 * args.minutes or not step:
         # The first step compiles: the schedule is of the time after it.
         at = min(1.0, (now - first) / (began + 60 * args.minutes - first)) if step else 0.0
         number.value = next(i for i, end in enumerate(ends) if at <= end + 1e-9)
