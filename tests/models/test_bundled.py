@@ -131,7 +131,8 @@ def test_the_training_makes_a_model(
     document, questions = world.document, world.questions
 
     def shorter(rng: random.Random, sentences: int, *more: Any) -> world.Document:
-        return document(rng, 9, 6) if sentences == 90 else document(rng, sentences, *more)
+        of_vocabulary = (sentences, *more) == (90, 60)
+        return document(rng, 9, 6) if of_vocabulary else document(rng, sentences, *more)
 
     def fewer(rng: random.Random, doc: world.Document, count: int) -> Iterator[tuple[str, str]]:
         return questions(rng, doc, 6 if count == 60 else count)
