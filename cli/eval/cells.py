@@ -85,8 +85,8 @@ def cell(
     low, high = intervals.of_means(rows) if numbers else intervals.of_shares(rows)
     if task == "ppl":
         score = _exp(score)
-        known = low is not None and high is not None and len(rows) >= 5
-        low, high = (max(1.0, _exp(low)), _exp(high)) if known else (None, None)
+        few = len(rows) < 5
+        low, high = (None if x is None or few else max(1.0, _exp(x)) for x in (low, high))
     if task == "kl" and low is not None:
         low = max(0.0, low)
     return Cell(

@@ -75,8 +75,10 @@ class Names:
 
     def alias(self) -> str:
         """One or two words of three to five syllables."""
-        word = lambda: "".join(self.rng.choices(WORDS["syllables"], k=self.rng.randint(3, 5)))  # noqa: E731
-        return " ".join(word().capitalize() for _ in range(self.rng.randint(1, 2)))
+        rng = self.rng
+        words = range(rng.randint(1, 2))
+        made = ("".join(rng.choices(WORDS["syllables"], k=rng.randint(3, 5))) for _ in words)
+        return " ".join(word.capitalize() for word in made)
 
     def digits(self) -> str:
         """A number of five to sixteen digits."""
