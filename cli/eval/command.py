@@ -217,23 +217,24 @@ def _of_made(
     seed = 900_000_000 + 10_000_000 * settings.seed
     names = _made(asked, wanted)
     made: list[tuple[list[str], Iterator[Item]]] = []
+    beside = [name for name in names if name in BESIDE]
+    alone = [] if "facts" in names else beside  # else they look at the same documents as facts
     if "needle" in names:
         if asked.haystack:
             needles = haystack.needle(codec, hay, sizes, count, seed, how, given)
         else:
             needles = tasks.needle(codec, sizes, count, seed, how=how)
-        made.append((["needle"], needles))
+        made.append((["needle", *alone], needles))
     for name, task in CHATS.items():
         if name in names:
-            made.append(([name], task.items(codec, sizes[0], count, seed, how)))
-    same = [name for name in names if name != "needle" and name not in CHATS]
-    if same:  # these look at the same documents, which are read once for all of them
+            made.append(([name, *alone], task.items(codec, sizes[0], count, seed, how)))
+    if "facts" in names or not made:
         documents, each = -(-count // asked.questions), asked.questions
         if asked.haystack:
             facts = haystack.facts(codec, hay, sizes[0], documents, seed, how, each, given)
         else:
             facts = tasks.facts(codec, sizes[0], documents, seed, how, each)
-        made.append((same, facts))
+        made.append(([name for name in names if name == "facts" or name in BESIDE], facts))
     for kinds, items in made:
         yield Run(chat, kinds, list(items), evictions, _finds(asked), name=", ".join(kinds))
 
