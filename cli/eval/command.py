@@ -228,7 +228,7 @@ def _of_made(
     for name, task in CHATS.items():
         if name in names:
             made.append(([name, *alone], task.items(codec, sizes[0], count, seed, how)))
-    if "facts" in names or not made:
+    if "facts" in names or (names and not made):
         documents, each = -(-count // asked.questions), asked.questions
         if asked.haystack:
             facts = haystack.facts(codec, hay, sizes[0], documents, seed, how, each, given)
