@@ -108,7 +108,7 @@ def demo(terminal: Terminal, *, debug: bool = False) -> None:
     person = sys.stdin.isatty() and terminal.err.isatty()
     text = read_file(str(BUNDLED / "sample.txt"))
     interrupts = Interrupts()
-    session = open_chat(Settings(budget=BUDGET), [text], terminal, interrupts)
+    session = open_chat(Settings(budget=BUDGET, remember="off"), [text], terminal, interrupts)
     context = Context(
         session,
         terminal,

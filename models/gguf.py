@@ -378,7 +378,7 @@ class Gguf:
         if data.get("split.count", 0) not in (0, 1):
             raise UnsupportedModel(
                 f"{self.path.name} is one of {quote(data['split.count'])} parts of a model",
-                "join them with `llama-gguf-split --merge`",
+                "join them with llama-gguf-split",
             )
         prefix = f"{architecture}."
         names = {own: prefix + key for own, key in _KEYS.items()}

@@ -233,7 +233,7 @@ def _policies_table() -> str:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 80, subsequent_indent="    ")
+    return textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _policy_card(info: Method) -> str:

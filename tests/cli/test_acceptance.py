@@ -737,7 +737,7 @@ def broken(folder: Path, what: str) -> Path:
     else:
         change = {
             "mamba": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-            "gptq": {"quantization_config": {"quant_method": "gptq"}},
+            "aqlm": {"quantization_config": {"quant_method": "aqlm"}},
         }[what]
         config.write_text(json.dumps(json.loads(config.read_text()) | change))
     return folder
@@ -748,7 +748,7 @@ def broken(folder: Path, what: str) -> Path:
     [
         ("cut", {6}),
         ("mamba", {3}),
-        ("gptq", {3}),
+        ("aqlm", {3}),
         ("pickled", {3, 6}),
         ("no tokenizer", {3}),
         ("NaN", {1}),

@@ -152,7 +152,7 @@ def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> No
     session = with_tier("streaming", "file", 2, WINDOWS[0])
     clean = with_tier("streaming", "file", 2, WINDOWS[0])
     assert session.recall.file is not None
-    handle = session.recall.file._handle
+    handle = session.recall.file._files[0]
     session.recall.file.sync()
     for at in range(3 * 4096, os.fstat(handle).st_size, 64):  # behind the header and commits
         os.pwrite(handle, b"\x5a", at)

@@ -440,7 +440,9 @@ class Walk:
         """The step policy's own columns. age: queries that could see the row, at the most."""
         for name, column in columns.items():
             assert bool(torch.isfinite(column).all()), name
-        policy = self.kv.rules.step
+        policy, prompt = self.kv.rules.step, self.kv.rules.prompt
+        if prompt is not None and prompt.carry is not None:  # it adds to what policies begin with
+            return
         if policy is not None and policy.name in _STATES:
             assert _STATES[policy.name](policy, layer, columns, age)
 
