@@ -139,7 +139,7 @@ class Model:
             dtype=self.network.dtype,
             device=self.device,
             output=output_of(self.network),
-            rotary=self.network.rotary.inverse,
+            rotary=self.network.rotation,
             kernels=self.kernels,
         )
         kv.words = self.words
@@ -153,11 +153,13 @@ class Model:
         [n, V]."""
         net = self.network
         x = net._embed(self.ids(tokens))
-        tables = [net.rotary.table(kv.position, 1, net.dtype) for kv in kvs]
-        cos, sin = (torch.cat(side) for side in zip(*tables, strict=True))
+        angles = []
+        for kind in net.rotation.kinds:
+            tables = [kind.table(kv.position, 1, net.dtype) for kv in kvs]
+            angles.append(tuple(torch.cat(side) for side in zip(*tables, strict=True)))
         wide = x.new_empty(len(kvs), 2 * self.loaded.config.mlp)
         for index in range(len(net.layers)):
-            x = net._layer(index, x, _Several(kvs), [(cos, sin)], wide, False)
+            x = net._layer(index, x, _Several(kvs), [(angles, None)], wide, False)
         for kv in kvs:
             kv.advance(1)
         return net.logits(net._norm(x, net.norm))
@@ -307,7 +309,7 @@ class TriAttention(StepPolicy):
 
     @staticmethod
     def of(tape: Tape, buffer: int) -> TriAttention:
-        angle, found = tape.model.network.rotary.inverse, []
+        angle, found = tape.model.network.rotation.layers[0].inverse, []
         for chunks in tape.chunks:
             q = _pairs(torch.cat([chunk[0] for chunk in chunks]))  # [T, heads, D / 2]
             at = torch.arange(len(q), device=q.device)[:, None] * angle

@@ -19,7 +19,6 @@ from minikv.policies import options, pyramidkv, selection, snapkv
 from minikv.policies.base import Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.parts import Candidates, HeadAllocator
-from minikv.policies.span import Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +133,5 @@ ADA_PYRAMID = Method(
     paper="2407.11550",
     told="last-window attention",
     spread="layer and head",
-    second="needs recall",
-)
-
-ADA_SPAN = Method(
-    "ada-span",
-    "Ada-KV, with a token's worth carried on to the text that follows it",
-    parts=(snapkv.SnapKV, Span, AdaKV),
-    good="answers of many words",
-    paper="kvpress292",
-    told="last-window attention",
     second="needs recall",
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.global_budget import GlobalBudget
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
 from minikv.policies.span import Span
@@ -56,6 +57,18 @@ class QuerySpan(Scorer):
         "of the question",
     )
 
+
+GLOBAL_SPAN = Method(
+    "global-span",
+    "tokens that the question attends to, and the text after them, wherever they are: QuerySpan "
+    "in one reading, with one budget for all layers and heads",
+    parts=(QuerySpan, Span, GlobalBudget),
+    good="answers of many words",
+    paper="kvpress292",
+    told="question's attention",
+    second="needs recall",
+    preset={"decay": 0.95, "first": 0},
+)
 
 METHOD = Method(
     "queryspan",

@@ -11,8 +11,8 @@ from typing import Any
 from minikv.policies.options import Method
 
 PROMPT = (
-    "full streaming snapkv pyramidkv adakv ada-pyramid ada-span nacl kvcrush h2o tova l2 keydiff "
-    "expected kvzip kvzip+ ada-expected defensive queryspan dropkv chunkkv random"
+    "full streaming snapkv pyramidkv adakv ada-pyramid nacl kvcrush h2o tova l2 keydiff "
+    "expected kvzip kvzip+ ada-expected defensive queryspan global-span dropkv chunkkv random"
 ).split()
 """The methods that --policy takes, in the order in which they are listed."""
 
@@ -33,12 +33,12 @@ FILES = {
     "pyramid": "pyramidkv",
     "ada": "adakv",
     "ada-pyramid": "adakv",
-    "ada-span": "adakv",
     "proxies": "nacl",
     "draw": "nacl",
     "ada-expected": "expected",
     "kvzip+": "kvzip",
     "global": "global_budget",
+    "global-span": "queryspan",
     "uniform": "parts",
 }
 """The file of this package in which a name is declared, where the file has another name."""

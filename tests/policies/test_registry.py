@@ -80,7 +80,6 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "pyramidkv": SNAPKV | PYRAMID,
     "adakv": SNAPKV | ADA,
     "ada-pyramid": SNAPKV | PYRAMID | ADA,
-    "ada-span": SNAPKV | ADA | {"decay": 0.9, "gate": 0.0, "near": 3, "first": 4},
     "nacl": {
         "proxies": 32,
         "sinks": 4,
@@ -102,6 +101,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "kvzip+": KVZIP | {"plus": True},
     "defensive": {"window": 32, "kernel": 5, "values": "plain", "sure": 0.0, "sinks": 4},
     "queryspan": ENDS | {"window": 32, "decay": 0.95, "gate": 0.5} | {"near": 3, "first": 0},
+    "global-span": ENDS | {"window": 32, "decay": 0.95, "gate": 0.0} | {"near": 3, "first": 0},
     "dropkv": SNAPKV | {"pooling": "avg", "epsilon": 1e-6},
     "chunkkv": SNAPKV | {"chunk": 10, "kernel": 1},
     "random": ENDS | {"seed": 0},
