@@ -81,13 +81,10 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
                 progress.say(line)
             progress.kernels()
 
-    packing = None
-    if settings.device != "cuda":
+    def first() -> None:
+        announce(torch.device("cpu"))
 
-        def first() -> None:
-            announce(torch.device("cpu"))
-
-        packing = packing_of(settings.kernels, first)
+    packing = packing_of(settings.kernels, first)  # used only for a CPU
     began = perf_counter()
     loaded = load(
         settings.model,

@@ -216,6 +216,24 @@ def test_nothing_is_announced_where_nothing_is_compiled(
     assert heard.told == ["weights"]
 
 
+def test_prompts_are_remembered_as_those_of_the_models_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same files in another place too, but not of others, and not if that is off."""
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
+    copy = Path(shutil.copytree(folder, tmp_path / folder.name))
+    store, again = (build(Settings(model=str(one))).recall.store for one in (folder, copy))
+    assert store is not None
+    assert again is not None
+    assert store.folder == tmp_path / "home" / "cache" / "prompts"
+    assert store.limit == 10 << 30
+    assert store.identity() == again.identity()
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    assert store.identity() != again.identity()
+    assert build(Settings(model=str(folder), remember="off")).recall.store is None
+
+
 # -- devices --------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import typer
 from minikv.cli import completion
 from minikv.cli.config import SETTINGS, Interface
 from minikv.cli.flags import MODEL, Call, Only, command, list_of
-from minikv.settings import CACHE, OUTPUT, Settings
+from minikv.settings import ADVANCED, CACHE, OUTPUT, Settings
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
@@ -57,7 +57,8 @@ def evaluate(
     questions: Annotated[
         int,
         typer.Option(
-            help="questions of facts about each document, each asked as if it were the first"
+            help="questions of facts about each document, each asked as if it were the first",
+            rich_help_panel=ADVANCED,
         ),
     ] = 1,
     reuses: Annotated[
@@ -75,6 +76,7 @@ def evaluate(
         typer.Option(
             help="records of FILEs that are too long: none (skip and count them) or middle (cut "
             "the middle out, as LongBench does)",
+            rich_help_panel=ADVANCED,
         ),
     ] = "none",
     haystack: Annotated[

@@ -310,13 +310,13 @@ class Recall:
     def remember(self, ids: Sequence[int], about: str) -> Iterator[str]:
         """Before a conversation's first prompt is planned: rest on what the store has of its tokens
         `ids`, and if much of it is new, make the tier an entry of the store. about: for people.
-        Yields warnings. Without a store, for a short prompt, and if anything fails, the prompt is
-        read as without a store."""
+        Yields warnings. Without a store, for a short prompt, for a tier in memory, and if anything
+        fails, the prompt is read as without a store."""
         if self.remembering:  # for a prompt that was given up
             self.leave()
         if self.store is None or self.tier is not None or len(ids) < self.store.least:
             return
-        if self._kv.rules.cannot_recall is not None:
+        if self._kv.rules.cannot_recall is not None or self._places[0] == "ram":
             return
         try:
             yield from self._remember(self.store, ids, about)

@@ -74,7 +74,7 @@ METHOD = Method(
     "chunks of neighbouring tokens that the last window attends to, the same for all heads of a "
     "layer",
     parts=(ChunkKV,),
-    good="a question, a short answer",
+    good="a question, short answer",
     paper="2502.00299",
     told="chunks' attention",
     second="needs recall",

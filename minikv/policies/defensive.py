@@ -145,7 +145,7 @@ METHOD = Method(
     "tokens that may cost most in the worst case: the most attention of any query, times the "
     "length of the value; made for defensive+global",
     parts=(Defensive,),
-    good="a question, a short answer",
+    good="a question, short answer",
     paper="2510.13334",
     told="worst-case attention",
     second="needs recall",

@@ -101,7 +101,7 @@ METHOD = Method(
     "tokens without which the output of the last window's queries would change most (openreview "
     "MqfNzH3TVH, kvpress' pull request 285); made for dropkv+global",
     parts=(DropKV,),
-    good="a question, a short answer",
+    good="a question, short answer",
     paper="MqfNzH3TVH",
     told="change of the output",
     second="needs recall",

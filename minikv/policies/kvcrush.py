@@ -173,7 +173,7 @@ METHOD = Method(
     "representatives of the tokens that go, beside SnapKV's choice; kvcrush(h2o) and the like take "
     "another base",
     parts=(snapkv.SnapKV, KVCrush),
-    good="a question, a short answer",
+    good="a question, short answer",
     paper="2503.00022",
     told="window attention + bits",
     second="needs recall",

@@ -101,7 +101,7 @@ METHOD = Method(
     "pyramidkv",
     "SnapKV's scores, with more tokens in the first layers than in the last",
     parts=(snapkv.SnapKV, PyramidKV),
-    good="a question, a short answer",
+    good="a question, short answer",
     paper="2406.02069",
     told="last-window attention",
     second="needs recall",

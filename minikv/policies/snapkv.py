@@ -56,7 +56,7 @@ METHOD = Method(
     "snapkv",
     "tokens that the last window of the prompt attends to",
     parts=(SnapKV,),
-    good="a question, a short answer",
+    good="a question, short answer",
     paper="2404.14469",
     told="last-window attention",
     second="needs recall",

@@ -369,7 +369,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[FileRows]:
     close = FileRows.close
 
     def noted(self: FileRows) -> None:
-        if self._handle >= 0:
+        if self._closing.alive:
             found.append(self)
         close(self)
 

@@ -359,6 +359,40 @@ BASES: dict[str, Callable[..., dict[str, Any]]] = {
     "nested": lambda changes: LLAMA | {"rope_parameters": changes},
     "llama3": lambda changes: LLAMA | {"rope_scaling": changed(LLAMA3, changes)},
 }
+# quantization_config, what the form is called, whether it is kept as the file has it.
+QUANTISED: list[tuple[dict[str, Any], str, bool]] = [
+    ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, "int4 (AWQ)", True),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4 (GPTQ)", True),
+    ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "int8 (GPTQ)", False),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "float8 (FP8)", False),
+    ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4 (bitsandbytes)", False),
+    ({"load_in_8bit": True}, "int8 (bitsandbytes)", True),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {
+                "a": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"a": 1}}
+            },
+        },
+        "int8 (compressed-tensors)",
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize(("table", "name", "kept"), QUANTISED, ids=[q[1] for q in QUANTISED])
+def test_the_form_of_quantised_files(
+    table: dict[str, Any], name: str, kept: bool, tmp_path: Path
+) -> None:
+    config = read(tmp_path, LLAMA | {"quantization_config": table})
+    assert config.form == name
+    assert bool(config.stored) == kept
+    assert any("is unpacked" in note for note in config.notes) != kept
+    activations = "input_activations" in json.dumps(table)
+    assert any("quantises activations" in note for note in config.notes) == activations
+
+
 # The file, other values in it, the exit code, a word of the message.
 REFUSED = r"""
 llama | {"model_type": "ABSENT", "architectures": "ABSENT"} | 6 | model_type

@@ -103,7 +103,7 @@ def numbers(network: Llama) -> dict[str, torch.Tensor]:
             made[name] = part.weight
             if part.bias is not None:
                 made[f"{name}.bias"] = part.bias
-        else:
+        elif part is not None:
             made |= {f"{name}.{key}": tensor for key, tensor in part.parts().items()}
     return made
 

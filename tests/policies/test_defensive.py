@@ -27,7 +27,7 @@ def test_the_worst_query_of_the_group_counts() -> None:
     """One query of one query head looks at a row: the mean would lose it, the most does not."""
     given = torch.full((1, 2, 3, 6), 0.1)
     given[0, 1, 2, 3] = 0.9
-    made = build("defensive", {"window": 1, "kernel": 1, "values": "none"})
+    made = build("defensive", {"window": 1, "kernel": 1, "values": "none", "sinks": 0})
     scores = made.scorer.score(looked(given))[0]
     # Rows of 0.1 are lifted to the mean of the five that are free: (4 x 0.1 + 0.9) / 5.
     want = torch.tensor([0.26, 0.26, 0.26, 0.9, 0.26, -torch.inf])
@@ -39,7 +39,7 @@ def test_values_weigh_by_their_length_behind_the_output() -> None:
     given = torch.full((1, 2, 2, 4), 0.25)
     value = torch.tensor([[[2.0], [1.0], [4.0], [1.0]]])
     output = torch.tensor([[[[1.0, -1.0]], [[0.0, 3.0]]]])
-    made = build("defensive", {"window": 1, "kernel": 1})
+    made = build("defensive", {"window": 1, "kernel": 1, "sinks": 0})
     scores = made.scorer.score(looked(given, value, output=output))[0]
     torch.testing.assert_close(scores[:3], 0.25 * torch.tensor([5.0, 2.5, 10.0]))
 
@@ -63,7 +63,7 @@ def test_the_release_takes_most_of_the_attention_first() -> None:
     value = torch.tensor([[[9.0], [0.1], [5.0], [0.1], [1.0]]])
     output = torch.ones(1, 1, 1, 1)
     plain, sure = (
-        build("defensive", {"window": 1, "kernel": 1, "sure": share}).scorer.score(
+        build("defensive", {"window": 1, "kernel": 1, "sure": share, "sinks": 0}).scorer.score(
             looked(given, value, output=output, budget=3)
         )
         for share in (0.0, 0.9)
@@ -92,7 +92,7 @@ def test_heads_weighs_by_the_share_of_all_heads() -> None:
     given = torch.full((2, 1, 1, 3), 0.25)
     value = torch.tensor([[[1.0], [1.0], [1.0]], [[3.0], [1.0], [1.0]]])
     output = torch.ones(2, 1, 1, 1)
-    made = build("defensive", {"window": 1, "kernel": 1, "values": "heads"})
+    made = build("defensive", {"window": 1, "kernel": 1, "values": "heads", "sinks": 0})
     scores = made.scorer.score(looked(given, value, output=output))
     torch.testing.assert_close(scores[:, :2], 0.25 * torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
 

@@ -266,7 +266,7 @@ def test_kvcrush_without_representatives_is_its_base(base: str) -> None:
         engine(net, name, "none", 50, prompt_options=given)
         for name, given in (
             # What a method shares over all layers is shared layer by layer here.
-            (base + "+uniform" * base.startswith("kvzip"), {}),
+            (base + "+uniform" * (base.startswith("kvzip") or base == "global-span"), {}),
             (crushed, presets(base) | {"ratio": 0.0}),
         )
     ]

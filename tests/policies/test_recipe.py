@@ -133,6 +133,7 @@ STEP = '''
         "toystep",
         "what was least looked at leaves",
         rule=LeastSeen,
+        good="a test",
         paper="a test",
         told="attention",
         second="fades",

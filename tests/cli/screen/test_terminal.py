@@ -34,6 +34,14 @@ class Broken(io.StringIO):
         raise self.error
 
 
+def test_thoughts_are_dimmed_and_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, err = Tty(), Tty()
+    Terminal(out, err).think("so\x1b[31m it is")
+    assert err.getvalue() == "\x1b[2mso\\x1b[31m it is\x1b[0m"
+    assert out.getvalue() == ""
+
+
 Streams = tuple[io.StringIO, io.StringIO]
 Use = Callable[[], Streams]
 
