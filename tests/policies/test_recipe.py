@@ -172,7 +172,7 @@ def test_toys_are_policies_like_all_others() -> None:
     assert "power=1.0" in card.output
     assert "fades" in CliRunner().invoke(app, ["policies", "show", "toystep"]).output
     table = CliRunner().invoke(app, ["policies"]).output
-    assert re.search(r"^values +prompt +length of the value +safe +baseline$", table, re.M)
+    assert re.search(r"^values +prompt +comparisons +safe +baseline$", table, re.M)
     assert re.search(r"^toystep +step ", table, re.M)
     assert re.search(r"parts to add to a policy:.* oldest \(as", table, re.S)
 

@@ -34,14 +34,6 @@ class Broken(io.StringIO):
         raise self.error
 
 
-def test_thoughts_are_dimmed_and_cleaned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    out, err = Tty(), Tty()
-    Terminal(out, err).think("so\x1b[31m it is")
-    assert err.getvalue() == "\x1b[2mso\\x1b[31m it is\x1b[0m"
-    assert out.getvalue() == ""
-
-
 Streams = tuple[io.StringIO, io.StringIO]
 Use = Callable[[], Streams]
 
@@ -66,6 +58,13 @@ def _use(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, err: io.StringIO) ->
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     return out, err
+
+
+def test_thoughts_are_dimmed_and_cleaned(screens: Use) -> None:
+    out, err = screens()
+    Terminal().think("so\x1b[31m it is")
+    assert err.getvalue() == "\x1b[2mso[31m it is\x1b[0m"
+    assert out.getvalue() == ""
 
 
 # -- characters -----------------------------------------------------------------------------------
