@@ -72,4 +72,4 @@ def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> No
 
 
 def _store() -> Store:
-    return Store(cache_folder() / "prompts", 0, dict)
+    return Store(cache_folder() / "prompts", 0, {})

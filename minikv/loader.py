@@ -124,12 +124,15 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     cuda = network.device.type == "cuda"
     recall = Recall(kv, settings.tier, settings.tier_dtype, free_memory)
     if settings.remember != "off":
-
-        def identity() -> dict[str, object]:
-            form = {"dtype": str(network.dtype), "weights form": settings.weights}
-            name = loaded.name if loaded.revision else loaded.folder.name
-            return {"model": name, **digests(loaded.folder), **form}
-
+        # Now: the files may be replaced while the chat is open.
+        identity: dict[str, object] = {
+            "model": loaded.name if loaded.revision else loaded.folder.name,
+            **digests(loaded.folder),
+            "dtype": str(network.dtype),
+            "form": settings.weights,
+            "kernels": kv.ops.name,
+            "device": network.device.type,
+        }
         folder = packed_files.store().with_name("prompts")
         recall.store = Store(folder, Budget.size(settings.remember) or 0, identity)
 

@@ -376,7 +376,10 @@ def from_keys(
     return family.reads(read, config) if family.reads else config
 
 
-_WRAPPED = ("quantization_config", "tie_word_embeddings", "eos_token_id", "auto_map")
+_WRAPPED = (
+    *("quantization_config", "compression_config"),
+    *("tie_word_embeddings", "eos_token_id", "auto_map"),
+)
 """What the configuration of a wrapper says about its text part, too."""
 
 

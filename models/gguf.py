@@ -61,7 +61,7 @@ KINDS: Mapping[int, Kind] = {
     20: Kind("IQ4_NL", 32, 18, "int8"),
 }
 """The types that are read. Those that are int4 are four bits with a scale and an offset for 32
-columns; the others lose least as eight bits by row (docs/measurements/README.md, "GGUF")."""
+columns; the others are read as they are and kept in eight bits by row."""
 
 ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3")}
 """The model_type, a key of `config.FAMILIES`, of each architecture; Mistral's files are "llama"."""

@@ -12,6 +12,7 @@ _WEIGHTS = ("config.json", "generation_config.json", "params.json")
 _TOKENIZER = (
     "tokenizer.json",
     "tokenizer.model",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -28,7 +29,9 @@ def digests(folder: Path) -> dict[str, str]:
     stored = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
     return {
         "weights": _digest([*(folder / name for name in _WEIGHTS), *stored]),
-        "tokenizer": _digest([folder / name for name in _TOKENIZER]),
+        "tokenizer": _digest(
+            [*(folder / name for name in _TOKENIZER), *sorted(folder.glob("tokenizer.model.v*"))]
+        ),
     }
 
 

@@ -45,7 +45,7 @@ def in_ollama(name: str) -> Path:
     host = [] if len(parts) > 3 else [_REGISTRY]
     for root in _ollama_folders():
         manifest = root.joinpath("manifests", *host, *user, *parts)
-        if manifest.is_file():
+        if os.path.isfile(manifest):  # False also if it may not be looked at
             return _blob(root, manifest)
     raise ModelUnavailable(
         f"{quote(name)} is not among ollama's models", "`minikv models` lists them"
@@ -64,7 +64,7 @@ def _blob(root: Path, manifest: Path) -> Path:
     for layer in layers if isinstance(layers, list) else ():
         if isinstance(layer, dict) and layer.get("mediaType") == _MODEL:
             digest = _DIGEST.fullmatch(str(layer.get("digest")))
-            if digest and (path := root / "blobs" / f"sha256-{digest[1]}").is_file():
+            if digest and os.path.isfile(path := root / "blobs" / f"sha256-{digest[1]}"):
                 return path
     raise CorruptModel(
         f"the manifest of {quote(manifest.parent.name)} in {root} names no file that is there",
@@ -75,18 +75,25 @@ def _blob(root: Path, manifest: Path) -> Path:
 def listed() -> Iterator[tuple[str, Path]]:
     """(the name for -m, the file) of the models that are here."""
     for root in _ollama_folders():
-        base = root / "manifests"
-        for manifest in sorted(one for one in base.rglob("*") if one.is_file()):
-            *parts, model, tag = manifest.relative_to(base).parts
-            places = [one for one in parts if one not in (_REGISTRY, "library")]
+        for manifest in _matching(root / "manifests", "*/*/*/*"):
+            host, user, model, tag = manifest.parts[-4:]
+            place = f"{host}/{user}/" if host != _REGISTRY else f"{user}/" * (user != "library")
             try:
-                yield f"{OLLAMA}{'/'.join([*places, model])}:{tag}", _blob(root, manifest)
+                yield f"{OLLAMA}{place}{model}:{tag}", _blob(root, manifest)
             except ModelError:
                 continue  # a model of another kind, or a part of a download
     for name in PACKAGES:
         if isinstance(found := packaged(name), Path):
             yield name, found
     for name in ("~/.lmstudio/models", "~/.cache/lm-studio/models"):
-        for path in sorted(Path(name).expanduser().glob("*/*/*")):
-            if is_gguf(path.name) and path.is_file():
+        for path in _matching(Path(name).expanduser(), "*/*/*"):
+            if is_gguf(path.name):
                 yield str(path), path
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """The files with these names; none in a folder that cannot be read."""
+    try:
+        return sorted(one for one in folder.glob(pattern) if os.path.isfile(one))
+    except OSError:
+        return []

@@ -372,8 +372,8 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
     own = {one.form for one in config.stored if one.matrix in inside}
     if (own or config.quantisation) and layers in ("int8", "int4") and own != {layers}:
         notes.append(
-            f"the file's {config.form} is unpacked and quantised again, to {layers}: that loses "
-            'more than the file\'s own form (`weights="auto"`)'
+            f"the file's {config.form} is unpacked and quantised again, to {layers}; "
+            '`weights="auto"` keeps what the file has'
         )
     for kind in packed_forms(config, form):
         unpacked = [

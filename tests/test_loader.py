@@ -227,10 +227,12 @@ def test_prompts_are_remembered_as_those_of_the_models_files(
     assert again is not None
     assert store.folder == tmp_path / "home" / "cache" / "prompts"
     assert store.limit == 10 << 30
-    assert store.identity() == again.identity()
+    assert store.identity == again.identity
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
-    assert store.identity() != again.identity()
+    other = build(Settings(model=str(copy))).recall.store
+    assert other is not None
+    assert other.identity != again.identity
     assert build(Settings(model=str(folder), remember="off")).recall.store is None
 
 

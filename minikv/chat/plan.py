@@ -47,8 +47,8 @@ class History:
     fed: the tokens that the cache has seen. unfed: those with which the next prompt begins. known:
     if the cache is empty, the tokens as far as they are known. documents: those that came with each
     question. read: tokens of the conversation up to the last answer; seen: and with it, as far as
-    it was fed. forgotten: the template leaves out the thoughts of the last answer; all these tokens
-    are then before them.
+    it was fed. forgotten: the template leaves out the thoughts of the last answer, or ends them
+    where they were stopped; all these tokens are then before them.
     """
 
     fed: Sequence[int] = ()
@@ -67,7 +67,8 @@ class History:
         documents, last = [turn.documents for turn in turns], turns[-1].report.tokens
         read = last.prompt_reused + last.prompt_new
         read, seen = (min(count, len(log.ids)) for count in (read, last.seen_total))
-        left_out = forgets and last.thoughts > 0
+        # A thought that never ended is one that the template writes with its end.
+        left_out = last.thoughts > 0 and (forgets or not turns[-1].answer)
         return History(log.fed, log.unfed, log.known, documents, read, seen, left_out)
 
 

@@ -150,6 +150,13 @@ class Recall:
         return columns_of(self._kv.shape, self._kv.dtype, self._coded)
 
     @property
+    def header(self) -> Header:
+        """What an entry of the store for this chat is of."""
+        shape = self._kv.shape
+        identity = {} if self.store is None else self.store.identity
+        return Header(shape.layers, shape.kv_heads, self.columns, identity)
+
+    @property
     def ids(self) -> list[int]:
         """The tokens whose keys and values are in the tier: a copy."""
         return [] if self.tier is None else list(self.tier.ids[: self.tier.length])
@@ -312,8 +319,6 @@ class Recall:
         `ids`, and if much of it is new, make the tier an entry of the store. about: for people.
         Yields warnings. Without a store, for a short prompt, for a tier in memory, and if anything
         fails, the prompt is read as without a store."""
-        if self.remembering:  # for a prompt that was given up
-            self.leave()
         if self.store is None or self.tier is not None or len(ids) < self.store.least:
             return
         if self._kv.rules.cannot_recall is not None or self._places[0] == "ram":
@@ -325,9 +330,7 @@ class Recall:
             yield f"what is read is not remembered: {error}"
 
     def _remember(self, store: Store, ids: Sequence[int], about: str) -> Iterator[str]:
-        kv, identity = self._kv, store.identity()
-        header = Header(kv.shape.layers, kv.shape.kv_heads, self.columns, identity)
-        found = store.find(header, ids)
+        found = store.find(self.header, ids)
         have = 0 if found is None else shared(found.ids, ids)
         self._becomes = len(ids) - have >= store.least
         need, first = self._bytes(len(ids) - have), not store.entries()
@@ -338,11 +341,8 @@ class Recall:
         try:
             if found is None and not self._becomes:
                 return
-            place = Place(store.place(), identity, True) if self._becomes else self.where()
-            rows = self._file_at(place, about=about)
-            self._take(rows)
-            if found is not None:
-                rows.rest_on(found, ids[:have])
+            place = Place(store.place(), store.identity, True) if self._becomes else self.where()
+            self._take(self._resting(place, found, ids[:have], about))
         finally:
             if found is not None:
                 found.close()
@@ -367,15 +367,25 @@ class Recall:
             rows.publish(self.store.name())
             if self.kind != "none":
                 with contextlib.suppress(TierError, UsageError):
-                    own = self._file_at(self.where())
-                    try:
-                        own.rest_on(rows, ids)
-                    except TierError:
-                        own.close()
-                        raise
-                    self._kv.tier = self._tier(own, ids)
+                    self._kv.tier = self._tier(self._resting(self.where(), rows, ids), ids)
         elif self.kind == "none":
             self.leave()
+
+    def _resting(
+        self, place: Place, found: FileRows | None, ids: Sequence[int], about: str = ""
+    ) -> FileRows:
+        """A file that begins with the rows of the tokens `ids` that `found` has. It has no name if
+        they are on another disk: it cannot share them by name. Raises TierError."""
+        for named in dict.fromkeys((place.named, False)):
+            rows = self._file_at(replace(place, named=named), about=about)
+            try:
+                if found is not None:
+                    rows.rest_on(found, ids)
+                return rows
+            except TierError as error:
+                failed = error
+                rows.close()
+        raise failed
 
     # -- after a prompt -------------------------------------------------------------------------
 
@@ -403,7 +413,7 @@ class Recall:
                 "again"
             )
         assert self.tier is not None
-        if self._source is not None:
+        if self._source is not None and error.rows is not None:  # else it could not be written to
             remove(self._source)
             self._source = None
         if self._chunk:  # the damaged part stays in the other chat's file: nothing of it is used

@@ -82,19 +82,8 @@ _PUBLIC = (
     *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
     *("messages", "pending", "reads_again", "recalls", "refresh", "refresh_every"),
     *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
-    *(
-        "forgets",
-        "skip",
-        "snapshot",
-        "start",
-        "system",
-        "turn",
-        "turns",
-        "undo",
-        "undo_turns",
-        "undone",
-    ),
-    *("verified", "verify"),
+    *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
+    *("forgets", "verified", "verify"),
 )
 """What `dir` shows of a chat. Its other attributes are for this repository."""
 
@@ -686,11 +675,21 @@ class ChatSession(ConversationView):
             told.tell(*self._decide(tokens, answer))
         if told is not None and self.refresh_every and self.eviction.evicts:
             tokens = min(tokens + answer, self.max_context)
-        if told is not None and not (self.log.ids or self._plan_settings().blind):
+        if told is not None and self.recall.remembering:  # for a prompt that was given up
+            self.recall.leave()
+        if told is not None and self._may_remember(len(question.ids)):
             about = ", ".join(document.name or "" for document in self.pending)
             told.tell(*self.recall.remember(question.ids, about))
         history, held, tier, settings = self._known(tokens, alone=told is None)
         return plan(history, question, held, tier, settings)
+
+    def _may_remember(self, tokens: int) -> bool:
+        """Whether the prompt of so many tokens may come from the store, or go there: it is the
+        first one, it fits, and nothing needs a tier that would be gone after it."""
+        needs_tier = self.refresh_every or self.reuse == "recall"
+        if self.log.ids or (self.recall.kind == "none" and needs_tier):
+            return False
+        return tokens < self.max_context and not self._plan_settings().blind
 
     def _before(self, found: PromptPlan, question: str) -> Iterator[str]:
         """What the user is told before the prompt is read. What `auto` does is told once, and again

@@ -11,11 +11,12 @@ processes see whole entries only. The least recently used ones are removed for n
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,9 +24,12 @@ from minikv.cache.tier_file import FileRows, Header, is_open, remove
 from minikv.cache.tier_rows import TierError
 from minikv.chat.transcript import shared
 
+FORMAT = 1
+"""It grows when the network's numbers change: rows that were computed before are then not used."""
 LEAST = 2000
 """Tokens: shorter prompts are read at once, and are not worth a file."""
 _SHARE = 10  # at most one part in so many of the free disk is taken
+_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
 _NAME = re.compile(r"[0-9a-f]{16}")
 _WAITING = re.compile(r"\.[0-9a-f]{16}")
 
@@ -48,7 +52,7 @@ class Store:
     """The stored prompts in a folder.
 
     folder: need not exist. limit: bytes that all entries may take; they never take more than a
-    tenth of the disk that would be free without them. identity(): of the model, as in the headers
+    tenth of the disk that would be free without them. identity: of the model, as in the headers
     of its tiers. least: tokens of an entry, and of what is read of one.
     """
 
@@ -56,10 +60,11 @@ class Store:
         self,
         folder: Path,
         limit: int,
-        identity: Callable[[], Mapping[str, object]],
+        identity: Mapping[str, object],
         least: int = LEAST,
     ) -> None:
-        self.folder, self.limit, self.identity, self.least = folder, limit, identity, least
+        self.folder, self.limit, self.least = folder, limit, least
+        self.identity = {"format": FORMAT, **identity}
 
     def entries(self) -> list[Entry]:
         """All entries, the last used one first."""
@@ -76,8 +81,10 @@ class Store:
         for path in self._paths():
             try:
                 rows = FileRows.open(path, shared=True)
-            except TierError:  # damaged, or removed meanwhile
-                remove(path)
+            except TierError as error:
+                why = error.__context__
+                if not isinstance(why, OSError) or why.errno in _DAMAGED:
+                    remove(path)  # else it may be whole, and cannot be read now
                 continue
             has = shared(rows.ids, ids) if rows.header == header else 0
             if has > most:

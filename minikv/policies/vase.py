@@ -41,7 +41,10 @@ class VaSE(StepPolicy):
     kernel: int = options.kernel(5)
     seed: int = options.seed()
     name: str = "vase"
-    observe: int = 32
+
+    @property
+    def observe(self) -> int:  # type: ignore[override]
+        return self.window
 
     @property
     def recent(self) -> int:  # type: ignore[override]

@@ -19,10 +19,11 @@ import pytest
 from small_chat import chat, held_of, reported, say
 from tiers import MILL, RIVER, served
 
-from minikv.chat.recall import Recall
+from minikv.cache.tier_file import FileRows
+from minikv.chat.recall import Place, Recall
 from minikv.chat.session import ChatSession
 from minikv.chat.store import Store
-from minikv.errors import Interrupted
+from minikv.errors import ContextError, Interrupted
 
 LIMIT = 1 << 30
 LONG = MILL + RIVER * 2
@@ -33,7 +34,7 @@ def remembering(folder: Path, model: str = "x", limit: int = LIMIT, **given: Any
     kind, dtype = given.pop("tier", "file"), given.pop("tier_dtype", "same")
     session = chat(reuse=given.pop("reuse", "auto"), **given)
     session.recall = Recall(session.engine.kv, kind, dtype)
-    session.recall.store = Store(folder, limit, lambda: {"model": model}, least=100)
+    session.recall.store = Store(folder, limit, {"model": model}, least=100)
     return session
 
 
@@ -70,7 +71,7 @@ def read(folder: Path) -> Path:
     session = remembering(folder)
     told(session, "Who?", LONG)
     leave(session)
-    assert [one.about for one in Store(folder, LIMIT, dict).entries()] == ["a.txt"]
+    assert [one.about for one in Store(folder, LIMIT, {}).entries()] == ["a.txt"]
     return folder
 
 
@@ -92,7 +93,7 @@ def test_a_later_chat_reads_only_the_question(folder: Path, how: dict[str, Any])
     assert (answer, held) == anew("And the river?", LONG, **rest)
     assert new < 60
     leave(other)
-    assert len(Store(folder, LIMIT, dict).entries()) == 1
+    assert len(Store(folder, LIMIT, {}).entries()) == 1
     without = chat(reuse="auto", **rest)
     without.recall = Recall(without.engine.kv, how.get("tier", "ram"))
     told(without, "Who?", LONG)
@@ -106,13 +107,13 @@ def test_the_longest_known_beginning_is_used_and_shared(read: Path) -> None:
     assert (answer, held) == anew("Who?", LONG, more)
     assert len(more) < new < len(more) + 60
     leave(session)
-    entries = Store(read, LIMIT, dict).entries()
+    entries = Store(read, LIMIT, {}).entries()
     assert len(entries) == 2
     assert {path.stat().st_nlink for one in entries for path in one.path.glob("[rb]*[0-9s]")} == {
         1,
         2,
     }
-    store = Store(read, LIMIT, dict)
+    store = Store(read, LIMIT, {})
     store.remove(min(entries, key=lambda one: one.tokens))
     for documents in ((LONG, more), (LONG,), (LONG[:-9] + "otherwise",)):
         session = remembering(read)
@@ -138,18 +139,18 @@ def test_what_is_not_remembered(read: Path, how: dict[str, Any]) -> None:
     """Policies that need what no tier has, short prompts, other models and formats."""
     foreign = how.pop("foreign", False)
     documents = how.pop("documents", (LONG,))
-    before = len(Store(read, LIMIT, dict).entries())
+    before = len(Store(read, LIMIT, {}).entries())
     session = remembering(read, **how)
     _, _, new = told(session, "Who?", *documents)
     assert new > len("".join(documents))
     leave(session)
-    after = len(Store(read, LIMIT, dict).entries())
+    after = len(Store(read, LIMIT, {}).entries())
     assert after - before == (foreign or "model" in how)
 
 
 def test_the_least_recently_used_leave(folder: Path) -> None:
     """Two fit. A prompt that takes more than the limit is not remembered, and removes nothing."""
-    store, limit = Store(folder, LIMIT, dict), LIMIT
+    store, limit = Store(folder, LIMIT, {}), LIMIT
     told_of = [("A", False), ("B", False), ("A", True), ("C", False), ("A", True), ("B", False)]
     for letter, found in told_of:
         session = remembering(folder, limit=limit)
@@ -165,7 +166,7 @@ def test_the_least_recently_used_leave(folder: Path) -> None:
 
 def test_every_altered_byte_is_found(read: Path, tmp_path: Path) -> None:
     """The damaged entry is removed, and the document is read again."""
-    entry = Store(read, LIMIT, dict).entries()[0].path
+    entry = Store(read, LIMIT, {}).entries()[0].path
     draw, want = random.Random(3), anew("Why?", LONG)
     for name in ("rows", "manifest"):
         data = (entry / name).read_bytes()
@@ -190,7 +191,7 @@ def test_every_altered_byte_is_found(read: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rows", "manifest"])
 @pytest.mark.parametrize("what", ["gone", "empty", "cut", "folder", "link"])
 def test_damaged_entries_stop_nothing(read: Path, name: str, what: str) -> None:
-    path = Store(read, LIMIT, dict).entries()[0].path / name
+    path = Store(read, LIMIT, {}).entries()[0].path / name
     data = path.read_bytes()
     path.unlink()
     if what == "folder":
@@ -276,6 +277,59 @@ def test_two_chats_at_once(folder: Path) -> None:
     told(four, "Why?", LONG)
     assert told(three, "Since when?")[0] == told(four, "Since when?")[0]
     leave(three)
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_saved_chat_has_what_it_rests_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    """Its tier in a directory has all rows after the first turn. On another disk, where no link can
+    be made, the chat continues without reading again, too."""
+    session, path = remembering(folder), tmp_path / "tier.kv"
+    session.recall.where = lambda: Place(path, {}, named=True)
+    if not linked:
+        monkeypatch.setattr(os, "link", Nth(os.link, itertools.repeat(0), 0, errno.EXDEV))
+    told(session, "Who?", LONG)
+    if linked:
+        copy = Path(shutil.copytree(path, tmp_path / "copy"))
+        assert FileRows.open(copy).rows == session.recall.tokens > len(LONG)
+    assert told(session, "Since when?")[2] < 60
+    leave(session)
+
+
+def test_shared_rows_of_several_files_may_be_cut(folder: Path, tmp_path: Path) -> None:
+    session, documents = remembering(folder), [LONG]
+    for more in (MILL, RIVER, MILL):
+        told(session, "Who?", *documents)
+        leave(session)
+        documents.append(more)
+        session = remembering(folder)
+    path = tmp_path / "tier.kv"
+    session.recall.where = lambda: Place(path, {}, named=True)
+    told(session, "Who?", *documents[:3])
+    session.undo()
+    session.pending.clear()
+    assert told(session, "Why?", LONG)[:2] == anew("Why?", LONG)
+    rows = session.recall.file
+    assert rows is not None
+    rows.sync()
+    assert FileRows.open(Path(shutil.copytree(path, tmp_path / "copy"))).rows == rows.rows
+    leave(session)
+
+
+def test_what_cannot_be_read_now_or_does_not_fit_removes_nothing(
+    read: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", Nth(os.open, itertools.repeat(0), 0, errno.EMFILE))
+        assert Store(read, LIMIT, {}).find(remembering(read).recall.header, range(999)) is None
+    size = Store(read, LIMIT, {}).entries()[0].nbytes
+    session = remembering(read, limit=size * 3)
+    session.attach("Z" * 3000, "long.txt")
+    with pytest.raises(ContextError):
+        list(session.ask("Who?"))
+    leave(session)
+    assert [one.about for one in Store(read, LIMIT, {}).entries()] == ["a.txt"]
 
 
 KILLED = """

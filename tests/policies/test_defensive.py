@@ -44,6 +44,15 @@ def test_values_weigh_by_their_length_behind_the_output() -> None:
     torch.testing.assert_close(scores[:3], 0.25 * torch.tensor([5.0, 2.5, 10.0]))
 
 
+def test_sinks_are_protected_unless_that_is_off() -> None:
+    """Attention sinks have values of little length; what the scorer protects gets no score."""
+    given, value = torch.full((1, 1, 1, 9), 0.1), torch.ones(1, 9, 1)
+    for options, count in (({}, 4), ({"sinks": 0}, 0)):
+        made = build("defensive", {"window": 1, "kernel": 1} | options)
+        scores = made.scorer.score(looked(given, value, output=torch.ones(1, 1, 1, 1)))[0]
+        assert scores[:8].isneginf().tolist() == [True] * count + [False] * (8 - count)
+
+
 def test_the_release_weighs_values_by_their_share_of_all_heads() -> None:
     """Two heads that hold other positions: a position that one head has is all that head's."""
     norms = torch.tensor([[1.0, 3.0, 2.0], [4.0, 1.0, 0.0]])

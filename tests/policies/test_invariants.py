@@ -257,6 +257,10 @@ BASES = [
 ]
 
 
+def shares_layers(name: str) -> bool:
+    return any(part.name == "global" for part in policies.find(name).parts)
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_kvcrush_without_representatives_is_its_base(base: str) -> None:
     """Invariant 13, over every method that has no selector of its own."""
@@ -266,7 +270,7 @@ def test_kvcrush_without_representatives_is_its_base(base: str) -> None:
         engine(net, name, "none", 50, prompt_options=given)
         for name, given in (
             # What a method shares over all layers is shared layer by layer here.
-            (base + "+uniform" * (base.startswith("kvzip") or base == "global-span"), {}),
+            (base + "+uniform" * shares_layers(base), {}),
             (crushed, presets(base) | {"ratio": 0.0}),
         )
     ]

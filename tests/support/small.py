@@ -441,8 +441,9 @@ class Walk:
         for name, column in columns.items():
             assert bool(torch.isfinite(column).all()), name
         policy, prompt = self.kv.rules.step, self.kv.rules.prompt
-        if prompt is not None and prompt.carry is not None:  # it adds to what policies begin with
-            return
+        carries = prompt is not None and prompt.carry is not None
+        if policy is not None and policy.name in ("h2o", "roco") and carries:
+            return  # sums that are passed on may be more than a younger row's count
         if policy is not None and policy.name in _STATES:
             assert _STATES[policy.name](policy, layer, columns, age)
 
