@@ -321,10 +321,10 @@ def test_what_cannot_be_read_now_or_does_not_fit_removes_nothing(
     read: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", Nth(os.open, itertools.repeat(0), 0, errno.EMFILE))
+        patch.setattr(os, "open", Nth(os.open, itertools.count(), 0, errno.EMFILE))
         assert Store(read, LIMIT, {}).find(remembering(read).recall.header, range(999)) is None
     size = Store(read, LIMIT, {}).entries()[0].nbytes
-    session = remembering(read, limit=size * 3)
+    session = remembering(read, limit=size * 4)
     session.attach("Z" * 3000, "long.txt")
     with pytest.raises(ContextError):
         list(session.ask("Who?"))
