@@ -21,7 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pyte  # type: ignore[import-untyped]
+import pyte
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
