@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from minikv.models.checkpoint import Checkpoint, Entry, read_exactly
-from minikv.models.config import FAMILIES, ModelConfig, OwnForm, OwnSampling, from_keys
+from minikv.models.config import ModelConfig, OwnForm, OwnSampling, from_keys
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text
 from minikv.models.split_patterns import CUTS
@@ -63,10 +63,30 @@ KINDS: Mapping[int, Kind] = {
 """The types that are read. Those that are int4 are four bits with a scale and an offset for 32
 columns; the others are read as they are and kept in eight bits by row."""
 
-ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3")}
-"""The model_type, a key of `config.FAMILIES`, of each architecture; Mistral's files are "llama"."""
 
-_PAIRED = {"llama"}  # whose query and key rows are in rotary pairs
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    """family: its model_type, a key of `config.FAMILIES`. other: a key of the metadata, and the
+    model_type of files that have it. paired: whether the rows of queries and keys are in rotary
+    pairs. up: which matrix ffn_up is."""
+
+    family: str
+    other: tuple[str, str] = ("", "")
+    paired: bool = False
+    up: str = "mlp.up_proj"
+
+
+_WINDOW, _BETA = "attention.sliding_window", "attention.temperature_scale"
+ARCHITECTURES = {
+    "llama": _Architecture("llama", (_WINDOW, "mistral"), paired=True),
+    "mistral3": _Architecture("mistral", (_BETA, "ministral3"), paired=True),
+    "granite": _Architecture("granite", paired=True),
+    "smollm3": _Architecture("smollm3", paired=True),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3"),
+    "phi3": _Architecture("phi3", up="mlp.gate_up_proj"),
+    "olmo2": _Architecture("olmo2", (_WINDOW, "olmo3")),
+}
 _KEYS = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
@@ -77,7 +97,24 @@ _KEYS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
-    "sliding_window": "attention.sliding_window",
+    "sliding_window": _WINDOW,
+    "num_experts": "expert_count",
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "rope_scaling": "rope.scaling",
+}
+_SCALING = {
+    "rope.scaling.type": "rope_type",
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    _BETA: "llama_4_scaling_beta",
 }
 _TABLES = {
     "token_embd": "model.embed_tokens",
@@ -88,17 +125,19 @@ _TENSORS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _MATRICES = {
-    "q, k, v": ("attn_q", "attn_k", "attn_v"),
+    "q, k, v": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
     "o": ("attn_output",),
     "gate, up": ("ffn_gate", "ffn_up"),
     "down": ("ffn_down",),
@@ -367,32 +406,32 @@ class Gguf:
     def config(self) -> ModelConfig:
         """The model's configuration. Raises CorruptModel or UnsupportedModel."""
         data, tensors = self.metadata, self.tensors
-        architecture = data.get("general.architecture")
-        family = ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
-        if family not in FAMILIES:
-            known = ", ".join(name for name, one in ARCHITECTURES.items() if one in FAMILIES)
+        name = data.get("general.architecture")
+        about = ARCHITECTURES.get(name) if isinstance(name, str) else None
+        if about is None:
             raise UnsupportedModel(
-                f"{self.path.name}: unsupported architecture {quote(architecture)}",
-                f"minikv runs GGUF files of {known}",
+                f"{self.path.name}: unsupported architecture {quote(name)}",
+                f"minikv runs GGUF files of {', '.join(ARCHITECTURES)}",
             )
         if data.get("split.count", 0) not in (0, 1):
             raise UnsupportedModel(
                 f"{self.path.name} is one of {quote(data['split.count'])} parts of a model",
                 "join them with llama-gguf-split",
             )
-        prefix = f"{architecture}."
+        prefix = f"{name}."
         names = {own: prefix + key for own, key in _KEYS.items()}
-        given = {key: data[key] for key in names.values() if key in data}
-        given |= {"model_type": family, "rope_scaling": self._scaling(prefix)}
-        given.setdefault(names["num_key_value_heads"], data.get(names["num_attention_heads"]))
-        given["num_experts"] = data.get(f"{prefix}expert_count") or None
+        given = {key: data.get(key) for key in names.values()}
+        for own in ("sliding_window", "num_experts"):
+            given[names[own]] = given[names[own]] or None  # 0: there are none
+        given[names["rope_scaling"]] = self._scaling(prefix)
+        key, family = about.other
+        given["model_type"] = family if data.get(prefix + key) else about.family
+        slides = data.get(f"{prefix}{_WINDOW}_pattern")
+        if given[names["sliding_window"]] and isinstance(slides, list):
+            kinds = "full_attention", "sliding_attention"
+            given["layer_types"] = [kinds[bool(one)] for one in slides]
         table = tensors.get("token_embd.weight")
-        given["vocab_size"] = table.shape[0] if table is not None else None
-        if not given.get(names["sliding_window"]):
-            given.pop(names["sliding_window"], None)
-            given["use_sliding_window"], given["sliding_window"] = False, None
-        elif family == "llama":
-            given["model_type"] = "mistral"
+        given["vocab_size"] = None if table is None else table.shape[0]
         config = from_keys(given, self.path.name, names)
         for key in ("rope.dimension_count", "attention.value_length"):
             if data.get(prefix + key, config.head_dim) != config.head_dim:
@@ -417,23 +456,14 @@ class Gguf:
 
     def _scaling(self, prefix: str) -> dict[str, Any] | None:
         """The rotary scaling as config.json has it."""
-        keys = {
-            "type": "rope_type",
-            "factor": "factor",
-            "original_context_length": "original_max_position_embeddings",
-            "attn_factor": "attention_factor",
-            "yarn_beta_fast": "beta_fast",
-            "yarn_beta_slow": "beta_slow",
-        }
-        found = {
-            own: self.metadata[f"{prefix}rope.scaling.{key}"]
-            for key, own in keys.items()
-            if f"{prefix}rope.scaling.{key}" in self.metadata
-        }
+        data = self.metadata
+        found = {own: data[prefix + key] for key, own in _SCALING.items() if prefix + key in data}
+        if "rope_factors_long.weight" in self.tensors:
+            found["rope_type"] = "longrope"
         kind = found.get("rope_type", "none")
-        if kind == "none":
-            return None
-        return {k: v for k, v in found.items() if kind != "linear" or k in ("rope_type", "factor")}
+        if kind == "yarn":
+            return {"mscale": 1.0, **found} if "mscale_all_dim" in found else found
+        return {"rope_type": kind, "factor": found.get("factor")} if kind != "none" else None
 
     def _factors(self, count: int) -> tuple[float, ...]:
         """By what each rotary frequency is divided; () if the file does not say it."""
@@ -484,15 +514,16 @@ class Gguf:
 
     def checkpoint(self) -> Checkpoint:
         """The tensors by their Hugging Face names."""
-        entries = {}
+        about, entries = ARCHITECTURES[self.metadata["general.architecture"]], {}
+        inside = {**_TENSORS, "ffn_up": about.up}
         for name, entry in self.tensors.items():
             match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-            if match and (own := (_TABLES if match[1] is None else _TENSORS).get(match[2])):
+            if match and (own := (_TABLES if match[1] is None else inside).get(match[2])):
                 layer = "" if match[1] is None else f"model.layers.{match[1]}."
                 name = f"{layer}{own}.{match[3]}"
             if name != _FACTORS:
                 entries[name] = entry
-        return Checkpoint(entries, self.metadata["general.architecture"] in _PAIRED)
+        return Checkpoint(entries, about.paired)
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer. Raises CorruptModel or UnsupportedModel."""

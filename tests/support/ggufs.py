@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import vocabularies as v
 from checkpoints import Spec, write
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, RopeScalingType, quants
 from gguf.constants import GGML_QUANT_SIZES
 from safetensors.numpy import load_file
 
@@ -28,7 +28,19 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
 }
+AFTER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""The norms of a family that has them after the blocks."""
+ARCHITECTURES = {"mistral": "llama", "ministral3": "mistral3", "olmo3": "olmo2"}
+"""What families are called in a file, if not as in config.json."""
+PAIRED = {"llama", "mistral3", "granite", "smollm3"}
 
 
 def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -61,7 +73,29 @@ def begun(path: Path, arch: str, raw: dict[str, Any], tokens: int) -> GGUFWriter
         made.add_key_length(raw["head_dim"])
         made.add_value_length(raw["head_dim"])
     made.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    made.add_rope_freq_base(raw.get("rope_parameters", raw)["rope_theta"])
+    rope = raw.get("rope_parameters", raw)
+    rope = rope.get("full_attention", rope)
+    made.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        made.add_rope_scaling_type(RopeScalingType.YARN)
+        made.add_rope_scaling_factor(rope["factor"])
+        made.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "llama_4_scaling_beta" in rope:
+        made.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        made.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if raw.get("sliding_window"):
+        made.add_sliding_window(raw["sliding_window"])
+        if "full_attention" in raw.get("layer_types", ()):
+            slides = [kind == "sliding_attention" for kind in raw["layer_types"]]
+            made.add_sliding_window_pattern(slides)
+    for key, add in (
+        ("embedding_multiplier", made.add_embedding_scale),
+        ("attention_multiplier", made.add_attention_scale),
+        ("residual_multiplier", made.add_residual_scale),
+        ("logits_scaling", made.add_logit_scale),
+    ):
+        if key in raw:
+            add(raw[key])
     words(made, tokens)
     return made
 
@@ -96,18 +130,19 @@ def model(folder: Path, spec: Spec, kinds: dict[str, str] | None = None) -> Path
     write(spec, folder)
     raw = json.loads((folder / "config.json").read_text())
     path = folder / "model.gguf"
-    arch = "llama" if spec.family == "mistral" else spec.family
+    arch = ARCHITECTURES.get(spec.family, spec.family)
+    names = {**NAMES, **(AFTER if arch == "olmo2" else {})}
     made = begun(path, arch, raw, spec.vocab)
     heads = {"q_proj": spec.heads, "k_proj": spec.kv_heads}
     for name, value in load_file(folder / "model.safetensors").items():
         place, _, part = name.rpartition(".")
         layer = place.split(".")[2] if ".layers." in name else None
         own = place if layer is None else place.split(".", 3)[3]
-        count = heads.get(own.rpartition(".")[2], 0) if arch == "llama" else 0
+        count = heads.get(own.rpartition(".")[2], 0) if arch in PAIRED else 0
         if count:  # as convert_hf_to_gguf.py does
             split = value.reshape(count, 2, value.shape[0] // count // 2, *value.shape[1:])
             value = split.swapaxes(1, 2).reshape(value.shape)
-        name = f"{'' if layer is None else f'blk.{layer}.'}{NAMES[own]}.{part}"
+        name = f"{'' if layer is None else f'blk.{layer}.'}{names[own]}.{part}"
         kind = next((k for key, k in (kinds or {}).items() if key in name), "F32")
         if kind == "F32":
             made.add_tensor(name, value)
