@@ -13,7 +13,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -26,11 +25,11 @@ from minikv.models.checkpoint import Checkpoint, Entry, read_exactly
 from minikv.models.config import ModelConfig, OwnForm, OwnSampling, from_keys
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text
-from minikv.models.split_patterns import CUTS
+from minikv.models.split_patterns import CUTS, Cuts
 from minikv.models.stored import Steps, Stored, together
 from minikv.models.templates import ChatTemplate
 from minikv.models.tokenizer import Tokenizer
-from minikv.models.tokenizer_json import JsonVocabulary
+from minikv.models.tokenizer_json import JsonVocabulary, byte_level, joined, pieces_of_words
 
 HEADER_LIMIT, ITEMS_LIMIT, PAIRS_LIMIT = 64 << 20, 1 << 21, 1 << 16
 """The largest header in bytes, and the most items of an array and pairs of the metadata. The
@@ -527,108 +526,77 @@ class Gguf:
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer. Raises CorruptModel or UnsupportedModel."""
-        data = self.metadata
-        pieces, kinds = self._pieces
+        pieces, kinds = self._pieces()
         named = {}
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-            id = data.get(f"tokenizer.ggml.{key}_token_id")
+            id = self._told(f"{key}_token_id")
             if isinstance(id, int) and 0 <= id < len(pieces) and kinds[id] != _UNUSED:
                 named[f"{role}_token"] = pieces[id]
-        words = data.get("tokenizer.ggml.model") == "llama"
-        vocabulary = JsonVocabulary(self._tokenizer_json(words, named), self.path.name)
-        starts = data.get("tokenizer.ggml.add_bos_token", words)
+        vocab: dict[str, int] = {}
+        for id, piece in enumerate(pieces):
+            if kinds[id] != _UNUSED:
+                vocab.setdefault(piece, id)
+        added = [
+            (piece, id, kinds[id] != _USER)
+            for piece, id in vocab.items()
+            if kinds[id] in (_UNKNOWN, _CONTROL, _USER) and piece
+        ]
+        words = self._told("model") == "llama"
+        if words:
+            ranked = self._by_score(vocab)
+            prefix = bool(self._told("add_space_prefix", True))
+            merges = joined(ranked, vocab)
+            made = pieces_of_words(vocab, merges, added, named.get("unk_token"), prefix)
+        else:
+            cuts, merges = self._cuts(), self._texts("merges")
+            made = byte_level(vocab, merges, cuts.patterns, added, cuts.whole, cuts.composes)
+        vocabulary = JsonVocabulary(made, self.path.name)
         return Tokenizer(
             vocabulary,
             named=named,
-            special=[piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _CONTROL],
+            special=[text for text, id, _ in added if kinds[id] == _CONTROL],
             edges=vocabulary.edges,
             stop_ids=config.stop_ids,
-            starts_with_bos=bool(starts),
+            starts_with_bos=bool(self._told("add_bos_token", words)),
         )
 
-    @cached_property
+    def _told(self, key: str, default: object = None) -> Any:
+        """What the file says about its tokenizer."""
+        return self.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    def _texts(self, key: str) -> list[str]:
+        found = self._told(key)
+        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+            raise self._bad(f"has no complete tokenizer (tokenizer.ggml.{key})", "use another file")
+        return found
+
     def _pieces(self) -> tuple[list[str], list[int]]:
         """The tokens and their types."""
-        pieces = self.metadata.get("tokenizer.ggml.tokens")
-        if not isinstance(pieces, list) or not all(isinstance(one, str) for one in pieces):
-            raise self._bad("has no tokenizer (tokenizer.ggml.tokens)", "use a complete file")
-        kinds = self.metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(pieces))
+        pieces = self._texts("tokens")
+        kinds = self._told("token_type", [_NORMAL] * len(pieces))
         if not isinstance(kinds, list) or len(kinds) != len(pieces) or not pieces:
             raise self._bad("tokenizer.ggml.token_type does not fit the tokens")
         return pieces, kinds
 
-    def _tokenizer_json(self, words: bool, named: Mapping[str, str]) -> dict[str, Any]:
-        """What a tokenizer.json of this tokenizer says. words: as sentencepiece has it, with
-        scores; else bytes with merges."""
-        pieces, kinds = self._pieces
-        vocab: dict[str, int] = {}
-        for id, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
-            if kind != _UNUSED:
-                vocab.setdefault(piece, id)
-        added = [
-            {"id": id, "content": piece, "special": kinds[id] != _USER}
-            for piece, id in vocab.items()
-            if kinds[id] in (_UNKNOWN, _CONTROL, _USER) and piece
-        ]
-        model: dict[str, Any] = {"type": "BPE", "vocab": vocab}
-        normalizer: Any
-        decoder: dict[str, Any]
-        if words:
-            spaces: list[dict[str, Any]] = [
-                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-            ]
-            if self.metadata.get("tokenizer.ggml.add_space_prefix", True):
-                spaces.insert(0, {"type": "Prepend", "prepend": "\u2581"})
-            model |= {"byte_fallback": True, "fuse_unk": True, "unk_token": named.get("unk_token")}
-            model["merges"] = self._merges_by_score(vocab)
-            back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
-            strip = {"type": "Strip", "content": " ", "start": len(spaces) - 1, "stop": 0}
-            decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
-            normalizer = {"type": "Sequence", "normalizers": spaces}
-            cuts, decoder = None, {"type": "Sequence", "decoders": decoders}
-        else:
-            if (named_kind := self.metadata.get("tokenizer.ggml.model")) != "gpt2":
-                raise UnsupportedModel(f"{self.path.name}: the tokenizer is {quote(named_kind)}")
-            pre = self.metadata.get("tokenizer.ggml.pre", "default")
-            if not isinstance(pre, str) or pre not in CUTS:
-                raise UnsupportedModel(
-                    f"{self.path.name}: the pre-tokenizer {quote(pre)} is not known",
-                    f"minikv knows {', '.join(CUTS)}",
-                )
-            how = CUTS[pre]
-            merges = self.metadata.get("tokenizer.ggml.merges")
-            if not isinstance(merges, list) or not all(isinstance(one, str) for one in merges):
-                raise self._bad("tokenizer.ggml.merges is missing")
-            model |= {"merges": merges, "ignore_merges": how.whole_words}
-            byte_level: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False}
-            byte_level["trim_offsets"] = True
-            splits = [*how.parts, {**byte_level, "use_regex": how.usual}]
-            normalizer = {"type": "NFC"} if how.composes else None
-            cuts = {"type": "Sequence", "pretokenizers": splits}
-            decoder = {**byte_level, "use_regex": True}
-        return {
-            "added_tokens": added,
-            "normalizer": normalizer,
-            "pre_tokenizer": cuts,
-            "decoder": decoder,
-            "model": model,
-        }
+    def _cuts(self) -> Cuts:
+        model, pre = self._told("model"), self._told("pre", "default")
+        if model != "gpt2":
+            raise UnsupportedModel(f"{self.path.name}: the tokenizer is {quote(model)}")
+        if not isinstance(pre, str) or pre not in CUTS:
+            raise UnsupportedModel(
+                f"{self.path.name}: the pre-tokenizer {quote(pre)} is not known",
+                f"minikv knows {', '.join(CUTS)}",
+            )
+        return CUTS[pre]
 
-    def _merges_by_score(self, vocab: Mapping[str, int]) -> list[list[str]]:
-        """The merges that sentencepiece's scores mean: the piece with the largest score first."""
-        scores = self.metadata.get("tokenizer.ggml.scores")
-        pieces, kinds = self._pieces
-        if not isinstance(scores, list) or len(scores) != len(pieces):
+    def _by_score(self, vocab: Mapping[str, int]) -> list[str]:
+        """The pieces that sentencepiece joins: those with the largest score first."""
+        scores, (pieces, kinds) = self._told("scores"), self._pieces()
+        real = isinstance(scores, list) and all(isinstance(one, float) for one in scores)
+        if not real or len(scores) != len(pieces):
             raise self._bad("tokenizer.ggml.scores does not fit the tokens")
-        found = []
-        for piece, id in vocab.items():
-            if kinds[id] != _NORMAL or len(piece) > _LONGEST:
-                continue
-            for cut in range(1, len(piece)):
-                one, two = vocab.get(piece[:cut]), vocab.get(piece[cut:])
-                if one is not None and two is not None:
-                    found.append((-scores[id], one, two))
-        return [[pieces[one], pieces[two]] for _, one, two in sorted(found)]
+        normal = (p for p, id in vocab.items() if kinds[id] == _NORMAL and len(p) <= _LONGEST)
+        return sorted(normal, key=lambda piece: -scores[vocab[piece]])
 
     def template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """The chat format: the file's own, or a built-in one. Raises CorruptModel and others."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
@@ -74,39 +73,34 @@ _SPLITS = (
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How a pre-tokenizer of GGUF cuts. parts: of a tokenizer.json, before bytes become letters.
-    usual: that step cuts as GPT-2 did. whole_words: a word that is in the vocabulary is not merged
-    from parts. composes: the text is normalised to NFC before."""
+    """How a pre-tokenizer of GGUF cuts: by `patterns`, one after the other. whole: see `Split`.
+    composes: the text is normalised to NFC before."""
 
-    parts: tuple[dict[str, Any], ...]
-    usual: bool = False
-    whole_words: bool = False
+    patterns: tuple[str, ...]
+    whole: bool = False
     composes: bool = False
 
 
-def _cut(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
-_LLAMA_3, _QWEN_2, _TEKKEN = ((_cut(split.pattern),) for split in _SPLITS)
-_DIGITS = ({"type": "Digits", "individual_digits": True},)
-_DEFAULT = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
+_LLAMA_3, _QWEN_2, _TEKKEN = ((split.pattern,) for split in _SPLITS)
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]")
 CUTS: Mapping[str, Cuts] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), Cuts(_LLAMA_3, whole_words=True)),
-    **dict.fromkeys(("falcon3", "pixtral"), Cuts(_LLAMA_3, whole_words=True)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Cuts(_QWEN_2, composes=True)),
-    "tekken": Cuts(_TEKKEN, whole_words=True),
-    **dict.fromkeys(("smollm", "codeshell", "command-r"), Cuts(_DIGITS, usual=True)),
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2"), Cuts((), usual=True)),
-    "default": Cuts(tuple(map(_cut, _DEFAULT))),
+    name: cuts
+    for names, cuts in (
+        ("llama-bpe llama3 llama-v3 falcon3 pixtral", Cuts(_LLAMA_3, whole=True)),
+        ("dbrx smaug-bpe", Cuts(_LLAMA_3)),
+        ("qwen2 deepseek-r1-qwen", Cuts(_QWEN_2, composes=True)),
+        ("tekken", Cuts(_TEKKEN, whole=True)),
+        ("smollm codeshell command-r refact starcoder", Cuts((r"\p{N}", _GPT_2 + r"|\s+"))),
+        ("gpt-2 mpt olmo phi-2", Cuts((_GPT_2 + r"|\s+",))),
+        ("default", Cuts(_DEFAULT)),
+    )
+    for name in names.split()
 }
 """The pre-tokenizers of GGUF, by `tokenizer.ggml.pre`, as llama.cpp has them."""
-PATTERNS = frozenset(split.pattern for split in _SPLITS) | {*_DEFAULT}
+PATTERNS = frozenset(
+    {*(split.pattern for split in _SPLITS), *(p for cuts in CUTS.values() for p in cuts.patterns)}
+)
 """The regular expressions of these families."""
 
 

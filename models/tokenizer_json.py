@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tokenizers
@@ -37,33 +37,68 @@ _GROWS = {"ByteLevel": 4.0, "NFC": 3.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0}
 others by Unicode."""
 _PROBES = ("A b\n", "\u00e9\ufb01 \u4e2d\u6587 \U0001f600", " " * 100 + "a" * 2000)
 _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+Added = tuple[str, int, bool]
+"""A control or added token: its text, its id, and whether the text is not shown."""
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
 def byte_level(
     vocab: Mapping[str, int],
-    merges: Sequence[Any],
+    merges: Iterable[Any],
     patterns: Iterable[str],
-    added: Iterable[tuple[str, int, bool]] = (),
+    added: Iterable[Added] = (),
     whole: bool = False,
+    composes: bool = False,
 ) -> dict[str, Any]:
     """What a `tokenizer.json` says of a byte-level vocabulary: the argument of `JsonVocabulary`.
 
     vocab: pieces in the byte-level alphabet, with their ids. merges: pairs of pieces, or both with
-    a space between them. patterns: regular expressions that cut a text, one after the other. added:
-    control and added tokens: (text, id, whether it has no text). whole: whether a word that is a
-    piece is not put together by merges.
+    a space between them. patterns, whole, composes: see `split_patterns.Cuts`.
     """
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     cutters = [{**split, "pattern": {"Regex": pattern}} for pattern in patterns]
-    tokens = [{**_ADDED, "id": id, "content": t, "special": special} for t, id, special in added]
     return {
-        "added_tokens": tokens,
-        "normalizer": None,
+        "added_tokens": _listed(added),
+        "normalizer": {"type": "NFC"} if composes else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cutters, _BYTES]},
         "decoder": _BYTES,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": whole},
+        "model": {"type": "BPE", "vocab": vocab, "merges": [*merges], "ignore_merges": whole},
     }
+
+
+def pieces_of_words(
+    vocab: Mapping[str, int],
+    merges: Iterable[Any],
+    added: Iterable[Added],
+    unknown: str | None,
+    prefix: bool,
+) -> dict[str, Any]:
+    """The same of a vocabulary of sentencepiece. prefix: whether a text gets a space in front."""
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    first = [{"type": "Prepend", "prepend": "\u2581"}] if prefix else []
+    back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": int(prefix), "stop": 0}
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip]
+    model = {"type": "BPE", "vocab": vocab, "merges": [*merges], "unk_token": unknown}
+    return {
+        "added_tokens": _listed(added),
+        "normalizer": {"type": "Sequence", "normalizers": [*first, space]},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {**model, "byte_fallback": True, "fuse_unk": True},
+    }
+
+
+def _listed(added: Iterable[Added]) -> list[dict[str, Any]]:
+    return [{**_ADDED, "id": id, "content": text, "special": mute} for text, id, mute in added]
+
+
+def joined(pieces: Iterable[str], vocab: Mapping[str, int]) -> Iterator[list[str]]:
+    """A merge for each way to make a piece of two others, in the order of the pieces."""
+    for piece in pieces:
+        for at in range(1, len(piece)):
+            if piece[:at] in vocab and piece[at:] in vocab:
+                yield [piece[:at], piece[at:]]
 
 
 class JsonVocabulary:

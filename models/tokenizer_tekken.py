@@ -15,7 +15,7 @@ from typing import Any
 from minikv.models.errors import CorruptModel, quote
 from minikv.models.files import read_json
 from minikv.models.stream import byte_level_alphabet
-from minikv.models.tokenizer_json import JsonVocabulary, byte_level
+from minikv.models.tokenizer_json import Added, JsonVocabulary, byte_level, joined
 from minikv.models.vocabulary import ADDED_TOKENS, LARGEST_ID, is_marker, library_errors
 
 _LONGEST, _BYTES, _MERGES = 256, 2 << 20, 1_000_000
@@ -44,23 +44,15 @@ def read_tekken(path: Path) -> tuple[JsonVocabulary, str]:
     if len(pieces) < size - fixed:
         raise CorruptModel(f"{name} has {len(pieces):,} of the {size - fixed:,} pieces it states")
     vocab = {piece: fixed + rank for rank, piece in enumerate(pieces)}
-    joined = (
-        f"{piece[:at]} {piece[at:]}"
-        for piece in pieces
-        for at in range(1, len(piece))
-        if piece[:at] in vocab and piece[at:] in vocab
-    )
-    merges = list(itertools.islice(joined, _MERGES + 1))
+    merges = list(itertools.islice(joined(pieces, vocab), _MERGES + 1))
     if len(merges) > _MERGES:
         raise CorruptModel(f"{name} has more than {_MERGES:,} ways to join its pieces")
     made = byte_level(vocab, merges, [pattern], added, whole=True)
     return JsonVocabulary(made, name, [text for text, _, _ in added]), version
 
 
-def _control_tokens(
-    listed: Any, count: int, version: str, name: str
-) -> list[tuple[str, int, bool]]:
-    """(text, id, whether it has no text) of each control token, with those that fill the rest."""
+def _control_tokens(listed: Any, count: int, version: str, name: str) -> list[Added]:
+    """All control tokens, with those that fill the rest."""
     if listed is None:
         if version not in ("v1", "v2", "v3", "v7"):
             raise CorruptModel(f"{name} of version {quote(version, 20)} lists no special_tokens")
