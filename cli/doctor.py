@@ -57,6 +57,7 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
         "cpu": cpu,
         "gpu": gpu,
         "kernels": kernels,
+        "weights": forms,
         "memory": memory,
         "models": disk,
         "token": token,
@@ -202,6 +203,16 @@ def memory() -> Check:
     if free < 1 << 30:
         return Check(WARNING, f"{size(free)} free", "only small models will load")
     return Check(OK, f"{size(free)} free")
+
+
+def forms() -> Check:
+    """In which forms the weights of a model can be kept."""
+    from minikv.models.linear import lacks
+
+    missing = "; ".join(filter(None, map(lacks, ("int8", "int4"))))
+    if missing:
+        return Check(WARNING, missing, "--weights plain unpacks quantised files")
+    return Check(OK, "plain, int8, int4; those of GGUF and quantised files are kept as they are")
 
 
 def disk() -> Check:

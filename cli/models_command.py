@@ -103,23 +103,26 @@ def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> No
     not there. Of a model elsewhere, a folder, the packed weights alone are removed."""
     names = list(dict.fromkeys(names))
     repos = {repo.repo_id: repo for repo in _cached()}
+    ggufs = {one.name: one for repo in repos.values() for one in _ggufs(repo)}
+    here = repos.keys() | ggufs.keys()
     kept = {
         name: [
-            one for one in packed_files.of_model(name) if name not in repos or one.model == name
+            one for one in packed_files.of_model(name) if name not in here or one.model == name
         ]  # not those of a directory that is called as a model of the cache is
         for name in names
     }
     for name in names:
         if name == BUNDLED:
             raise UsageError("the bundled model is a part of minikv and cannot be removed")
-        if name not in repos and not kept[name]:
-            near = difflib.get_close_matches(name, repos, n=1, cutoff=0.5)
+        if name not in here and not kept[name]:
+            near = difflib.get_close_matches(name, here, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}?" if near else "`minikv models` lists them"
             raise UsageError(f"no model {name!r} in the cache", hint)
     total = sum(repos[name].size_on_disk for name in names if name in repos)
+    total += sum(ggufs[name].bytes for name in names if name in ggufs)
     total += sum(one.bytes for files in kept.values() for one in files)
     what = names[0] if len(names) == 1 else f"{len(names):,} models"
-    if not any(name in repos for name in names):
+    if not any(name in here for name in names):
         what = f"the packed weights of {what}"
     if not confirmed(f"remove {what}, {size(total)}?", terminal, yes=yes):
         terminal.say("nothing was removed")
@@ -131,16 +134,31 @@ def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> No
     for name in names:
         _remove_packed(kept[name])
         repo = repos.get(name)
-        if repo is None or info is None:
+        if name in ggufs:
+            _remove_file(Path(ggufs[name].folder))
+        elif repo is None or info is None:
             terminal.note(f"removed the packed weights of {name}")
             continue
-        if repo.revisions:
+        elif repo.revisions:
             info.delete_revisions(*(one.commit_hash for one in repo.revisions)).execute()
         else:  # parts of a download
             shutil.rmtree(repo.repo_path, ignore_errors=True)
-        if repo.repo_path.exists():  # the library logs what fails
-            raise UsageError(f"{name} could not be removed", f"remove {repo.repo_path} by hand")
+        place = Path(ggufs[name].folder) if repo is None else repo.repo_path
+        if place.exists():  # the library logs what fails
+            raise UsageError(f"{name} could not be removed", f"remove {place} by hand")
         terminal.note(f"removed {name}")
+
+
+def _remove_file(link: Path) -> None:
+    """Remove a GGUF file of the cache, and its model if it was the last one."""
+    from minikv.models.files import is_gguf
+
+    repo = link.parents[2]
+    with contextlib.suppress(OSError):
+        link.resolve().unlink()
+        link.unlink(missing_ok=True)
+    if not any(is_gguf(path.name) for path in repo.glob("snapshots/*/*")):
+        shutil.rmtree(repo, ignore_errors=True)
 
 
 def _remove_packed(files: Sequence[PackedFile]) -> None:

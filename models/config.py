@@ -107,9 +107,9 @@ class ModelConfig:
     """How many positions a conversation may have."""
     windows: tuple[int | None, ...]
     """Per layer: a key is visible iff 0 <= query position - key position < window; None: all."""
-    tied: bool = False
-    """Whether lm_head is the embedding, according to the file. The loader decides by the tensors;
-    `Llama.config` has the result."""
+    tied: bool | None = False
+    """Whether lm_head is the embedding, according to the file; None: if there is no lm_head. The
+    loader decides by the tensors; `Llama.config` has the result."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -325,10 +325,11 @@ def from_keys(
     `_Reader`."""
     read = _Reader(raw, where, names)
     name = _family_name(read)
-    family, notes = FAMILIES[name], []
+    family, notes, unsaid = FAMILIES[name], [], False
     if family.wraps:
         notes.append(f"only the text part of this {name} model is loaded: it sees no images")
-        read = _Reader(_text_part(read), "config.json")
+        unsaid = not read.given("tie_word_embeddings")  # transformers does not ask the text part
+        read = _Reader(_text_part(read), where)
         name = _family_name(read, family.wraps, f", the text part of {quote(name)}")
         family = FAMILIES[name]
     quantisation = _quantisation(read)
@@ -350,7 +351,7 @@ def from_keys(
         notes.append("auto_map is ignored: no code from a model is ever run")
     biases = {key for key in ("attention_bias", "mlp_bias") if read.flag(key)}
     for key in biases - {*family.biases, *(("attention_bias",) if family.qkv_bias else ())}:
-        raise UnsupportedModel(f"config.json: {name} has no {key}")
+        raise UnsupportedModel(f"{read.where}: {name} has no {key}")
     biases &= {*family.biases}
     form, stored = "", tuple[OwnForm, ...]()
     if quantisation is not None:
@@ -363,6 +364,7 @@ def from_keys(
         config,
         family=name,
         max_context=max_context,
+        tied=None if unsaid else config.tied,
         windows=_windows(read, name, family, config.layers),
         qkv_bias=family.qkv_bias or "attention_bias" in biases,
         o_bias="attention_bias" in biases,
@@ -402,7 +404,7 @@ def _family_name(read: _Reader, among: Iterable[str] = (), role: str = "") -> st
     if name is None:
         name = next((n for n, f in FAMILIES.items() if f.architecture in architectures), None)
         if name is None:
-            raise CorruptModel("config.json: model_type is missing")
+            raise CorruptModel(f"{read.where}: model_type is missing")
     if not isinstance(name, str):
         raise read.bad("model_type", "a name")
     hint = f"minikv runs: {', '.join(FAMILIES)}"
@@ -422,20 +424,20 @@ def _refuse_foreign(read: _Reader, family: _Family) -> None:
     raw = read.raw
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
-        raise UnsupportedModel(f"config.json: hidden_act {quote(act)} is not supported (silu is)")
+        raise UnsupportedModel(f"{read.where}: hidden_act {quote(act)} is not supported (silu is)")
     if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedModel("config.json: partial_rotary_factor other than 1 is not supported")
+        raise UnsupportedModel(f"{read.where}: partial_rotary_factor other than 1 is not supported")
     if read.flag("rope_interleaved"):
-        raise UnsupportedModel("config.json: rope_interleaved is not supported")
+        raise UnsupportedModel(f"{read.where}: rope_interleaved is not supported")
     # Code of the same name is a copy of what transformers has by now.
     code = read.table("auto_map").get("AutoModelForCausalLM")
     if code is not None and str(code).split(".")[-1] != family.architecture:
         raise UnsupportedModel(
-            "config.json: auto_map replaces the network by code of its own, which is never run"
+            f"{read.where}: auto_map replaces the network by code of its own, which is never run"
         )
     for key in ("num_local_experts", "num_experts", "vision_config", "text_config"):
         if read.given(key):
-            raise UnsupportedModel(f"config.json: {key}: not a plain text model")
+            raise UnsupportedModel(f"{read.where}: {key}: not a plain text model")
 
 
 def _plain_attention(read: _Reader) -> int | None:
@@ -445,7 +447,7 @@ def _plain_attention(read: _Reader) -> int | None:
     key = "dual_chunk_attention_config"
     if not read.given(key) or not (table := read.table(key)):
         return None
-    inner = _Reader(table, f"config.json: {key}")
+    inner = _Reader(table, f"{read.where}: {key}")
     most = inner.integer("chunk_size", 1, MAX_POSITIONS)
     return min(most, inner.integer(_LENGTH, 1, MAX_POSITIONS, most))
 
@@ -463,7 +465,7 @@ def _quantisation(read: _Reader) -> Quantisation | None:
     key = next((k for k in ("quantization_config", "compression_config") if read.given(k)), None)
     if key is None:
         return None
-    inner = _Reader(read.table(key), f"config.json: {key}")
+    inner = _Reader(read.table(key), f"{read.where}: {key}")
     four = inner.flag("load_in_4bit") or inner.flag("_load_in_4bit")
     eight = inner.flag("load_in_8bit") or inner.flag("_load_in_8bit")
     method = inner.raw.get("quant_method") or ("bitsandbytes" if four or eight else "?")
@@ -551,17 +553,17 @@ def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[in
         raise read.bad("layer_types", f"a list of {layers} names")
     for odd in types or ():
         if odd not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModel(f"config.json: layer type {quote(odd)} is not supported")
+            raise UnsupportedModel(f"{read.where}: layer type {quote(odd)} is not supported")
     sliding = [kind == "sliding_attention" for kind in types or ()]
     if not family.windows:
         if any(sliding):
-            raise UnsupportedModel(f"config.json: {name} has no sliding_attention layers")
+            raise UnsupportedModel(f"{read.where}: {name} has no sliding_attention layers")
         if read.given("sliding_window"):
-            raise UnsupportedModel(f"config.json: {name} has no sliding_window")
+            raise UnsupportedModel(f"{read.where}: {name} has no sliding_window")
         return (None,) * layers
     if family.windows == "switch" and not read.flag("use_sliding_window"):
         if any(sliding):
-            raise CorruptModel("config.json: sliding layers, but use_sliding_window is false")
+            raise CorruptModel(f"{read.where}: sliding layers, but use_sliding_window is false")
         return (None,) * layers
     window = read.raw.get("sliding_window", family.window)
     if window is not None:
@@ -571,9 +573,9 @@ def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[in
         full = read.integer(key, 0, 2**31, 28) if family.windows == "switch" else 0
         sliding = [layer >= full and (layer + 1) % every > 0 for layer in range(layers)]
     elif window is None and any(sliding):
-        raise CorruptModel("config.json: sliding layers, but sliding_window is off")
+        raise CorruptModel(f"{read.where}: sliding layers, but sliding_window is off")
     elif family.windows == "all" and not (all(sliding) or window is None):
-        raise UnsupportedModel(f"config.json: {name} has no per-layer windows (ministral has)")
+        raise UnsupportedModel(f"{read.where}: {name} has no per-layer windows (ministral has)")
     return tuple(window if slides else None for slides in sliding)
 
 
@@ -614,17 +616,17 @@ def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
         thetas["rope_theta"] = read.number("rope_theta", 1.0, 1e15)
     scalings: dict[str, RopeConfig] = {}
     for key, table in spellings.items():
-        inner = _Reader(table, f"config.json: {key}")
+        inner = _Reader(table, f"{read.where}: {read.name(key)}")
         if _FULL in family.rope_keys and _FULL in table:
             inner = _full_layers(inner)
         if inner.given("rope_theta"):
             thetas[key] = inner.number("rope_theta", 1.0, 1e15)
         scalings[key] = _scaling(inner, read, family, max_context)
     if len(set(thetas.values())) > 1:
-        raise _disagreeing(thetas, spellings, raw=read.raw)
+        raise _disagreeing(thetas, spellings, read)
     if len(set(scalings.values())) > 1:
         raise CorruptModel(
-            "config.json: rope_parameters and rope_scaling disagree",
+            f"{read.where}: rope_parameters and rope_scaling disagree",
             "transformers takes rope_scaling; if that is right, delete rope_parameters",
         )
     theta = next(iter(thetas.values()), family.theta)
@@ -635,7 +637,7 @@ def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
 
 
 def _disagreeing(
-    thetas: Mapping[str, float], tables: Mapping[str, Mapping[str, Any]], raw: Mapping[str, Any]
+    thetas: Mapping[str, float], tables: Mapping[str, Mapping[str, Any]], read: _Reader
 ) -> CorruptModel:
     """The error for two base frequencies, with the lines to delete."""
     stated = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
@@ -643,12 +645,12 @@ def _disagreeing(
     lines = " and ".join(
         f'"rope_theta": {quote(tables[key]["rope_theta"])} in {key}'
         if key in tables
-        else f'"rope_theta": {quote(raw[key])} outside of {taken}'
+        else f'"rope_theta": {quote(read.raw[key])} outside of {taken}'
         for key, value in thetas.items()
         if value != thetas[taken]
     )
     return CorruptModel(
-        f"config.json: rotary base frequencies disagree: {stated}",
+        f"{read.where}: rotary base frequencies disagree: {stated}",
         f"transformers takes that of {taken}; if it is right, delete {lines}",
     )
 
@@ -716,7 +718,7 @@ def _scaling(inner: _Reader, read: _Reader, family: _Family, max_context: int) -
 def _original_length(inner: _Reader, read: _Reader, kind: str, max_context: int) -> int:
     lengths = [r.integer(_LENGTH, 1, MAX_POSITIONS) for r in (inner, read) if r.given(_LENGTH)]
     if len(set(lengths)) > 1:
-        raise CorruptModel(f"config.json: {_LENGTH} is given twice and disagrees: {lengths}")
+        raise CorruptModel(f"{read.where}: {_LENGTH} is given twice and disagrees: {lengths}")
     if lengths:
         return lengths[0]
     if kind == "llama3":
@@ -795,7 +797,7 @@ def _smollm3(read: _Reader, config: ModelConfig) -> ModelConfig:
         raise read.bad(key, "a list of 0 and 1")
     windows = read.flag("use_sliding_window") and read.given("sliding_window")
     if windows and not read.given("layer_types"):
-        raise UnsupportedModel("config.json: use_sliding_window needs layer_types beside it")
+        raise UnsupportedModel(f"{read.where}: use_sliding_window needs layer_types beside it")
     ropes = (config.rope if turns else RopeConfig(kind="none") for turns in rotated[:layers])
     return replace(config, layer_ropes=tuple(ropes))
 

@@ -86,6 +86,8 @@ def load_network(
     allocated.
     """
     assert sys.byteorder == "little", "safetensors are little-endian"
+    if config.tied is None:
+        config = replace(config, tied="lm_head.weight" not in checkpoint.entries)
     checkpoint, config = adopted(checkpoint, config, form)
     entries = dict(checkpoint.entries)
     dtype = dtype or checkpoint.dtype
@@ -368,11 +370,13 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
     """Messages about matrices that `form` cannot pack, one for each packed form, and about those
     that are quantised a second time."""
     notes = []
-    inside, layers = matrices(config), split(form)[0]
-    own = {one.form for one in config.stored if one.matrix in inside}
-    if (own or config.quantisation) and layers in ("int8", "int4") and own != {layers}:
+    own = [{one.form for one in config.stored if (one.matrix == "head") == head} for head in (0, 1)]
+    asked = [form for form, has in zip(split(form), own, strict=True) if has and {form} != has]
+    new = {*asked, *(split(form)[:1] if config.form and not own[0] else ())} - {"auto"}
+    if new:
+        again = f" and quantised again, to {' and '.join(sorted(new))}" if new != {"plain"} else ""
         notes.append(
-            f"the file's {config.form} is unpacked and quantised again, to {layers}; "
+            f"the file's {config.form} is unpacked{again}; "
             '`weights="auto"` keeps what the file has'
         )
     for kind in packed_forms(config, form):

@@ -204,6 +204,7 @@ def test_the_json_has_what_the_screen_has(quick: None) -> None:
         "cpu",
         "gpu",
         "kernels",
+        "weights",
         "memory",
         "models",
         "token",

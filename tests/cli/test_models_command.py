@@ -140,6 +140,18 @@ def test_rm_removes_all_of_a_model_and_names_the_nearest(
     assert run("rm", REPO, "--yes").exit_code == 2
 
 
+def test_rm_removes_one_gguf_file_and_with_the_last_the_model(cache: Path) -> None:  # noqa: F811
+    snapshot = put_in_cache(cache, {"A-Q4_0.gguf": b"GGUF", "A-Q8_0.gguf": b"GGUF", "x.md": b""})
+    root = snapshot.parents[1]
+    assert "did you mean" in run("rm", f"{REPO}:Q4_1", "--yes").stderr
+    assert run("rm", f"{REPO}:Q4_0", "--yes").exit_code == 0
+    assert {path.name for path in snapshot.iterdir()} == {"A-Q8_0.gguf", "x.md"}
+    assert len(list((root / "blobs").iterdir())) == 2
+    assert f"{REPO}:Q8_0" in run().stdout
+    assert f"removed {REPO}:Q8_0" in run("rm", f"{REPO}:Q8_0", "--yes").stderr
+    assert not root.exists()
+
+
 @pytest.mark.parametrize(("typed", "gone"), [("n\n", False), ("yes\n", True)])
 def test_rm_asks_on_a_terminal(
     cache: Path,  # noqa: F811

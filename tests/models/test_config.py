@@ -202,7 +202,7 @@ READ: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (OLMO3, {"rope_parameters": LAYERED | PLAIN} | PATTERN, {"layer_ropes": (YARN, RopeConfig())}),
     (OLMO3, {"rope_scaling": {"type": "yarn", "factor": 4.0}} | PATTERN, {"rope": YARN}),
     (MINISTRAL3, {"rope_parameters": BETA}, {"rope": SCALED, "kv_heads": 2, "head_dim": 128}),
-    (MISTRAL3, {}, {"family": "mistral", "windows": (4096, 4096), "tied": False}),
+    (MISTRAL3, {}, {"family": "mistral", "windows": (4096, 4096), "tied": None}),
     (MISTRAL3, {"tie_word_embeddings": True, "eos_token_id": 9}, {"tied": True, "stop_ids": (9,)}),
     (MISTRAL3, {"text_config": without(MISTRAL, "model_type")}, {"family": "mistral"}),
     (

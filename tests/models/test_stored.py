@@ -175,7 +175,7 @@ def test_another_form_is_made_of_the_values(form: str, tmp_path: Path) -> None:
     config = replace(config, layers=2, form="Q9_K", stored=kinds)
     net = load_network(checkpoint, config, form=form)
     asked = form.removesuffix("+head")
-    assert [("Q9_K" in note) for note in net.config.notes] == [True] * (asked != "plain")
+    assert [("Q9_K" in note) for note in net.config.notes] == [True]
     for slot, parts in (("out", ("o_proj",)), ("qkv", ("q_proj", "k_proj", "v_proj"))):
         matrix, _ = of(net, made, slot, *parts)
         names = [next(n for n in made if ".1." in n and part in n) for part in parts]

@@ -440,6 +440,12 @@ def test_the_text_part_of_a_wrapper(inner: str, outer: str, tmp_path: Path) -> N
 
     edit_tensors(path, spelled)
     assert_equal(network_of(tmp_path), want)
+    edit_json(tmp_path / "config.json", lambda raw: drop("tie_word_embeddings")(raw))
+    found = network_of(tmp_path)  # transformers ties what does not say it, if there is no lm_head
+    assert_equal(found, want)
+    assert "tie_word_embeddings" not in " ".join(found.config.notes)
+    edit_tensors(path, drop(f"{outer}lm_head.weight"))
+    assert network_of(tmp_path).config.tied is True
     edit_tensors(path, lambda t: t | {NORM: torch.ones(48)})
     assert "twice" in str(refused(lambda: network_of(tmp_path)))
 
