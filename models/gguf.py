@@ -26,7 +26,7 @@ from minikv.models.config import ModelConfig, OwnForm, OwnSampling, from_keys
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text
 from minikv.models.split_patterns import CUTS, Cuts
-from minikv.models.stored import Steps, Stored, together
+from minikv.models.stored import Steps, Stored, apart, together
 from minikv.models.templates import ChatTemplate
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary, byte_level, joined, pieces_of_words
@@ -34,9 +34,10 @@ from minikv.models.tokenizer_json import JsonVocabulary, byte_level, joined, pie
 HEADER_LIMIT, ITEMS_LIMIT, PAIRS_LIMIT = 64 << 20, 1 << 21, 1 << 16
 """The largest header in bytes, and the most items of an array and pairs of the metadata. The
 largest real headers have a third of it."""
+_USUAL = 8 << 20  # bytes of the file that are read first
 
-_NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q"}
-_NUMBERS |= {11: "<q", 12: "<d"}
+_NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_LENGTH = struct.Struct("<Q").unpack_from
 _STRING, _ARRAY = 8, 9
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 
@@ -184,6 +185,7 @@ class Blocks:
     def rows(self, start: int, end: int) -> Tensor:
         """See `Stored`."""
         codes, scale, least = self._decoded(start, end)
+        codes = apart(codes) if self.form == "int4" else codes
         wide = codes.view(*scale.shape, -1).float().mul_(scale[..., None])
         return (wide if least is None else wide.add_(least[..., None])).flatten(1)
 
@@ -194,7 +196,8 @@ class Blocks:
         return codes, scale, least.add_(scale, alpha=8)
 
     def _decoded(self, start: int, end: int) -> Steps:
-        """Codes [n, in], and scale and least [n, groups], float32: code * scale + least."""
+        """Codes, as `Steps` has them, and scale and least [n, groups], float32: code * scale +
+        least."""
         codes, scale, least = _DECODERS[self.kind.name](self._read(start, end))
         least = None if least is None else least.flatten(1)
         return codes.reshape(end - start, -1), scale.flatten(1), least
@@ -224,11 +227,11 @@ def _bits(data: Tensor, count: int, width: int = 1) -> Tensor:
 
 def _q4(blocks: Tensor) -> Steps:
     (scale,) = _halves(blocks, 0, 1)
-    return _nibbles(blocks[..., 2:]), scale, -8 * scale
+    return blocks[..., 2:], scale, -8 * scale
 
 
 def _q4_1(blocks: Tensor) -> Steps:
-    return _nibbles(blocks[..., 4:]), *_halves(blocks, 0, 2)  # type: ignore[return-value]
+    return blocks[..., 4:], *_halves(blocks, 0, 2)  # type: ignore[return-value]
 
 
 def _fifth(blocks: Tensor, start: int) -> Tensor:
@@ -261,7 +264,10 @@ def _scales_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> Steps:
-    return _nibbles(_split(blocks[..., 16:], (4, 32))), *_scales_k(blocks)
+    # The lower four bits of 32 bytes are a group, and the upper ones the next.
+    first, second = _split(blocks[..., 16:], (4, 32)).split(16, -1)
+    both = (first & 15) | (second << 4), (first >> 4) | (second & 0xF0)
+    return torch.stack(both, -2), *_scales_k(blocks)
 
 
 def _q5_k(blocks: Tensor) -> Steps:
@@ -299,16 +305,21 @@ class Gguf:
         self.path = path
         with open_regular(path) as file:
             self._size = os.fstat(file.fileno()).st_size
-            self._data = read_exactly(file, min(self._size, HEADER_LIMIT), path)
-        self._at = 0
+            self._data = read_exactly(file, min(self._size, _USUAL), path)
+            try:
+                self.metadata, self.tensors = self._header()
+            except (struct.error, IndexError):
+                more = min(self._size, HEADER_LIMIT) - len(self._data)
+                self._data += read_exactly(file, more, path)
+                self.metadata, self.tensors = self._whole_header()
+            finally:
+                self._data = bytearray()
+
+    def _whole_header(self) -> tuple[dict[str, Any], dict[str, Entry | Stored]]:
         try:
-            self.metadata, self.tensors = self._header()
+            return self._header()
         except (struct.error, IndexError):
             raise self._bad("truncated, or its header is damaged") from None
-        except UnicodeDecodeError:
-            raise self._bad("a text in its header is not UTF-8") from None
-        finally:
-            self._data = bytearray()
 
     def _bad(self, what: str, hint: str = "download the file again") -> CorruptModel:
         return CorruptModel(f"{quote(self.path.name)[1:-1]}: {what}", hint)
@@ -340,24 +351,34 @@ class Gguf:
         return value
 
     def _text(self) -> str:
-        size = self._number("<Q")
-        if size > len(self._data) - self._at:
+        start = self._at + 8
+        self._at = start + _LENGTH(self._data, self._at)[0]
+        if self._at > len(self._data):
             raise IndexError
-        self._at += size
-        return self._data[self._at - size : self._at].decode()
+        try:
+            return self._data[start : self._at].decode()
+        except UnicodeDecodeError:
+            raise self._bad("a text in its header is not UTF-8") from None
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in _NUMBERS:
-            return self._number(_NUMBERS[kind])
+            return self._number("<" + _NUMBERS[kind])
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY:
             raise self._bad(f"{quote(key)} has the unknown type {kind}")
         inner, count = self._number("<I"), self._number("<Q")
-        least = struct.calcsize(_NUMBERS.get(inner, "<Q"))
-        if inner == _ARRAY or count > ITEMS_LIMIT or count * least > len(self._data) - self._at:
+        one = _NUMBERS.get(inner, "Q")  # of a text its length
+        least = count * struct.calcsize("<" + one)
+        known = inner == _STRING or inner in _NUMBERS
+        if not known or count > ITEMS_LIMIT:
             raise self._bad(f"{quote(key)} claims {count:,} items of type {inner}")
-        return [self._value(inner, key) for _ in range(count)]
+        if least > len(self._data) - self._at:
+            raise IndexError
+        if inner == _STRING:
+            return [self._text() for _ in range(count)]
+        self._at += least
+        return list(struct.unpack_from(f"<{count}{one}", self._data, self._at - least))
 
     def _places(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Entry | Stored]:
         align = metadata.get("general.alignment", 32)

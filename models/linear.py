@@ -33,6 +33,7 @@ from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.product.matrix import Matrix
+from minikv.models.stored import PAIRED, apart
 from minikv.pages import Empty, empty
 
 FORMS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
@@ -139,13 +140,15 @@ def _in_rows(codes: Tensor, groups: int) -> Tensor:
     return (low | (high << 4)).flatten(1)
 
 
-def _tiled(codes: Tensor, half: int | None) -> Tensor:
-    """Steps uint8 [m, n] of whole tiles -> [m, n / 2], in the layout of this processor."""
+def _tiled(pairs: Tensor, half: int | None) -> Tensor:
+    """Steps of whole tiles, in pairs (`stored.paired`), uint8 [m, n / 2], in the layout of this
+    processor."""
     if half is None:
-        made: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        made: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(apart(pairs).int(), 1)
         return made
-    low, high = codes.view(-1, 2, half, codes.shape[1]).unbind(1)
-    return (low | (high << 4)).transpose(1, 2).reshape(len(codes), -1)
+    low, high = pairs.view(-1, 2, half, pairs.shape[1] // 16, 16).unbind(1)
+    both = torch.stack(((low & 15) | (high << 4), (low >> 4) | (high & 0xF0)), 3)
+    return both.flatten(2).transpose(1, 2).reshape(len(pairs), -1)
 
 
 def _sixteen_steps(weight: Tensor, scales: Tensor) -> Tensor:
@@ -422,16 +425,18 @@ class Int4(PackedMatrix):
         """See `PackedMatrix`."""
         assert middle is not None
         end, groups = start + len(codes), len(self.scales)
-        for n, values in enumerate((scale, middle)):
-            # One group after the other is contiguous here.
-            wide = values.t().repeat_interleave(groups // values.shape[1], 0)
-            self.scales[:, start:end, n] = wide
+        both = torch.stack((scale, middle), 2).to(torch.bfloat16).transpose(0, 1)
+        times = groups // len(both)
+        self.scales[:, start:end] = both if times == 1 else both.repeat_interleave(times, 0)
         if self.packing is None:
-            self.packed[start:end] = _in_rows(codes.to(self.packed.device), groups)
+            codes = codes.to(self.packed.device)
+            same = self.group == PAIRED
+            self.packed[start:end] = codes if same else _in_rows(apart(codes), groups)
             return
         tiles = -(-end // _TILE) * _TILE
         self.scales[:, end:tiles] = 0
-        self.packed[start:tiles] = _tiled(F.pad(codes, (0, 0, 0, tiles - end)), half_tile())
+        codes = codes if end == tiles else F.pad(codes, (0, 0, 0, tiles - end))
+        self.packed[start:tiles] = _tiled(codes, half_tile())
 
     def parts(self) -> dict[str, Tensor]:
         """See `PackedMatrix`."""

@@ -26,7 +26,7 @@ from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import open_regular, parse_json
 from minikv.models.linear import GROUPS, fits_int8
 from minikv.models.llama import Llama
-from minikv.models.stored import Steps, together
+from minikv.models.stored import Steps, paired, together
 from minikv.pages import Pages
 
 _READ = {
@@ -237,7 +237,7 @@ class Matrix:
             return codes.clamp(min=-127), scale, None
         zero = self.middle if self.zero is None else self.zero.rows(start, end)
         each, middle = self.wide // self.group, scale * (8 - zero)
-        return codes, scale.repeat_interleave(each, 1), middle.repeat_interleave(each, 1)
+        return paired(codes), scale.repeat_interleave(each, 1), middle.repeat_interleave(each, 1)
 
 
 def adopted(

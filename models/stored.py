@@ -15,9 +15,23 @@ import torch
 from torch import Tensor
 
 Steps = tuple[Tensor, Tensor, Tensor | None]
-"""(codes [n, in], scale float32 [n, groups], middle float32 [n, groups] or None) of some rows. For
-int4: codes uint8 0..15, and a value is scale * (code - 8) + middle. For int8: codes int8, and a
-value is scale * code."""
+"""(codes, scale float32 [n, groups], middle float32 [n, groups] or None) of some rows. For int4:
+codes 0 to 15 in pairs (`paired`), and a value is scale * (code - 8) + middle. For int8: codes int8
+[n, in], and a value is scale * code."""
+PAIRED = 32
+
+
+def paired(codes: Tensor) -> Tensor:
+    """Codes 0 to 15, uint8 [n, in] -> uint8 [n, in / 2]: of each 32 columns, a byte has one of the
+    first 16 in its lower four bits, and the 16th after it in the upper ones."""
+    low, high = codes.view(len(codes), -1, 2, PAIRED // 2).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def apart(pairs: Tensor) -> Tensor:
+    """The inverse of `paired`."""
+    pairs = pairs.view(len(pairs), -1, PAIRED // 2)
+    return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
 
 
 class Stored(Protocol):
@@ -85,7 +99,8 @@ class Fused:
         groups = max(scale.shape[1] for _, scale, _ in found)
 
         def joined(values: Iterable[Tensor]) -> Tensor:
-            return torch.cat([v.repeat_interleave(groups // v.shape[1], 1) for v in values])
+            times = ((value, groups // value.shape[1]) for value in values)
+            return torch.cat([v if n == 1 else v.repeat_interleave(n, 1) for v, n in times])
 
         middles = [middle for *_, middle in found if middle is not None]
         return (

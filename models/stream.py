@@ -29,12 +29,18 @@ def byte_level_alphabet() -> dict[str, int]:
     return table
 
 
+@cache
+def _latin() -> dict[int, int]:
+    """For `str.translate`: byte-level letters become Latin-1, all else does not."""
+    letters = {ord(letter): byte for letter, byte in byte_level_alphabet().items()}
+    return {**dict.fromkeys(range(0x100), 0xFFFF), **letters}
+
+
 def byte_level_bytes(piece: str) -> bytes:
     """The bytes that a piece of a byte-level BPE vocabulary spells."""
-    alphabet = byte_level_alphabet()
     try:
-        return bytes([alphabet[char] for char in piece])
-    except KeyError:  # an added word, which is in plain text
+        return piece.translate(_latin()).encode("latin-1")
+    except UnicodeEncodeError:  # an added word, which is in plain text
         return piece.encode("utf-8", "replace")
 
 

@@ -16,7 +16,7 @@ from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig, OwnForm
 from minikv.models.linear import Int4, Int8, Plain
 from minikv.models.llama import Llama
-from minikv.models.stored import Steps
+from minikv.models.stored import Steps, paired
 from minikv.models.weights import load_network
 
 SPEC = Spec(
@@ -64,6 +64,7 @@ class Coded:
 
     def steps(self, start: int, end: int) -> Steps:
         codes, scale, middle = self.whole()
+        codes = paired(codes) if self.form == "int4" else codes
         return codes[start:end], scale[start:end], None if middle is None else middle[start:end]
 
     def rows(self, start: int, end: int) -> Tensor:
