@@ -6,7 +6,7 @@ A folder for each operation: `plain.py` is its definition in torch, `gpu.py` has
 
 from __future__ import annotations
 
-from minikv.kernels.append.plain import Slots, append
+from minikv.kernels.append.plain import Advancing, Slots, append
 from minikv.kernels.attention.plain import (
     merge,
     rows_attention,
@@ -17,9 +17,9 @@ from minikv.kernels.attention.plain import (
 from minikv.kernels.decode.plain import NewRow, Rows, Segments, lowest, ragged_attention
 from minikv.kernels.evict.plain import NOT_FREE, fill, order_key
 from minikv.kernels.int8 import from_codes, to_codes
-from minikv.kernels.mass.plain import Part, rows_lse
+from minikv.kernels.mass.plain import Part, Queries, rows_lse
 
-__all__ = ["NewRow", "Part", "Rows", "Segments", "Slots"]
+__all__ = ["Advancing", "NewRow", "Part", "Queries", "Rows", "Segments", "Slots"]
 __all__ += ["append", "lowest", "ragged_attention"]
 __all__ += ["merge", "rows_attention", "total", "visible_attention", "window_attention"]
 __all__ += ["NOT_FREE", "fill", "from_codes", "order_key", "rows_lse", "to_codes"]

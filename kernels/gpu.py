@@ -6,6 +6,7 @@ interpreter's limits."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -47,6 +48,13 @@ def attention_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
 def upcast(dtype: torch.dtype) -> bool:
     """Whether to multiply in float32: Triton's interpreter multiplies bfloat16 as integers."""
     return bool(triton.knobs.runtime.interpret) and dtype == torch.bfloat16
+
+
+def compiled_for(q: Tensor, tile: Tile) -> dict[str, Any]:
+    """What every kernel that multiplies queries [H, G, T, D] and keys is compiled for."""
+    group, _, size = q.shape[1:]
+    how = {"UPCAST": upcast(q.dtype), "num_warps": tile.warps, "num_stages": tile.stages}
+    return {"G": group, "D": size, "DP": width(size), **how}
 
 
 def in_rows(t: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from minikv.cli.bench.report import Report, Timing, flops, number, percent, rate
 from minikv.cli.screen.text import grid
 from minikv.engine.decode_loop import captured
 from minikv.errors import UsageError
-from minikv.kernels import NewRow, Rows, Segments, dispatch
+from minikv.kernels import NewRow, Queries, Rows, Segments, dispatch
 from minikv.kernels.product.matrix import Matrix
 from minikv.policies.hashevict import HashEvict
 
@@ -301,8 +301,8 @@ def _observe(sizes: Sizes, n: int, queries: int, draw: Draw) -> Call:
     # Any sums of exponentials will do for a clock, as long as nothing overflows.
     lse = torch.full((heads, group, queries), 20.0, device=draw.device)
     mass, squares = (torch.zeros((heads, *x, n), device=draw.device) for x in ((group,), ()))
-    last = at[n - queries :]
-    return lambda ops: ops.add_attention_mass(mass, squares, q, lse, last, k, at[None], None)
+    asked = Queries(q, at[n - queries :], None, lse)
+    return lambda ops: ops.add_attention_mass(mass, squares, asked, (k, at[None]))
 
 
 def _segments(sizes: Sizes, lengths: Sequence[int], new: int, draw: Draw) -> Call:

@@ -26,7 +26,7 @@ import torch
 
 from minikv.cli.doctor import cpu_facts
 from minikv.engine.sampling import Sampling, pick
-from minikv.kernels import dispatch
+from minikv.kernels import Queries, dispatch
 from minikv.kernels.attention import cpu as merge
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.attention import plain as attention
@@ -135,7 +135,9 @@ def statistics(repeat: int) -> list[dict[str, Any]]:
             k = torch.randn(heads, keys, size).bfloat16()
             at, row = torch.arange(keys - queries, keys), torch.arange(keys)[None]
             parts = [(k, row)]
-            lse = mass_in_torch.rows_lse(q, at, parts, None)
+            asked = Queries(q, at, None)
+            lse = mass_in_torch.rows_lse(asked, parts)
+            asked = asked._replace(lse=lse)
             sums, squares = torch.zeros(heads, group, keys), torch.zeros(heads, keys)
             outs = [(torch.randn_like(q), lse + i) for i in range(5)]
             calls: dict[str, dict[str, Callable[[], object]]] = {
@@ -144,10 +146,9 @@ def statistics(repeat: int) -> list[dict[str, Any]]:
                 "merge": {},
             }
             for way, own in (("C", attention_mass), ("torch", mass_in_torch)):
-                calls["mass"][way] = partial(
-                    own.add_attention_mass, sums, squares, q, lse, at, k, row, None
-                )
-                calls["peak"][way] = partial(own.peak_attention, q, at, parts, 0, None, None, lse)
+                add = own.add_attention_mass
+                calls["mass"][way] = partial(add, sums, squares, asked, parts[0])
+                calls["peak"][way] = partial(own.peak_attention, asked, parts, 0)
             calls["merge"] = {
                 "C": partial(merge.merge, outs),
                 "torch": partial(attention.merge, outs),

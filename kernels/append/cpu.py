@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.append import plain as plain_torch
-from minikv.kernels.append.plain import Slots
+from minikv.kernels.append.plain import Advancing, Slots
 from minikv.kernels.decode.plain import HashRule, NewRow
 from minikv.kernels.native.binding import FLOAT16, KINDS, Struct, function, plain
 
@@ -77,19 +77,9 @@ def _into(new: Slots) -> Struct:
     return cache(new.k, new.v, new.pos, new.position, new.blank, new.k_scale, new.v_scale)
 
 
-def advance(
-    start: Tensor,
-    length: Tensor,
-    cap: Tensor,
-    free_slot: Tensor,
-    position: Tensor,
-    count: Tensor,
-    slot: Tensor,
-    *,
-    before: bool,
-) -> None:
+def advance(heads: Advancing, *, before: bool) -> None:
     """See `plain.advance`."""
-    _advance(length.numel(), before, start, length, cap, free_slot, position, count, slot)
+    _advance(heads.length.numel(), before, *heads)
 
 
 def hash_append(rule: HashRule, new: NewRow) -> bool:

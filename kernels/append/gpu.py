@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.append.plain import Slots
+from minikv.kernels.append.plain import Advancing, Slots
 from minikv.kernels.gpu import power, quantized
 
 
@@ -110,44 +110,14 @@ def rotate_append(qkv: Tensor, cos: Tensor, sin: Tensor, new: Slots) -> tuple[Te
     heads, size = len(slot), qkv.shape[1]
     group = len(qkv) // heads - 2
     query, key = qkv.new_empty((heads, group, size)), qkv.new_empty((heads, size))
-    _rotate_append[(heads,)](
-        qkv,
-        cos,
-        sin,
-        slot,
-        position,
-        k,
-        v,
-        pos,
-        tuple(blank),
-        k_scale,
-        v_scale,
-        query,
-        key,
-        H=heads,
-        G=group,
-        GP=power(group),
-        D=size,
-        DP=power(size),
-        CODED=k_scale is not None,
-        num_warps=2,
-    )
+    given = qkv, cos, sin, slot, position, k, v, pos, tuple(blank), k_scale, v_scale, query, key
+    sizes = {"H": heads, "G": group, "GP": power(group), "D": size, "DP": power(size)}
+    _rotate_append[(heads,)](*given, **sizes, CODED=k_scale is not None, num_warps=2)
     return query, key
 
 
-def advance(
-    start: Tensor,
-    length: Tensor,
-    cap: Tensor,
-    free_slot: Tensor,
-    position: Tensor,
-    count: Tensor,
-    slot: Tensor,
-    *,
-    before: bool,
-) -> None:
+def advance(heads: Advancing, *, before: bool) -> None:
     """See `plain.advance`."""
-    given = (start, length, cap, free_slot, position, count, slot)
-    assert all(t.is_contiguous() for t in given)
-    heads = length.numel()
-    _advance[(1,)](*given, N=heads, NP=power(heads), BEFORE=before, num_warps=4)
+    assert all(t.is_contiguous() for t in heads)
+    many = heads.length.numel()
+    _advance[(1,)](*heads, N=many, NP=power(many), BEFORE=before, num_warps=4)

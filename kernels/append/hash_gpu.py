@@ -44,26 +44,10 @@ def _code(x, matrix, d, B: tl.constexpr, BP: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "key_row",
-        "value_row",
-        "probe_head",
-        "probe_row",
-        "sinks",
-        "recent",
-        "pinned",
-    ],
-    do_not_specialize_on_alignment=[
-        "probe",
-        "key",
-        "value",
-        "matrix",
-        "start",
-        "length",
-        "cap",
-        "free_slot",
-        "position",
-    ],
+    do_not_specialize="key_row value_row probe_head probe_row sinks recent pinned".split(),
+    do_not_specialize_on_alignment=(
+        "probe key value matrix start length cap free_slot position".split()
+    ),
 )
 def _hash_append(
     probe,
@@ -183,9 +167,8 @@ def _hash_append(
                     # Bypass the L1 cache: other multiprocessors wrote the notes.
                     i = tl.arange(0, PARTS)
                     key_of = tl.load(note + i, mask=i < parts, other=NONE, cache_modifier=".cg")
-                    row_of = tl.load(
-                        note + parts + i, mask=i < parts, other=0, cache_modifier=".cg"
-                    )
+                    other = note + parts + i
+                    row_of = tl.load(other, mask=i < parts, other=0, cache_modifier=".cg")
                     found = lowest_of(key_of, row_of.to(tl.int32))[1]
             if writes:
                 slot = begin + found
@@ -233,41 +216,18 @@ def hash_append(rule: HashRule, new: NewRow, *, block: int = _BLOCK) -> bool:
     arrived = new.arrived
     if arrived is None:
         arrived = torch.zeros(heads, dtype=torch.int32, device=key.device)
+    notes = torch.empty((heads, 2, parts), dtype=torch.int64, device=key.device)
+    sizes = {"P": probes, "B": bits, "D": size, "G": 0 if new.turn is None else group}
+    padded = {"PP": power(probes), "BP": power(bits), "DP": power(size)}
     _hash_append[(heads, parts)](
-        probe,
-        key,
-        value,
-        matrix,
-        *tables,
-        new.position,
-        k,
-        v,
-        pos,
-        code,
-        new.shown,
-        *(scales or (None, None)),
-        tuple(others),
-        cos,
-        sin,
-        turned,
-        torch.empty((heads, 2, parts), dtype=torch.int64, device=key.device),
-        arrived,
-        probe.stride(0),
-        probe.stride(1),
-        key.stride(0),
-        value.stride(0),
-        rule.sinks,
-        rule.recent,
-        new.pinned,
-        P=probes,
-        PP=power(probes),
-        B=bits,
-        BP=power(bits),
-        D=size,
-        DP=power(size),
+        *(probe, key, value, matrix, *tables, new.position, k, v, pos, code, new.shown),
+        *(*(scales or (None, None)), tuple(others), cos, sin, turned, notes, arrived),
+        *(*probe.stride()[:2], key.stride(0), value.stride(0)),
+        *(rule.sinks, rule.recent, new.pinned),
+        **sizes,
+        **padded,
         BN=block,
         CODED=bool(scales),
-        G=0 if new.turn is None else group,
         KEYED=keyed,
         PARTS=_PARTS,
         AT_ONCE=_AT_ONCE,

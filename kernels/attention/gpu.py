@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minikv.kernels.attention import cudnn, plain
 from minikv.kernels.decode.plain import Segments
-from minikv.kernels.gpu import attention_tile, in_rows, power, row_stride, upcast, width
+from minikv.kernels.gpu import attention_tile, compiled_for, in_rows, power, row_stride
 
 _ROWS = 16  # queries of a head that one program joins
 _INTEGERS = [f"{part}_{dim}" for part in ("a", "b") for dim in ("head", "group", "row")]
@@ -103,22 +103,11 @@ def _two(
     heads, group, rows, size = a.shape
     out = a.new_empty((rows, heads, group, size), dtype=kind)
     lse = a_lse.new_empty((heads, group, rows))
-    _merge[(-(-rows // _ROWS), heads * group)](
-        a,
-        b,
-        a_lse.contiguous(),
-        b_lse.contiguous(),
-        out,
-        lse,
-        *(row_stride(a, dim) for dim in (0, 1, 2)),
-        *(row_stride(b, dim) for dim in (0, 1, 2)),
-        group,
-        rows,
-        D=size,
-        DP=power(size),
-        BT=_ROWS,
-        num_warps=4,
-    )
+    given = a, b, a_lse.contiguous(), b_lse.contiguous(), out, lse
+    strides = [row_stride(x, dim) for x in (a, b) for dim in range(3)]
+    sizes = {"D": size, "DP": power(size), "BT": _ROWS}
+    grid = -(-rows // _ROWS), heads * group
+    _merge[grid](*given, *strides, group, rows, **sizes, num_warps=4)
     return out.permute(1, 2, 0, 3), lse
 
 
@@ -179,9 +168,8 @@ def _ragged_prefill(
     for s in tl.range(lo, hi, BN, num_stages=STAGES):
         j = begin + s + tl.arange(0, BN)
         there = (j < begin + hi) & (j != free)
-        key = tl.load(
-            k + j[None, :] * D + d[:, None], mask=there[None, :] & (d < D)[:, None], other=0.0
-        )
+        deep = there[None, :] & (d < D)[:, None]
+        key = tl.load(k + j[None, :] * D + d[:, None], mask=deep, other=0.0)
         if UPCAST:
             key = key.to(tl.float32)
         x = tl.dot(query, key, input_precision="ieee") * scale
@@ -205,11 +193,8 @@ def _ragged_prefill(
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     total_lse = (base + tl.log2(total)) * 0.6931471805599453
     out = ((tl.program_id(2) * tl.num_programs(1) + h) * G + g) * rows + i
-    tl.store(
-        outs + out[:, None] * D + d[None, :],
-        sums.to(outs.dtype.element_ty),
-        mask=real[:, None] & narrow,
-    )
+    here = outs + out[:, None] * D + d[None, :]
+    tl.store(here, sums.to(outs.dtype.element_ty), mask=real[:, None] & narrow)
     tl.store(lse + out, total_lse, mask=real)
 
 
@@ -234,31 +219,12 @@ def ragged_prefill(
     lse = q.new_empty((spans, heads, group, queries), dtype=torch.float32)
     windowed = window is not None and pos is not None and q_pos is not None
     _ragged_prefill[(blocks, heads, spans)](
-        q,
-        k,
-        v,
-        start,
-        length,
-        free_slot,
-        pos if windowed else start,
-        q_pos if windowed else start,
-        outs,
-        lse,
-        *(row_stride(q, dim) for dim in (0, 1, 2)),
-        queries,
-        span,
-        window or 0,
+        *(q, k, v, start, length, free_slot),
+        *((pos, q_pos) if windowed else (start, start)),
+        *(outs, lse, *(row_stride(q, dim) for dim in range(3)), queries, span, window or 0),
         _LOG2E / math.sqrt(size),
-        G=group,
-        D=size,
-        DP=width(size),
-        BM=tile.left,
-        BN=tile.right,
+        **{"BM": tile.left, "BN": tile.right, "STAGES": tile.stages, **compiled_for(q, tile)},
         WINDOW=windowed,
-        UPCAST=upcast(q.dtype),
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )
     if spans == 1:
         return outs[0], lse[0]

@@ -99,11 +99,8 @@ def _join(
     some = weight > 0
     weight = tl.where(some, weight, 1.0)
     to = head * G + g
-    tl.store(
-        out + to[:, None] * D + d[None, :],
-        (mixed / weight[:, None]).to(out.dtype.element_ty),
-        mask=real,
-    )
+    mixed = (mixed / weight[:, None]).to(out.dtype.element_ty)
+    tl.store(out + to[:, None] * D + d[None, :], mixed, mask=real)
     tl.store(lse + to, tl.where(some, (top + tl.log2(weight)) / _LOG2E, -float("inf")), mask=g < G)
 
 
@@ -230,11 +227,8 @@ def split(
         out_sum = out_sum / weight[:, None]
         to = program * G + g
         tl.store(part_lse + to, sums, mask=g < G)
-        tl.store(
-            part + to[:, None] * D + d[None, :],
-            out_sum,
-            mask=(g < G)[:, None] & real[None, :],
-        )
+        mine = (g < G)[:, None] & real[None, :]
+        tl.store(part + to[:, None] * D + d[None, :], out_sum, mask=mine)
         # One thread counts for its program. The barrier puts the stores of all threads before the
         # count. The atomic (acquire and release) puts them before the reads of the program that
         # counts last.
@@ -312,20 +306,11 @@ def _tiles(heads: int, group: int, size: int, config: Config) -> dict[str, int]:
     numbers = power(group) * columns(size)  # of a part, padded
     threads = 32 * config.warps
     lots = max(1, min(16, 4 * threads // numbers))  # 4 numbers are 16 bytes
-    return {
-        "H": heads,
-        "G": group,
-        "D": size,
-        "P": config.grid(heads),
-        "HP": power(heads),
-        "GP": max(16, power(group)),
-        "GJ": power(group),
-        "DP": columns(size),
-        "BN": config.block,
-        "BU": max(1, min(16, config.joined * threads // (lots * numbers))),
-        "BW": lots,
-        "LEAST": -(-config.least // _UNIT.value),
-    }
+    deep = max(1, min(16, config.joined * threads // (lots * numbers)))
+    padded = {"HP": power(heads), "GP": max(16, power(group)), "GJ": power(group)}
+    blocks = {"BN": config.block, "BU": deep, "BW": lots, "LEAST": -(-config.least // _UNIT.value)}
+    sizes = {"H": heads, "G": group, "D": size, "P": config.grid(heads), "DP": columns(size)}
+    return {**sizes, **padded, **blocks, "STAGES": config.stages}
 
 
 def ragged_attention(
@@ -351,29 +336,16 @@ def ragged_attention(
         lse = torch.empty((heads, group), dtype=torch.float32, device=q.device)
     if arrived is None:
         arrived = torch.zeros(heads, dtype=torch.int32, device=q.device)
+    seen = None if oldest is None else pos
+    many = 0 if logits is None else logits.shape[-1]
     split[(config.grid(heads),)](
-        q,
-        k,
-        v,
-        k_scale,
-        v_scale,
-        start,
-        length,
-        None if oldest is None else pos,
-        oldest,
-        logits,
-        0 if logits is None else logits.shape[-1],
-        1.0 / math.sqrt(size),
-        *space,
-        arrived,
-        out,
-        lse,
+        *(q, k, v, k_scale, v_scale, start, length, seen, oldest, logits, many),
+        *(1.0 / math.sqrt(size), *space, arrived, out, lse),
         **_tiles(heads, group, size, config),
         WINDOW=oldest is not None,
         LOGITS=logits is not None,
         SCALED=k_scale is not None,
         UPCAST=upcast(q.dtype),
-        STAGES=config.stages,
         num_warps=config.warps,
         num_stages=config.stages,
     )

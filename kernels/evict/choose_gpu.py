@@ -308,15 +308,8 @@ def order_key(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     scores, pos, free = lines(scores.to(torch.float32)), lines(pos), lines(free)
     heads, rows = scores.shape
     out = torch.empty((heads, rows), dtype=torch.int64, device=scores.device)
-    _order_key[_grid(rows, heads)](
-        scores,
-        pos,
-        free,
-        out,
-        *(head_stride(t) for t in (scores, pos, free)),
-        rows,
-        BN=_ROWS,
-    )
+    given = scores, pos, free
+    _order_key[_grid(rows, heads)](*given, out, *map(head_stride, given), rows, BN=_ROWS)
     return out
 
 
@@ -326,20 +319,12 @@ def best(key: Tensor, counts: Tensor, most: int, also: Tensor | None = None) -> 
     heads, rows = key.shape
     alone = rows <= _FEW
     out = torch.empty((heads, rows), dtype=torch.bool, device=key.device)
-    _chosen[(1, heads) if alone else _grid(rows, heads)](
-        key,
-        counts if alone else _settled(key, counts, each=True),
-        counts,
-        more,
-        out,
-        head_stride(counts),
-        head_stride(more),
-        rows,
-        ALSO=also is not None,
-        ALONE=alone,
-        BN=_SEARCHED if alone else _ROWS,
-        num_warps=_SEARCHERS if alone else 4,
-    )
+    edges = counts if alone else _settled(key, counts, each=True)
+    given = key, edges, counts, more, out, head_stride(counts), head_stride(more), rows
+    grid, many, warps = _grid(rows, heads), _ROWS, 4
+    if alone:
+        grid, many, warps = (1, heads), _SEARCHED, _SEARCHERS
+    _chosen[grid](*given, ALSO=also is not None, ALONE=alone, BN=many, num_warps=warps)
     return out
 
 
@@ -370,21 +355,8 @@ def _settled(key: Tensor, counts: Tensor, *, each: bool) -> Tensor:
     for later in (False, True):
         given = key, tallies, counts, stride, rows
         _tally[grid](*given, EACH=int(each), LATER=later, BINS=_BINS, BN=_ROWS)
-    _settle[grid](
-        key,
-        tallies,
-        notes,
-        listed,
-        whose,
-        counts,
-        out,
-        stride,
-        rows,
-        EACH=int(each),
-        BINS=_BINS,
-        HP=_heads(heads),
-        BN=_ROWS,
-    )
+    sizes = {"EACH": int(each), "BINS": _BINS, "HP": _heads(heads), "BN": _ROWS}
+    _settle[grid](key, tallies, notes, listed, whose, counts, out, stride, rows, **sizes)
     return out
 
 

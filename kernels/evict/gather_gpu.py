@@ -22,14 +22,7 @@ _VALUES = 1024
 
 
 @triton.jit(
-    do_not_specialize=[
-        "index_head",
-        "new_head",
-        "new_row",
-        "at_head",
-        "pos_head",
-        "before",
-    ],
+    do_not_specialize="index_head new_head new_row at_head pos_head before".split(),
     do_not_specialize_on_alignment=["pos"],
 )
 def _rows(
@@ -75,14 +68,9 @@ def _rows(
         if OLD:
             early = real & (row < before)
             place = tl.load(at + h * at_head + row, mask=early, other=0)[:, None] * D + d[None, :]
-            key = tl.where(
-                early[:, None], tl.load(old_k + place, mask=early[:, None] & narrow, other=0.0), key
-            )
-            value = tl.where(
-                early[:, None],
-                tl.load(old_v + place, mask=early[:, None] & narrow, other=0.0),
-                value,
-            )
+            old = early[:, None] & narrow
+            key = tl.where(early[:, None], tl.load(old_k + place, mask=old, other=0.0), key)
+            value = tl.where(early[:, None], tl.load(old_v + place, mask=old, other=0.0), value)
         tl.store(out_k + target, key, mask=real[:, None] & narrow)
         tl.store(out_v + target, value, mask=real[:, None] & narrow)
 
@@ -120,27 +108,12 @@ def gather_rows(
     heads, _, size = k.shape
     old_k, old_v, at = (k, v, index) if old is None else old
     where = pos[0] if pos[0].stride(-1) == 1 else pos[0].contiguous()
+    strides = index.stride(0), row_stride(k, 0), row_stride(k, 1), at.stride(0), head_stride(where)
+    sizes = {"D": size, "DP": power(size), "BN": _ROWS}
     _rows[(-(-max_count // _ROWS), heads)](
-        index,
-        count,
-        start,
-        k,
-        v,
-        old_k,
-        old_v,
-        at,
-        *out,
-        where,
-        pos[1],
-        index.stride(0),
-        row_stride(k, 0),
-        row_stride(k, 1),
-        at.stride(0),
-        head_stride(where),
-        0 if old is None else at.shape[1],
-        D=size,
-        DP=power(size),
-        BN=_ROWS,
+        *(index, count, start, k, v, old_k, old_v, at, *out, where, pos[1]),
+        *(*strides, 0 if old is None else at.shape[1]),
+        **sizes,
         OLD=old is not None,
         num_warps=4,
     )
@@ -159,17 +132,9 @@ def gather_columns(
         return
     assert len({column.shape for column in values}) == 1
     assert all(column.is_contiguous() for column in out)
-    _columns[(-(-max_count // _VALUES), len(index))](
-        index,
-        count,
-        start,
-        tuple(_aligned(column) for column in values),
-        tuple(out),
-        index.stride(0),
-        values[0].shape[1],
-        BN=_VALUES,
-        num_warps=4,
-    )
+    columns, strides = tuple(map(_aligned, values)), (index.stride(0), values[0].shape[1])
+    grid = -(-max_count // _VALUES), len(index)
+    _columns[grid](index, count, start, columns, tuple(out), *strides, BN=_VALUES, num_warps=4)
 
 
 def _aligned(column: Tensor) -> Tensor:

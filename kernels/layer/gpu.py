@@ -27,16 +27,7 @@ def rounded(x, like):
 
 
 @triton.jit
-def _add_norm(
-    x,
-    y,
-    weight,
-    out,
-    scale,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    ADD: tl.constexpr,
-):
+def _add_norm(x, y, weight, out, scale, N: tl.constexpr, NP: tl.constexpr, ADD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * N
     j = tl.arange(0, NP)
     ok = j < N
@@ -114,16 +105,9 @@ def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     assert x.is_contiguous()
     assert weight.is_contiguous()
     out = torch.empty_like(x)
+    sizes = {"N": size, "NP": power(size), "ADD": y is not None}
     _add_norm[(rows,)](
-        x,
-        y,
-        weight,
-        out,
-        eps,
-        N=size,
-        NP=power(size),
-        ADD=y is not None,
-        num_warps=_warps(size),
+        x, y, weight, out, eps, **sizes, num_warps=min(16, max(1, power(size) // 512))
     )
     return out
 
@@ -136,19 +120,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x = in_rows(x)
     cos, sin = cos.contiguous(), sin.contiguous()
     out = x.new_empty(x.shape)
-    _rotate[(rows, -(-heads // _HEADS))](
-        x,
-        cos,
-        sin,
-        out,
-        row_stride(x, 0),
-        heads,
-        D=size,
-        HALF=size // 2,
-        HP=power(size // 2),
-        BH=_HEADS,
-        num_warps=2,
-    )
+    sizes = {"D": size, "HALF": size // 2, "HP": power(size // 2), "BH": _HEADS}
+    grid = rows, -(-heads // _HEADS)
+    _rotate[grid](x, cos, sin, out, row_stride(x, 0), heads, **sizes, num_warps=2)
     return out
 
 
@@ -168,7 +142,3 @@ def silu_mul(both: Tensor) -> Tensor:
     size = both.shape[1] // 2
     _silu_mul[(len(both), -(-size // _PART))](both, N=size, BN=_PART, num_warps=4)
     return both[:, :size]
-
-
-def _warps(size: int) -> int:
-    return min(16, max(1, power(size) // 512))

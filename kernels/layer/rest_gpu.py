@@ -303,10 +303,9 @@ def _row_product(
             beside = _beside(scales, bias, out, _rows_of(tile, results, OUT, THEN), FORM, THEN)
             following = tile + tl.num_programs(0)
             row = _rows_of(following, results, OUT, THEN)
-            ahead = _asked(weights, row, following < tiles, 0, N, EACH, IN)
-            pair_ahead = _asked_scales(
-                scales, row, following < tiles, 0, outputs, N, FORM, GROUP, T
-            )
+            more = following < tiles
+            ahead = _asked(weights, row, more, 0, N, EACH, IN)
+            pair_ahead = _asked_scales(scales, row, more, 0, outputs, N, FORM, GROUP, T)
             total = tl.zeros([OUT, T], tl.float32)
             total = _added(total, kept, pair, spread, zero, FORM, T)
             _written(total, beside, bias, out, tile, results, FORM, THEN)
@@ -380,20 +379,10 @@ class Product:
         assert out.shape == (1, results)
         assert x.is_contiguous()
         assert out.is_contiguous()
-        _row_product[(programs_of(config, matrix.outs, matrix.n),)](
-            x,
-            norm,
-            self.weights,
-            self.scales,
-            matrix.bias,
-            out,
-            eps,
-            matrix.outs,
-            THEN=then,
-            **tiles_of(config, matrix.n, self.form, self.group, norm is not None),
-            num_warps=config.warps,
-            num_stages=1,
-        )
+        given = x, norm, self.weights, self.scales, matrix.bias, out, eps, matrix.outs
+        sizes = tiles_of(config, matrix.n, self.form, self.group, norm is not None)
+        grid = (programs_of(config, matrix.outs, matrix.n),)
+        _row_product[grid](*given, THEN=then, **sizes, num_warps=config.warps, num_stages=1)
         return out
 
 
@@ -407,14 +396,9 @@ def programs_of(config: Config, outs: int, n: int) -> int:
 
 def tiles_of(config: Config, n: int, form: int, group: int, normed: bool) -> dict[str, int]:
     """The constants of the kernel."""
-    return {
-        "N": n,
-        "FORM": form,
-        "GROUP": group,
-        "OUT": config.rows,
-        "IN": min(config.columns, power(n)),
-        "NORMED": min(_AT_ONCE, power(n)) if normed else 0,
-    }
+    weights = {"N": n, "FORM": form, "GROUP": group, "OUT": config.rows}
+    most = min(_AT_ONCE, power(n)) if normed else 0
+    return {**weights, "IN": min(config.columns, power(n)), "NORMED": most}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minikv.kernels.mass import plain as plain_torch
-from minikv.kernels.mass.plain import Part, with_index
+from minikv.kernels.mass.plain import Part, Queries, with_index
 from minikv.kernels.native.binding import KINDS, Struct, function
 
 _SUM, _PEAK, _EACH = range(3)
@@ -19,126 +19,83 @@ _attention_mass = function("attention_mass", "pp", "what attention gave each row
 
 
 def add_attention_mass(
-    mass: Tensor,
-    squares: Tensor,
-    q: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    k: Tensor,
-    k_pos: Tensor,
-    window: int | None,
-    index: Tensor | None = None,
-    *,
-    fresh: bool = False,
+    mass: Tensor, squares: Tensor, queries: Queries, part: Part, *, fresh: bool = False
 ) -> None:
     """See `plain.add_attention_mass`."""
-    part = with_index((k, k_pos) if index is None else (k, k_pos, index))
     exact = mass.dtype == squares.dtype == torch.float32
-    if _fits(q, q_pos, part) and exact and mass.stride(2) == squares.stride(1) == 1:
+    if _fits(queries, part) and exact and mass.stride(2) == squares.stride(1) == 1:
         if fresh:
             mass.zero_()
             squares.zero_()
-        _run(_SUM, q, q_pos, lse, part, window, mass=mass, squares=squares)
+        _run(_SUM, queries, with_index(part), mass=mass, squares=squares)
     else:
-        plain_torch.add_attention_mass(
-            mass, squares, q, lse, q_pos, k, k_pos, window, index, fresh=fresh
-        )
+        plain_torch.add_attention_mass(mass, squares, queries, part, fresh=fresh)
 
 
-def each_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    heads: slice,
-) -> Tensor:
+def each_attention(queries: Queries, parts: Sequence[Part], heads: slice) -> Tensor:
     """See `plain.each_attention`."""
-    each = [with_index(part) for part in parts]
-    if not all(_fits(q, q_pos, part) for part in each):
-        return plain_torch.each_attention(q, q_pos, parts, window, lse, heads)
-    q, lse = q[heads], lse[heads]
-    out = torch.empty((*lse.shape, sum(part[1].shape[1] for part in each)))
+    if not all(_fits(queries, part) for part in parts):
+        return plain_torch.each_attention(queries, parts, heads)
+    assert queries.lse is not None
+    queries = queries._replace(q=queries.q[heads], lse=queries.lse[heads])
+    out = torch.empty((*queries.q.shape[:3], sum(part[1].shape[1] for part in parts)))
     begin = 0
-    for k, k_pos, index in each:
+    for k, k_pos, index in map(with_index, parts):
         end = begin + k_pos.shape[1]
-        mine = (
-            k[heads] if index is None else k,
-            k_pos[heads] if len(k_pos) > 1 else k_pos,
-            None if index is None else index[heads],
-        )
-        _run(_EACH, q, q_pos, lse, mine, window, each=out[..., begin:end])
+        at = k_pos[heads] if len(k_pos) > 1 else k_pos
+        mine = (k[heads], at, None) if index is None else (k, at, index[heads])
+        _run(_EACH, queries, mine, each=out[..., begin:end])
         begin = end
     return out
 
 
 def peak_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    scored: int,
-    window: int | None,
-    scale: Tensor | None = None,
-    lse: Tensor | None = None,
+    queries: Queries, parts: Sequence[Part], scored: int, scale: Tensor | None = None
 ) -> Tensor:
     """See `plain.peak_attention`."""
-    part = with_index(parts[scored])
-    if not _fits(q, q_pos, part):
-        return plain_torch.peak_attention(q, q_pos, parts, scored, window, scale, lse)
-    lse = plain_torch.rows_lse(q, q_pos, parts, window) if lse is None else lse
+    part, lse = parts[scored], queries.lse
+    if not _fits(queries, part):
+        return plain_torch.peak_attention(queries, parts, scored, scale)
+    lse = plain_torch.rows_lse(queries, parts) if lse is None else lse
     if scale is not None:
         lse = lse - scale.float().log()
-    peak = torch.zeros((*q.shape[:2], part[1].shape[1]))
-    _run(_PEAK, q, q_pos, lse, part, window, mass=peak)
+    peak = torch.zeros((*queries.q.shape[:2], part[1].shape[1]))
+    _run(_PEAK, queries._replace(lse=lse), with_index(part), mass=peak)
     return peak
 
 
-def _fits(q: Tensor, q_pos: Tensor, part: tuple[Tensor, Tensor, Tensor | None]) -> bool:
-    """Whether C takes these queries [H, G, T, D] and keys."""
-    k, k_pos, index = part
+def _fits(queries: Queries, part: Part) -> bool:
+    """Whether C takes these queries and keys."""
+    q, k, rows = queries.q, part[0], part[1:]
     known = q.dtype == k.dtype and q.dtype in KINDS and q.shape[3] <= _MAX_HEAD_DIM
-    rows = (k_pos,) if index is None else (k_pos, index)
     listed = all(x.dtype == torch.int64 and (x.stride(1) == 1 or x.shape[1] == 1) for x in rows)
-    listed = listed and q_pos.dtype == torch.int64
+    listed = listed and queries.at.dtype == torch.int64
     return known and listed and q.stride(3) == k.stride(-1) == 1 and q.is_cpu
 
 
 def _run(
     made: int,
-    q: Tensor,
-    q_pos: Tensor,
-    lse: Tensor,
+    queries: Queries,
     part: tuple[Tensor, Tensor, Tensor | None],
-    window: int | None,
     *,
     mass: Tensor | None = None,
     squares: Tensor | None = None,
     each: Tensor | None = None,
 ) -> None:
-    k, k_pos, index = part
+    (q, q_pos, window, lse), (k, k_pos, index) = queries, part
     heads, group, rows, size = q.shape
     keys = k_pos.shape[1]
     if not q.numel() or not keys:
         return
+    assert lse is not None
     lse = lse.float().contiguous()
-    tensors = Struct(q, k, q_pos, k_pos, index, lse, mass, squares, each)
+    lists = 0 if index is None else index.stride(0), 0 if len(k_pos) == 1 else k_pos.stride(0)
     shape = Struct(
-        heads,
-        group,
-        rows,
-        keys,
-        size,
-        window or 0,
-        KINDS[q.dtype],
-        made,
-        *q.stride()[:3],
-        q_pos.stride(0),
-        k.stride(0) if index is None else 0,
-        k.stride(-2),
-        0 if index is None else index.stride(0),
-        0 if len(k_pos) == 1 else k_pos.stride(0),
+        *(heads, group, rows, keys, size, window or 0, KINDS[q.dtype], made),
+        *(*q.stride()[:3], q_pos.stride(0), k.stride(0) if index is None else 0, k.stride(-2)),
+        *lists,
         *((0, 0) if mass is None else mass.stride()[:2]),
         0 if squares is None else squares.stride(0),
         *((0, 0, 0) if each is None else each.stride()[:3]),
     )
-    _attention_mass(tensors, shape)
+    _attention_mass(Struct(q, k, q_pos, k_pos, index, lse, mass, squares, each), shape)

@@ -19,30 +19,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minikv.kernels.gpu import Tile, head_stride, in_rows, power, row_stride, upcast, width
-from minikv.kernels.mass.plain import Part, rows_lse, with_index
+from minikv.kernels.gpu import (
+    Tile,
+    compiled_for,
+    head_stride,
+    in_rows,
+    lines,
+    power,
+    row_stride,
+    width,
+)
+from minikv.kernels.mass.plain import Part, Queries, rows_lse, with_index
 
 _FAR = tl.constexpr(1 << 30)  # a position after all others
 _FEW = 64  # queries at the end of a prompt, which see nearly all rows
-_INTEGERS = [
-    "q_head",
-    "q_group",
-    "q_row",
-    "k_head",
-    "k_row",
-    "index_head",
-    "pos_head",
-    "mass_head",
-    "mass_group",
-    "squares_head",
-    "lse_line",
-    "rows",
-    "keys",
-    "window",
-    "first",
-    "begin",
-    "columns",
-]
+_INTEGERS = (
+    "q_head q_group q_row k_head k_row index_head pos_head mass_head mass_group squares_head "
+    "lse_line rows keys window first begin columns"
+).split()
 
 
 @triton.jit
@@ -153,15 +147,13 @@ def _mass(
             sums = tl.where(g_[None, :] == g, tl.maximum(sums, top), sums)
         else:
             sums += tl.where(g_[None, :] == g, tl.sum(p, 1)[:, None], 0.0)
-        if PEAK:
-            pass
-        elif G == 1:
-            square += tl.sum(p * p, 1)
-        else:  # after the last head of the group the mean is complete
-            mean += p
-            full = g == G - 1
-            square += tl.sum(tl.where(full, mean * mean, 0.0), 1)
-            mean = tl.where(full, 0.0, mean)
+            if G == 1:
+                square += tl.sum(p * p, 1)
+            else:  # after the last head of the group the mean is complete
+                mean += p
+                full = g == G - 1
+                square += tl.sum(tl.where(full, mean * mean, 0.0), 1)
+                mean = tl.where(full, 0.0, mean)
     square = square * (1.0 / (G * G))
     mass_at = mass + h * mass_head + g_[None, :] * mass_group + j[:, None]
     some = inside[:, None] & (g_ < G)[None, :]
@@ -232,11 +224,8 @@ def _each(
         row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
     else:
         row = h * k_head + j.to(tl.int64) * k_row
-    key = tl.load(
-        k + row[None, :] * D + d[:, None],
-        mask=(at < _FAR)[None, :] & (d < D)[:, None],
-        other=0.0,
-    )
+    there = (at < _FAR)[None, :] & (d < D)[:, None]
+    key = tl.load(k + row[None, :] * D + d[:, None], mask=there, other=0.0)
     if UPCAST:
         key = key.to(tl.float32)
     x = tl.dot(query, key, input_precision="ieee") * scale - whole[:, None]
@@ -273,32 +262,15 @@ def _span_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
 
 
 def add_attention_mass(
-    mass: Tensor,
-    squares: Tensor,
-    q: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    k: Tensor,
-    k_pos: Tensor,
-    window: int | None,
-    index: Tensor | None = None,
-    *,
-    fresh: bool = False,
+    mass: Tensor, squares: Tensor, queries: Queries, part: Part, *, fresh: bool = False
 ) -> None:
     """See `plain.add_attention_mass`."""
-    _launch(mass, squares, q, lse, q_pos, (k, k_pos, index), window, fresh=fresh)
+    _launch(mass, squares, queries, part, fresh=fresh)
 
 
-def each_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    heads: slice,
-) -> Tensor:
+def each_attention(queries: Queries, parts: Sequence[Part], heads: slice) -> Tensor:
     """See `plain.each_attention`."""
-    q, q_pos, lse = in_rows(q), q_pos.contiguous(), _in_lines(lse)
+    q, q_pos, window, lse = _dense(queries)
     _, group, rows, size = q.shape
     count, columns = heads.stop - heads.start, sum(part[1].shape[1] for part in parts)
     out = q.new_empty((count, group, rows, columns), dtype=torch.float32)
@@ -308,127 +280,76 @@ def each_attention(
         if keys == 0:
             continue
         k = in_rows(k)
+        sizes = {"BM": tile.left, "BN": tile.right, **compiled_for(q, tile)}
         _each[(-(-keys // tile.right), count, -(-rows * group // tile.left))](
-            q,
-            k,
-            k if index is None else index,
-            lse,
-            q_pos,
-            k_pos,
-            out,
-            *(row_stride(q, dim) for dim in (0, 1, 2)),
-            *_key_strides(k, index),
-            head_stride(k_pos),
-            lse.stride(0),
-            rows,
-            keys,
-            window or 0,
-            heads.start,
-            begin,
-            columns,
-            _LOG2E / math.sqrt(size),
-            G=group,
-            D=size,
-            DP=width(size),
-            BM=tile.left,
-            BN=tile.right,
+            *(q, k, k if index is None else index, lse, q_pos, k_pos, out),
+            *_strides(q, k, index, k_pos, lse),
+            *(rows, keys, window or 0, heads.start, begin, columns, _LOG2E / math.sqrt(size)),
+            **sizes,
             INDEXED=index is not None,
             WINDOW=window is not None,
-            UPCAST=upcast(q.dtype),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
         )
         begin += keys
     return out
 
 
 def peak_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    scored: int,
-    window: int | None,
-    scale: Tensor | None = None,
-    lse: Tensor | None = None,
+    queries: Queries, parts: Sequence[Part], scored: int, scale: Tensor | None = None
 ) -> Tensor:
     """See `plain.peak_attention`."""
-    lse = rows_lse(q, q_pos, parts, window) if lse is None else lse
+    lse = rows_lse(queries, parts) if queries.lse is None else queries.lse
     if scale is not None:
         lse = lse - scale.float().log()
-    part = with_index(parts[scored])
+    q, part = queries.q, parts[scored]
     peak = q.new_empty((*q.shape[:2], part[1].shape[1]), dtype=torch.float32)
-    _launch(peak, peak[:, 0], q, lse, q_pos, part, window, peak=True)
+    _launch(peak, peak[:, 0], queries._replace(lse=lse), part, peak=True)
     return peak
 
 
 def _launch(
     mass: Tensor,
     squares: Tensor,
-    q: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    part: tuple[Tensor, Tensor, Tensor | None],
-    window: int | None,
+    queries: Queries,
+    part: Part,
     *,
     peak: bool = False,
     fresh: bool = False,
 ) -> None:
     """Add the attention that the queries give the keys of one part to `mass` and `squares`. peak:
     write the largest probability to `mass`, and nothing to `squares`. fresh: these are not read."""
-    k, k_pos, index = part
-    q, k, lse, q_pos = in_rows(q), in_rows(k), _in_lines(lse), q_pos.contiguous()
-    heads, group, rows, size = q.shape
-    keys = k_pos.shape[1]
+    k, k_pos, index = with_index(part)
+    q, q_pos, window, lse = _dense(queries)
+    k, (heads, group, rows, size), keys = in_rows(k), q.shape, k_pos.shape[1]
     if keys == 0:
         return
     tile = _tile(q.dtype, size, rows)
+    sizes = {"GP": power(group), "BM": tile.right, "BN": tile.left, "STAGES": tile.stages}
     _mass[(-(-keys // tile.left), heads)](
-        q,
-        k,
-        k if index is None else index,
-        lse,
-        q_pos,
-        k_pos,
-        mass,
-        squares,
-        *(row_stride(q, dim) for dim in (0, 1, 2)),
-        *_key_strides(k, index),
-        head_stride(k_pos),
-        lse.stride(0),
-        mass.stride(0),
-        mass.stride(1),
-        squares.stride(0),
-        rows,
-        keys,
-        window or 0,
-        int(fresh),
+        *(q, k, k if index is None else index, lse, q_pos, k_pos, mass, squares),
+        *_strides(q, k, index, k_pos, lse),
+        *(*mass.stride()[:2], squares.stride(0), rows, keys, window or 0, int(fresh)),
         _LOG2E / math.sqrt(size),
-        G=group,
-        GP=power(group),
-        D=size,
-        DP=width(size),
-        BM=tile.right,
-        BN=tile.left,
+        **sizes,
+        **compiled_for(q, tile),
         INDEXED=index is not None,
         WINDOW=window is not None,
         PEAK=peak,
-        UPCAST=upcast(q.dtype),
-        STAGES=tile.stages,
         SEARCH=rows > _FEW,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )
 
 
-def _in_lines(lse: Tensor) -> Tensor:
-    """lse [H, G, T] as lines [H * G, T] with one stride. For a prompt's last queries, the lines are
-    the ends of longer lines."""
-    lines = lse.flatten(0, 1)
-    return lines if lines.stride(1) == 1 else lines.contiguous()
+def _dense(queries: Queries) -> tuple[Tensor, Tensor, int | None, Tensor]:
+    """The queries as the kernels read them: lse [H, G, T] as lines [H * G, T] with one stride. For
+    a prompt's last queries, the lines are the ends of longer lines."""
+    q, q_pos, window, lse = queries
+    assert lse is not None
+    return in_rows(q), q_pos.contiguous(), window, lines(lse.flatten(0, 1))
 
 
-def _key_strides(k: Tensor, index: Tensor | None) -> tuple[int, int, int]:
-    """The strides of k [H, N, D] over heads and rows, in rows, and of the index over heads."""
-    if index is None:
-        return row_stride(k, 0), row_stride(k, 1), 0
-    return 0, 0, index.stride(0)
+def _strides(
+    q: Tensor, k: Tensor, index: Tensor | None, k_pos: Tensor, lse: Tensor
+) -> tuple[int, ...]:
+    """Of q [H, G, T, D] over all but D, of k [H, N, D] over heads and rows, in rows; of the index,
+    of k_pos over heads, and of lse."""
+    keys = (0, 0, index.stride(0)) if index is not None else (row_stride(k, 0), row_stride(k, 1), 0)
+    return *(row_stride(q, dim) for dim in range(3)), *keys, head_stride(k_pos), lse.stride(0)

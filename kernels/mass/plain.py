@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,26 +21,27 @@ Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 positions, and the indices of the rows in the arena, int64 [H, n]."""
 
 
+class Queries(NamedTuple):
+    """T queries of a prompt, [H, G, T, D] at positions [T], not decreasing. lse float32 [H, G, T]:
+    the log-sum-exp over all rows that a query sees; None if not known. Which rows these are, under
+    a sliding window or none: see `attention.plain.visible_attention`."""
+
+    q: Tensor
+    at: Tensor
+    window: int | None
+    lse: Tensor | None = None
+
+
 def with_index(part: Part) -> tuple[Tensor, Tensor, Tensor | None]:
     """A part as (keys, positions, index). index is None if the keys are not an arena's."""
     return (*part, None) if len(part) == 2 else part
 
 
-def each_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    heads: slice,
-) -> Tensor:
-    """The attention that each of a prompt's last queries gives each row, for a slice of the KV
-    heads: float32 [h, G, W, N].
-
-    q [H, G, W, D]; q_pos [W], not decreasing; lse float32 [H, G, W]: the log-sum-exp over all rows
-    that a query sees; `parts` have N rows together. Rows that a query does not see get 0; which
-    these are: see `attention.plain.visible_attention`.
-    """
+def each_attention(queries: Queries, parts: Sequence[Part], heads: slice) -> Tensor:
+    """The attention that each query gives each row, for a slice of the KV heads: float32
+    [h, G, T, N]. `parts` have N rows together; rows that a query does not see get 0."""
+    q, q_pos, window, lse = queries
+    assert lse is not None
     count = sum(part[1].shape[1] for part in parts)
     some = range(q.shape[0])[heads]
     found = torch.empty((len(some), *q.shape[1:3], count), device=q.device)
@@ -78,27 +80,15 @@ def _probabilities(
 
 
 def add_attention_mass(
-    mass: Tensor,
-    squares: Tensor,
-    q: Tensor,
-    lse: Tensor,
-    q_pos: Tensor,
-    k: Tensor,
-    k_pos: Tensor,
-    window: int | None,
-    index: Tensor | None = None,
-    *,
-    fresh: bool = False,
+    mass: Tensor, squares: Tensor, queries: Queries, part: Part, *, fresh: bool = False
 ) -> None:
-    """Add the attention that T queries give each row to mass and squares, in place.
+    """Add the attention that the queries give each row of a part to mass and squares, in place.
 
     mass float32 [H, G, N]: the sums of probabilities over queries; squares float32 [H, N]: the
-    squares of their means over G, summed over queries. q [H, G, T, D]; lse [H, G, T]: the
-    log-sum-exp over all rows that a query sees, those of other parts too; q_pos [T], not
-    decreasing; k, k_pos and index are one `Part`. Which rows a query sees: as in
-    `attention.plain.visible_attention`. fresh: mass and squares are 0, whatever they hold.
+    squares of their means over G, summed over queries. fresh: both are 0, whatever they hold.
     """
-    part: Part = (k, k_pos) if index is None else (k, k_pos, index)
+    q, q_pos, window, lse = queries
+    assert lse is not None
     if fresh:
         mass.zero_()
         squares.zero_()
@@ -110,21 +100,16 @@ def add_attention_mass(
 
 
 def peak_attention(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    scored: int,
-    window: int | None,
-    scale: Tensor | None = None,
-    lse: Tensor | None = None,
+    queries: Queries, parts: Sequence[Part], scored: int, scale: Tensor | None = None
 ) -> Tensor:
-    """The largest attention that any of T queries gives each row of one part, float32 [H, G, n].
+    """The largest attention that any query gives each row of one part, float32 [H, G, n]; 0 for
+    rows that no query sees.
 
-    q [H, G, T, D] at q_pos [T], not decreasing. scored: the index of the part. The softmax is over
-    the rows of all `parts` that a query sees, which must be at least one. scale [T]: the attention
-    of each query is multiplied by it. lse float32 [H, G, T]: the log-sum-exp over all parts, if it
-    is known; the other parts are then not read. Rows that no query sees get 0.
+    scored: the index of the part. The softmax is over the rows of all `parts` that a query sees,
+    which must be at least one. With the log-sum-exp the other parts are not read. scale [T]: the
+    attention of each query is multiplied by it.
     """
+    q, q_pos, window, lse = queries
     if lse is not None:
         parts, scored = [parts[scored]], 0
     heads, group, rows, size = q.shape
@@ -175,11 +160,10 @@ def _of_head(part: Part, head: int) -> tuple[Tensor, Tensor]:
     return part[0][head if len(part) == 2 else part[2][head]], at
 
 
-def rows_lse(q: Tensor, q_pos: Tensor, parts: Sequence[Part], window: int | None) -> Tensor:
-    """The log-sum-exp of each query's logits over the rows of all parts that it sees.
-
-    q [H, G, T, D] at q_pos [T]. Returns float32 [H, G, T]; -inf for a query that sees no row.
-    """
+def rows_lse(queries: Queries, parts: Sequence[Part]) -> Tensor:
+    """The log-sum-exp of each query's logits over the rows of all parts that it sees: float32
+    [H, G, T]; -inf for a query that sees no row."""
+    q, q_pos, window, _ = queries
     heads, group, rows, size = q.shape
     most = _LOGITS if q.device.type == "cpu" else _LOGITS_ON_GPU
     count = max(1, most // max(1, _LEAST * group * rows))  # heads at once

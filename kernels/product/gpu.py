@@ -21,13 +21,7 @@ def _unpacked(steps, by, middle, like: tl.constexpr):
 
 @triton.jit(do_not_specialize=["outputs"])
 def _unpack_int4(
-    packed,
-    scales,
-    out,
-    outputs,
-    N: tl.constexpr,
-    GROUP: tl.constexpr,
-    OUT: tl.constexpr,
+    packed, scales, out, outputs, N: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr
 ):
     n = tl.program_id(0) * OUT + tl.arange(0, OUT)
     g = tl.program_id(1)
@@ -51,13 +45,6 @@ def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
     """
     outputs, half = packed.shape
     assert out.is_contiguous()
-    _unpack_int4[(-(-outputs // _UNPACKED), len(scales))](
-        packed,
-        scales,
-        out,
-        outputs,
-        N=2 * half,
-        GROUP=2 * half // len(scales),
-        OUT=_UNPACKED,
-        num_warps=4,
-    )
+    sizes = {"N": 2 * half, "GROUP": 2 * half // len(scales), "OUT": _UNPACKED}
+    grid = -(-outputs // _UNPACKED), len(scales)
+    _unpack_int4[grid](packed, scales, out, outputs, **sizes, num_warps=4)

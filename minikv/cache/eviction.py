@@ -209,16 +209,9 @@ class Eviction:
             self._after_attention(policy)
         if self._slides:
             self._free_unseen()
-        self.ops.advance(
-            arena.start,
-            arena.length,
-            arena.cap,
-            arena.free_slot,
-            self.position,
-            self.count,
-            self.slot,
-            before=policy is not None and policy.evict_first,
-        )
+        tables = arena.start, arena.length, arena.cap, arena.free_slot
+        heads = kernels.Advancing(*tables, self.position, self.count, self.slot)
+        self.ops.advance(heads, before=policy is not None and policy.evict_first)
         self._find_oldest()
 
     def _after_attention(self, policy: StepPolicy) -> None:

@@ -308,7 +308,7 @@ class Prefill:
             begin = max(lo, first)
             self._tail_lse[..., begin - first : hi - first] = lse[..., begin - lo :]
         if self._all:
-            self._add_sums(query, lse, at, self._sources(hi), window)
+            self._add_sums(kernels.Queries(query, at, window, lse), self._sources(hi))
         out = mixed.permute(2, 0, 1, 3).reshape(hi - lo, shape.heads, -1)
         if self.tier is not None and self.layer_complete:
             self.exact.append((q[-1].clone(), out[-1].clone()))
@@ -342,34 +342,17 @@ class Prefill:
         return [own] if self._old is None else [self._old.part, own]
 
     def _add_sums(
-        self,
-        query: Tensor,
-        lse: Tensor,
-        at: Tensor,
-        sources: Sequence[kernels.Part],
-        window: int | None,
-        *,
-        fresh: bool = False,
+        self, queries: kernels.Queries, sources: Sequence[kernels.Part], *, fresh: bool = False
     ) -> None:
-        """Add the attention that the queries at positions `at` give to each row that they see.
-        fresh: nothing was added before, and the sums may hold anything."""
+        """Add the attention that the queries give to each row that they see. fresh: nothing was
+        added before, and the sums may hold anything."""
         assert self._mass is not None
         assert self._squares is not None
         begin = 0
-        for key, pos, *index in sources:
-            end = begin + pos.shape[1]
-            self._ops.add_attention_mass(
-                self._mass[:, :, begin:end],
-                self._squares[:, begin:end],
-                query,
-                lse,
-                at,
-                key,
-                pos,
-                window,
-                *index,
-                fresh=fresh,
-            )
+        for part in sources:
+            end = begin + part[1].shape[1]
+            mass, squares = self._mass[:, :, begin:end], self._squares[:, begin:end]
+            self._ops.add_attention_mass(mass, squares, queries, part, fresh=fresh)
             begin = end
 
     def finish(self, layer: int) -> None:
@@ -498,31 +481,28 @@ class Prefill:
         group = self.shape.heads // self.shape.kv_heads
         tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
 
-        def last(count: int) -> tuple[Tensor, Tensor, Tensor]:
-            """The last `count` queries [H, G, t, D], their log-sum-exps [H, G, t] and positions
-            [t]."""
+        def last(count: int) -> kernels.Queries:
             begin = len(tail) - count
-            queries = tail[begin:].permute(1, 2, 0, 3)
-            return queries, self._tail_lse[..., begin:], new[len(new) - count :]
+            query, at = tail[begin:].permute(1, 2, 0, 3), new[len(new) - count :]
+            return kernels.Queries(query, at, window, self._tail_lse[..., begin:])
 
-        query, lse, at = last(observed)
+        queries = last(observed)
         if self._queries:
             observed = self._queries
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
             if not self._evidence.causal:
-                at = new[-1:].expand(observed)
-                lse = kernels.rows_lse(query, at, sources, window)
+                queries = queries._replace(at=new[-1:].expand(observed))
+                queries = queries._replace(lse=kernels.rows_lse(queries, sources))
             self._make_sums(torch.empty)
-            self._add_sums(query, lse, at, sources, window, fresh=True)
+            self._add_sums(queries, sources, fresh=True)
         mass, squares = self._mass, self._squares
 
         def below() -> Tensor:
             assert self.step is not None
-            queries, sums, where = last(min(len(tail), self.step.prompt_history))
-            return below_uniform(queries, where, sources, window, sums, ops)
+            return below_uniform(last(min(len(tail), self.step.prompt_history)), sources, ops)
 
         def attention(heads: slice) -> Tensor:
-            return ops.each_attention(query, at, sources, window, lse, heads)
+            return ops.each_attention(queries, sources, heads)
 
         def key() -> Tensor:
             return self._key if old is None else torch.cat((old.keys(), self._key), 1)

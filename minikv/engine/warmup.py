@@ -15,7 +15,7 @@ from minikv.engine.decode_loop import DecodeLoop, Eager, Network
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import NumericsError, UsageError
-from minikv.kernels import Part, Segments
+from minikv.kernels import Part, Queries, Segments
 from minikv.kernels.attention import cudnn
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.native import build
@@ -154,15 +154,17 @@ def _tiles(kv: KVCache) -> None:
                 lse = torch.zeros((heads, group, count), device=device)
                 for source in sources:
                     if each:
-                        kv.ops.each_attention(q, at, (source,), window, lse, slice(0, heads))
+                        kv.ops.each_attention(
+                            Queries(q, at, window, lse), (source,), slice(0, heads)
+                        )
             mass, squares = (torch.zeros((heads, *n, 1), device=device) for n in ((group,), ()))
             for count in _observed(kv):
                 q = rows.new_zeros((count, heads, group, shape.head_dim)).permute(1, 2, 0, 3)
                 at = torch.ones(count, dtype=torch.int64, device=device)
                 lse = torch.zeros((heads, group, count), device=device)
                 for source in sources:
-                    add = kv.ops.add_attention_mass
-                    add(mass, squares, q, lse, at, *source[:2], window, *source[2:])
+                    queries = Queries(q, at, window, lse)
+                    kv.ops.add_attention_mass(mass, squares, queries, source)
 
 
 def _choices(kv: KVCache) -> None:

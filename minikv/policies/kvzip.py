@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minikv.kernels import Queries
 from minikv.policies import global_budget, options
 from minikv.policies.base import SURE, Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
@@ -81,9 +82,8 @@ class KVzip(Scorer):
     def peak(self, view: RepeatView) -> Tensor:
         parts = [*view.first, view.chunk, view.own]
         scale = 1.0 / view.lengths if self.plus and view.lengths is not None else None
-        found = view.ops.peak_attention(
-            view.query, view.at, parts, len(view.first), view.window, scale, view.lse
-        )
+        queries = Queries(view.query, view.at, view.window, view.lse)
+        found = view.ops.peak_attention(queries, parts, len(view.first), scale)
         if self.plus:
             found = found * output_lengths(view)
         return found.amax(1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minikv.kernels.attention.plain import visible
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.mass.plain import Part
+from minikv.kernels.mass.plain import Part, Queries
 from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import BITS, ones
@@ -131,25 +131,16 @@ def after_prompt(
     return [*found], (queries + able).clamp(max=float(history))
 
 
-def below_uniform(
-    q: Tensor,
-    q_pos: Tensor,
-    parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
-    ops: Kernels,
-) -> Tensor:
-    """Which of the last queries gave a row less than an even share: int64 [H, N], see `low_bits`.
-
-    Arguments as in `each_attention`, W at most 32.
-    """
-    heads, group, rows, _ = q.shape
+def below_uniform(queries: Queries, parts: Sequence[Part], ops: Kernels) -> Tensor:
+    """Which of the last queries, at most 32, gave a row less than an even share: int64 [H, N], see
+    `low_bits`."""
+    heads, group, rows, _ = queries.q.shape
     at = [part[1].expand(heads, part[1].shape[1]) for part in parts]
     pos = torch.cat(at, 1) if len(at) > 1 else at[0]
 
     def of(some: slice) -> Tensor:
-        p = ops.each_attention(q, q_pos, parts, window, lse, some)
-        return low_bits(p, q_pos, pos[some], window)
+        p = ops.each_attention(queries, parts, some)
+        return low_bits(p, queries.at, pos[some], queries.window)
 
     return in_blocks(heads, group * rows * pos.shape[1], ops.block, of)
 

@@ -26,7 +26,7 @@ from minikv.cache.arena import TABLES, Arena
 from minikv.cache.decode_step import DecodeStep
 from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
-from minikv.kernels.append.plain import advance
+from minikv.kernels.append.plain import Advancing, advance
 from minikv.kernels.dispatch import Kernels, TorchOnCPU, choose
 from minikv.models.llama import Llama
 from minikv.policies.base import StepView
@@ -49,7 +49,7 @@ def test_the_next_newcomers_go_to_holes_or_behind_the_last_row(before: bool) -> 
     length, count = torch.zeros_like(start), torch.tensor([[8, 9, 9, 5]])
     hole, position = torch.tensor([[-1, -1, 304, -1]]), torch.tensor(50)
     slot = torch.zeros_like(start)
-    advance(start, length, cap, hole, position, count, slot, before=before)
+    advance(Advancing(start, length, cap, hole, position, count, slot), before=before)
     assert int(position) == 51
     assert length.tolist() == [[8, 9, 9, 5]]
     assert (count - length).tolist() == [[1, not before, 0, 1]]

@@ -133,7 +133,7 @@ def test_the_tiles_of_few_queries_are_among_them() -> None:
     class Counting(Kernels):
         @staticmethod
         def add_attention_mass(*args: Any, **more: Any) -> None:
-            seen.append(args[2].shape[2])
+            seen.append(args[2].q.shape[2])
             mass.add_attention_mass(*args, **more)
 
     net = small.network()
@@ -166,8 +166,8 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 
         @staticmethod
         def each_attention(*given: Any) -> torch.Tensor:
-            q, _, parts, window, *_ = given
-            sums.add((q.shape[2], len(parts[0]), window))
+            queries, parts, _ = given
+            sums.add((queries.q.shape[2], len(parts[0]), queries.window))
             return mass.each_attention(*given)
 
     windows = (None, 40, None)
@@ -211,7 +211,7 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
     class Counting(Kernels):
         @staticmethod
         def add_attention_mass(*args: Any, **more: Any) -> None:
-            seen.add((args[2].shape[2], len(args) - 6, args[7]))
+            seen.add((args[2].q.shape[2], len(args[3]), args[2].window))
             mass.add_attention_mass(*args, **more)
 
     kv = SimpleNamespace(

@@ -48,7 +48,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import rest_twin
 import step_oracle
 
-from minikv.kernels import NewRow, Rows, Segments, Slots, dispatch, to_codes, window_attention
+from minikv.kernels import (
+    Advancing,
+    NewRow,
+    Queries,
+    Rows,
+    Segments,
+    Slots,
+    dispatch,
+    to_codes,
+    window_attention,
+)
 from minikv.kernels.attention.plain import last_rows_attention
 from minikv.kernels.decode import plain as decode
 from minikv.kernels.dispatch import on_gpu
@@ -267,7 +277,7 @@ def advanced(s: Sizes) -> str:
                 torch.zeros(sides, dtype=torch.int64),
             )
         ]
-        ops.advance(*state, before=True)
+        ops.advance(Advancing(*state), before=True)
         outs.append(state)
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True)), "not equal"
     return "equal"
@@ -335,14 +345,14 @@ def columns(s: Sizes, n: int, queries: int) -> str:
     """What the last queries of n give every row."""
     q, k = s.normal(s.heads, s.group, queries, s.size), s.normal(s.heads, n, s.size)
     at = torch.arange(n, device=s.device)
-    last, parts = at[n - queries :], [(k, at[None])]
-    lse = attention_mass.rows_lse(q, last, parts, None)
+    asked, parts = Queries(q, at[n - queries :], None), [(k, at[None])]
+    asked = asked._replace(lse=attention_mass.rows_lse(asked, parts))
     outs = []
     for ops in (Twins(), on_gpu()):
         mass = torch.zeros(s.heads, s.group, n, device=s.device)
         squares = torch.zeros(s.heads, n, device=s.device)
-        ops.add_attention_mass(mass, squares, q, lse, last, k, at[None], None)
-        outs.append((mass, squares, ops.peak_attention(q, last, parts, 0, None, None, lse)))
+        ops.add_attention_mass(mass, squares, asked, parts[0])
+        outs.append((mass, squares, ops.peak_attention(asked, parts, 0)))
     names = "mass", "squares", "peak"
     return near(1e-2, **dict(zip(names, zip(*reversed(outs), strict=True), strict=True)))
 

@@ -154,9 +154,9 @@ def test_scores(name: str, tensors: dict[str, Tensor]) -> None:
     pos = torch.arange(n)
     query = data["q_window"].unflatten(0, (params["Hk"], params["G"]))
     parts, at = [(data["k"], pos[None])], pos[-w:]
-    lse = attention_mass.rows_lse(query, at, parts, None)
-    add = attention_mass.add_attention_mass
-    mass, squares = observed(add, query, at, parts, None, lse)
+    queries = attention_mass.Queries(query, at, None)
+    queries = queries._replace(lse=attention_mass.rows_lse(queries, parts))
+    mass, squares = observed(attention_mass.add_attention_mass, queries, parts)
     torch.testing.assert_close(mass.sum(-1), torch.full(mass.shape[:2], float(w)))
     view = PromptView(
         0, n, pos.expand(params["Hk"], n), w, mass, squares, lambda: mass, lambda: mass

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv.kernels import NewRow, Rows, Segments, Slots
+from minikv.kernels import Advancing, NewRow, Queries, Rows, Segments, Slots
 from minikv.kernels.append import gpu as append
 from minikv.kernels.append import hash_gpu
 from minikv.kernels.attention import gpu as attention
@@ -191,14 +191,15 @@ def _prompts() -> Iterator[Call]:
         if listed:
             part = (_t(KINDS[name], HEADS * ROWS, size), place, place)  # type: ignore[assignment]
         sums = _t(FLOAT, HEADS, group, ROWS), _t(FLOAT, HEADS, ROWS)
-        keys = (*part[:2], window, *part[2:])
-        use = f"rows{rows}" + " listed" * listed + f" {name}-{size}"
-        yield use, partial(mass.add_attention_mass, *sums, q, lse, at, *keys)
+        use, queries = (
+            f"rows{rows}" + " listed" * listed + f" {name}-{size}",
+            Queries(q, at, window, lse),
+        )
+        yield use, partial(mass.add_attention_mass, *sums, queries, part)
         if rows <= 64:  # never called for so many rows
-            yield use, partial(mass.each_attention, q, at, [part], window, lse, slice(0, HEADS))
+            yield use, partial(mass.each_attention, queries, [part], slice(0, HEADS))
         elif not window:
-            peak = partial(mass.peak_attention, q, at, [part], 0, window, None, lse)
-            yield f"peak {use}", peak
+            yield f"peak {use}", partial(mass.peak_attention, queries, [part], 0)
 
 
 def _new_rows() -> Iterator[Call]:
@@ -220,7 +221,7 @@ def _new_rows() -> Iterator[Call]:
         yield f"{use} bf16-{size}", partial(append.rotate_append, *given)
     sides = [_t(INT64, 32, HEADS) for _ in range(4)]
     for before in (False, True):
-        call = partial(append.advance, *sides, _t(INT64), *sides[:2], before=before)
+        call = partial(append.advance, Advancing(*sides, _t(INT64), *sides[:2]), before=before)
         yield f"before={before}", call
     for size, bits, coded, turned in (
         (80, 8, False, False),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from minikv.kernels import Part
+from minikv.kernels import Part, Queries
 
 
 def weights(
@@ -26,11 +26,8 @@ def weights(
 
 def observed(
     add: Callable[..., None],
-    q: Tensor,
-    q_pos: Tensor,
+    queries: Queries,
     parts: Sequence[Part],
-    window: int | None,
-    lse: Tensor,
     new: Callable[[Tensor], Tensor] = Tensor.clone,
 ) -> tuple[Tensor, Tensor]:
     """What an `add_attention_mass` makes of zeros, part by part: mass [H, G, N], squares [H, N].
@@ -39,11 +36,11 @@ def observed(
     new: what becomes of a tensor before it is given away.
     """
     found: list[tuple[Tensor, Tensor]] = []
-    for k, k_pos, *index in parts:
-        shape, fresh = k_pos.shape[1], not found
+    for part in parts:
+        shape, fresh, sides = part[1].shape[1], not found, queries.q.shape
         mass, squares = (
-            new(torch.full((*size, shape), 7.0 * fresh)) for size in (q.shape[:2], q.shape[:1])
+            new(torch.full((*size, shape), 7.0 * fresh)) for size in (sides[:2], sides[:1])
         )
-        add(mass, squares, q, lse, q_pos, k, k_pos, window, *index, fresh=fresh)
+        add(mass, squares, queries, part, fresh=fresh)
         found.append((mass, squares))
     return torch.cat([mass for mass, _ in found], 2), torch.cat([s for _, s in found], 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton_device import close, kernel, on_device
 from triton_device import guarded as place
 
-from minikv.kernels import NewRow, Slots
+from minikv.kernels import Advancing, NewRow, Slots
 from minikv.kernels.append import cpu as native
 from minikv.kernels.append import plain
 from minikv.kernels.native import build
@@ -115,7 +115,7 @@ def test_advance(form: Form, before: bool) -> None:
         free_slot = torch.randint(-4, 5, (3, 5), generator=generator).clamp(min=-1)
         position = torch.tensor(40)
         mine = [*map(form.place, (start, length, cap, free_slot, position, count, slot))]
-        form(*mine, before=before)
+        form(Advancing(*mine), before=before)
         assert all(untouched(t) for t in mine)
         grown, at = count.clone(), start + count
         for i in range(count.numel()):

@@ -16,7 +16,7 @@ from prompts import observed, weights
 from torch import Tensor
 from triton_device import INTERPRETED, close
 
-from minikv.kernels import Part
+from minikv.kernels import Part, Queries
 from minikv.kernels.mass import cpu as native
 from minikv.kernels.mass import plain as twin
 from minikv.kernels.native.build import library
@@ -64,30 +64,34 @@ class Scene:
         self.p, lse = weights(self.q, self.k, self.at, self.pos, window)
         self.lse = lse.float()
 
-    def placed(self, form: Form) -> tuple[Tensor, Tensor, list[Any]]:
-        """Queries, which are [T, H, G, D] in memory, their positions, and the parts."""
+    @property
+    def queries(self) -> Queries:
+        return Queries(self.q, self.at, self.window, self.lse)
+
+    def placed(self, form: Form) -> tuple[Queries, list[Any]]:
+        """Queries, which are [T, H, G, D] in memory, and the parts."""
         q = form.place(self.q.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
-        return q, form.place(self.at), [tuple(map(form.place, part)) for part in self.parts]
+        asked = Queries(q, form.place(self.at), self.window, form.place(self.lse))
+        return asked, [tuple(map(form.place, part)) for part in self.parts]
 
     def check(self, form: Form, name: str, scaled: bool = False) -> None:
         """Of the operation `name`, all that it makes."""
-        (q, at, parts), lse = self.placed(form), form.place(self.lse)
+        queries, parts = self.placed(form)
         if name == "add_attention_mass":
-            found = observed(form, q, at, parts, self.window, lse, form.place)
+            found = observed(form, queries, parts, form.place)
             same(found[0], self.p.sum(2))
             same(found[1], self.p.mean(1).square().sum(1))
         elif name == "each_attention":
-            for heads in {(0, len(q)), (len(q) - 1, len(q))}:
-                got = form(q, at, parts, self.window, lse, slice(*heads))
-                same(got, self.p[slice(*heads)])
+            many = len(self.q)
+            for heads in {(0, many), (many - 1, many)}:
+                same(form(queries, parts, slice(*heads)), self.p[slice(*heads)])
         else:
-            scale = torch.linspace(0.1, 1.1, len(at)) if scaled else None
+            scale = torch.linspace(0.1, 1.1, len(self.at)) if scaled else None
             want = self.p if scale is None else self.p * scale.double()[:, None]
             for scored, columns in enumerate((slice(0, self.old), slice(self.old, None))):
-                for known in (lse, None):
+                for known in (queries, queries._replace(lse=None)):
                     by = None if scale is None else form.place(scale)
-                    got = form(q, at, parts, scored, self.window, by, known)
-                    same(got, want[..., columns].amax(2))
+                    same(form(known, parts, scored, by), want[..., columns].amax(2))
 
 
 def same(got: Tensor, want: Tensor) -> None:
@@ -199,8 +203,9 @@ def test_a_prompt_in_chunks(form: Form, rows: int, window: int | None) -> None:
     keys, places = form.place(k), form.place(at[None])
     for lo, hi in ((0, 1), (1, 112), (112, rows)):
         chunk = form.place(q[:, :, lo:hi].permute(2, 0, 1, 3)).permute(1, 2, 0, 3)
-        given = chunk, form.place(lse[:, :, lo:hi].float()), form.place(at[lo:hi])
-        form(mass[..., :hi], squares[:, :hi], *given, keys[:, :hi], places[:, :hi], window)
+        sums = form.place(lse[:, :, lo:hi].float())
+        queries = Queries(chunk, form.place(at[lo:hi]), window, sums)
+        form(mass[..., :hi], squares[:, :hi], queries, (keys[:, :hi], places[:, :hi]))
     close(mass, 1 + p.sum(2), 2e-5)
     close(squares, 1 + p.mean(1).square().sum(1), 2e-5)
     assert untouched(mass)
@@ -221,8 +226,9 @@ def test_queries_at_one_position_and_one_that_sees_nothing(
     at = form.place(at) if blind else form.place(scene.at[-1:]).expand(5)
     p, lse = weights(scene.q, scene.k, at.cpu(), scene.pos, None)
     assert bool((lse[:, :, 0] == -math.inf).all()) == blind
-    q, _, parts = scene.placed(form)
-    mass, squares = observed(form, q, at, parts, None, form.place(lse.float()), form.place)
+    queries, parts = scene.placed(form)
+    queries = queries._replace(at=at, lse=form.place(lse.float()))
+    mass, squares = observed(form, queries, parts, form.place)
     same(mass, p.sum(2))
     same(squares, p.mean(1).square().sum(1))
 
@@ -234,13 +240,14 @@ def test_what_is_not_a_number_stays_so_where_it_is_seen(at: int) -> None:
     scene = Scene(1, 1, 16, 4, 8, 8, dtype=torch.float32)
     lse = torch.zeros_like(scene.lse)
     scene.k[:, 12] = math.nan  # seen by the last queries
-    mass, _ = observed(native.add_attention_mass, scene.q, scene.at, scene.parts, None, lse)
-    peak = native.peak_attention(scene.q, scene.at, scene.parts, 1, None, None, lse)
+    queries = scene.queries._replace(lse=lse)
+    mass, _ = observed(native.add_attention_mass, queries, scene.parts)
+    peak = native.peak_attention(queries, scene.parts, 1)
     for found in (mass[0, 0, 8:], peak[0, 0]):
         assert found.isnan().tolist() == [i == 4 for i in range(8)]
     scene = Scene(1, 1, 16, 4, 8, 8, dtype=torch.float32)
     scene.q[:, :, at] = math.nan
-    peak = native.peak_attention(scene.q, scene.at, scene.parts, 1, None, None, lse)
+    peak = native.peak_attention(scene.queries._replace(lse=lse), scene.parts, 1)
     assert peak[0, 0].isnan().tolist() == (scene.parts[1][1][0] <= scene.at[at]).tolist()
 
 
@@ -266,7 +273,8 @@ def test_torch_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in NAMES:
         monkeypatch.setattr(twin, name, lambda *_, name=name, **__: asked.append(name))
     mass, squares = torch.zeros(2, 2, 9), torch.zeros(2, 9)
-    native.add_attention_mass(mass, squares, q, lse, at, k, pos, None)
-    native.each_attention(q, at, [(k, pos)], None, lse, slice(0, 2))
-    native.peak_attention(q, at, [(k, pos)], 0, None, None, lse)
+    queries, part = Queries(q, at, None, lse), (k, pos)
+    native.add_attention_mass(mass, squares, queries, part)
+    native.each_attention(queries, [part], slice(0, 2))
+    native.peak_attention(queries, [part], 0)
     assert asked == [*NAMES]
