@@ -13,8 +13,7 @@
 
 /* Number d of a row of floats of dtype `kind`. */
 static inline float float_at(const void *row, int kind, int64_t d) {
-    if (kind == F32)
-        return ((const float *)row)[d];
+    if (kind == F32) return ((const float *)row)[d];
     const uint16_t x = ((const uint16_t *)row)[d];
     return kind == BF16 ? from_bf16(x) : from_f16(x);
 }
@@ -26,12 +25,10 @@ INLINE uint64_t sign_bits(const void *x, int kind, int64_t D, const float *matri
     for (int64_t d = 0; d < D; d++) {
         const float one = float_at(x, kind, d);
 #pragma omp simd
-        for (int b = 0; b < B; b++)
-            sums[b] += one * matrix[d * B + b];
+        for (int b = 0; b < B; b++) sums[b] += one * matrix[d * B + b];
     }
     uint64_t found = 0;
-    for (int b = 0; b < B; b++)
-        found |= (uint64_t)(sums[b] >= 0.0f) << b;
+    for (int b = 0; b < B; b++) found |= (uint64_t)(sums[b] >= 0.0f) << b;
     return found;
 }
 
@@ -88,8 +85,7 @@ void minikv_hash_row(
                 subtract_distance(a->code, 8, start, n, bitmap, score);
         }
         int found = lowest(score, at, n, evictable_span(newest, a->sinks, a->recent, a->pinned));
-        if (found < 0)
-            found = lowest(score, at, n, fallback_span(newest, a->pinned));
+        if (found < 0) found = lowest(score, at, n, fallback_span(newest, a->pinned));
         l->free_slot[h] = start + (found < 0 ? 0 : found);
     }
     const int64_t row = l->free_slot[h] >= 0 ? l->free_slot[h] : start + l->length[h];

@@ -1,5 +1,5 @@
 """Attention of a prompt's queries, in C, in three ways: with bfloat16 tiles (prefill_tiles.c) or
-bfloat16 vectors (prefill.c), which a processor may lack, or with floats (prefill_float.h). `choice`
+bfloat16 vectors (prefill.c), which a processor may lack, or with floats (prefill_float.c). `choice`
 says which is fastest.
 
 They take bfloat16 and float32 (always multiplied as floats), and heads whose size is a multiple of

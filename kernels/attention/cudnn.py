@@ -108,9 +108,6 @@ def planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Part:
         q.reshape(1, heads * group, rows, size),
         k.contiguous()[None],
         v.contiguous()[None],
-        None,
-        True,
-        0.0,
-        causal,
+        *(None, True, 0.0, causal),
     )
     return out[0].view(heads, group, rows, size), out[1].reshape(heads, group, rows)

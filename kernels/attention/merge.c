@@ -20,11 +20,9 @@ static inline int64_t row_of(const int64_t *strides, int64_t h, int64_t g, int64
 /* sum += x * weight, of numbers of dtype `kind`. */
 static void add_row(float *sum, const void *x, int64_t at, float weight, int64_t n, int64_t kind) {
     if (kind == BF16)
-        for (int64_t d = 0; d < n; d++)
-            sum[d] += from_bf16(((const bf16 *)x)[at + d]) * weight;
+        for (int64_t d = 0; d < n; d++) sum[d] += from_bf16(((const bf16 *)x)[at + d]) * weight;
     else
-        for (int64_t d = 0; d < n; d++)
-            sum[d] += ((const float *)x)[at + d] * weight;
+        for (int64_t d = 0; d < n; d++) sum[d] += ((const float *)x)[at + d] * weight;
 }
 
 /* merge: joined [H, G, T, D] = the sum over parts of exp(lse - whole) * out, and whole [H, G, T] =

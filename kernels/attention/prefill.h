@@ -113,11 +113,9 @@ static Division divide(const Shape *s) {
     c.threads = most_threads();
     int64_t all = (s->rows * s->group + STRIP - 1) / STRIP;
     c.strips = STRIPS;
-    while (c.strips > 1 && s->heads * (all / c.strips) < 4 * c.threads)
-        c.strips /= 2;
+    while (c.strips > 1 && s->heads * (all / c.strips) < 4 * c.threads) c.strips /= 2;
     c.blocks = (all + c.strips - 1) / c.strips;
-    if (c.threads > s->heads * c.blocks)
-        c.threads = s->heads * c.blocks;
+    if (c.threads > s->heads * c.blocks) c.threads = s->heads * c.blocks;
     /* Queries, keys, values, probabilities, outputs, and four numbers per query. Each is a multiple
        of the bytes of a vector. */
     int64_t keys = block_keys(s->size), rows = STRIPS * STRIP, number = sizeof(item) / PAIR;
@@ -202,8 +200,7 @@ INLINE void find_probs(
     int64_t end, float scale, vec sum[WIDE], vec rounded_sum[WIDE]
 ) {
     item *to = r->p;
-    for (int w = 0; w < wide; w++)
-        sum[w] = rounded_sum[w] = (vec){0};
+    for (int w = 0; w < wide; w++) sum[w] = rounded_sum[w] = (vec){0};
     for (int64_t key = begin; key < end; key += TILE) {
         vec x[TILE][WIDE];
         find_logits(wide, s, r, strip, key, x);
@@ -241,8 +238,7 @@ INLINE void move_shift(
     int64_t end, float scale
 ) {
     vec most[WIDE], less[WIDE];
-    for (int w = 0; w < wide; w++)
-        most[w] = load(strip->shift + w * LANES);
+    for (int w = 0; w < wide; w++) most[w] = load(strip->shift + w * LANES);
     raise_max(wide, s, r, strip, begin, end, scale, most);
     for (int w = 0; w < wide; w++) {
         float *shift = strip->shift + w * LANES, *sum = strip->sum + w * LANES;
@@ -265,18 +261,14 @@ INLINE void attend_strip(
     int64_t end, float scale
 ) {
     int64_t most = strip->limit[wide * LANES - 1];
-    if (end > most)
-        end = most;
-    if (end <= begin)
-        return;
+    if (end > most) end = most;
+    if (end <= begin) return;
     vec sum[WIDE], rounded_sum[WIDE];
     if (begin == 0) {
         vec first[WIDE];
-        for (int w = 0; w < wide; w++)
-            first[w] = fill(LOWEST);
+        for (int w = 0; w < wide; w++) first[w] = fill(LOWEST);
         raise_max(wide, s, r, strip, 0, 1, scale, first);
-        for (int w = 0; w < wide; w++)
-            store(strip->shift + w * LANES, first[w]);
+        for (int w = 0; w < wide; w++) store(strip->shift + w * LANES, first[w]);
         memset(strip->sum, 0, (size_t)(4 * wide * LANES));
         memset(strip->rounded_sum, 0, (size_t)(4 * wide * LANES));
         memset(strip->out_sum, 0, (size_t)(4 * s->size * wide * LANES));
@@ -358,8 +350,7 @@ static void block(
 #endif
         }
     }
-    for (int i = 0; i < count; i++)
-        write_out(s, begin + i * STRIP, &r->strips[i], out, lse);
+    for (int i = 0; i < count; i++) write_out(s, begin + i * STRIP, &r->strips[i], out, lse);
 }
 
 /* rows_attention: out = softmax(q k^T / sqrt(D)) v, and lse, the log-sum-exps of the scaled logits.
@@ -371,8 +362,7 @@ static int rows_attention(
 ) {
     Division c = divide(s);
     char *memory = aligned_alloc(64, (size_t)(c.threads * c.each));
-    if (memory == NULL)
-        return 2;
+    if (memory == NULL) return 2;
 #pragma omp parallel num_threads((int)c.threads)
     {
         Workspace r = init_workspace(memory + this_thread() * c.each, s->size);

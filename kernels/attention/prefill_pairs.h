@@ -21,8 +21,7 @@ static void load_queries(const Shape *s, const bf16 *const *from, int wide, item
             y[i] =
                 from[i] ? _mm512_maskz_loadu_epi32(mask, from[i] + 2 * at) : _mm512_setzero_si512();
         transpose(y);
-        for (int64_t i = 0; i < here; i++)
-            _mm512_store_si512(to + (at + i) * wide * LANES, y[i]);
+        for (int64_t i = 0; i < here; i++) _mm512_store_si512(to + (at + i) * wide * LANES, y[i]);
     }
 }
 
@@ -30,10 +29,8 @@ static void load_queries(const Shape *s, const bf16 *const *from, int wide, item
 INLINE __m512i load_pair(const Shape *s, const bf16 *v, int64_t key, int64_t count, int64_t d) {
     const bf16 *from = v + key * s->v_row + d;
     __m256i even = _mm256_setzero_si256(), odd = even;
-    if (key < count)
-        even = _mm256_loadu_si256((const void *)from);
-    if (key + 1 < count)
-        odd = _mm256_loadu_si256((const void *)(from + s->v_row));
+    if (key < count) even = _mm256_loadu_si256((const void *)from);
+    if (key + 1 < count) odd = _mm256_loadu_si256((const void *)(from + s->v_row));
     return interleave(_mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1));
 }
 
@@ -49,8 +46,7 @@ static void write_rows(
 ) {
     for (int64_t d = 0; d < s->size; d += LANES) {
         __m512i y[LANES];
-        for (int i = 0; i < LANES; i++)
-            y[i] = (__m512i)(load(x + (d + i) * wide * LANES) * share);
+        for (int i = 0; i < LANES; i++) y[i] = (__m512i)(load(x + (d + i) * wide * LANES) * share);
         transpose(y);
         for (int i = 0; i < count; i++)
             _mm256_storeu_si256((void *)(to[i] + d), (__m256i)_mm512_cvtneps_pbh((__m512)y[i]));

@@ -37,11 +37,9 @@ static void load_values(const Shape *s, const bf16 *v, int64_t count, item *to) 
     for (int64_t key = 0; key < used; key += TILE)
         for (int64_t d = 0; d < s->size; d += 16, tile += NUMBERS) {
             __m512i x[16];
-            for (int i = 0; i < 16; i++)
-                x[i] = load_pair(s, v, key + 2 * i, count, d);
+            for (int i = 0; i < 16; i++) x[i] = load_pair(s, v, key + 2 * i, count, d);
             transpose(x);
-            for (int i = 0; i < 16; i++)
-                _mm512_store_si512(tile + i * STEP, x[i]);
+            for (int i = 0; i < 16; i++) _mm512_store_si512(tile + i * STEP, x[i]);
         }
 }
 
@@ -63,8 +61,7 @@ INLINE void add_tiles(
         if (two) {
             LOAD_TILE(5, a + a_row, ROW);
             _tile_dpbf16ps(2, 5, 6);
-            if (wide == 2)
-                _tile_dpbf16ps(3, 5, 7);
+            if (wide == 2) _tile_dpbf16ps(3, 5, 7);
         }
     }
 }
@@ -96,20 +93,14 @@ INLINE void add_some_values(
 ) {
     float *below = sum + 16 * wide * LANES;
     LOAD_TILE(0, sum, wide * ROW);
-    if (wide == 2)
-        LOAD_TILE(1, sum + LANES, wide * ROW);
-    if (two)
-        LOAD_TILE(2, below, wide * ROW);
-    if (two && wide == 2)
-        LOAD_TILE(3, below + LANES, wide * ROW);
+    if (wide == 2) LOAD_TILE(1, sum + LANES, wide * ROW);
+    if (two) LOAD_TILE(2, below, wide * ROW);
+    if (two && wide == 2) LOAD_TILE(3, below + LANES, wide * ROW);
     add_tiles(wide, two, steps, v, NUMBERS, next, p);
     _tile_stored(0, sum, wide * ROW);
-    if (wide == 2)
-        _tile_stored(1, sum + LANES, wide * ROW);
-    if (two)
-        _tile_stored(2, below, wide * ROW);
-    if (two && wide == 2)
-        _tile_stored(3, below + LANES, wide * ROW);
+    if (wide == 2) _tile_stored(1, sum + LANES, wide * ROW);
+    if (two) _tile_stored(2, below, wide * ROW);
+    if (two && wide == 2) _tile_stored(3, below + LANES, wide * ROW);
 }
 
 INLINE void add_values(

@@ -50,8 +50,7 @@ INLINE void find_logits(
     UNROLL
     for (int i = 0; i < TILE; i++) {
         UNROLL
-        for (int w = 0; w < wide; w++)
-            x[i][w] = (vec){0};
+        for (int w = 0; w < wide; w++) x[i][w] = (vec){0};
     }
     add_products(wide, x, items, strip->q, r->k + (key - r->begin) * items, items, 1);
 }
@@ -65,15 +64,13 @@ INLINE void add_values(
         UNROLL
         for (int i = 0; i < TILE; i++) {
             UNROLL
-            for (int w = 0; w < wide; w++)
-                x[i][w] = load(at + (i * wide + w) * LANES);
+            for (int w = 0; w < wide; w++) x[i][w] = load(at + (i * wide + w) * LANES);
         }
         add_products(wide, x, count / PAIR, r->p, VALUE_TILE(r, s, d), 1, VALUE_NEXT(s));
         UNROLL
         for (int i = 0; i < TILE; i++) {
             UNROLL
-            for (int w = 0; w < wide; w++)
-                store(at + (i * wide + w) * LANES, x[i][w]);
+            for (int w = 0; w < wide; w++) store(at + (i * wide + w) * LANES, x[i][w]);
         }
     }
 }

@@ -15,8 +15,6 @@ from minikv.kernels.native import choice
 from minikv.kernels.native.binding import INT8, KINDS, function
 
 _MAX_HEAD_DIM = 256
-
-
 _ragged_attention = function("ragged_attention", "iiiiii" + "p" * 10 + "npp", "attention")
 
 
@@ -57,17 +55,12 @@ class Decode:
         sums = lse
         if sums is None:
             sums = torch.empty((heads, group), dtype=torch.float32, device=q.device)
-        _ragged_attention(
-            kind,
-            stored,
-            self.tiles and prefill.TILES.available(),
-            *q.shape,
-            *(q, k, v, start, length, seen, None if seen is None else oldest, k_scale, v_scale),
-            logits,
-            0 if logits is None else logits.shape[-1],
-            sums,
-            out,
-        )
+        tiles, pitch = self.tiles and prefill.TILES.available(), 0
+        if logits is not None:
+            pitch = logits.shape[-1]
+        rest = k_scale, v_scale, logits, pitch, sums, out
+        where = start, length, seen, None if seen is None else oldest
+        _ragged_attention(kind, stored, tiles, *q.shape, q, k, v, *where, *rest)
         return out, sums
 
 

@@ -22,8 +22,7 @@ enum { MAX_VECS = 256 / VEC, FOUR = 4, AHEAD = 4096 };
 
 /* Prefetch `size` bytes of rows that are read later. */
 static inline void fetch(const char *rows, long size) {
-    for (long at = 0; at < size; at += 64)
-        __builtin_prefetch(rows + at);
+    for (long at = 0; at < size; at += 64) __builtin_prefetch(rows + at);
 }
 
 /* Vector i of a row of dtype `kind`. In a row of bfloat16, the first 2 * pairs vectors go by twos:
@@ -79,8 +78,7 @@ typedef struct {
 
 /* The logit of row j, from the product x of query and key; -inf if the row is not seen. */
 static inline float finish_logit(const Segment *r, long j, float x) {
-    if (r->stored == INT8)
-        x *= r->k_scale[j];
+    if (r->stored == INT8) x *= r->k_scale[j];
     return r->pos && r->pos[j] < r->oldest ? -INFINITY : x;
 }
 
@@ -103,8 +101,7 @@ INLINE void find_logits(
     const float scale = 1.0f / sqrtf((float)D);
     vec query[FOUR][MAX_VECS];
     for (int b = 0; b < B; b++)
-        for (int i = 0; i < W; i++)
-            query[b][i] = load_vec(q + b * q_size, kind, i, pairs) * scale;
+        for (int i = 0; i < W; i++) query[b][i] = load_vec(q + b * q_size, kind, i, pairs) * scale;
     long j = 0;
     for (; j + FOUR <= r->n; j += FOUR) {
         const char *k = r->k + j * k_size;
@@ -114,8 +111,7 @@ INLINE void find_logits(
         for (int i = 0; i < W; i++)
             for (int c = 0; c < FOUR; c++) {
                 vec key = load_vec(k + c * k_size, stored, i, pairs);
-                for (int b = 0; b < B; b++)
-                    sum[b][c] += key * query[b][i];
+                for (int b = 0; b < B; b++) sum[b][c] += key * query[b][i];
             }
         for (int b = 0; b < B; b++) {
             v4 x = sum_four(sum[b][0], sum[b][1], sum[b][2], sum[b][3]);
@@ -132,8 +128,7 @@ INLINE void find_logits(
         for (int b = 0; b < B; b++) {
             const char *k = r->k + j * k_size;
             vec sum = {0};
-            for (int i = 0; i < W; i++)
-                sum += query[b][i] * load_vec(k, stored, i, pairs);
+            for (int i = 0; i < W; i++) sum += query[b][i] * load_vec(k, stored, i, pairs);
             float x = sum_vec(sum);
             for (int d = VEC * W; d < D; d++)
                 x += number_at(q + b * q_size, kind, d) * scale * number_at(k, stored, d);
@@ -186,8 +181,7 @@ INLINE void find_tile_logits(
     const float scale = 1.0f / sqrtf((float)D);
     uint32_t query[MOST_STEPS][TILE][FOUR] = {0}; /* pairs of numbers, one column a query */
     for (int b = 0; b < B; b++)
-        for (int i = 0; i < D / 2; i++)
-            memcpy(&query[i / TILE][i % TILE][b], q + b * D + 2 * i, 4);
+        for (int i = 0; i < D / 2; i++) memcpy(&query[i / TILE][i % TILE][b], q + b * D + 2 * i, 4);
     shape_tiles(0xf1, 4 * FOUR);
     LOAD_TILE(4, query[0], 4 * FOUR);
     LOAD_TILE(5, query[1], 4 * FOUR);
@@ -209,12 +203,10 @@ INLINE void find_tile_logits(
         vec x[FOUR];
         columns(sums, x);
         const __mmask16 mask = (__mmask16)((1u << rows) - 1);
-        for (int b = 0; b < B; b++)
-            _mm512_mask_storeu_ps(out + b * pitch + j, mask, x[b] * scale);
+        for (int b = 0; b < B; b++) _mm512_mask_storeu_ps(out + b * pitch + j, mask, x[b] * scale);
         for (long i = 0; r->pos && i < rows; i++)
             if (r->pos[j + i] < r->oldest)
-                for (int b = 0; b < B; b++)
-                    out[b * pitch + j + i] = -INFINITY;
+                for (int b = 0; b < B; b++) out[b * pitch + j + i] = -INFINITY;
     }
     _tile_release();
 }
@@ -232,14 +224,12 @@ INLINE void weighted_sum(
         const int many = W - from < FOUR ? W - from : FOUR;
         for (long j = 0; j < r->n; j++) {
             const float scale = stored == INT8 ? r->v_scale[j] : 1.0f;
-            if (from == 0)
-                fetch(r->v + j * v_size + AHEAD, v_size);
+            if (from == 0) fetch(r->v + j * v_size + AHEAD, v_size);
             vec value[FOUR];
             for (int i = 0; i < many; i++)
                 value[i] = load_vec(r->v + j * v_size, stored, from + i, pairs);
             for (int b = 0; b < B; b++)
-                for (int i = 0; i < many; i++)
-                    sum[b][i] += value[i] * (p[b * r->n + j] * scale);
+                for (int i = 0; i < many; i++) sum[b][i] += value[i] * (p[b * r->n + j] * scale);
         }
         for (int b = 0; b < B; b++)
 #pragma GCC unroll 1
@@ -264,8 +254,7 @@ INLINE void weighted_sum(
 static __attribute__((noinline)) float softmax(const float *x, float *e, long n, float *lse) {
     float most = -INFINITY, total = 0.0f;
 #pragma omp simd reduction(max : most)
-    for (long j = 0; j < n; j++)
-        most = x[j] > most ? x[j] : most;
+    for (long j = 0; j < n; j++) most = x[j] > most ? x[j] : most;
     const float top = most == -INFINITY ? 0.0f : most;
 #pragma omp simd reduction(+ : total)
     for (long j = 0; j < n; j++) {
@@ -285,8 +274,7 @@ INLINE void attend(
     const char *q, float *logits, long pitch, float *lse, char *out, float *p
 ) {
     float norm[FOUR];
-    if (!logits)
-        pitch = r->n;
+    if (!logits) pitch = r->n;
     float *x = logits ? logits : p;
 #if TILES
     const int steps = r->D / NUMBERS_WIDE;
@@ -298,8 +286,7 @@ INLINE void attend(
     (void)tiles;
 #endif
         find_logits(B, W, kind, stored, r, q, x, pitch);
-    for (int b = 0; b < B; b++)
-        norm[b] = softmax(x + b * pitch, p + b * r->n, r->n, lse + b);
+    for (int b = 0; b < B; b++) norm[b] = softmax(x + b * pitch, p + b * r->n, r->n, lse + b);
     weighted_sum(B, W, kind, stored, r, p, norm, out);
 }
 
@@ -373,8 +360,7 @@ int minikv_ragged_attention(
     }
     const int64_t each = minikv_attend_bytes(most);
     char *memory = malloc(H * each + 1);
-    if (!memory)
-        return 1;
+    if (!memory) return 1;
 #pragma omp parallel for schedule(dynamic) if (all * G * D > 200000)
     for (int h = 0; h < H; h++) {
         const long first = (long)h * G;

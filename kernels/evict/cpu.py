@@ -17,8 +17,6 @@ from minikv.kernels.decode.plain import Rows
 from minikv.kernels.native.binding import function, plain
 
 _TAKES = "the C step kernels take contiguous CPU tensors: "
-
-
 _HEADS = "nnnn" + "p" * 7 + "nnnp"
 _STEPS = {
     "h2o": function("h2o_step", _HEADS + "pp", "the end of a step"),

@@ -26,6 +26,7 @@ from minikv.kernels.decode.plain import Rows
 
 NONE = tl.constexpr((1 << 63) - 1)  # a key that no row has
 _LAST = tl.constexpr((1 << 31) - 1)
+NO_ORDER = _LAST  # of a row that may not leave; no score has it
 _SCALARS = ["width", "sinks", "recent", "pinned"]
 _BLOCK, _WARPS = 1024, 8
 
@@ -42,10 +43,17 @@ def _mean_prob(logits, lse, head, width, j, ok, G: tl.constexpr):
 
 
 @triton.jit
+def ordered(score):
+    """int32, larger for a larger score; a NaN comes after all numbers, and may leave, too."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats have the reverse order
+    return tl.where(score == score, bits, NO_ORDER - 1)
+
+
+@triton.jit
 def _key(score, at):
-    """An int64 key, ordered by score, then by position. The score must not be negative."""
-    bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # -0 is 0
-    return (bits.to(tl.int64) << 32) | at.to(tl.int64)
+    """An int64 key, ordered by score, then by position."""
+    return (ordered(score).to(tl.int64) << 32) | at.to(tl.int64)
 
 
 @triton.jit
@@ -69,15 +77,6 @@ def may_leave(at, unpinned, newest, sinks, recent, strict):
     return unpinned & tl.where(strict, (at >= sinks) & (at <= newest - recent), at < newest)
 
 
-@triton.jit
-def _signed_key(score, at):
-    """`_key` of a score of either sign."""
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
-    # The bits of negative floats have the reverse order.
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (bits.to(tl.int64) << 32) | at.to(tl.int64)
-
-
 @triton.jit(do_not_specialize=["width"])
 def _lowest(scores, pos, start, over, free_slot, width, BN: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
@@ -89,7 +88,7 @@ def _lowest(scores, pos, start, over, free_slot, width, BN: tl.constexpr):
             ok = j < width
             score = tl.load(scores + head * width + j, mask=ok, other=float("inf"))
             at = tl.load(pos + head * width + j, mask=ok, other=0)
-            best, row = lower(best, row, _signed_key(score, at), j, score < float("inf"))
+            best, row = lower(best, row, _key(score, at), j, score < float("inf"))
         tl.store(free_slot + head, tl.load(start + head) + lowest_of(best, row)[1])
 
 
@@ -261,20 +260,13 @@ def popcount(x):
 
 
 def lowest(
-    scores: Tensor,
-    pos: Tensor,
-    start: Tensor,
-    over: Tensor,
-    free_slot: Tensor,
-    *,
-    block: int = _BLOCK,
+    scores: Tensor, pos: Tensor, start: Tensor, over: Tensor, free_slot: Tensor, block: int = _BLOCK
 ) -> None:
     """See `decode.plain.lowest`. `block`: rows that a program reads at once."""
-    scores, pos = scores.contiguous(), pos.contiguous()
-    assert all(t.is_contiguous() for t in (start, over, free_slot))
+    given = scores.contiguous(), pos.contiguous(), start, over, free_slot
+    assert all(t.is_contiguous() for t in given)
     assert scores.shape == pos.shape, "there is a score for every row"
-    grid = (len(scores),)
-    _lowest[grid](scores, pos, start, over, free_slot, scores.shape[1], BN=block, num_warps=_WARPS)
+    _lowest[(len(scores),)](*given, scores.shape[1], BN=block, num_warps=_WARPS)
 
 
 def _step(
@@ -301,17 +293,8 @@ def _step(
     )
 
 
-NO_ORDER = tl.constexpr((1 << 31) - 1)  # of a row that may not leave; no score has it
 _BITS = tl.constexpr(21)  # of a number of rows, so that an int64 holds three
 MOST_ROWS = tl.constexpr(1 << 21)
-
-
-@triton.jit
-def ordered(score):
-    """int32, larger for a larger score; a NaN comes after all numbers, and may leave, too."""
-    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats have the reverse order
-    return tl.where(score == score, bits, NO_ORDER - 1)
 
 
 @triton.jit

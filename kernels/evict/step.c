@@ -47,19 +47,16 @@ static void mean_probs(const Heads *a, int64_t i, int n, float *p) {
         const float lse = sums[g];
         if (!g) {
 #pragma omp simd
-            for (int j = 0; j < n; j++)
-                p[j] = exp_negative(x[j] - lse);
+            for (int j = 0; j < n; j++) p[j] = exp_negative(x[j] - lse);
         } else {
 #pragma omp simd
-            for (int j = 0; j < n; j++)
-                p[j] += exp_negative(x[j] - lse);
+            for (int j = 0; j < n; j++) p[j] += exp_negative(x[j] - lse);
         }
     }
     if (a->G > 1) {
         const float group = (float)a->G;
 #pragma omp simd
-        for (int j = 0; j < n; j++)
-            p[j] /= group;
+        for (int j = 0; j < n; j++) p[j] /= group;
     }
 }
 
@@ -75,8 +72,7 @@ static inline int64_t victim_row(const Heads *a, int64_t i, int found) {
    make OpenMP end the other threads and start them again. */
 static int thread_count(const Heads *a) {
     int64_t weights = 0;
-    for (int64_t i = 0; i < a->L * a->H; i++)
-        weights += a->length[i] * a->G;
+    for (int64_t i = 0; i < a->L * a->H; i++) weights += a->length[i] * a->G;
     return weights < THREADS_FROM ? 1 : (int)most_threads();
 }
 
@@ -87,13 +83,10 @@ static int32_t recent_edge(const int32_t *pos, int rows, int64_t pinned, int64_t
     /* Each missing row moves the guess by one, which cannot lead below the edge. */
     for (int i = 0, late = 0; i < 8; i++) {
         const int64_t guess = high - (n - late);
-        if (guess <= pinned)
-            break;
+        if (guess <= pinned) break;
         late = count_within(pos, rows, (Span){to_int32(guess), INT32_MAX});
-        if (late == n)
-            return to_int32(guess);
-        if (late > n)
-            break;
+        if (late == n) return to_int32(guess);
+        if (late > n) break;
         high = guess;
     }
     int64_t low = pinned < INT32_MIN ? INT32_MIN : pinned; /* n rows are at it or later */
@@ -102,8 +95,7 @@ static int32_t recent_edge(const int32_t *pos, int rows, int64_t pinned, int64_t
     while (low + 1 < high) {
         const int64_t middle = low + (high - low) / 2;
         const int late = count_within(pos, rows, (Span){to_int32(middle), INT32_MAX});
-        if (late == n)
-            return to_int32(middle);
+        if (late == n) return to_int32(middle);
         if (late > n)
             low = middle;
         else
@@ -118,17 +110,14 @@ static int h2o_victim(
     const Heads *a, const float *sums, const int32_t *pos, int n, int64_t newest_rows
 ) {
     const int unpinned = count_within(pos, n, (Span){to_int32(a->pinned), INT32_MAX});
-    if (!unpinned)
-        return -1;
+    if (!unpinned) return -1;
     int64_t count = newest_rows < unpinned - 1 ? newest_rows : unpinned - 1;
     count = count < 1 ? 1 : count;
     const int32_t before = recent_edge(pos, n, a->pinned, a->newest, (int)count);
     Span all = evictable_span(a->newest, a->sinks, a->recent, a->pinned);
-    if (!count_within(pos, n, all))
-        all = fallback_span(a->newest, a->pinned);
+    if (!count_within(pos, n, all)) all = fallback_span(a->newest, a->pinned);
     Span older = all;
-    if (before == INT32_MIN)
-        return lowest(sums, pos, n, all);
+    if (before == INT32_MIN) return lowest(sums, pos, n, all);
     older.high = older.high < before - 1 ? older.high : before - 1;
     const int found = lowest(sums, pos, n, older);
     return found >= 0 ? found : lowest(sums, pos, n, all);
@@ -141,16 +130,14 @@ int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
     const Heads a = HEAD_FACTS;
     const int threads = thread_count(&a);
     float *memory = scratch(threads * C, sizeof(float));
-    if (!memory)
-        return 1;
+    if (!memory) return 1;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < L * H; i++) {
         const int n = (int)length[i];
         float *p = memory + this_thread() * C, *total = sums + start[i];
         mean_probs(&a, i, n, p);
 #pragma omp simd
-        for (int j = 0; j < n; j++)
-            total[j] += p[j];
+        for (int j = 0; j < n; j++) total[j] += p[j];
         free_slot[i] =
             over(&a, i)
                 ? victim_row(&a, i, h2o_victim(&a, total, pos + start[i], n, newest_rows[i]))
@@ -164,8 +151,7 @@ int minikv_h2o_step(HEAD_PARAMS, float *sums, const int64_t *newest_rows) {
 static int count_below(const float *variance, const int32_t *pos, int n, Span s, float limit) {
     int found = 0;
 #pragma omp simd reduction(+ : found)
-    for (int j = 0; j < n; j++)
-        found += within(s, pos[j]) & (variance[j] < limit);
+    for (int j = 0; j < n; j++) found += within(s, pos[j]) & (variance[j] < limit);
     return found;
 }
 
@@ -183,13 +169,11 @@ static int roco_victim(
         rows = count_within(pos, n, s);
     }
     const int found = lowest(mean, pos, n, s);
-    if (found < 0)
-        return -1;
+    if (found < 0) return -1;
     int64_t nth = steady_rows < rows ? steady_rows : rows;
     nth = nth < 1 ? 1 : nth;
     /* The row with the lowest mean nearly always has one of the smallest variances. */
-    if (count_below(variance, pos, n, s, variance[found]) < nth)
-        return found;
+    if (count_below(variance, pos, n, s, variance[found]) < nth) return found;
     /* Variances are not negative, so their bits are ordered as they are. Fewer than nth are below
        `low`. */
     uint32_t low = 0, high = float_bits(variance[found]);
@@ -200,13 +184,11 @@ static int roco_victim(
             low = middle;
         else
             high = middle;
-        if (below == nth)
-            break;
+        if (below == nth) break;
     }
     const float limit = bits_float(high);
 #pragma omp simd
-    for (int j = 0; j < n; j++)
-        mean[j] = variance[j] < limit ? mean[j] : NAN;
+    for (int j = 0; j < n; j++) mean[j] = variance[j] < limit ? mean[j] : NAN;
     return lowest(mean, pos, n, s);
 }
 
@@ -219,8 +201,7 @@ int minikv_roco_step(
     const Heads a = HEAD_FACTS;
     const int threads = thread_count(&a);
     float *memory = scratch(2 * threads * C, sizeof(float));
-    if (!memory)
-        return 1;
+    if (!memory) return 1;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < L * H; i++) {
         const int n = (int)length[i];
@@ -258,12 +239,10 @@ void minikv_lowest(
     const uint8_t *over, int64_t *free_slot
 ) {
     for (int64_t i = 0; i < F; i++, score += C, pos += C) {
-        if (!over[i])
-            continue;
+        if (!over[i]) continue;
         float least = INFINITY;
 #pragma omp simd reduction(min : least)
-        for (int64_t j = 0; j < C; j++)
-            least = score[j] < least ? score[j] : least;
+        for (int64_t j = 0; j < C; j++) least = score[j] < least ? score[j] : least;
         int64_t oldest = INT64_MAX, found = 0;
         for (int64_t j = 0; j < C; j++)
             if (score[j] == least && least < INFINITY && pos[j] < oldest) {

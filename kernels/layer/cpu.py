@@ -252,20 +252,10 @@ def layers(
         told = Struct(heads, group, pitch, hidden, arena.tiles, arena.hashing)
         for part in spans:
             result = torch.empty((1, each[part.stop - 1].outs), dtype=x.dtype)
-            _layers(
-                arena.cache,
-                told,
-                c_void_p(arena.heads.at(part.start * _HEADS)),
-                c_void_p(weights.at(part.start * _WEIGHTS)),
-                len(part),
-                eps,
-                scale,
-                cos,
-                sin,
-                x,
-                qkv,
-                result,
-            )
+            rows = c_void_p(arena.heads.at(part.start * _HEADS))
+            own = c_void_p(weights.at(part.start * _WEIGHTS))
+            given = cos, sin, x, qkv, result
+            _layers(arena.cache, told, rows, own, len(part), eps, scale, *given)
             qkv = result
         return qkv
 

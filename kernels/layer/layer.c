@@ -7,12 +7,10 @@ void minikv_norm_row(int64_t n, bf16 *x, const bf16 *y, const bf16 *weight, doub
     float squares = 0.0f;
     if (y) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++)
-            x[i] = to_bf16(from_bf16(x[i]) + from_bf16(y[i]));
+        for (int64_t i = 0; i < n; i++) x[i] = to_bf16(from_bf16(x[i]) + from_bf16(y[i]));
     }
 #pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < n; i++)
-        squares += from_bf16(x[i]) * from_bf16(x[i]);
+    for (int64_t i = 0; i < n; i++) squares += from_bf16(x[i]) * from_bf16(x[i]);
     const float scale = (float)(1.0 / sqrt(squares / (double)n + eps));
 #pragma omp simd
     for (int64_t i = 0; i < n; i++)
@@ -38,16 +36,13 @@ void minikv_add_norm(
             float squares = 0.0f;
             if (more) {
 #pragma omp simd
-                for (int64_t i = 0; i < n; i++)
-                    row[i] += more[i];
+                for (int64_t i = 0; i < n; i++) row[i] += more[i];
             }
 #pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < n; i++)
-                squares += row[i] * row[i];
+            for (int64_t i = 0; i < n; i++) squares += row[i] * row[i];
             const float scale = (float)(1.0 / sqrt(squares / (double)n + eps));
 #pragma omp simd
-            for (int64_t i = 0; i < n; i++)
-                into[i] = row[i] * scale * w[i];
+            for (int64_t i = 0; i < n; i++) into[i] = row[i] * scale * w[i];
         }
     }
 }
@@ -120,8 +115,7 @@ void minikv_silu_mul(int kind, int64_t t, int64_t n, int64_t pitch, void *both) 
             float *gate = (float *)both + r * pitch;
             const float *up = gate + n;
 #pragma omp simd
-            for (int64_t i = 0; i < n; i++)
-                gate[i] = silu(gate[i]) * up[i];
+            for (int64_t i = 0; i < n; i++) gate[i] = silu(gate[i]) * up[i];
         }
     }
 }

@@ -107,8 +107,7 @@ int minikv_layers(
     const int64_t numbers = (H * G + H) * D + H * G * D + (H * G + 2 * H) * D;
     const int64_t bytes_shared = (numbers * 2 + H * G * 4 + 63) / 64 * 64;
     char *memory = malloc((size_t)(bytes_shared + threads * each + rest));
-    if (!memory)
-        return 1;
+    if (!memory) return 1;
     bf16 *first = (bf16 *)memory;
     const Memory shared = {
         first,
@@ -137,8 +136,7 @@ int minikv_layers(
             );
 #pragma omp barrier
         }
-        if (this_thread() == 0)
-            minikv_rest_end(m, hidden, x, shared.rest);
+        if (this_thread() == 0) minikv_rest_end(m, hidden, x, shared.rest);
     }
     free(memory);
     return 0;

@@ -27,14 +27,12 @@ static void fetch(const Matrix *m, Share rows) {
     const int64_t row = m->form == PLAIN ? 2 * m->n : m->form == EIGHT ? m->n : m->n / 2;
     const int64_t all = (rows.end - rows.first) * row, bytes = all < EARLY ? all : EARLY;
     const char *at = (const char *)m->weights + rows.first * row;
-    for (int64_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch(at + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
 /* Quantize x for a packed matrix; nothing to do for a plain one. */
 static void prepare(const Matrix *m, const bf16 *x, Rounded rounded) {
-    if (m->form != PLAIN)
-        minikv_round_blocks(x, m->n, 0, (m->n + BLOCK - 1) / BLOCK, rounded);
+    if (m->form != PLAIN) minikv_round_blocks(x, m->n, 0, (m->n + BLOCK - 1) / BLOCK, rounded);
 }
 
 /* out = m x + bias, for these rows of m. */
@@ -84,8 +82,7 @@ static int64_t shared_bytes(const Matrix *m, int64_t hidden) {
 /* See row.h. */
 int64_t minikv_rest_threads(const Matrix *m, int64_t more) {
     int64_t numbers = more;
-    for (int i = 0; i < 4; i++)
-        numbers += m[i].n * m[i].outs;
+    for (int i = 0; i < 4; i++) numbers += m[i].n * m[i].outs;
     return numbers > THREADS_FROM ? most_threads() : 1;
 }
 int64_t minikv_rest_bytes(const Matrix *m, int64_t hidden, int64_t threads) {
@@ -154,15 +151,13 @@ int minikv_rest(
 ) {
     const int64_t threads = minikv_rest_threads(m, 0);
     char *memory = malloc((size_t)minikv_rest_bytes(m, hidden, threads));
-    if (!memory)
-        return 1;
+    if (!memory) return 1;
 #pragma omp parallel num_threads(threads)
     {
         minikv_rest_fetch(m);
         minikv_rest_begin(m, hidden, x, memory);
         minikv_rest_share(m, hidden, mixed, mlp_norm, next_norm, eps, memory, result);
-        if (this_thread() == 0)
-            minikv_rest_end(m, hidden, x, memory);
+        if (this_thread() == 0) minikv_rest_end(m, hidden, x, memory);
     }
     free(memory);
     return 0;
@@ -171,7 +166,6 @@ int minikv_rest(
 /* Whether minikv_rest takes these four matrices. The last one may have no rows. */
 int minikv_rest_takes(const Matrix *m) {
     for (int i = 0; i < 4; i++)
-        if (m[i].outs && !minikv_rows_together(m + i))
-            return 0;
+        if (m[i].outs && !minikv_rows_together(m + i)) return 0;
     return m[2].n % unit(m + 1) == 0;
 }

@@ -110,13 +110,9 @@ def _normed(here, by, length, like):
     """The parts of `_read`, multiplied by `length` and the norm."""
     parts = ()
     for i in tl.static_range(len(here)):
-        parts += (_times_norm(here[i], by[i], length, like),)  # type: ignore[assignment]
+        part = rounded(rounded(here[i] * length, like) * by[i], like)
+        parts += (part,)  # type: ignore[assignment]
     return parts
-
-
-@triton.jit
-def _times_norm(here, by, length, like):
-    return rounded(rounded(here * length, like) * by, like)
 
 
 @triton.jit
@@ -433,19 +429,13 @@ class Rest:
 
     def __call__(self, x: Tensor, mixed: Tensor) -> Tensor:
         """See the class."""
-        self.add(x, mixed)
-        return self.normed(x) if self.following is None else self.following(x)
-
-    def add(self, x: Tensor, mixed: Tensor) -> None:
-        """Change x to the input of the next layer."""
         self.out(mixed, x, ADD)
         gated = x.new_empty((1, self.down.matrix.n))
         self.gate_up(x, gated, GATE, self.mlp_norm, self.eps)
         self.down(gated, x, ADD)
-
-    def normed(self, x: Tensor) -> Tensor:
-        """The row after the norm that follows the layer, [1, hidden]."""
-        return add_norm(x, None, self.next_norm, self.eps)
+        if self.following is None:
+            return add_norm(x, None, self.next_norm, self.eps)
+        return self.following(x)
 
 
 def rest(
@@ -462,8 +452,7 @@ def rest(
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
     """
     kind = mlp_norm.dtype
-    made = [product_of(matrix, kind) for matrix in (out, gate_up, down)]
-    first, second, third = made
+    first, second, third = (product_of(matrix, kind) for matrix in (out, gate_up, down))
     if first is None or second is None or third is None or not _norms(mlp_norm, out.outs):
         return None
     last = None if following is None else normed_product(following, next_norm, eps)

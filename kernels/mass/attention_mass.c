@@ -60,11 +60,9 @@ typedef struct {
 /* Convert `from` [size] of dtype `kind` to floats, written `step` numbers apart. */
 INLINE void widen(const void *from, int64_t kind, int64_t size, float *to, int64_t step) {
     if (kind == BF16)
-        for (int64_t d = 0; d < size; d++)
-            to[d * step] = from_bf16(((const bf16 *)from)[d]);
+        for (int64_t d = 0; d < size; d++) to[d * step] = from_bf16(((const bf16 *)from)[d]);
     else
-        for (int64_t d = 0; d < size; d++)
-            to[d * step] = ((const float *)from)[d];
+        for (int64_t d = 0; d < size; d++) to[d * step] = ((const float *)from)[d];
 }
 
 /* Row `at` of numbers of dtype `kind`. */
@@ -96,8 +94,7 @@ static void load_keys(const Shape *s, const Tensors *x, Workspace *r, int64_t h,
         r->pos[j] = pos < 0 ? -1 : pos;
         if (pos < 0) {
             r->whole = 0;
-            for (int64_t d = 0; d < s->size; d++)
-                r->k[d * BLOCK + j] = 0.0f;
+            for (int64_t d = 0; d < s->size; d++) r->k[d * BLOCK + j] = 0.0f;
             continue;
         }
         r->low = pos < r->low ? pos : r->low;
@@ -117,16 +114,14 @@ INLINE void products(const Shape *s, const Workspace *r, int64_t g, int64_t i, v
         int64_t at = i + j < r->count ? i + j : r->count - 1;
         q[j] = r->q + (g * r->most + at) * s->size;
         UNROLL
-        for (int w = 0; w < WIDE; w++)
-            x[j][w] = (vec){0};
+        for (int w = 0; w < WIDE; w++) x[j][w] = (vec){0};
     }
     for (int64_t d = 0; d < s->size; d++) {
         const float *k = r->k + d * BLOCK;
         UNROLL
         for (int j = 0; j < TILE; j++) {
             UNROLL
-            for (int w = 0; w < WIDE; w++)
-                x[j][w] += load(k + w * LANES) * q[j][d];
+            for (int w = 0; w < WIDE; w++) x[j][w] += load(k + w * LANES) * q[j][d];
         }
     }
 }
@@ -154,8 +149,7 @@ static void tile(
     for (int j = 0; j < TILE; j++)
         pos[j] = to_int32(x->q_pos[(r->t + i + (j < count ? j : count - 1)) * s->q_pos_row]);
     int none = pos[count - 1] < r->low || !reaches(s, pos[0], r->high);
-    if (none && s->made != EACH)
-        return;
+    if (none && s->made != EACH) return;
     int all = r->whole && pos[0] >= r->high && reaches(s, pos[count - 1], r->low);
     for (int64_t g = 0; g < s->group; g++) {
         const float *lse = x->lse + (h * s->group + g) * s->rows + r->t + i;
@@ -167,8 +161,7 @@ static void tile(
             UNROLL
             for (int w = 0; w < WIDE; w++) {
                 p[j][w] = p[j][w] * scale - base;
-                if (!all)
-                    p[j][w] = where(sees(s, r, w, pos[j]), p[j][w], fill(LOWEST));
+                if (!all) p[j][w] = where(sees(s, r, w, pos[j]), p[j][w], fill(LOWEST));
             }
         }
         if (s->made == PEAK) {
@@ -187,8 +180,7 @@ static void tile(
             int64_t left = s->keys - begin;
             for (int j = 0; j < count; j++) {
                 float row[BLOCK] __attribute__((aligned(64)));
-                for (int w = 0; w < WIDE; w++)
-                    store(row + w * LANES, power(p[j][w]));
+                for (int w = 0; w < WIDE; w++) store(row + w * LANES, power(p[j][w]));
                 float *to = x->each + h * s->each_head + g * s->each_group +
                             (r->t + i + j) * s->each_row + begin;
                 memcpy(to, row, 4 * (size_t)(left < BLOCK ? left : BLOCK));
@@ -209,8 +201,7 @@ static void tile(
             store(sum, most);
         }
     }
-    if (s->made != SUM)
-        return;
+    if (s->made != SUM) return;
     float share = 1.0f / (float)s->group;
     for (int w = 0; w < WIDE; w++) {
         vec sum = load(r->squares + w * LANES);
@@ -230,13 +221,11 @@ static void put(const Shape *s, const Tensors *x, Workspace *r, int64_t h, int64
         float *to = x->mass + h * s->mass_head + g * s->mass_group + begin;
         float *sums = r->sums + g * BLOCK;
         if (s->made == PEAK) {
-            for (int w = 0; w < WIDE; w++)
-                store(sums + w * LANES, power(load(sums + w * LANES)));
+            for (int w = 0; w < WIDE; w++) store(sums + w * LANES, power(load(sums + w * LANES)));
             for (int64_t j = 0; j < count; j++)
                 to[j] = sums[j] <= to[j] ? to[j] : sums[j]; /* also NaN */
         } else
-            for (int64_t j = 0; j < count; j++)
-                to[j] += sums[j];
+            for (int64_t j = 0; j < count; j++) to[j] += sums[j];
     }
     if (s->made == SUM)
         for (int64_t j = 0; j < count; j++)
@@ -251,13 +240,10 @@ static void blocks(
     for (int64_t begin = thread * BLOCK; begin < s->keys; begin += threads * BLOCK) {
         load_keys(s, x, r, h, begin);
         vec nothing = fill(s->made == PEAK ? LOWEST : 0.0f);
-        for (int64_t j = 0; j < s->group * WIDE; j++)
-            store(r->sums + j * LANES, nothing);
+        for (int64_t j = 0; j < s->group * WIDE; j++) store(r->sums + j * LANES, nothing);
         memset(r->squares, 0, 4 * BLOCK);
-        for (int64_t i = 0; i < r->count; i += TILE)
-            tile(s, x, r, h, begin, i);
-        if (s->made != EACH)
-            put(s, x, r, h, begin);
+        for (int64_t i = 0; i < r->count; i += TILE) tile(s, x, r, h, begin, i);
+        if (s->made != EACH) put(s, x, r, h, begin);
     }
 }
 
@@ -273,8 +259,7 @@ int minikv_attention_mass(const Tensors *x, const Shape *s) {
     int64_t each = queries + (s->size + s->group + TILE + 2) * BLOCK;
     each = (4 * each + 63) / 64 * 64;
     char *memory = aligned_alloc(64, (size_t)(threads * each));
-    if (memory == NULL)
-        return 2;
+    if (memory == NULL) return 2;
 #pragma omp parallel num_threads((int)threads)
     {
         const int64_t thread = this_thread(), all = threads_here();

@@ -40,8 +40,7 @@ INLINE vec larger(vec a, vec b) {
 /* Whether any lane is -1. */
 INLINE int any(ivec those) {
     int32_t found = 0;
-    for (int i = 0; i < VEC; i++)
-        found |= those[i];
+    for (int i = 0; i < VEC; i++) found |= those[i];
     return found != 0;
 }
 

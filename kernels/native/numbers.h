@@ -80,8 +80,7 @@ static inline long item_size(int kind) { return kind == INT8 ? 1 : kind == F32 ?
 
 /* Number i of a row of dtype `kind`, which is not F16. */
 static inline float number_at(const void *row, int kind, int64_t i) {
-    if (kind == INT8)
-        return ((const int8_t *)row)[i];
+    if (kind == INT8) return ((const int8_t *)row)[i];
     return kind == BF16 ? from_bf16(((const bf16 *)row)[i]) : ((const float *)row)[i];
 }
 

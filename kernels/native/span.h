@@ -37,8 +37,7 @@ static inline int within(Span s, int32_t at) { return (at >= s.low) & (at <= s.h
 static inline int count_within(const int32_t *pos, int n, Span s) {
     int found = 0;
 #pragma omp simd reduction(+ : found)
-    for (int j = 0; j < n; j++)
-        found += within(s, pos[j]);
+    for (int j = 0; j < n; j++) found += within(s, pos[j]);
     return found;
 }
 
@@ -60,8 +59,7 @@ static inline int lowest(const float *score, const int32_t *pos, int n, Span s) 
         ties += tied;
         first = here < first ? here : first;
     }
-    if (ties < 2)
-        return ties ? first : -1;
+    if (ties < 2) return ties ? first : -1;
     int32_t oldest = INT32_MAX;
 #pragma omp simd reduction(min : oldest)
     for (int j = 0; j < n; j++) {

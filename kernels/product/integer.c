@@ -76,8 +76,7 @@ INLINE ivec dot_bytes(ivec a, ivec w, ivec x) {
 #elif defined(__ARM_FEATURE_DOTPROD)
     return (ivec)vdotq_s32((int32x4_t)a, (int8x16_t)w, (int8x16_t)x);
 #else
-    for (int i = 24; i >= 0; i -= 8)
-        a += ((w << i) >> 24) * ((x << i) >> 24);
+    for (int i = 24; i >= 0; i -= 8) a += ((w << i) >> 24) * ((x << i) >> 24);
     return a;
 #endif
 }
@@ -110,8 +109,7 @@ INLINE fvec fused(fvec a, float b, fvec c) {
 #elif defined(__AVX2__) && defined(__FMA__)
     return (fvec)_mm256_fmadd_ps((__m256)a, _mm256_set1_ps(b), (__m256)c);
 #else
-    for (int i = 0; i < LANES; i++)
-        c[i] = multiply_add(a[i], b, c[i]);
+    for (int i = 0; i < LANES; i++) c[i] = multiply_add(a[i], b, c[i]);
     return c;
 #endif
 }
@@ -151,12 +149,10 @@ INLINE void multiply(
         /* 15 * 127 * 2 * 8 < 2^15: a block of four bits has eight words, summed in sixteen bits. */
         ivec part[ROWS][WIDE];
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < WIDE; v++)
-                part[r][v] = (ivec){0};
+            for (int v = 0; v < WIDE; v++) part[r][v] = (ivec){0};
         for (int64_t i = 0; i < BLOCK / 4; i++) {
             ivec w[WIDE];
-            for (int v = 0; v < WIDE; v++)
-                w[v] = load(panel + (i * SPAN + v * LANES) * 4);
+            for (int v = 0; v < WIDE; v++) w[v] = load(panel + (i * SPAN + v * LANES) * 4);
             for (int r = 0; r < rows; r++) {
                 const ivec y = spread(x + (i * rows + r) * 4);
                 for (int v = 0; v < WIDE; v++)
@@ -173,8 +169,7 @@ INLINE void multiply(
         const int64_t steps = quads * width(form);
         for (int64_t i = 0; i < steps; i++) {
             ivec w[WIDE];
-            for (int v = 0; v < WIDE; v++)
-                w[v] = load(panel + (i * SPAN + v * LANES) * 4);
+            for (int v = 0; v < WIDE; v++) w[v] = load(panel + (i * SPAN + v * LANES) * 4);
             for (int r = 0; r < rows; r++) {
                 const ivec y = spread(x + (i * rows + r) * 4);
                 for (int v = 0; v < WIDE; v++)
@@ -229,8 +224,7 @@ INLINE void multiply_panel(
 
 /* `multiply_panel` for a number of rows that is known only at run time. */
 #define IF_ROWS(R, FORM) \
-    if (rows == R)       \
-        multiply_panel(FORM, R, columns, panel, x, block, pairs, sums);
+    if (rows == R) multiply_panel(FORM, R, columns, panel, x, block, pairs, sums);
 #define MULTIPLY_ROWS(NAME, FORM)                                                               \
     static void NAME(                                                                           \
         int rows, int64_t columns, const char *panel, const char *x, const Block *block,        \
@@ -301,8 +295,7 @@ static void load_block(
     int8_t codes[BLOCK] = {0};
     const float scale = quantize_block(x, columns, codes);
     int32_t sum = 0;
-    for (int64_t i = 0; i < BLOCK; i++)
-        sum += codes[i];
+    for (int64_t i = 0; i < BLOCK; i++) sum += codes[i];
     block->scale[r] = scale;
     block->sum[r] = scale * (float)sum;
     block->start[r] = -sum * (p->m.form == FOUR ? 8 : OFFSET);
@@ -403,8 +396,7 @@ static void load_four(const Product *p, int64_t first, int64_t part, char *panel
         for (int64_t q = 0; q < columns_of(p, part) / 4; q++) {
             b16 c[4], word[4];
             __builtin_prefetch(bytes + q * 4 * half + AHEAD, 0, NEAR);
-            for (int i = 0; i < 4; i++)
-                memcpy(&c[i], bytes + (q * 4 + i) * half, 16);
+            for (int i = 0; i < 4; i++) memcpy(&c[i], bytes + (q * 4 + i) * half, 16);
             const h8 ab = (h8)LOWER_BYTES(c[0], c[1]), cd = (h8)LOWER_BYTES(c[2], c[3]);
             const h8 ef = (h8)UPPER_BYTES(c[0], c[1]), gh = (h8)UPPER_BYTES(c[2], c[3]);
             word[0] = (b16)LOWER_HALVES(ab, cd);
@@ -432,8 +424,7 @@ static void write_out(
     for (int64_t r = 0; r < rows; r++) {
         bf16 *out = p->out + (first + r) * p->m.outs + from;
 #pragma omp simd
-        for (int64_t o = 0; o < count; o++)
-            out[o] = to_bf16(sums[r * SPAN + o] * scale[o]);
+        for (int64_t o = 0; o < count; o++) out[o] = to_bf16(sums[r * SPAN + o] * scale[o]);
     }
 }
 
@@ -523,8 +514,7 @@ void minikv_round_blocks(const bf16 *x, int64_t n, int64_t first, int64_t end, R
         const int64_t at = b * BLOCK, columns = n - at < BLOCK ? n - at : BLOCK;
         int32_t sum = 0;
         out.scale[b] = quantize_block(x + at, columns, out.codes + at);
-        for (int64_t i = 0; i < columns; i++)
-            sum += out.codes[at + i];
+        for (int64_t i = 0; i < columns; i++) sum += out.codes[at + i];
         out.sum[b] = out.scale[b] * (float)sum;
         out.start[b] = -8 * sum;
     }
@@ -546,8 +536,7 @@ INLINE void dot_block(
 ) {
     for (int o = 0; o < OUTS; o++) {
         int32_t products = 0;
-        for (int64_t i = 0; i < columns; i++)
-            products += w[o * pitch + i] * x[i];
+        for (int64_t i = 0; i < columns; i++) products += w[o * pitch + i] * x[i];
         out[o] = multiply_add((float)products, scale, out[o]);
     }
 }
@@ -575,10 +564,8 @@ INLINE void dot_rows(
                 __builtin_prefetch(w + 2 * OUTS * pitch + b * OUTS + o * 64, 0, 2);
             a[o] = dot_bytes8(size, v);
         }
-        for (int o = 0; o < 4; o++)
-            a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
-        for (int o = 0; o < 2; o++)
-            a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
+        for (int o = 0; o < 4; o++) a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
+        for (int o = 0; o < 2; o++) a[o] = _mm256_hadd_epi32(a[2 * o], a[2 * o + 1]);
         a[0] = _mm256_add_epi32(
             _mm256_permute2x128_si256(a[0], a[1], 0x20), _mm256_permute2x128_si256(a[0], a[1], 0x31)
         );
@@ -637,8 +624,7 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
         }
         const bf16 *pair = pairs_of(p, b * BLOCK, from);
         if (b * BLOCK % p->m.group == 0) /* the scales of the next tiles, which are not adjacent */
-            for (int i = 0; i < 2; i++)
-                __builtin_prefetch(pair + 4 * TILE + i * 32);
+            for (int i = 0; i < 2; i++) __builtin_prefetch(pair + 4 * TILE + i * 32);
         for (int v = 0; v < 4; v++) {
             const __m256i words = _mm256_loadu_si256((const void *)(pair + v * 16));
             const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
@@ -670,12 +656,10 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
     const __m512i lower = _mm512_add_epi8(four, each);
     const __m512i upper = _mm512_add_epi8(lower, _mm512_set1_epi8(16));
     __m512 total[4];
-    for (int v = 0; v < 4; v++)
-        total[v] = _mm512_setzero_ps();
+    for (int v = 0; v < 4; v++) total[v] = _mm512_setzero_ps();
     for (int64_t b = 0; b < p->m.n / BLOCK; b++) {
         __m512i sums[4];
-        for (int v = 0; v < 4; v++)
-            sums[v] = _mm512_set1_epi32(x.start[b]);
+        for (int v = 0; v < 4; v++) sums[v] = _mm512_set1_epi32(x.start[b]);
         for (int64_t c = b * BLOCK; c < (b + 1) * BLOCK; c += 4) {
             const char *at = (const char *)bytes + c * (TILE / 2);
             __builtin_prefetch(at + AHEAD, 0, NEAR);
@@ -689,13 +673,11 @@ static void dot_tile(const Product *p, int64_t from, Rounded x, float *out) {
                 _mm512_and_si512(_mm512_srli_epi16(a, 4), low),
                 _mm512_and_si512(_mm512_srli_epi16(d, 4), low)
             };
-            for (int v = 0; v < 4; v++)
-                sums[v] = _mm512_dpbusd_epi32(sums[v], weights[v], y);
+            for (int v = 0; v < 4; v++) sums[v] = _mm512_dpbusd_epi32(sums[v], weights[v], y);
         }
         const bf16 *pair = pairs_of(p, b * BLOCK, from);
         if (b * BLOCK % p->m.group == 0)
-            for (int i = 0; i < 4; i++)
-                __builtin_prefetch(pair + 2 * TILE + i * 32);
+            for (int i = 0; i < 4; i++) __builtin_prefetch(pair + 2 * TILE + i * 32);
         for (int v = 0; v < 4; v++) {
             const __m512i words = _mm512_loadu_si512(pair + v * 32);
             const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));

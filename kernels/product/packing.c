@@ -75,8 +75,7 @@ void minikv_pack_int4(
                 const bf16 *row = w + (first + i) * n + at;
                 if (first + i < rows) {
                     /* The row's next group, which is far from this one of the next row. */
-                    for (int64_t c = group; c < 2 * group; c += 32)
-                        __builtin_prefetch(row + c);
+                    for (int64_t c = group; c < 2 * group; c += 32) __builtin_prefetch(row + c);
                     pack_group(
                         row, group, codes[i], scales + (at / group * stride + first + i) * 2
                     );
@@ -88,8 +87,7 @@ void minikv_pack_int4(
                     both[i][c] = codes[i][c] | (uint8_t)(codes[half + i][c] << 4);
             uint8_t *out = packed + first * (n / 2) + at * half;
             for (int64_t c = 0; c < group; c++)
-                for (int64_t i = 0; i < half; i++)
-                    out[c * half + i] = both[i][c];
+                for (int64_t i = 0; i < half; i++) out[c * half + i] = both[i][c];
         }
     }
 }

@@ -27,8 +27,7 @@ static inline bf16 dot(int64_t n, const bf16 *x, const bf16 *row) {
         high += (vec)(a & 0xffff0000u) * (vec)(c & 0xffff0000u);
     }
     float sum = sum_vec(low + high);
-    for (int64_t i = whole; i < n; i++)
-        sum += from_bf16(x[i]) * from_bf16(row[i]);
+    for (int64_t i = whole; i < n; i++) sum += from_bf16(x[i]) * from_bf16(row[i]);
     return to_bf16(sum);
 }
 
@@ -36,16 +35,14 @@ static inline bf16 dot(int64_t n, const bf16 *x, const bf16 *row) {
    prefetching works best with few streams. */
 void minikv_row_product(int64_t n, int64_t rows, const bf16 *x, const bf16 *w, bf16 *out) {
 #pragma omp parallel for schedule(static) if (rows * n > 65536)
-    for (int64_t o = 0; o < rows; o++)
-        out[o] = dot(n, x, w + o * n);
+    for (int64_t o = 0; o < rows; o++) out[o] = dot(n, x, w + o * n);
 }
 
 /* See row.h. */
 void minikv_plain_rows(
     int64_t n, const bf16 *x, const bf16 *w, int64_t first, int64_t end, bf16 *out
 ) {
-    for (int64_t o = first; o < end; o++)
-        out[o] = dot(n, x, w + o * n);
+    for (int64_t o = first; o < end; o++) out[o] = dot(n, x, w + o * n);
 }
 
 /* The number of threads that share a product. */

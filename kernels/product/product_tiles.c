@@ -90,8 +90,7 @@ INLINE void load_eight(const Product *p, int64_t from, int64_t at, uint32_t *to)
         x[i] = whole_numbers(_mm256_maskz_loadu_epi8(from + i < p->m.outs ? mask : 0, row));
     }
     transpose(x);
-    for (int i = 0; i < 16; i++)
-        _mm512_store_si512(to + i * 16, x[i]);
+    for (int i = 0; i < 16; i++) _mm512_store_si512(to + i * 16, x[i]);
 }
 
 /* `load_eight` for weights of four bits. The 16 rows of a column are in 16 consecutive bytes. */
@@ -124,8 +123,7 @@ INLINE void load_four(const Product *p, int64_t from, int64_t at, uint32_t *to) 
 /* Prefetch a sixteenth, number `i`, of the int8 weights of a part of 16 rows from row `from` on. */
 INLINE void expect_eight(const Product *p, int64_t from, int64_t part, int64_t i) {
     const int8_t *row = (const int8_t *)p->m.weights + (from + i) * p->m.n + part * p->steps * STEP;
-    for (int64_t at = 0; at < p->steps * STEP; at += 64)
-        __builtin_prefetch(row + at, 0, 2);
+    for (int64_t at = 0; at < p->steps * STEP; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
 /* 32-bit words of a panel. */
@@ -149,8 +147,7 @@ static void load_panel(const Product *p, int64_t from, int64_t part, uint32_t *p
 
 /* The scales of the 16 rows of weights from row `from` on; 1 for weights of four bits. */
 INLINE vec scales_from(const Product *p, int64_t from) {
-    if (p->m.form != EIGHT)
-        return fill(1.0f);
+    if (p->m.form != EIGHT) return fill(1.0f);
     int64_t left = p->m.outs - from;
     __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
     __m256i held = _mm256_maskz_loadu_epi16(mask, (const bf16 *)p->m.scales + from);
@@ -238,8 +235,7 @@ static void multiply_all(
     for (int64_t part = 0; part < p->parts; part++) {
         const uint32_t *panel = panels ? panels + part * panel_size(p) : own;
         const uint32_t *next = panels ? panel + panel_size(p) : NULL;
-        if (!panels)
-            load_panel(p, from, part, own);
+        if (!panels) load_panel(p, from, part, own);
         multiply(
             p, first, rows, from, part, x + part * apart, panel, x + (part + 1) % p->parts * apart,
             next, sums
@@ -277,8 +273,7 @@ static int product(const Product *p) {
         for (int64_t begin = 0; begin < p->t && !failed; begin += p->most) {
             int64_t here = least(p->t - begin, p->most), tiles = over(here, 16);
 #pragma omp for schedule(static)
-            for (int64_t i = 0; i < tiles; i++)
-                load_rows(p, begin + i * 16, i, tiles, x);
+            for (int64_t i = 0; i < tiles; i++) load_rows(p, begin + i * 16, i, tiles, x);
             for (int64_t low = 0; low < spans; low += block) {
                 int64_t some = least(spans - low, block), tasks = over(here, p->rows) * some;
                 if (shared) {
@@ -321,8 +316,7 @@ int minikv_rows_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x
     /* Of one size, as far as tiles of 16 rows allow: the copies, and in them the groups of rows. */
     int64_t most = over(over(t, over(t, m->n > WIDE ? MOST / 2 : MOST)), 16) * 16;
     int64_t groups = most <= ALONE ? 1 : over(most, ROWS), rows = over(over(most, groups), 16) * 16;
-    while (span > 64 && groups * over(m->outs, span) < 3 * most_threads())
-        span /= 2;
+    while (span > 64 && groups * over(m->outs, span) < 3 * most_threads()) span /= 2;
     const Product p = {*m, t, pitch, x, out, parts, over(steps, parts), span, rows, most};
     return product(&p);
 #else

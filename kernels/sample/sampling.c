@@ -132,12 +132,10 @@ static int64_t members(const Tokens *t, int bin, uint32_t *ids) {
         const int64_t end = begin + BLOCK < t->n ? begin + BLOCK : t->n;
         int some = 0;
 #pragma omp simd reduction(| : some)
-        for (int64_t i = begin; i < end; i++)
-            some |= t->bin[i] == bin;
+        for (int64_t i = begin; i < end; i++) some |= t->bin[i] == bin;
         if (some)
             for (int64_t i = begin; i < end; i++)
-                if (t->bin[i] == bin)
-                    ids[found++] = (uint32_t)i;
+                if (t->bin[i] == bin) ids[found++] = (uint32_t)i;
     }
     return found;
 }
@@ -148,15 +146,13 @@ static int64_t token_at(const Tokens *t, Measure by, int64_t limit, int64_t *end
     Sum before = {0, 0};
     const int bin = reaching(t->sums, BINS, by, limit, &before);
     *end = before.mass;
-    if (!t->sums[bin].mass)
-        return -1; /* the limit is a count, or a logit is not finite */
+    if (!t->sums[bin].mass) return -1; /* the limit is a count, or a logit is not finite */
     uint32_t *ids = t->ids, differ = 0;
     int64_t found = members(t, bin, ids);
     for (int64_t j = 1; j < found; j++)
         differ |= descending(t->logits[ids[j]]) ^ descending(t->logits[ids[0]]);
     for (int shift = 24; shift >= 0; shift -= 8) {
-        if (!(differ >> shift & (DIGITS - 1)))
-            continue; /* all have the same eight bits */
+        if (!(differ >> shift & (DIGITS - 1))) continue; /* all have the same eight bits */
         Sum sums[DIGITS] = {0};
         for (int64_t j = 0; j < found; j++) {
             Sum *own = &sums[descending(t->logits[ids[j]]) >> shift & (DIGITS - 1)];
@@ -175,8 +171,7 @@ static int64_t token_at(const Tokens *t, Measure by, int64_t limit, int64_t *end
     for (; j < found; j++) {
         before.count++;
         before.mass += t->mass[ids[j]];
-        if (measured(before, by) >= limit)
-            break;
+        if (measured(before, by) >= limit) break;
     }
     *end = before.mass;
     return ids[j < found ? j : found - 1];
@@ -203,10 +198,8 @@ int minikv_drawn(
     t->bin = (uint16_t *)(t->ids + n);
     const int64_t likely = weigh(t, temperature, min_p, scale);
     int64_t kept = 0;
-    for (int b = 0; b < BINS; b++)
-        kept += t->sums[b].mass;
-    if (top_k && top_k < n)
-        token_at(t, COUNT, top_k, &kept);
+    for (int b = 0; b < BINS; b++) kept += t->sums[b].mass;
+    if (top_k && top_k < n) token_at(t, COUNT, top_k, &kept);
     if (top_p < 1.0) {
         const int64_t least = (int64_t)ceil((double)kept * top_p);
         token_at(t, MASS, least > 1 ? least : 1, &kept);
