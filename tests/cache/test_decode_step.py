@@ -26,7 +26,6 @@ from minikv.cache.arena import TABLES, Arena
 from minikv.cache.decode_step import DecodeStep
 from minikv.engine.decode_loop import Eager
 from minikv.engine.engine import Engine
-from minikv.kernels.append.plain import Advancing, advance
 from minikv.kernels.dispatch import Kernels, TorchOnCPU, choose
 from minikv.models.llama import Llama
 from minikv.policies.base import StepView
@@ -40,21 +39,6 @@ FIRST = ("hashevict", "l2", "random", "streaming")  # these evict before attenti
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads here have a few dozen rows: views need not be padded to 256."""
     monkeypatch.setattr(eviction, "_MULTIPLE", 16)
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_the_next_newcomers_go_to_holes_or_behind_the_last_row(before: bool) -> None:
-    """A head that grows, a full one, one with a hole, one that grows further."""
-    start, cap = torch.tensor([[100, 200, 300, 400]]), torch.full((1, 4), 9)
-    length, count = torch.zeros_like(start), torch.tensor([[8, 9, 9, 5]])
-    hole, position = torch.tensor([[-1, -1, 304, -1]]), torch.tensor(50)
-    slot = torch.zeros_like(start)
-    advance(Advancing(start, length, cap, hole, position, count, slot), before=before)
-    assert int(position) == 51
-    assert length.tolist() == [[8, 9, 9, 5]]
-    assert (count - length).tolist() == [[1, not before, 0, 1]]
-    assert slot[0, [0, 2, 3]].tolist() == [108, 304, 405]
-    assert before or slot[0, 1] == 209
 
 
 # -- whole steps ----------------------------------------------------------------------------------

@@ -111,35 +111,6 @@ def test_the_best_rows_of_all_layers_stay(
     assert spread_out
 
 
-def test_a_row_of_every_column_belongs_to_its_position() -> None:
-    """What stays has its own key and value: those of the same network without eviction."""
-    net = network()
-    prompt, _ = policy("snapkv", {"window": 4})
-    run = Engine(net, over(net, Rules(prompt, policies.step_policy("roco"), Budget.parse(20))))
-    full = Engine(net, over(net))
-    for each in (run, full):
-        each.prompt(ids(90))
-    for layer in range(3):
-        for h in range(3):
-            at = run.kv.arena.segment("pos", layer, h).long()
-            for name in ("k", "v"):
-                mine = run.kv.arena.segment(name, layer, h)
-                assert torch.equal(mine, full.kv.arena.segment(name, layer, h)[at])
-
-
-def test_nothing_leaves_under_the_budget_and_heads_may_grow_to_it() -> None:
-    net = network()
-    prompt, _ = policy("snapkv")
-    run = Engine(net, over(net, Rules(prompt, policies.step_policy("roco"), Budget.parse(60))))
-    run.prompt(ids(40))
-    assert run.kv.stats().kept_min == 40
-    assert run.kv.stats().lost_max is None
-    assert (run.kv.arena.cap == 60).all()
-    for token in ids(30):
-        run.step(token)
-    assert run.kv.stats().kept_max == 60
-
-
 @pytest.mark.parametrize("windows", [None, (24, None, 60)])
 def test_what_each_layer_lost_is_the_attention_of_the_rows_that_left(
     windows: tuple[int | None, ...] | None,

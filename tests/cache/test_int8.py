@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small import PAIRS, by_day, ids, network, over
 from torch import Tensor
 
@@ -60,16 +58,6 @@ def coded(engine: Engine) -> dict[tuple[int, int, int], tuple[bytes, float]]:
     return found
 
 
-@given(st.integers(0, 1000), st.sampled_from([1e-30, 1.0, 3e4]), st.integers(1, 70))
-@settings(max_examples=50, deadline=None)
-def test_no_entry_is_off_by_more_than_half_a_step(seed: int, size: float, wide: int) -> None:
-    x = torch.randn(5, wide, generator=torch.Generator().manual_seed(seed)) * size
-    codes, scale = kernels.to_codes(x)
-    back = kernels.from_codes(codes, scale, torch.float32)
-    assert bool(((back - x).abs() <= scale[:, None] * 0.5001).all())
-    assert bool((codes.abs().amax(-1) == 127).all())
-
-
 @pytest.mark.parametrize("attend", [kernels.ragged_attention, decode_cpu.ragged_attention])
 def test_float16_does_not_overflow_before_the_scale(attend: Callable[..., Any]) -> None:
     q, k = torch.full((1, 1, 128), 5.0).half(), torch.ones(3, 128).half()
@@ -85,32 +73,6 @@ def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
     back = kernels.from_codes(*kernels.to_codes(x), torch.float32)
     assert back[0].tolist() == [0.0, 0.0]
     assert back[1].isnan().all()
-
-
-@pytest.mark.parametrize("attend", [kernels.ragged_attention, decode_cpu.ragged_attention])
-@pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 17, 31), (9000, 9000, 8000)])
-def test_attention_over_codes_is_attention_over_what_they_stand_for(
-    attend: Callable[..., Any], lengths: tuple[int, ...]
-) -> None:
-    """Heads alike, uneven heads in one product, and so many rows that heads go one by one."""
-    made = torch.Generator().manual_seed(1)
-    heads, group, size = 3, 7, 8
-    q = torch.randn(heads, group, size, generator=made)
-    length = torch.tensor(lengths)
-    start = torch.arange(heads) * (int(length.max()) + 2)
-    k, v = (torch.randn(int(start[-1] + length[-1]), size, generator=made) for _ in range(2))
-    (ck, sk), (cv, sv) = kernels.to_codes(k), kernels.to_codes(v)
-    rows = kernels.Segments(ck, cv, start, length, int(length.max()), k_scale=sk, v_scale=sv)
-    got, lse = attend(q, rows)
-    dense = kernels.from_codes(ck, sk, torch.float32), kernels.from_codes(cv, sv, torch.float32)
-    for h in range(heads):
-        rows = slice(int(start[h]), int(start[h] + length[h]))
-        logits = q[h].double() @ dense[0][rows].double().T * size**-0.5
-        want = logits.softmax(-1) @ dense[1][rows].double()
-        torch.testing.assert_close(got[h].double(), want, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(lse[h].double(), logits.logsumexp(-1), rtol=1e-4, atol=1e-4)
-    exact, _ = attend(q, kernels.Segments(k, v, start, length, int(length.max())))
-    assert not torch.equal(got, exact)  # codes do lose something
 
 
 @pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
@@ -159,16 +121,6 @@ def test_the_bytes_are_counted_as_they_are() -> None:
         assert stats.full_bytes == 3 * 3 * 100 * (2 * 8 * 4 + 4)  # in the network's dtype
         assert stats.state_bytes == 0
         assert stats.allocated_bytes >= stats.held_bytes
-
-
-def test_a_budget_in_bytes_buys_more_rows() -> None:
-    rows = {}
-    for kv in (torch.int8, None):
-        engine = run(network(head_dim=16), "snapkv", "none", "40KiB", kv=kv)
-        engine.prompt(ids(400))
-        rows[kv] = engine.kv.stats().budget_rows
-        assert engine.kv.stats().held_bytes <= 40 * 1024
-    assert rows[torch.int8] > 2.5 * rows[None]  # 44 bytes a row against 132
 
 
 @pytest.mark.parametrize("chunk", range(0, 9, 2))

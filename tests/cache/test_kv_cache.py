@@ -23,11 +23,10 @@ from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
-from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
-from minikv.policies.parts import LayerAllocator, policy_columns, smallest_budget
+from minikv.policies.parts import LayerAllocator
 
 
 def two_turns(runner: object, first: int, second: int, answer: int = 6) -> list[Tensor]:
@@ -136,34 +135,6 @@ def test_an_evicted_cache_is_a_masked_full_cache(prompt: str, step: str, kind: s
                 got = run.step(token)
                 oracle.hide_all_but_rows_of(run.kv)
             compare(got, [token])
-
-
-@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
-def test_caps_hold_and_positions_are_whole(prompt: str, step: str) -> None:
-    """Any sequence of prompts and answers: totals, caps, uniqueness, the newest row present."""
-    net = network()
-    budget = 48
-    run = engine(net, prompt, step, budget)
-    kv = run.kv
-    generator = torch.Generator().manual_seed(3)
-    for turn in range(4):
-        run.prompt(ids(int(torch.randint(1, 120, (1,), generator=generator)), seed=turn))
-        check(kv, budget, exact=True)
-        length = int(torch.randint(1, 24, (1,), generator=generator))
-        for i, token in enumerate(ids(length, seed=70 + turn)):
-            assert torch.isfinite(run.step(token)).all()
-            if i < 2 or i % 4 == 0:  # looking takes as long as ten steps
-                check(kv, budget, exact=False)
-    rows = sum(len(kv.kept(layer, head)) for layer in range(3) for head in range(3))
-    columns = policy_columns(kv.rules.prompt, kv.rules.step)
-    state = sum(dtype.itemsize for dtype in columns.values())
-    if step == "roco":  # two sums and a count in float32
-        assert sum(dtype.itemsize for dtype in policy_columns(None, kv.rules.step).values()) == 12
-    stats = kv.stats()
-    assert stats.held_bytes == rows * (2 * 8 * 4 + 4 + state)
-    assert stats.state_bytes == rows * state
-    assert stats.full_bytes == kv.position * 9 * (2 * 8 * 4 + 4)
-    assert stats.allocated_bytes >= stats.held_bytes
 
 
 def check(kv: KVCache, budget: int, *, exact: bool) -> None:
@@ -323,20 +294,6 @@ def test_answers_without_eviction_outgrow_their_room() -> None:
     assert want.isfinite().all()
 
 
-@pytest.mark.parametrize(("prompt", "step"), by_day([p for p in PAIRS if p != ("full", "none")]))
-def test_smallest_budget_is_named_and_works(prompt: str, step: str) -> None:
-    net = network()
-    made = policies.step_policy(step, SOON.get(step))
-    least = smallest_budget(policies.prompt_policy(prompt), made)
-    with pytest.raises(UsageError) as refused:
-        scheduler(net, prompt, step, least - 1)
-    assert str(least) in refused.value.hint
-    run = engine(net, prompt, step, least)
-    run.prompt(ids(90))
-    for token in ids(30):
-        assert torch.isfinite(run.step(token)).all()
-
-
 def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> None:
     net = network()
     run = engine(net, "full", "none", None)
@@ -380,37 +337,6 @@ def test_without_memory_for_its_columns_a_policy_is_not_taken(
     assert run.kv.rules.step is before
     assert run.kv.arena.columns.keys() == columns.keys()
     assert all(run.kv.arena.columns[name] is column for name, column in columns.items())
-
-
-def test_a_share_and_bytes_become_rows() -> None:
-    net = network()
-    run = engine(net, "adakv", "roco", "50%")
-    run.prompt(ids(200))
-    assert run.kv.stats().kept_mean == 100
-    run = engine(net, "adakv", "roco", "64KiB")
-    run.prompt(ids(800))
-    stats = run.kv.stats()
-    assert 0.98 * 65536 < stats.held_bytes <= 65536
-    with pytest.raises(UsageError):
-        engine(net, "adakv", "roco", "10%").prompt(ids(50))
-
-
-def test_window_layers_hold_no_more_than_their_window() -> None:
-    net = network(windows=(20, None, 70))
-    run = engine(net, "full", "none", None)
-    oracle = Dense(net)
-    tokens = ids(90)
-    torch.testing.assert_close(run.prompt(tokens), oracle.prompt(tokens), rtol=1e-4, atol=1e-4)
-    for token in ids(60, seed=1):
-        torch.testing.assert_close(run.step(token), oracle.step(token), rtol=1e-4, atol=1e-4)
-    held = run.kv.arena.held
-    assert (held[0] <= 20).all()
-    assert (held[1] == 150).all()
-    assert (held[2] <= 70).all()
-    stats = run.kv.stats()
-    assert stats.full_bytes == (19 + 150 + 69) * 3 * (stats.row_bytes + 4)
-    assert stats.held_bytes == stats.full_bytes
-    assert stats.saved == 0
 
 
 @pytest.mark.parametrize("step", policies.step_names())
@@ -500,11 +426,6 @@ def test_a_layer_without_room_for_what_is_protected_is_refused() -> None:
     run = engine(network(), "pyramidkv", "none", 12, prompt_options=options)
     run.prompt(ids(90))
     assert run.kv.stats().kept_min == 9
-
-
-def _shape(net: Llama) -> Shape:
-    c = net.config
-    return Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context)
 
 
 def test_what_is_told_of_a_prompt_under_way_and_after_it() -> None:
@@ -667,24 +588,6 @@ def test_a_question_decided_what_stayed_where_it_was_looked_at(name: str) -> Non
     assert not run.kv.stats().shaped
     run.prompt(ids(80, seed=1))
     assert run.kv.stats().shaped == ("snapkv" in name)
-
-
-def test_heads_that_fill_up_one_after_the_other_all_have_room() -> None:
-    """Under an adaptive budget, rounded as the authors do, without a step policy: every head takes
-    every token of an answer, loses none, and stays in its own segment."""
-    options: dict[str, object] = {"window": 4, "sinks": 0, "rounding": "official"}
-    run = engine(network(), "adakv", "none", 30, prompt_options=options)
-    run.prompt(ids(120), room=5)
-    before = [[run.kv.kept(i, h).tolist() for h in range(3)] for i in range(3)]
-    room = {int(n) for n in (run.kv.arena.capacity - run.kv.arena.held).flatten()}
-    assert len(room) > 1
-    for token in ids(50):
-        assert run.step(token).isfinite().all()
-        arena = run.kv._arena
-        assert bool((arena.length <= arena.capacity).all())
-    for i in range(3):
-        for h in range(3):
-            assert run.kv.kept(i, h).tolist() == [*before[i][h], *range(120, 170)]
 
 
 def test_a_step_that_begins_again_is_the_one_that_a_graph_holds() -> None:

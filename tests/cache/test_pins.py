@@ -12,26 +12,6 @@ from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 
 
-@pytest.mark.parametrize("policy", ["adakv", "streaming", "nacl", "l2", "h2o"])
-@pytest.mark.parametrize("step", ["roco", "h2o", "tova", "streaming", "hashevict"])
-def test_pinned_rows_never_leave(policy: str, step: str) -> None:
-    net = network()
-    run = engine(net, policy, step, 64)
-    run.kv.pin(20)
-    for turn in range(3):
-        run.prompt(ids(80, seed=turn))
-        for token in range(6):
-            run.step(token)
-        for layer in range(3):
-            for head in range(3):
-                held = run.kv.kept(layer, head).tolist()
-                assert held[:20] == list(range(20))
-                assert len(held) <= 64 or policy == "adakv"
-    run.reset()
-    run.prompt(ids(80))
-    assert any(run.kv.kept(0, h).tolist()[:20] != list(range(20)) for h in range(3))
-
-
 def test_pins_beyond_the_budget_are_refused() -> None:
     run = engine(network(), "adakv", "roco", 64)
     with pytest.raises(UsageError) as refused:

@@ -206,24 +206,6 @@ def same(one: Engine, other: Engine) -> None:
             assert torch.equal(mine, theirs), (name, layer, head)
 
 
-def test_the_best_rows_of_all_layers_stay() -> None:
-    """One budget over all layers and heads, of which the first rows take their part."""
-    net = network()
-    run, seen = made(net, "kvzip", 15, sinks=2)
-    run.prompt(ids(60))
-    rows = []
-    for layer, view in seen.items():
-        assert view.peak is not None
-        for h in range(3):
-            worth = view.peak[h].tolist()
-            rows += [(2 <= p < 59, -worth[p], -p, 3 * layer + h) for p in range(60)]
-    want: list[list[int]] = [[] for _ in range(9)]
-    for _, _, p, head in sorted(rows)[: 15 * 9]:
-        want[head].append(-p)
-    assert kept(run.kv) == [sorted(some) for some in want]
-    assert len({len(some) for some in want}) > 1
-
-
 def test_every_head_keeps_the_same_where_that_is_asked_for() -> None:
     run, _ = made(network(), "kvzip+uniform", 15)
     run.prompt(ids(60))

@@ -1,4 +1,4 @@
-"""The twelve figures of minikv on a GPU, and comparisons that decide which form of a kernel stays.
+"""The figures of minikv on a GPU, and prompts by FlashAttention beside cuDNN.
 
     python tests/gpu/figures.py --json FILE [--seconds N] [--items NAME ...] [--second]
     TRITON_INTERPRET=1 python tests/gpu/figures.py --device cpu --small --json FILE
@@ -63,7 +63,6 @@ from minikv.kernels import dispatch, rows_attention
 from minikv.kernels.attention import plain as attention
 from minikv.kernels.attention.cudnn import make_plans, planned
 from minikv.kernels.dispatch import Kernels, on_gpu
-from minikv.kernels.evict import plain as choose
 from minikv.loader import shape_of, workspace
 from minikv.models.llama import Llama
 
@@ -73,32 +72,10 @@ _FEW = 1, 1, 1  # where nothing is measured
 ROOM = 512  # steps that fit behind a prompt without eviction
 
 
-def cublas() -> Kernels:
-    """cuBLAS multiplies, in nine launches a layer instead of six."""
-    found = on_gpu()
-    found.products = False
-    return found
-
-
 def flash() -> Kernels:
     """Prompts are read with FlashAttention 2, whatever their length."""
     found = on_gpu()
     found.last_rows_attention = attention.last_rows_attention  # type: ignore[method-assign]
-    return found
-
-
-def torch_steps() -> Kernels:
-    """What a step policy does before and after attention is in torch."""
-    found = on_gpu()
-    found.evict, found.append_evict = {}, {}
-    return found
-
-
-def torch_selection() -> Kernels:
-    """The rows that stay after a prompt are chosen in torch, and moved in Triton."""
-    found = on_gpu()
-    for name in ("order_key", "best", "wanted"):
-        setattr(found, name, getattr(choose, name))
     return found
 
 
@@ -495,69 +472,22 @@ def long(bench: Bench) -> None:
         bench.close(one)
 
 
-# -- 4 ---------------------------------------------------------------------------------------------
-
-
-def products(bench: Bench) -> None:
-    """A whole step, by who multiplies and how it is launched."""
-    in_turns(
-        bench,
-        ("own products", bench.ops, True),
-        ("cuBLAS", bench.variant(cublas), True),
-        ("no graph", bench.ops, False),
-    )
-
-
-def in_turns(bench: Bench, *ways: tuple[str, Any, bool]) -> None:
-    """Steps of adakv with roco: name, kernels, and whether they are captured."""
-    series, found = [], {}
-    for name, ops, graph in ways:
-        one = bench.start(
-            "adakv", "roco", 512, bench.tokens(8), name=name, ops=ops, graph=graph, warm=False
-        )
-        found[name] = written(one.cached, 2 if bench.small else 16)
-        series.append(one)
-    for _ in range(bench.rounds + 2):
-        for one in series:
-            one.write(bench.steps)
-    first = found[ways[0][0]]
-    for one, (name, *_) in zip(series, ways, strict=True):
-        same = sum(a == b for a, b in zip(found[name], first, strict=True))
-        bench.step_row(one, same=f"{same} of {len(first)} tokens")
-    bench.close(*series)
-
-
 # -- 5 ---------------------------------------------------------------------------------------------
 
 
 def evicting(bench: Bench) -> None:
     """What a step policy adds to a step, over a cache that holds the same rows."""
-    in_torch = bench.variant(torch_steps) if bench.gpu else None
-    for policy, decode, rows, ops in (
-        ("adakv", "roco", 1024, bench.ops),
-        ("adakv", "roco", 1024, in_torch),
-        ("adakv", "h2o", 1024, bench.ops),
-        ("adakv", "h2o", 1024, in_torch),
-        ("adakv", "hashevict", 1024, bench.ops),
-        ("adakv", "hashevict", 1024, in_torch),
-        *(
-            ("adakv", name, 1024, bench.ops)
-            for name in ("streaming", "tova", "scissorhands", "l2", "random", "rkv")
-        ),
-        ("adakv", "tova", 4096, bench.ops),
-    ):
-        if ops is None:
-            continue
-        name = "in torch" if ops is in_torch else ""
-        one = bench.start(policy, decode, rows, bench.tokens(8), name=name, ops=ops)
+    steps = "roco h2o hashevict streaming tova scissorhands l2 random rkv".split()
+    for decode, rows in (*((name, 1024) for name in steps), ("tova", 4096)):
+        one = bench.start("adakv", decode, rows, bench.tokens(8))
         base = one.cached.without_policy()
-        base.engine.kv.use(ops)
+        base.engine.kv.use(bench.ops)
         bases = []
         for _ in range(bench.rounds):
             one.cached.write(bench.warm)  # the copy has moved the cache: steps are recorded again
             one.write(bench.steps)
             base.copy(one.cached)
-            bench.net.use(ops)
+            bench.net.use(bench.ops)
             base.write(bench.warm)
             bases.append(base.write(bench.steps))
         added = median(a - b for a, b in zip(one.times, bases, strict=True))
@@ -572,23 +502,13 @@ def evicting(bench: Bench) -> None:
 
 
 def ends(bench: Bench) -> None:
-    """What eviction after a prompt takes, by the cache's own events; and its parts in torch."""
+    """What eviction after a prompt takes, by the cache's own events."""
     layers = bench.sizes.layers
     for thousands in (8, 32):
-        for policy, ops in (
-            ("adakv", bench.ops),
-            ("adakv", bench.variant(torch_selection) if bench.gpu else None),
-            ("snapkv", bench.ops),
-            ("h2o", bench.ops),
-        ):
-            if ops is None:
-                continue
-            name = "" if ops is bench.ops else "chosen in torch"
+        for policy in ("adakv", "snapkv", "h2o"):
             best: Series | None = None
             for _ in range(1 if bench.small or thousands > 8 else 2):
-                one = bench.start(
-                    policy, "none", 512, bench.tokens(thousands), name=name, ops=ops, warm=False
-                )
+                one = bench.start(policy, "none", 512, bench.tokens(thousands), warm=False)
                 bench.close(one)
                 if best is None or one.facts["evict_ms"] < best.facts["evict_ms"]:
                     best = one
@@ -605,24 +525,6 @@ def ends(bench: Bench) -> None:
     told = bench.profiled(lambda: one.cached.read(ids, ROOM), 1)
     bench.row(f"kernels of a prompt, {one.case}", **told)
     bench.close(one)
-    for n in (bench.tokens(8), bench.tokens(32)):
-        heads, many = 8, min(512 * 8 + 8, 4 * n)
-        each = min(many, n)
-        scores = torch.rand(heads, n, device=bench.device)
-        key = (scores * 2**30).to(torch.int64)
-        ways: tuple[tuple[str, Callable[[int], object]], ...] = (
-            ("topk of int64, layer", lambda i, x=key, m=many: x.flatten().topk(m)),
-            (
-                "topk of float32, layer",
-                lambda i, x=scores, m=many: x.flatten().topk(m, sorted=False),
-            ),
-            ("topk of int64, heads", lambda i, x=key, m=each: x.topk(m, 1)),
-            ("topk of float32, heads", lambda i, x=scores, m=each: x.topk(m, 1)),
-            ("sort of float32, heads", lambda i, x=scores: x.sort(1)),
-            ("cumsum, heads", lambda i, x=key: x.cumsum(1)),
-        )
-        for name, run in ways:
-            bench.us_row(f"{name}, {n:,} rows", run, 4)
 
 
 # -- 8 ---------------------------------------------------------------------------------------------
@@ -692,28 +594,6 @@ def alone(bench: Bench) -> None:
             timing = kernels.timed(case, bench.ops, bench.device, bench.rates, rounds)
             us, floor = timing.seconds * 1e6, timing.floor_s * 1e6
             bench.row(f"{case.name}, {case.case}", us=us, floor_us=floor, share=floor / us)
-    slots = torch.zeros(8, dtype=torch.int64, device=bench.device)
-    bench.us_row("the fill within hash append", lambda i: slots.fill_(-1), 16)
-    if not bench.gpu:
-        return
-    heads, group, size = 8, 4, 128
-    for n in lengths:
-        sets = max(1, min(32, (256 << 20) // (heads * n * size * 4)))
-        q = [bench.normal(heads, group, size) for _ in range(sets)]
-        k, v = ([bench.normal(heads * n, 1, size) for _ in range(sets)] for _ in range(2))
-        at = torch.arange(heads + 1, dtype=torch.int32, device=bench.device)
-        run = partial(varlen, q, k, v, at, at * n, n)
-        case = f"flash, KV heads as sequences, {n:,} rows"
-        bench.us_row(case, run, sets, heads * n * size * 4)
-
-
-def varlen(
-    q: list[Tensor], k: list[Tensor], v: list[Tensor], at: Tensor, ends: Tensor, n: int, i: int
-) -> object:
-    """torch's attention over heads of different lengths, a head as a sequence."""
-    return torch.ops.aten._flash_attention_forward(
-        q[i], k[i], v[i], at, ends, 1, n, 0.0, False, False
-    )
 
 
 # -- 10 --------------------------------------------------------------------------------------------
@@ -891,7 +771,6 @@ FIRST = (
     Item("ceilings", 12, ceilings),
     Item("steps at 8k", 18, partial(steps, thousands=8)),
     Item("steps at 32k", 20, partial(steps, thousands=32)),
-    Item("products", 12, products),
     Item("step policies", 40, evicting),
     Item("prompt ends", 22, ends),
     Item("steps at 128k", 48, long),

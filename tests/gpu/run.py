@@ -1,6 +1,6 @@
 """Try and measure minikv on a GPU, with one command.
 
-    python tests/gpu/run.py [first]                  facts, checks, the twelve figures: 7 minutes
+    python tests/gpu/run.py [first]                  facts, checks, the figures: 7 minutes
     python tests/gpu/run.py second                   what failed the first time, and comparisons
     python tests/gpu/run.py check | measure          all tests for a GPU; `minikv bench`
     python tests/gpu/run.py smoke figures 512k       steps by name

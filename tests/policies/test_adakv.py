@@ -49,45 +49,6 @@ def ada(alpha: float) -> HeadAllocator:
     return policy.heads
 
 
-def test_adaptive_heads_follow_need() -> None:
-    scores = torch.tensor([[9.0, 8.0, 7.0, 6.0], [5.0, 1.0, 1.0, 1.0]])
-    free = torch.ones_like(scores, dtype=torch.bool)
-    pos = torch.arange(4).expand(2, 4)
-    assert wanted(scores, pos, free, 4) == [4, 0]
-    assert shared(ada(0.0), scores, pos, free, 4) == [4, 0]
-    assert shared(ada(1.0), scores, pos, free, 4) == [2, 2]
-    assert shared(ada(0.5), scores, pos, free, 4) == [3, 1]
-    assert shared(HeadAllocator(), scores, pos, free, 4) == [2, 2]
-
-
-def test_equal_scores_are_judged_by_age_and_not_by_slot() -> None:
-    """An overwritten cache holds its rows in any order; the shares of the heads do not change."""
-    scores = torch.tensor([[3.0, 3.0, 1.0, 3.0], [3.0, 0.0, 3.0, 3.0]])
-    free = torch.ones_like(scores, dtype=torch.bool)
-    pos = torch.arange(4).expand(2, 4)
-    assert [wanted(scores, pos, free, n) for n in (1, 2, 3, 4)] == [[1, 0], [1, 1], [1, 2], [2, 2]]
-    for seed in range(10):
-        order = torch.stack(
-            [torch.randperm(4, generator=torch.Generator().manual_seed(seed + h)) for h in (0, 50)]
-        )
-        moved = scores.gather(1, order), order, free
-        assert [wanted(*moved, n) for n in (1, 2, 3, 4)] == [[1, 0], [1, 1], [1, 2], [2, 2]]
-
-
-def test_adaptive_heads_keep_the_most_mass() -> None:
-    """Ada-KV theorem 3.1: without a safeguard no allocation keeps more of the scores."""
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(20):
-        scores = torch.rand(4, 60, generator=generator) ** 4
-        free = torch.ones_like(scores, dtype=torch.bool)
-        pos = torch.arange(60).expand(4, 60)
-
-        def mass(counts: list[int], scores: torch.Tensor = scores) -> float:
-            return sum(float(s.topk(n).values.sum()) for s, n in zip(scores, counts, strict=True))
-
-        assert mass(shared(ada(0.0), scores, pos, free, 48)) >= mass([12] * 4)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [

@@ -39,18 +39,6 @@ def test_all_heads_keep_the_same_chunks_and_the_youngest_of_one_more() -> None:
     assert part.tolist() == [False] * 5 + [True] * 5
 
 
-def test_chunks_of_one_row_are_snapkv_summed_over_heads() -> None:
-    mass = random_mass(heads=1)
-    one = build("chunkkv", {"chunk": 1, "kernel": 7})
-    snap = build("snapkv")
-    seen = view(mass, 32)
-    assert torch.equal(choose(one, seen, 60), choose(snap, seen, 60))
-    both = view(random_mass(heads=2), 32)
-    scores = one.scorer.score(both)
-    want = snap.scorer.score(both).sum(0)
-    torch.testing.assert_close(scores[0], want)
-
-
 def test_a_head_that_has_lost_a_chunk_takes_what_it_has() -> None:
     mass = random_mass(heads=2, rows=40)
     seen = view(mass, 4)

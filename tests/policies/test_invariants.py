@@ -26,10 +26,9 @@ from small import (
     network,
     over,
     spell,
-    victims,
 )
 from torch import Tensor
-from views import asked, view
+from views import view
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -132,20 +131,6 @@ def test_any_composition_on_a_large_budget_changes_no_bit(
 # -- 4 to 6 ---------------------------------------------------------------------------------
 
 
-@given(SEEDS, st.integers(1, 40), st.integers(1, 60), st.integers(0, 90))
-@BRIEF
-def test_snapkv_without_pooling_is_nacl_without_its_draw(
-    seed: int, window: int, more: int, extra: int
-) -> None:
-    """Invariant 4: the last W queries as proxies, no draw, no sinks."""
-    made = rows(seed, window + more + extra)
-    snap = one("snapkv", {"window": window, "kernel": 1})
-    nacl = one("nacl", {"proxies": window, "sinks": 0, "random": 0.0})
-    found = chosen(snap, made, window + more)
-    assert found == chosen(nacl, made, window + more)
-    assert {len(r) for r in found} == {window + more}
-
-
 @pytest.mark.parametrize("name", ["nacl", "h2o"])
 @given(SEEDS, st.integers(1, 50))
 @BRIEF
@@ -167,65 +152,10 @@ def test_scores_are_column_sums_of_the_attention(name: str, seed: int, proxies: 
     assert chosen(policy, made, proxies + 9) == want
 
 
-@given(SEEDS, st.integers(2, 60), st.integers(0, 60))
-@BRIEF
-def test_tova_per_head_is_nacl_with_one_proxy(seed: int, budget: int, extra: int) -> None:
-    """Invariant 6. The newest row, which is the proxy, stays."""
-    made = rows(seed, budget + extra)
-    tova = one("tova", {"per_head": True, "protect_newest": True})
-    nacl = one("nacl", {"proxies": 1, "sinks": 0, "random": 0.0})
-    assert chosen(tova, made, budget) == chosen(nacl, made, budget)
-
-
 # -- 7 and 8 --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounding", ["exact", "official"])
-@given(SEEDS, st.integers(33, 70), st.integers(0, 60), st.sampled_from(["max", "avg"]))
-@BRIEF
-def test_adakv_with_every_row_sure_is_snapkv(
-    rounding: str, seed: int, budget: int, extra: int, pooling: str
-) -> None:
-    """Invariant 7: alpha = 1, for the exact and for the authors' rounding."""
-    made = rows(seed, budget + extra, heads=3, group=1)
-    ada = one("adakv", {"alpha": 1.0, "pooling": pooling, "rounding": rounding})
-    found = chosen(ada, made, budget)
-    assert found == chosen(one("snapkv", {"pooling": pooling}), made, budget)
-    assert {len(r) for r in found} == {budget}
-
-
-@given(SEEDS, st.integers(33, 70), st.integers(0, 80), st.sampled_from(["", "+ada"]))
-@BRIEF
-def test_a_pyramid_of_one_width_is_snapkv(seed: int, budget: int, extra: int, more: str) -> None:
-    """Invariant 8: beta = 1."""
-    made = rows(seed, budget + extra, layers=3)
-    flat = chosen(one(f"pyramidkv{more}", {"beta": 1}), made, budget)
-    assert flat == chosen(one(f"snapkv{more}"), made, budget)
-
-
 # -- 10 -------------------------------------------------------------------------------------
-
-
-@given(SEEDS, st.integers(0, 5), st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
-@BRIEF
-def test_roco_without_its_scope_takes_h2os_victim(
-    seed: int, sinks: int, recent: int, older: int, age: int
-) -> None:
-    """Invariant 10: when all rows were seen by as many queries, a mean is a sum."""
-    count = sinks + older + recent
-    generator = torch.Generator().manual_seed(seed)
-    sums = torch.rand(3, count, generator=generator)
-    squares = torch.rand(3, count, generator=generator)  # whatever it is: nothing is out of scope
-    order = torch.stack([torch.randperm(count, generator=generator) for _ in range(3)])
-    columns = {"sum": sums, "squares": squares, "count": torch.full_like(sums, float(age))}
-    roco = step("roco", {"sinks": sinks, "recent": recent, "scope": 0.0, "pool": 1, "lead": 1})
-    share = min(0.95, (recent + 0.5) / (count - 1))
-    h2o = step("h2o", {"sinks": sinks, "recent_share": share})
-    first = victims(roco, asked(roco, count, order, columns))
-    if int(share * (count - 1)) == recent:  # a share of 0.95 is the most
-        assert torch.equal(first, victims(h2o, asked(h2o, count, order, columns)))
-    free = (order >= sinks) & (order < count - recent)
-    assert torch.equal(first, sums.masked_fill(~free, torch.inf).argmin(1))
 
 
 @pytest.mark.parametrize("stride", [0, 4])

@@ -10,16 +10,6 @@ from minikv.errors import UsageError
 from minikv.policies.kvcrush import anchor
 
 
-def test_kvcrush_without_representatives_is_its_base() -> None:
-    mass = random_mass()
-    for base in ("snapkv", "tova", "l2"):
-        sinks = {} if base != "snapkv" else {"sinks": 0}
-        crushed = build(f"kvcrush({base})", {"ratio": 0.0} | sinks)
-        assert torch.equal(
-            choose(crushed, view(mass, 32), 180), choose(build(base), view(mass, 32), 180)
-        )
-
-
 @pytest.mark.parametrize("kind", ["mean", "inv_mean", "alternate", "random", "zeros", "ones"])
 @pytest.mark.parametrize("total", [3 * 37, 3 * 44, 3 * 119])
 def test_kvcrush_keeps_its_sizes(kind: str, total: int) -> None:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from small import engine, ids, network
-from spy import Spy
-from torch import Tensor
 from views import build, choose, random_mass, view
-
-from minikv.cache.rules import Rules
 
 
 def test_draws_repeat_with_the_seed_and_differ_between_layers() -> None:
@@ -22,18 +15,6 @@ def test_draws_repeat_with_the_seed_and_differ_between_layers() -> None:
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     assert not torch.equal(a, d)
-
-
-def test_nacl_draws_a_share_and_keeps_its_sizes() -> None:
-    mass = random_mass()
-    for share in (0.0, 0.35, 1.0):
-        kept = choose(build("nacl", {"random": share}), view(mass, 32), 3 * 60)
-        assert kept.sum(1).tolist() == [60] * 3
-        assert bool(kept[:, :4].all())
-        assert bool(kept[:, -32:].all())
-        best = choose(build("nacl", {"random": 0.0}), view(mass, 32), 3 * 60)
-        same = int((kept & best).sum())
-        assert same == 180 if share == 0 else same < 180
 
 
 def test_nacl_draws_in_proportion_to_the_score() -> None:
@@ -52,28 +33,6 @@ def test_nacl_draws_in_proportion_to_the_score() -> None:
         n = trials * 40
         chi = float(((counts - n * want) ** 2 / (n * want)).sum())
         assert chi < 16.3, temperature  # 3 degrees of freedom, p = 0.001
-
-
-def test_proxies_that_are_all_queries_are_h2o() -> None:
-    """N1: the same scores, so the same rows, if both protect the same."""
-    net = network()
-    kept = []
-    for name, options in (
-        ("nacl", {"proxies": 90, "sinks": 0, "random": 0.0}),
-        ("h2o", {"window": 1}),
-    ):
-        run = engine(net, name, "none", 91, prompt_options=options)
-        seen: list[Tensor] = []
-        policy = run.kv.rules.prompt
-        assert policy is not None
-        scorer = Spy(policy.scorer, lambda _, scores, seen=seen: seen.append(scores))
-        run.kv.configure(Rules(replace(policy, scorer=scorer), None, run.kv.rules.budget))
-        run.prompt(ids(90))
-        run.prompt(ids(9, seed=1))
-        kept.append(seen[0] if seen else torch.empty(0))
-    assert kept[0].shape[1] == 99
-    # The second prompt of 9 has 9 queries in both cases.
-    assert torch.allclose(kept[0], kept[1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_draw_follows_ranks_where_scores_are_no_weights() -> None:

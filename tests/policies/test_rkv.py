@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import SOON, VOCAB, Walk, engine, ids, network
+from small import VOCAB, Walk, engine, ids, network
 from stepping import GREEDY, pair
 from tape import Tape
 from torch import Tensor
@@ -18,7 +18,6 @@ from views import asked
 
 from minikv import kernels, policies
 from minikv.cache.budget import Budget
-from minikv.cache.eviction import leaving
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
@@ -52,87 +51,10 @@ def view(
 
 # -- by hand --------------------------------------------------------------------------------------
 
-ANGLES = (0.0, 60.0, 0.0, 90.0)
-"""Of four keys in a plane. Cosines: .5 .5 and 1 between the first three, which are of one another;
-0, sqrt(3)/2 and 0 between them and the last."""
-
 
 def plane(angles: tuple[float, ...], length: float = 2.0) -> Tensor:
     at = torch.tensor(angles).deg2rad()
     return length * torch.stack((at.cos(), at.sin()), -1)
-
-
-def test_the_newest_of_the_keys_that_are_alike_is_excused() -> None:
-    """Above .4: rows 0, 1 and 2 are alike, and 1 and 3. Row 0 excuses 2, row 1 excuses 3, row 2
-    excuses 1, row 3 excuses 1. What is left: 0 has cosines of 1 and 2, 1 that of 0, 2 that of 1."""
-    unit = plane(ANGLES, 1.0)[None]
-    pos = torch.tensor([[10, 11, 12, 13]], dtype=torch.int32)
-    got = sums(unit, pos, 0.4)
-    torch.testing.assert_close(got, torch.tensor([[1.5, 0.5, 0.5, 0.0]]), atol=1e-6, rtol=0)
-    # Nobody is excused where no two keys are alike; the first row least of all.
-    half = math.sqrt(3) / 2
-    got = sums(unit, pos, 1.0)
-    want = torch.tensor([[1.5, 1.0 + half, 1.5, half]])
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-    # By position, not by slot: row 0 is now the newest, so 1 and 2 excuse it, and it excuses 2.
-    pos = torch.tensor([[20, 11, 12, 13]], dtype=torch.int32)
-    got = sums(unit, pos, 0.4)
-    want = torch.tensor([[0.0, 0.5, 0.5, half]])
-    want[0, 1] = 0.5 + 0.5  # of 0, which excuses 2, and of 2, which excuses 0
-    want[0, 3] = half  # of 1, which excuses 0
-    want[0, 2] = 0.5  # of 1
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-
-
-def test_redundancy_is_a_softmax_over_the_rows_that_are_shown() -> None:
-    """Means over four rows, whatever their length; rows that are not shown are not compared."""
-    keys = torch.cat((plane(ANGLES), torch.full((1, 2), float("nan"))))[None]
-    got = redundancy(view(keys, torch.tensor([[10, 11, 12, 13, -1]]), 14), 0.4)
-    want = torch.tensor([1.5, 0.5, 0.5, 0.0]).div(4).softmax(0)
-    torch.testing.assert_close(got[0, :4], want)
-    assert got[0, 4] == 0
-    assert (redundancy(view(keys, torch.full((1, 5), -1), 14), 0.4) == 0).all()
-
-
-def test_a_row_is_worth_its_attention_less_its_redundancy() -> None:
-    """Two past rows and a window of two: the attention of both queries, the larger of neighbours
-    with kernel=3, and the redundancy of all four keys. The window has no attention and stays."""
-    policy = made(window=2, buffer=2, kernel=3, mix=0.25, threshold=0.4)
-    pos = torch.tensor([[10, 11, 12, 13]])
-    seen = {
-        "seen0": torch.tensor([[0.1, 0.3, 0.5, 0.1]]),
-        "seen1": torch.tensor([[0.3, 0.2, 0.5, 0.0]]),
-    }
-    red = torch.tensor([1.5, 0.5, 0.5, 0.0]).div(4).softmax(0)
-    keys = plane(ANGLES)[None]
-    scores = policy.worth(view(keys, pos, 14, policy, **seen))
-    want = 0.25 * torch.tensor([0.25, 0.25, 0.0, 0.0]) - 0.75 * red
-    torch.testing.assert_close(scores[0, :2], want[:2])
-    assert scores.isfinite().tolist() == [[True, True, False, False]]
-    # The release's softmax: of .1 and .3 the first row has 1/4, of .3 and .2 three fifths.
-    policy = made(window=2, buffer=2, kernel=1, mix=0.25, threshold=0.4, softmax="past")
-    scores = policy.worth(view(keys, pos, 14, policy, **seen))
-    past = torch.tensor([(0.25 + 0.6) / 2, (0.75 + 0.4) / 2, 0.0, 0.0])
-    torch.testing.assert_close(scores[0, :2], (0.25 * past - 0.75 * red)[:2])
-
-
-def test_the_heads_of_a_group_are_joined() -> None:
-    """Two query heads with logits (0, log 3) and (log 9, 0): shares 1/4 3/4 and 9/10 1/10; the
-    larger of both is (log 9, log 3), shares 3/4 and 1/4."""
-    logits = torch.tensor([[[0.0, math.log(3), 50.0], [math.log(9), 0.0, 50.0]]])
-    live = torch.tensor([[True, True, False]])
-    lse = logits[..., :2].logsumexp(-1)
-    for group, want in (("mean", (0.575, 0.425)), ("sum", (1.15, 0.85)), ("max", (0.75, 0.25))):
-        got = made(group=group).attention(logits, lse, live)
-        torch.testing.assert_close(got, torch.tensor([[*want, 0.0]]))
-
-
-def test_columns_are_the_last_queries() -> None:
-    policy = made(window=3, buffer=3)
-    columns = {name: torch.zeros(2) for name in policy.columns}
-    for i in range(1, 6):
-        policy.update(columns, torch.tensor([i, 10.0 * i]), lambda: torch.ones(2))
-    assert [c.tolist() for c in columns.values()] == [[5, 50], [4, 40], [3, 30]]
 
 
 def test_a_buffer_is_not_smaller_than_the_window() -> None:
@@ -282,18 +204,6 @@ def test_the_release_keeps_the_same_rows(seed: int) -> None:
         assert cache.kept(0, head).tolist() == RELEASE[seed][head] + window
 
 
-@pytest.mark.parametrize("prompt", [p for p in policies.prompt_names() if p != "full"])
-def test_walks_beside_every_prompt_policy(prompt: str) -> None:
-    """Windows that slide, pins, two prompts, and answers that are longer than the buffer."""
-    config = EvictionConfig.read(prompt, "rkv", 44)
-    config = replace(config, decode_options={**config.decode_options, **SOON["rkv"]})
-    walk = Walk(config, windows=(46, None), pinned=3)
-    for turn in range(2):
-        walk.prompt(ids(50, seed=turn))
-        for token in ids(5, seed=9 + turn):
-            walk.step(token)
-
-
 # -- what it costs --------------------------------------------------------------------------------
 
 
@@ -384,21 +294,6 @@ def test_no_temporary_outgrows_the_block(
         got = redundancy(seen, 0.3)
     torch.testing.assert_close(got, want)
     assert largest.most <= max(block, wide * size, heads * wide)
-
-
-def test_all_heads_of_a_wide_cache_stay_below_the_block() -> None:
-    """As it is: 2,000 rows of 3 heads have 12 million cosines."""
-    policy, wide = made(), 2000
-    g = torch.Generator().manual_seed(0)
-    keys = torch.randn(3, wide, 16, generator=g)
-    columns = {name: torch.rand(3, wide, generator=g) for name in policy.columns}
-    seen = view(keys, torch.arange(wide).expand(3, wide), wide, policy, 128, **columns)
-    with Largest() as largest:
-        scores = policy.worth(seen)
-    assert largest.most <= rkv.BLOCK < wide * wide
-    gone = leaving(scores, seen.pos, torch.full((3,), 128))
-    assert gone.sum(1).tolist() == [128] * 3
-    assert not gone[:, -8:].any()
 
 
 @pytest.mark.parametrize("ahead", [False, True])

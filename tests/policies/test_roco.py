@@ -42,13 +42,6 @@ def test_roco_spares_the_unsteady() -> None:
     assert victims(plain, view).tolist() == [0]
 
 
-def test_roco_evicts_the_older_of_equals() -> None:
-    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, **PAPER})
-    assert roco is not None
-    view = roco_view(roco, [0.1, 0.1, 0.1, 0.1], [0.0] * 4, [50, 20, 30, 99], cap=3)
-    assert victims(roco, view).tolist() == [1]
-
-
 def test_roco_takes_a_constant_stream_for_steady() -> None:
     """Rounding makes some of their variances negative; none may pass for steadier than another."""
     roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, "scope": 0.8, **PAPER})
@@ -64,14 +57,6 @@ def test_roco_takes_a_constant_stream_for_steady() -> None:
     steady = variance.clamp(min=0)[:39].sort().values[in_scope - 1]
     lowest = max(i for i in range(39) if variance[i] <= steady)
     assert victims(roco, view).tolist() == [lowest]
-
-
-def test_roco_never_evicts_the_newest_row() -> None:
-    """Not even in a head whose cap is below sinks + recent, where nothing else protects it."""
-    roco = policies.step_policy("roco", PAPER)
-    assert roco is not None
-    view = roco_view(roco, [0.3, 0.2, 0.4, 0.0], [0.0] * 4, [91, 93, 98, 99], cap=3)
-    assert victims(roco, view).tolist() == [1]
 
 
 def started(mass: list[float], **options: float) -> dict[str, list[float]]:

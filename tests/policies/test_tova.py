@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import engine, ids, network
 
 from minikv.policies.tova import layer_mean
 
@@ -18,16 +17,3 @@ def test_tova_judges_a_layer_as_one() -> None:
     found = [row[: len(want)] for row, want in zip(mean.tolist(), wanted * 2, strict=True)]
     assert found[:3] == [pytest.approx(want) for want in wanted]
     assert found[3:] == [pytest.approx([n + 1 for n in want]) for want in wanted]
-
-
-def test_tova_keeps_the_heads_of_a_layer_alike() -> None:
-    net = network()
-    run = engine(net, "tova", "tova", 40)
-    run.prompt(ids(100))
-    for token in range(30):
-        run.step(token)
-    for layer in range(3):
-        held = [run.kv.kept(layer, h).tolist() for h in range(3)]
-        assert held[0] == held[1] == held[2]
-        assert len(held[0]) == 40
-        assert held[0][-1] == run.kv.position - 1

@@ -126,22 +126,6 @@ def test_any_size_in_c(way: native.Prefill, causal: bool, dtype: torch.dtype, **
 
 
 @ways
-@pytest.mark.parametrize(
-    ("rows", "dtype", "most"), [(40, DTYPES[1], 1.1), (300, DTYPES[1], 1.1), (300, DTYPES[0], 1.5)]
-)
-def test_as_precise_as_torch(
-    way: native.Prefill, rows: int, dtype: torch.dtype, most: float
-) -> None:
-    q, k, v = make(2, 3, rows, rows, 64, dtype, seed=5)
-    want, errors = truth(q, k, v, 1), []
-    for attend in (way.rows_attention, twin.rows_attention):
-        found = attend(q, k, v, causal=True)
-        errors.append([float((a.double() - b).norm()) for a, b in zip(found, want, strict=True)])
-    for ours, theirs, least in zip(*errors, (0.0, 1e-3), strict=True):
-        assert ours < max(least, most * theirs)
-
-
-@ways
 @pytest.mark.parametrize("steep", [4.0, -4.0, 40.0, -40.0])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
@@ -282,20 +266,6 @@ def test_visible_rows(sizes: tuple[int, ...], window: int | None) -> None:
     check(twin.masked_attention(q, k, v, twin.visible(at, pos, window)), want, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_visible_rows_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = make(3, 2, 40, 90, 16, dtype)
-    at, pos = torch.arange(60, 100), torch.arange(90)[None]
-    monkeypatch.setattr(twin, "_LOGITS", 7 * 90)
-    p, sums = weights(q, k, at, pos, 50)
-    want = torch.einsum("hgtn,hnd->hgtd", p, v.double())
-    out, lse = kernels.visible_attention(q, k, v, at, pos, 50)
-    assert out.dtype == dtype
-    loose = 1e-5 if dtype == torch.float32 else 3e-2
-    close(out, want, loose)
-    close(lse, sums, loose)
-
-
 EARLIER = [
     (3, 64, 5, torch.float32),
     (1, 80, 1, torch.bfloat16),
@@ -401,19 +371,6 @@ def test_a_part_that_saw_nothing_is_not_read(form: Form) -> None:
         got, sums = form([(form.place(a), form.place(b)) for a, b in parts])
         close(got, out)
         close(sums, lse)
-
-
-@needs_c
-def test_what_c_makes_of_nothing_and_of_what_is_not_a_number() -> None:
-    (first, lse), _ = parts = parts_of(2, (1, 1, 3, 16), torch.float32)
-    nothing = torch.full_like(first, math.nan), torch.full_like(lse, -math.inf)
-    out, whole = native.merge([nothing, nothing])
-    assert bool((out == 0).all())
-    assert bool((whole == -math.inf).all())
-    parts[1][1][0, 0, 1] = math.nan
-    out, whole = native.merge(parts)
-    assert whole[0, 0].isnan().tolist() == [False, True, False]
-    assert out[0, 0].isnan().all(-1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("what", ["float16", "mixed", "wide", "many", "float64 sums", "turned"])

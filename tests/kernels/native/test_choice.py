@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from drawing import randoms
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
@@ -66,23 +65,6 @@ def test_the_table_is_what_runs(processor: str) -> None:
 
 
 @needs_compiler
-def test_with_tiles_of_bfloat16_prompts_take_them() -> None:
-    """The rule for AMX."""
-    ops = chosen("amx")
-    assert ops.rows_attention == prefill.TILES.rows_attention
-    assert ops.last_rows_attention == prefill.TILES.last_rows_attention
-    assert ops.ragged_prefill == prefill.TILES.ragged_prefill
-    assert ops.ragged_attention == decode.TILES.ragged_attention
-    assert chosen("avx512-bf16").ragged_attention == decode.VECTORS.ragged_attention
-    assert ops.prompt_rows == 2048
-    assert chosen("avx512-bf16").prompt_rows is None
-    assert "C with tiles for prompt attention" in ops.choices
-    assert chosen("avx512-bf16").rows_attention == prefill.BF16.rows_attention
-    assert not ops.integer_prompts
-    assert chosen("avx512-bf16").integer_prompts
-
-
-@needs_compiler
 def test_where_bfloat16_is_slow_floats_multiply() -> None:
     """Intel without tiles: attention of prompts in C, and torch's products of many rows."""
     ops = chosen("avx512-bf16-intel")
@@ -92,18 +74,6 @@ def test_where_bfloat16_is_slow_floats_multiply() -> None:
     assert chosen("avx512-bf16").float_rows is None
     slow, _ = dispatch.choose(CPU, "torch", 64, torch.bfloat16, "avx512-bf16-intel")
     assert slow.float_rows == ops.float_rows
-
-
-@needs_compiler
-@pytest.mark.parametrize("rows", [1, 33, 70])
-def test_an_imitated_class_computes_the_same(rows: int) -> None:
-    q = randoms(1, 2, 2, rows, 64, dtype=torch.bfloat16)
-    k, v = randoms(2, 2, 70, 64, dtype=torch.bfloat16), randoms(3, 2, 70, 64, dtype=torch.bfloat16)
-    want, sums = attention.last_rows_attention(q.float(), k.float(), v.float())
-    for processor in ("amx", "avx512-bf16", "avx512-bf16-intel"):
-        out, lse = chosen(processor).last_rows_attention(q, k, v)
-        torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(lse, sums, rtol=2e-2, atol=2e-2)
 
 
 @needs_compiler
