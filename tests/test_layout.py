@@ -13,9 +13,11 @@ FOLDERS = ("minikv", "models")
 
 ELSEWHERE = {
     "minikv/cache/attend.py": "cache/test_kv_cache.py",
+    "minikv/cache/earlier.py": "cache/test_prefill.py",
     "minikv/cache/tier_rows.py": "cache/test_tier.py",
     "minikv/chat/eviction_config.py": "cli/test_settings.py",
     "minikv/chat/transcript.py": "chat/test_session.py",
+    "minikv/engine/capture.py": "engine/test_decode_loop.py",
     "minikv/engine/engine.py": "engine/test_decode_loop.py",
     "minikv/engine/threads.py": "cli/test_threads.py",
     "minikv/errors.py": "cli/test_ask.py",

@@ -24,7 +24,7 @@ from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.networks import Sizes
 from minikv.cli.bench.report import Report, Timing, flops, number, percent, rate
 from minikv.cli.screen.text import grid
-from minikv.engine.decode_loop import captured
+from minikv.engine.capture import captured
 from minikv.errors import UsageError
 from minikv.kernels import NewRow, Queries, Rows, Segments, dispatch
 from minikv.kernels.product.matrix import Matrix

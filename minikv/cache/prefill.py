@@ -8,7 +8,7 @@ never changed, so a prompt is undone by dropping its target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,112 +16,19 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.cache.arena import Arena, Layout, held_rows
+from minikv.cache.arena import Arena
 from minikv.cache.compaction import Room, append_rows, gather_survivors
+from minikv.cache.earlier import EarlierRows
 from minikv.cache.global_pool import GlobalPool
 from minikv.cache.plan import Plan, Setup
 from minikv.cache.snapshot import Outcome
 from minikv.cache.tier import Tier
 from minikv.kernels import fill
-from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL, PromptView
 from minikv.policies.moments import Moments
 from minikv.policies.parts import policy_columns
 from minikv.policies.scissorhands import below_uniform
 from minikv.policies.selection import stayed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class EarlierRows:
-    """N rows of each head, padded.
-
-    index int64 [H, N]: their indices in the arena.
-    live bool [H, N]: those that are held.
-    pos int64 [H, N]: their positions, -1 where not live.
-    key and value: [H, N, D]; if `listed`, the arena's whole columns [R, D], which `index` points
-        into.
-    rows: keys and values [R, D] and positions [R]; segments: start, length and free slot [H] of
-        each head in these.
-    even: all heads have N rows and no free slot.
-    """
-
-    index: Tensor
-    live: Tensor
-    pos: Tensor
-    key: Tensor
-    value: Tensor
-    listed: bool
-    rows: tuple[Tensor, Tensor, Tensor]
-    segments: tuple[Tensor, Tensor, Tensor]
-    even: bool
-
-    @staticmethod
-    def of(ops: Kernels, arena: Arena, held: Layout, layer: int) -> EarlierRows | None:
-        """The rows of a layer; None if it has none. held: the arena's tables on the host.
-
-        Rows of even heads are views of the arena; int8 rows are copies.
-        """
-        length, free_slot = held.length[layer], held.free_slot[layer]
-        if not bool((held.held[layer] > 0).any()):
-            return None
-        most = int(length.max())
-        tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
-        column = arena.columns["pos"]
-        index, live, pos = held_rows(*tables, column, most)
-        full = bool((free_slot < 0).all())
-        even = bool((length == most).all()) and full
-        if arena.coded:
-            key, value = arena.read(ops, "k", index), arena.read(ops, "v", index)
-            first = torch.arange(0, index.numel(), most, device=index.device)
-            gone = tables[2]
-            if not full:
-                gone = torch.where(gone < 0, -1, gone - tables[0] + first)
-            rows = key.flatten(0, 1), value.flatten(0, 1), pos.flatten().to(torch.int32)
-            tables = first, tables[1], gone
-            return EarlierRows(index, live, pos, key, value, False, rows, tables, even)
-        rows = arena.columns["k"], arena.columns["v"], column
-        key, value, _ = rows
-        step = int(held.capacity[layer, 0])
-        if even and bool((held.capacity[layer] == step).all()):
-            begin = int(held.start[layer, 0])
-            key, value = (
-                column[begin : begin + arena.heads * step].view(arena.heads, step, -1)[:, :most]
-                for column in (key, value)
-            )
-            return EarlierRows(index, live, pos, key, value, False, rows, tables, True)
-        return EarlierRows(index, live, pos, key, value, True, rows, tables, False)
-
-    @property
-    def part(self) -> kernels.Part:
-        """The keys and positions as a `kernels.Part`."""
-        return (self.key, self.pos, self.index) if self.listed else (self.key, self.pos)
-
-    def carried(self, column: Tensor, new: int) -> Tensor:
-        """A column of the arena [R] as [H, N + new]: zero for padding and for `new` more rows."""
-        heads, rows = self.index.shape
-        carried = column.new_zeros((heads, rows + new))
-        carried[:, :rows] = column[self.index].masked_fill(~self.live, 0)
-        return carried
-
-    def keys(self) -> Tensor:
-        """[H, N, D]. Padding rows may hold any value."""
-        return self.key[self.index] if self.listed else self.key
-
-    def values(self) -> Tensor:
-        """[H, N, D]. Padding rows may hold any value."""
-        return self.value[self.index] if self.listed else self.value
-
-    def attention(
-        self, ops: Kernels, query: Tensor, at: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of the queries [H, G, T, D] at positions `at` [T] to these rows: output and
-        log-sum-exp, as `kernels.rows_attention` returns them."""
-        if self.even and window is None:
-            return ops.rows_attention(query, self.key, self.value)
-        key, value, pos = self.rows
-        start, length, free_slot = self.segments
-        rows = kernels.Segments(key, value, start, length, self.index.shape[1], pos)
-        return ops.ragged_prefill(query, rows, free_slot, at, window)
 
 
 class Prefill:

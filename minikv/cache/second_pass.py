@@ -19,8 +19,9 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.cache.arena import Arena
+from minikv.cache.earlier import EarlierRows
 from minikv.cache.plan import Plan, Setup
-from minikv.cache.prefill import EarlierRows, Prefill
+from minikv.cache.prefill import Prefill
 from minikv.cache.snapshot import Outcome
 from minikv.cache.tier import Tier
 from minikv.cache.tier_rows import RamRows, columns_of, seen

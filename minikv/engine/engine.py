@@ -14,7 +14,8 @@ from minikv.cache.attend import Attend
 from minikv.cache.fidelity import divergence
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Fidelity
-from minikv.engine.decode_loop import Capture, CudaGraphs, DecodeLoop, Network
+from minikv.engine.capture import Capture, CudaGraphs
+from minikv.engine.decode_loop import DecodeLoop, Network
 from minikv.engine.sampling import Sampling, finite, pick
 from minikv.errors import ContextError, NumericsError
 

@@ -11,7 +11,8 @@ from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.kv_cache import KVCache
-from minikv.engine.decode_loop import DecodeLoop, Eager, Network
+from minikv.engine.capture import Eager
+from minikv.engine.decode_loop import DecodeLoop, Network
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import NumericsError, UsageError

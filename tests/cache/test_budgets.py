@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minikv import policies
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.engine.decode_loop import Capture, Eager
+from minikv.engine.capture import Capture, Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError

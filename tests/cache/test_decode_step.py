@@ -24,7 +24,7 @@ from torch import Tensor
 from minikv.cache import eviction
 from minikv.cache.arena import TABLES, Arena
 from minikv.cache.decode_step import DecodeStep
-from minikv.engine.decode_loop import Eager
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels, TorchOnCPU, choose
 from minikv.models.llama import Llama

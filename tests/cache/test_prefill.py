@@ -19,8 +19,9 @@ from minikv import policies
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
+from minikv.cache.earlier import EarlierRows
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.prefill import EarlierRows, Prefill
+from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels

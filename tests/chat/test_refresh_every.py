@@ -11,7 +11,7 @@ from tiers import MILL, recalling
 from minikv.cache.tier_rows import TierError
 from minikv.chat.session import ChatSession
 from minikv.cli.screen import render
-from minikv.engine.decode_loop import Eager
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 

@@ -22,7 +22,7 @@ from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.engine import decode_loop
-from minikv.engine.decode_loop import CudaGraphs, Eager, captured
+from minikv.engine.capture import CudaGraphs, Eager, captured
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import WINDOW, Sampling
 from minikv.errors import ContextError, NumericsError

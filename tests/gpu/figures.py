@@ -58,7 +58,8 @@ from minikv.chat.fitting import Machine
 from minikv.cli.bench import kernels, machine, networks
 from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.systems import Cached, Transformers
-from minikv.engine.decode_loop import DecodeLoop, Eager, captured
+from minikv.engine.capture import Eager, captured
+from minikv.engine.decode_loop import DecodeLoop
 from minikv.kernels import dispatch, rows_attention
 from minikv.kernels.attention import plain as attention
 from minikv.kernels.attention.cudnn import make_plans, planned

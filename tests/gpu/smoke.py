@@ -640,7 +640,8 @@ def captured(device: str, policy: str, decode: str, weights: str, *, small: bool
     from minikv.chat.eviction_config import EvictionConfig
     from minikv.cli.bench import networks
     from minikv.cli.bench.systems import Cached
-    from minikv.engine.decode_loop import DecodeLoop, Eager
+    from minikv.engine.capture import Eager
+    from minikv.engine.decode_loop import DecodeLoop
 
     net = networks.network(networks.Spec(network(small), None, "bfloat16", device, weights))
     eviction = EvictionConfig.read(policy, decode, "128")

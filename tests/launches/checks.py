@@ -18,7 +18,7 @@ from stand_in import GPU, StandIn, near
 from test_launches import TABLE, differences
 
 from minikv.cache.kv_cache import KVCache
-from minikv.engine.decode_loop import Eager
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.engine.warmup import warm

@@ -55,7 +55,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import Prefill
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.engine.decode_loop import Eager
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.engine.warmup import warm

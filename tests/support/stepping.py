@@ -11,7 +11,7 @@ from tape import Tape
 from minikv import policies
 from minikv.cache.budget import Budget
 from minikv.cache.rules import Rules
-from minikv.engine.decode_loop import Capture
+from minikv.engine.capture import Capture
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
 from minikv.kernels.dispatch import Kernels

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minikv.engine.decode_loop import Eager
+from minikv.engine.capture import Eager
 
 # Operations that wait for the device, or whose result's shape depends on values.
 _WAITS = frozenset(
