@@ -153,9 +153,7 @@ def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:
     """Rows [R, ...] as a view [H, count, ...]: those of head h begin at row begin + h * apart."""
     step = t.stride(0)
     return t.as_strided(
-        (heads, count, *t.shape[1:]),
-        (apart * step, *t.stride()),
-        t.storage_offset() + begin * step,
+        (heads, count, *t.shape[1:]), (apart * step, *t.stride()), t.storage_offset() + begin * step
     )
 
 

@@ -149,8 +149,7 @@ def _numbers(
 
 
 @triton.jit(
-    do_not_specialize=["counts_head", "rows"],
-    do_not_specialize_on_alignment=["key", "counts"],
+    do_not_specialize=["counts_head", "rows"], do_not_specialize_on_alignment=["key", "counts"]
 )
 def _tally(
     key,
@@ -186,8 +185,7 @@ def _tally(
 
 
 @triton.jit(
-    do_not_specialize=["counts_head", "rows"],
-    do_not_specialize_on_alignment=["key", "counts"],
+    do_not_specialize=["counts_head", "rows"], do_not_specialize_on_alignment=["key", "counts"]
 )
 def _settle(
     key,
@@ -288,10 +286,7 @@ def _chosen(
         tl.store(out + h * rows + j, mine, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["heads", "rows"],
-    do_not_specialize_on_alignment=["key", "total"],
-)
+@triton.jit(do_not_specialize=["heads", "rows"], do_not_specialize_on_alignment=["key", "total"])
 def _wanted(key, total, out, heads, rows, HP: tl.constexpr, BN: tl.constexpr):
     """Of few rows: one program finds the edge of all heads and counts."""
     i = tl.arange(0, HP)

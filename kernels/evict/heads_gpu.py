@@ -106,8 +106,7 @@ def _share(need, most, total, out, heads, times, even, parts, HP: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["heads", "least"],
-    do_not_specialize_on_alignment=["counts", "sure", "free"],
+    do_not_specialize=["heads", "least"], do_not_specialize_on_alignment=["counts", "sure", "free"]
 )
 def _ensure_least(counts, sure, free, out, heads, least, HP: tl.constexpr):
     i = tl.arange(0, HP)

@@ -48,11 +48,7 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
     # vectors. Prompts with packed weights take about as long as with bfloat16 weights, whose
     # products are torch's.
     "amx": dict.fromkeys(OPERATIONS, C)
-    | {
-        "prompt attention": TILES,
-        "step attention": TILES,
-        "prompts with packed weights": TILES,
-    },
+    | {"prompt attention": TILES, "step attention": TILES, "prompts with packed weights": TILES},
     # C is two and a half to four times as fast as torch, whose kernel converts to float32.
     "avx512-bf16": dict.fromkeys(OPERATIONS, C),
     # Intel's, where tiles are missing or hidden: a bfloat16 product takes twice the time of a float

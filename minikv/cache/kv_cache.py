@@ -211,12 +211,7 @@ class KVCache:
         return max(min(observe, tokens - begins), step.prompt_history if step else 0, 1)
 
     def begin(
-        self,
-        tokens: int,
-        room: int = _ROOM,
-        *,
-        asks: bool = False,
-        turn_tokens: int | None = None,
+        self, tokens: int, room: int = _ROOM, *, asks: bool = False, turn_tokens: int | None = None
     ) -> None:
         """Announce that the next forward is a prompt of `tokens` tokens (a single token may be a
         prompt, too).

@@ -335,11 +335,7 @@ class Peak:
 
 
 def peak(
-    plan: Plan,
-    setup: Setup,
-    *,
-    staged: tuple[int, int] | None = None,
-    in_file: bool = False,
+    plan: Plan, setup: Setup, *, staged: tuple[int, int] | None = None, in_file: bool = False
 ) -> Peak:
     """What a prompt will take, and the steps after it.
 

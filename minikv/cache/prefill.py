@@ -353,12 +353,7 @@ class Prefill:
         pool.add(view.layer, key, view.pos, staged, extra, share, old)
 
     def _store(
-        self,
-        layer: int,
-        pos: Tensor,
-        order: Tensor | None,
-        keep: Tensor,
-        extra: dict[str, Tensor],
+        self, layer: int, pos: Tensor, order: Tensor | None, keep: Tensor, extra: dict[str, Tensor]
     ) -> None:
         """Write the rows to keep to the target, and the cap and capacity of each head. order: see
         `PromptView`; None if the rows of earlier turns stay where they are."""

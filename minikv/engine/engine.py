@@ -56,10 +56,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        network: Network,
-        kv: KVCache,
-        capture: Capture | Literal["auto"] | None = "auto",
+        self, network: Network, kv: KVCache, capture: Capture | Literal["auto"] | None = "auto"
     ) -> None:
         """capture: how `next` launches a step before the host has read the token of the step before
         (see `DecodeLoop`); None: one step at a time. "auto": CUDA graphs on CUDA, else None."""

@@ -5,13 +5,7 @@ Importing this package does not import torch.
 
 from __future__ import annotations
 
-from minikv.policies.composition import (
-    check_name,
-    default_step,
-    find,
-    prompt_policy,
-    step_policy,
-)
+from minikv.policies.composition import check_name, default_step, find, prompt_policy, step_policy
 from minikv.policies.options import Option, Value, read_options
 from minikv.policies.registry import (
     DEFAULT_BUDGET,

@@ -325,12 +325,7 @@ def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.Monk
         mine.copy_(theirs)
     like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
     kv = KVCache(
-        like.shape,
-        like.rules,
-        device="cuda",
-        poison=True,
-        output=like.output,
-        rotary=net.rotation,
+        like.shape, like.rules, device="cuda", poison=True, output=like.output, rotary=net.rotation
     )
     made = Engine(net, kv, None)
     for method in ("stage", "finish"):

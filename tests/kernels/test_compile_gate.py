@@ -65,11 +65,7 @@ class Built:
 
 
 def compiled(
-    name: str,
-    arch: int,
-    tool: Path,
-    folder: Path,
-    unaligned: Collection[str] = (),
+    name: str, arch: int, tool: Path, folder: Path, unaligned: Collection[str] = ()
 ) -> Built:
     """Compile a build and read the machine code. It is disassembled only where a test reads
     instructions: that takes as long as compiling. unaligned: pointers that the compiler is not told
@@ -172,9 +168,7 @@ def test_machine_code(build: Callable[[str, int], Built], name: str, arch: int) 
 
 
 @pytest.mark.parametrize(
-    "unaligned",
-    [pytest.param(("k", "v"), marks=pytest.mark.soak), ("v",), ("k",)],
-    ids="-".join,
+    "unaligned", [pytest.param(("k", "v"), marks=pytest.mark.soak), ("v",), ("k",)], ids="-".join
 )
 def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
     tmp_path: Path, unaligned: tuple[str, ...]

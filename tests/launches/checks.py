@@ -52,13 +52,7 @@ def test_the_answer_is_that_of_a_cpu(bench: Bench, case: Case) -> None:
     bfloat16, the means of two rows may be equal in one and not in the other."""
     far = bench.engine(case, 2, torch.float32)
     kv = far.kv
-    here = KVCache(
-        kv.shape,
-        kv.rules,
-        dtype=kv.dtype,
-        output=None,
-        kernels="torch",
-    )
+    here = KVCache(kv.shape, kv.rules, dtype=kv.dtype, output=None, kernels="torch")
     net = bench.network(2, kv.shape.windows[0], torch.device("cpu"), kv.dtype)
     answers = []
     for engine in (far, Engine(net, here, Eager())):

@@ -102,8 +102,7 @@ def test_the_same_positions_stay(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["AdaKVPress(ExpectedAttentionPress)", "CriticalAdaKVPress(SnapKVPress)", "KVzipPress"],
+    "name", ["AdaKVPress(ExpectedAttentionPress)", "CriticalAdaKVPress(SnapKVPress)", "KVzipPress"]
 )
 def test_a_rule_that_is_another_one_explains_all_that_differs(
     script: Any, models: Any, chat: Any, parts: Any, name: str

@@ -103,12 +103,7 @@ def test_chunks_fit_the_room(room: int, ends: list[int]) -> None:
 
 
 def prompt_view(
-    worth: list[float],
-    peak: list[float] | None,
-    begin: int,
-    budget: int = 4,
-    *,
-    asks: bool = False,
+    worth: list[float], peak: list[float] | None, begin: int, budget: int = 4, *, asks: bool = False
 ) -> PromptView:
     """One head, positions 0, 1, ...; the last prompt begins at `begin`."""
     count = len(worth)

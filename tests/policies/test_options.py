@@ -36,11 +36,7 @@ def test_defaults_are_overlaid() -> None:
         ({"alpha": 2.0}, "alpha must be between 0.0 and 1.0, got 2.0", "the default is 0.2"),
         ({"pooling": "median"}, "pooling must be one of max, avg", "the default is max"),
         ({"normalize": "maybe"}, "normalize must be bool", "give true or false"),
-        (
-            {"normalize": "maybe"},
-            "normalize must be bool",
-            DEFAULT,
-        ),
+        ({"normalize": "maybe"}, "normalize must be bool", DEFAULT),
     ],
 )
 def test_what_is_wrong_is_said(given: dict[str, object], says: str, hint: str) -> None:

@@ -137,8 +137,7 @@ CASES = (
 
 @needs_c
 @pytest.mark.parametrize(
-    ("dtype", "bits", "exact"),
-    some_by_day(product(*CASES), {*pairwise(*CASES)}.__contains__),
+    ("dtype", "bits", "exact"), some_by_day(product(*CASES), {*pairwise(*CASES)}.__contains__)
 )
 def test_victims_and_new_rows_in_c(dtype: torch.dtype, bits: int, exact: bool) -> None:
     for seed in range(10):

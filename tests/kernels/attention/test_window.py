@@ -47,12 +47,7 @@ def test_chunks_and_windows(window: int, first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "loose"),
-    [
-        (torch.float64, 1e-12),
-        (torch.bfloat16, 3e-2),
-        (torch.float16, 4e-3),
-    ],
+    ("dtype", "loose"), [(torch.float64, 1e-12), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
 )
 @pytest.mark.parametrize("sizes", [(1, 1, 64, 300, 80), (3, 1, 70, 131, 16), (1, 9, 129, 129, 32)])
 def test_other_dtypes_and_heads(

@@ -475,10 +475,7 @@ def test_without_threads_it_compiles_too(way: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("processor", "level", "openmp"),
     some_by_day(
-        [
-            ("x86-64", "-O0", False),
-            *product(("haswell", "x86-64"), ("-O1", "-O3"), (True,)),
-        ],
+        [("x86-64", "-O0", False), *product(("haswell", "x86-64"), ("-O1", "-O3"), (True,))],
         lambda case: case[1] == "-O0",
     ),
 )
