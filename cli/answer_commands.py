@@ -1,10 +1,16 @@
-"""/continue and /copy: what can be done with the last answer."""
+"""/continue, /copy and /refresh: the last answer, and how the next one is read."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from minikv.cli.command import Command, Context
 from minikv.cli.turn import continue_turn, note_report
 from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
 
 MOST = 75_000
 """Bytes that /copy sends: more than that, most terminals drop without a word."""
@@ -41,7 +47,37 @@ def _copy(context: Context, arguments: list[str]) -> None:
     )
 
 
+def _refresh(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    if arguments not in ([], ["off"]):
+        raise UsageError(
+            "/refresh takes nothing, or off", "/set reuse refresh does it for each question"
+        )
+    if session.recall.place and session.reuse in ("auto", "recall"):
+        terminal.say("nothing to do: every question is answered from all that was read")
+        return
+    if not arguments:
+        session.refresh()
+        what = "the documents and all that was said" if session.documents else "all that was said"
+        terminal.say(f"your next question reads {what} again; /refresh off takes that back")
+        return
+    was = session.rereads
+    session.refresh(wanted=False)
+    terminal.say("your next question is read as any other" if was else "no /refresh was waiting")
+
+
+def _after_refresh(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return () if before else ("off",)
+
+
 COMMANDS = (
     Command(("continue",), "", "go on with an answer that was cut off", _continue),
     Command(("copy",), "", "the last answer to the clipboard", _copy),
+    Command(
+        ("refresh",),
+        "[off]",
+        "read everything again with the next question",
+        _refresh,
+        follows=_after_refresh,
+    ),
 )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.checks import guess
 from minikv.cli import (
     answer_commands,
     compare,
-    completion,
     context_command,
     kept_view,
-    refresh,
     settings_commands,
     verify,
 )
@@ -25,12 +21,13 @@ from minikv.cli.documents import commands as documents
 from minikv.cli.export import command as export
 from minikv.cli.saved import commands as saved
 from minikv.cli.screen import render
-from minikv.cli.values import read_pairs
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
+_GONE = {"show": "/set lists every setting; /policy, /budget and /system show theirs"}
+"""Commands of earlier versions, with what to use instead."""
 _WIDEST = 24
 """Columns of a command in /help; a longer one has a line of its own."""
 
@@ -50,12 +47,12 @@ def execute(context: Context, line: str) -> None:
     """Run a command line. Raises UsageError on an unknown command or argument, Leave on /exit."""
     word, _, rest = re.split(r"(\s+|\Z)", line.strip()[1:], maxsplit=1)
     command = _BY_WORD.get(word)
+    if word in _GONE:
+        raise UsageError(f"/{word} is gone", _GONE[word])
     if command is None:
-        near = difflib.get_close_matches(word, list(_BY_WORD), n=1, cutoff=0.5)
-        guess = f"did you mean /{near[0]}? " if near else ""
+        near = guess(f"/{word}", names())
         raise UsageError(
-            f"unknown command /{word}",
-            f"{guess}/help lists the commands; //{word} sends it as text",
+            f"unknown command /{word}", f"{near}/help lists the commands; //{word} sends it as text"
         )
     try:
         arguments = [rest.strip()] * bool(rest.strip()) if command.raw else shlex.split(rest)
@@ -152,47 +149,8 @@ def _stats(context: Context, arguments: list[str]) -> None:
     terminal.say(f"{render.stats(report)}\n\n{drawn}".rstrip())
 
 
-def _policy(context: Context, arguments: list[str]) -> None:
-    session = context.session
-    if arguments:
-        name, *pairs = arguments
-        options = read_pairs(pairs)
-        decode = str(options.pop("decode", "auto"))
-        chosen = EvictionConfig.read(name, decode, options=options, seed=session.seed)
-        session.configure(replace(chosen, budget=session.eviction.budget))
-        context.origins |= dict.fromkeys(("policy", "decode", "stride"), "/policy")
-        context.terminal.say(f"from the next question on: {render.policy_line(session)}")
-    else:
-        context.terminal.say(render.policy_line(session))
-
-
-def _budget(context: Context, arguments: list[str]) -> None:
-    session, choice = context.session, context.session.eviction
-    if not arguments:
-        context.terminal.say(render.policy_line(session))
-        return
-    if len(arguments) > 1:
-        raise UsageError("/budget takes one value", "/budget 512, 20%, 64MiB or auto")
-    session.configure(replace(choice, budget=read_budget(arguments[0])))
-    context.origins["budget"] = "/budget"
-    context.terminal.say(f"from the next question on: {render.policy_line(session)}")
-
-
 def _after_help(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     return () if before else _BY_WORD
-
-
-def _after_policy(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    if not before:
-        return completion.policies(word)
-    name, _, _ = word.partition("=")
-    if name == "decode":
-        return [f"decode={step}" for step in completion.steps()]
-    return ["decode=", *completion.options(before[0])]
-
-
-def _after_budget(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return () if before else completion.BUDGETS
 
 
 COMMANDS = (
@@ -201,23 +159,8 @@ COMMANDS = (
     *answer_commands.COMMANDS,
     Command(("stats",), "", "what the last turn cost, measured", _stats),
     *kept_view.COMMANDS,
-    *refresh.COMMANDS,
     *compare.COMMANDS,
     *verify.COMMANDS,
-    Command(
-        ("policy",),
-        "[NAME [option=value...]]",
-        "show or change the eviction policy",
-        _policy,
-        follows=_after_policy,
-    ),
-    Command(
-        ("budget",),
-        "[TOKENS | PERCENT | BYTES | auto]",
-        "show or change the budget",
-        _budget,
-        follows=_after_budget,
-    ),
     *settings_commands.COMMANDS,
     *context_command.COMMANDS,
     *saved.COMMANDS,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minikv.checks import quoted
+from minikv.checks import guess, quoted
 from minikv.cli import paths
 from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
@@ -201,9 +201,8 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         if one := SETTINGS.get(key):
             values[key] = Value(allowed(one, one.parse(text), variable), variable)
         else:
-            near = _near(key, SETTINGS)
-            guess = f"; did you mean {PREFIX}{near.upper()}?" if near else ""
-            notes.append(f"the variable {clean(variable)} sets nothing{guess}")
+            near = guess(key, SETTINGS)
+            notes.append(f"the variable {clean(variable)} sets nothing; {near}".rstrip("; "))
     return Config(values, tables[ALIASES], tables["loaders"], tuple(notes), alias_files)
 
 
@@ -309,12 +308,4 @@ def allowed(setting: Setting, value: object, where: str) -> Plain:
 
 def nearest(key: str, known: Iterable[str]) -> str:
     """A hint at the key that was meant."""
-    near = _near(key, known)
-    return f"did you mean {near}?" if near else "`minikv config init` writes a file with all keys"
-
-
-def _near(key: str, known: Iterable[str]) -> str:
-    """The name that is most like `key`, or ""."""
-    import difflib  # needed after a slip only
-
-    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)), "")
+    return f"{guess(key, known)}`minikv config init` writes a file with all keys"

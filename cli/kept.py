@@ -64,14 +64,11 @@ class Kept:
         """L x H: how many heads can hold a token."""
         return int(self.held.shape[0] * self.held.shape[1])
 
-    def share(self, layer: int | None = None, head: int | None = None) -> Tensor:
-        """float32 [T]: the share of the heads that hold each token; of one layer's, or of one."""
-        held = self.held if layer is None else self.held[layer : layer + 1]
-        if head is not None:
-            held = held[:, head : head + 1]
+    def share(self) -> Tensor:
+        """float32 [T]: the share of the heads that hold each token."""
         import torch
 
-        return held.flatten(0, 1).sum(0, dtype=torch.float32) / (held.shape[0] * held.shape[1])
+        return self.held.flatten(0, 1).sum(0, dtype=torch.float32) / self.slots
 
     def rows(self) -> Tensor:
         """int64 [L, H]: tokens held by each head."""
@@ -146,7 +143,7 @@ def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:
 
 
 def locate(spans: Spans, documents: Sequence[Document]) -> tuple[Part, ...]:
-    """Where the documents stand among the tokens.
+    """Where the documents are among the tokens.
 
     A document whose text the tokenizer changes (a normaliser) is left out.
     """

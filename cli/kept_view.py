@@ -1,7 +1,6 @@
 """`/kept`: the document on screen, shaded by the share of heads that still hold each token.
 
-Colour is not the only sign: left of each line stands its mean share, as a block and as a
-percentage.
+Colour is not the only sign: each line begins with its mean share, as a block and as a percentage.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ SHADES = (
     (148, 16),
     (227, 16),
 )
-_USAGE = (
-    '/kept [PAGE | all], /kept top [N], /kept find "TEXT" [all], '
-    "/kept layer L [head H] [PAGE | all]"
-)
+_USAGE = '/kept [PAGE | all], /kept top [N], /kept find "TEXT" [all]'
 _NAME = 24  # cells of a document's name
 _GUTTER = 7  # a block, a percentage and the spaces around them
 
@@ -67,34 +63,18 @@ def _kept(context: Context, arguments: list[str]) -> None:
     if not session.fed:
         terminal.say("no turn yet: nothing has been read")
         return
+    word, rest = (arguments[0], arguments[1:]) if arguments else ("1", [])
+    number = int(word) if _is_count(word) else None
     facts = kept.read(session)
-    word, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if word == "top":
         lines = top(facts, _passages(rest), screen)
     elif word == "find":
         lines = find(facts, *_phrase(rest), screen, recalls=_recalls(session))
+    elif rest or (number is None and word != "all"):
+        raise UsageError(f"/kept does not take {' '.join(arguments)!r}", _USAGE)
     else:
-        layer = head = None
-        if word == "layer":
-            layer, head, arguments = _place(rest, facts)
-        number = _page(arguments)
-        first = [] if layer is not None else summary(session, facts, screen)
-        lines = page(facts, number, screen, layer, head, first)
+        lines = page(facts, number, screen, summary(session, facts, screen))
     terminal.page(lines)
-
-
-def _page(arguments: Sequence[str]) -> int | None:
-    """The number of the page to show; None for all pages."""
-    if not arguments:
-        return 1
-    if len(arguments) > 1:
-        raise UsageError(f"/kept takes one page, got {' '.join(arguments)!r}", _USAGE)
-    word = arguments[0]
-    if word == "all":
-        return None
-    if not _is_count(word):
-        raise UsageError(f"/kept does not know {word!r}", _USAGE)
-    return int(word)
 
 
 def _passages(arguments: Sequence[str]) -> int:
@@ -120,50 +100,20 @@ def _phrase(arguments: Sequence[str]) -> tuple[str, bool]:
     return text, bool(rest)
 
 
-def _place(arguments: Sequence[str], facts: Kept) -> tuple[int, int | None, list[str]]:
-    """The layer, the head and the rest of the arguments `L [head H] ...`."""
-    layers, heads, _ = facts.held.shape
-    if not arguments:
-        raise UsageError(f"/kept layer takes a layer, 0 to {layers - 1}", _USAGE)
-    layer = _number("layer", arguments[0], layers)
-    rest = list(arguments[1:])
-    if not rest or rest[0] != "head":
-        return layer, None, rest
-    if len(rest) < 2:
-        raise UsageError(f"head takes a KV head, 0 to {heads - 1}", _USAGE)
-    return layer, _number("head", rest[1], heads), rest[2:]
-
-
-def _number(what: str, text: str, count: int) -> int:
-    if not _is_count(text) or int(text) >= count:
-        raise UsageError(f"no {what} {text!r} in this model: 0 to {count - 1}", _USAGE)
-    return int(text)
-
-
 def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _after_kept(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    match list(before):
-        case []:
-            return ("all", "find", "layer", "top")
-        case ["layer"]:
-            return map(str, range(session.engine.kv.shape.layers))
-        case ["layer", _]:
-            return ("all", "head")
-        case ["layer", _, "head"]:
-            return map(str, range(session.engine.kv.shape.kv_heads))
-        case ["layer", _, "head", _] | ["find", _]:
-            return ("all",)
-        case _:
-            return ()
+    if not before:
+        return ("all", "find", "top")
+    return ("all",) if len(before) == 2 and before[0] == "find" else ()
 
 
 COMMANDS = (
     Command(
         ("kept",),
-        '[PAGE | all | top [N] | find "TEXT" | layer L [head H]]',
+        '[PAGE | all | top [N] | find "TEXT"]',
         "the text shaded by how many heads still hold it; its best-kept passages; a phrase",
         _kept,
         follows=_after_kept,
@@ -201,65 +151,67 @@ def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
     return [*wrapped, *strips.split("\n"), ""]
 
 
-def page(
-    facts: Kept,
-    number: int | None,
-    screen: Screen,
-    layer: int | None = None,
-    head: int | None = None,
-    first: Sequence[str] = (),
-) -> list[str]:
+def page(facts: Kept, number: int | None, screen: Screen, first: Sequence[str] = ()) -> list[str]:
     """Page `number` of the shaded text, or all of it (None), with the lines `first` above the first
     page. A page fits on the screen, unless that has room for fewer than `LEAST` lines of text.
-    layer, head: count only their heads. Raises UsageError if there is no such page."""
+    Raises UsageError if there is no such page."""
     spans = facts.spans
-    share = facts.share(layer, head)[list(spans.token)].tolist()
+    share = facts.share()[list(spans.token)].tolist()
     rows = broken(spans.text, max(screen.width - _GUTTER - 1, 12), screen.encoding)
     # Blank lines between messages and paragraphs stay, those at the end do not.
     while rows and not spans.text[slice(*rows[-1])].strip():
         rows.pop()
     sums = [0.0, *accumulate(share)]
-    means = [_mean(sums, spans.overlap(begin, end)) for begin, end in rows]
+    pieces = [spans.overlap(begin, end) for begin, end in rows]
+    means = [(sums[p.stop] - sums[p.start]) / len(p) if p else None for p in pieces]
     largest = max((mean for mean in means if mean is not None), default=0.0)
-
-    def above(begin: int, end: int, at: tuple[int | None, int]) -> list[str]:
-        lines = _above(facts, rows[begin:end], at, largest, screen, (layer, head))
-        return [*first, *lines] if at[0] in (1, None) else lines
-
-    def below(page: int) -> list[str]:
-        more = "" if layer is None else f"layer {layer} "
-        more += "" if head is None else f"head {head} "
-        hint = f"/kept {more}{page + 1} shows the next page, /kept {more}all everything"
-        return folded(hint, screen.width, "  ")
-
-    starts = [0]
-    while (begin := starts[-1]) < len(rows):
-        size, at = PAGE, len(starts)
-        if screen.rows:
-            room = screen.rows - _BELOW
-            size = max(LEAST, room - len(above(begin, begin + room, (at, len(rows)))))
-            if begin + size < len(rows):
-                size = max(LEAST, size - len(below(at)))
-        starts.append(begin + size)
-    pages = max(1, len(starts) - 1)
-    if number is not None and not 1 <= number <= pages:
-        raise UsageError(f"/kept has no page {number:,}: 1 to {pages:,}", _USAGE)
+    above = _scale(largest, screen)
+    below = folded(
+        f"/kept {(number or 0) + 1} shows the next page, /kept all everything", screen.width, "  "
+    )
+    size, least = PAGE, PAGE
+    if screen.rows:
+        size = max(LEAST, screen.rows - _BELOW - 1 - len(above) - len(below))
+        least = max(LEAST, size - len(first))
+    starts = [0, *range(least, len(rows), size)]
+    if number is not None and not 1 <= number <= len(starts):
+        raise UsageError(f"/kept has no page {number:,}: 1 to {len(starts):,}", _USAGE)
     begin, end = 0, len(rows)
-    if number is not None and len(starts) > 1:
-        begin, end = starts[number - 1 : number + 1]
-    lines = [
-        _gutter(mean, largest, screen) + _shaded(facts, span, share, screen)
-        for span, mean in zip(rows[begin:end], means[begin:end], strict=True)
-    ]
-    if number is not None and number < pages:
-        lines += below(number)
-    return [*above(begin, end, (number, pages)), *(line.rstrip() for line in lines)]
+    if number is not None:
+        begin, end = [*starts, end][number - 1 : number + 1]
+    lines = list(first) if number in (1, None) else []
+    if rows:
+        lines.append(_title(facts, rows[begin:end], number, len(starts), screen))
+    lines += above
+    for span, mean in zip(rows[begin:end], means[begin:end], strict=True):
+        line = _gutter(mean, largest, screen) + _shaded(facts, span, share, screen)
+        lines.append(line.rstrip())
+    return lines + (below if number is not None and number < len(starts) else [])
 
 
-def _mean(sums: Sequence[float], pieces: range) -> float | None:
-    if not pieces:
-        return None
-    return (sums[pieces.stop] - sums[pieces.start]) / len(pieces)
+def _title(
+    facts: Kept, rows: Sequence[tuple[int, int]], number: int | None, pages: int, screen: Screen
+) -> str:
+    """Which page this is, and which tokens and documents are on it."""
+    pieces = facts.spans.overlap(rows[0][0], rows[-1][1])
+    first, last = facts.spans.token[pieces[0]], facts.spans.token[pieces[-1]]
+    names = [part.name for part in facts.parts if part.first <= last and first < part.last]
+    parts = [f"page {number:,} of {pages:,}"] * (number is not None and pages > 1)
+    parts.append(f"tokens {first:,} to {last:,}")
+    parts += [clipped(name, _NAME, screen.encoding) for name in names]
+    return clipped((" · " if screen.blocks else " - ").join(parts), screen.width, screen.encoding)
+
+
+def _scale(largest: float, screen: Screen) -> list[str]:
+    """What the block and the percentage of a line mean, and the colours."""
+    meaning = "share of the heads that hold a token, mean of the line"
+    if largest:
+        meaning += f"; {screen.signs[-1]} is {percent(largest)}, the most on a line"
+    lines = folded(meaning, screen.width, "  ", screen.encoding)
+    if screen.colour:
+        shades = "".join(_paint("  ", shade) for shade in range(len(SHADES)))
+        lines.append(f"no head {shades} all heads")
+    return lines
 
 
 def _gutter(mean: float | None, largest: float, screen: Screen) -> str:
@@ -295,52 +247,6 @@ def _shaded(facts: Kept, span: tuple[int, int], share: Sequence[float], screen: 
 def _paint(text: str, shade: int) -> str:
     back, front = SHADES[shade]
     return f"\x1b[48;5;{back};38;5;{front}m{text}\x1b[0m"
-
-
-def _above(
-    facts: Kept,
-    rows: Sequence[tuple[int, int]],
-    at: tuple[int | None, int],
-    largest: float,
-    screen: Screen,
-    place: tuple[int | None, int | None],
-) -> list[str]:
-    """The lines above a page: what it shows, and what the block and percentage of a line mean."""
-    number, pages = at
-    layer, head = place
-    spans = facts.spans
-    pieces = spans.overlap(rows[0][0], rows[-1][1]) if rows else range(0)
-    parts = []
-    if layer is not None:
-        parts.append(f"layer {layer}" + ("" if head is None else f", KV head {head}"))
-    if number is not None and pages > 1:
-        parts.append(f"page {number:,} of {pages:,}")
-    if pieces:
-        first, last = spans.token[pieces[0]], spans.token[pieces[-1]]
-        parts.append(f"tokens {first:,} to {last:,}")
-        parts += [
-            clipped(p.name, _NAME, screen.encoding)
-            for p in facts.parts
-            if p.first <= last and first < p.last
-        ]
-    if head is not None:
-        meaning = "share of the line's tokens that this head holds"
-    else:
-        meaning = "share of the heads that hold a token, mean of the line"
-    lines = folded(
-        " · ".join(parts) if screen.blocks else " - ".join(parts),
-        screen.width,
-        "  ",
-        screen.encoding,
-    )
-    if largest:
-        meaning += f"; {screen.signs[-1]} is {percent(largest)}, the most on a line"
-    lines += folded(meaning, screen.width, "  ", screen.encoding)
-    if screen.colour:
-        scale = "".join(_paint("  ", shade) for shade in range(len(SHADES)))
-        low, high = ("gone ", " held") if head is not None else ("no head ", " all heads")
-        lines.append(low + scale + high)
-    return lines
 
 
 # -- passages and phrases -------------------------------------------------------------------
@@ -444,11 +350,8 @@ def find(
         if everything or not listed or (listed < LISTED and fits):
             lines += entry
             listed += 1
-    if len(places) > listed:
-        more = (
-            "1 more place" if len(places) - listed == 1 else f"{len(places) - listed:,} more places"
-        )
-        rest = f'{more}: /kept find "{text}" all lists them'
+    if more := len(places) - listed:
+        rest = f'{more:,} more place{"s" * (more > 1)}: /kept find "{text}" all lists them'
         lines += folded(rest, screen.width, "  ", screen.encoding)
     return [*lines, *folded(_verdict(found, recalls), screen.width, "  ")]
 

@@ -4,7 +4,6 @@ remove."""
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minikv.chat.report import size
+from minikv.checks import guess
 from minikv.cli.config import BUNDLED
 from minikv.cli.confirm import confirmed
 from minikv.cli.interrupt import Interrupts
@@ -115,9 +115,9 @@ def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> No
         if name == BUNDLED:
             raise UsageError("the bundled model is a part of minikv and cannot be removed")
         if name not in here and not kept[name]:
-            near = difflib.get_close_matches(name, here, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else "`minikv models` lists them"
-            raise UsageError(f"no model {name!r} in the cache", hint)
+            raise UsageError(
+                f"no model {name!r} in the cache", f"{guess(name, here)}`minikv models` lists them"
+            )
     total = sum(repos[name].size_on_disk for name in names if name in repos)
     total += sum(ggufs[name].bytes for name in names if name in ggufs)
     total += sum(one.bytes for files in kept.values() for one in files)

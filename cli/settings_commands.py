@@ -1,27 +1,22 @@
-"""/set, /show and /system: the settings of a chat."""
+"""/set, /policy, /budget and /system: the settings of a chat."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.chat.report import size
-from minikv.cli import completion, refresh
+from minikv.cli import completion
 from minikv.cli.command import Command, Context
 from minikv.cli.config import SETTINGS
 from minikv.cli.context_command import count_tokens
 from minikv.cli.documents.text import read_file
 from minikv.cli.screen import render
-from minikv.cli.screen.text import cells, padded
-from minikv.cli.values import listed, text
+from minikv.cli.values import listed, read_pairs, text
 from minikv.cli.wording import worded
 from minikv.errors import UsageError
-from minikv.policies import registry
 from minikv.settings import GONE, Generation, settings_of, spelled
 
 if TYPE_CHECKING:
@@ -60,11 +55,11 @@ def _refused(name: str, key: str) -> UsageError:
     """The error for a setting that a chat cannot change."""
     if key in GONE:
         return UsageError(f"{key} is gone: {worded(GONE[key], chat=True)}")
+    if key == "stats":
+        return UsageError("stats is a flag of `minikv ask`", "/stats shows the figures here")
     if key in SETTINGS:
         return UsageError(f"{key} cannot change in a chat", f"start one with {SETTINGS[key].flag}")
-    near = difflib.get_close_matches(key, _CHANGES, n=1, cutoff=0.5)
-    guess = f"did you mean {near[0]}? " if near else ""
-    return UsageError(f"no setting {name!r}", f"{guess}/set lists them all")
+    return UsageError(f"no setting {name!r}", f"{checks.guess(key, _CHANGES)}/set lists them all")
 
 
 def _seed(context: Context, seed: int) -> None:
@@ -93,11 +88,17 @@ def _budget(context: Context, value: str) -> None:
     session.configure(replace(session.eviction, budget=read_budget(value)))
 
 
-def _policy(context: Context, value: str) -> None:
+def _policy(
+    context: Context,
+    value: str,
+    origin: str = HERE,
+    decode: str = "auto",
+    options: Mapping[str, object] | None = None,
+) -> None:
     session = context.session
-    chosen = EvictionConfig.read(value, seed=session.seed)
+    chosen = EvictionConfig.read(value, decode, options=options, seed=session.seed)
     session.configure(replace(chosen, budget=session.eviction.budget))
-    context.origins["decode"] = context.origins["stride"] = HERE
+    context.origins |= dict.fromkeys(("policy", "decode", "stride"), origin)
 
 
 def _decode(context: Context, value: str) -> None:
@@ -201,118 +202,51 @@ def _values(context: Context) -> dict[str, Any]:
     }
 
 
-# -- /show ----------------------------------------------------------------------------------
+# -- /policy and /budget --------------------------------------------------------------------
 
 
-def _show(context: Context, arguments: list[str]) -> None:
-    what = arguments[0] if arguments else "model"
-    if what not in _VIEWS or len(arguments) > 1:
-        raise UsageError(
-            f"/show does not know {' '.join(arguments)!r}", f"/show {' | '.join(_VIEWS)}"
-        )
-    _VIEWS[what](context)
-
-
-def _show_model(context: Context) -> None:
-    session, facts = context.session, context.session.facts
-    shape = session.engine.kv.shape
-    rows = [
-        ("model", facts.model or "unnamed"),
-        ("revision", facts.revision or "-"),
-        ("runs on", f"{facts.device} · {facts.dtype} · {facts.kernels} kernels"),
-        ("cache", facts.kv),
-        ("weights", f"{size(facts.weight_bytes)}, loaded in {facts.load_s:.1f} s"),
-        (
-            "layers",
-            f"{shape.layers} · {shape.heads} heads, {shape.kv_heads} KV heads of {shape.head_dim}",
-        ),
-        ("context", f"{session.max_context:,} positions"),
-    ]
-    windows = sorted({w for w in shape.windows if w is not None})
-    if windows:
-        count = sum(w is not None for w in shape.windows)
-        rows.append(("windows", f"{count} layers see {', '.join(f'{w:,}' for w in windows)} back"))
-    _say_rows(context, rows)
-
-
-def _show_system(context: Context) -> None:
-    session = context.session
-    context.terminal.say(session.system or "no system prompt; /system TEXT sets one")
-    if session.system:
-        pinned = "never evicted" if session.pin_system else "may be evicted"
-        context.terminal.say(f"({count_tokens(session, session.system):,} tokens; {pinned})")
-
-
-def _show_template(context: Context) -> None:
-    """Show an example message in the model's template, as the model sees it."""
-    from minikv.chat.transcript import Message
-
-    session = context.session
-    context.terminal.say(f"template: {getattr(session.template, 'name', 'unnamed')}")
-    for note in session.template.notes:
-        context.terminal.say(f"! {note}")
-    messages = [Message("system", session.system)] if session.system else []
-    ids = session.template.opening([*messages, Message("user", "QUESTION")])
-    context.terminal.say("an example as the model sees it, markers included:")
-    context.terminal.say(_spelled(session, ids))
-    context.terminal.say(f"({len(ids):,} tokens)")
-
-
-def _spelled(session: ChatSession, ids: Sequence[int]) -> str:
-    """The text of ids; control tokens by name."""
-    control: Mapping[str, int] = getattr(session.tokenizer, "control", {})
-    names = {id: name for name, id in control.items()}
-    parts = [
-        "".join(names[id] for id in part) if named else session.tokenizer.decode(part)
-        for named, part in groupby(ids, names.__contains__)
-    ]
-    return "".join(parts)
-
-
-def _show_policy(context: Context) -> None:
-    eviction = context.session.eviction
-    rows = [("now", render.policy_line(context.session))]
-    if eviction.evicts:
-        counted = context.session.engine.kv.stats().budget_rows
-        if counted is not None and eviction.budget.unit not in ("rows", "auto"):
-            rows.append(("budget", f"{eviction.budget}, which is {counted:,} tokens per head"))
-    if eviction.stride:
-        rows.append(("stride", f"blocks of {eviction.stride} tokens"))
-    rows.append(("reuse", refresh.line(context.session)))
-    for name, options in (
+def _policy_command(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    if arguments:
+        name, *pairs = arguments
+        options = read_pairs(pairs)
+        decode = str(options.pop("decode", "auto"))
+        _policy(context, name, "/policy", decode, options)
+        terminal.say(f"from the next question on: {render.policy_line(session)}")
+        return
+    eviction = session.eviction
+    terminal.say(render.policy_line(session))
+    for name, chosen in (
         (eviction.policy, eviction.policy_options),
         (eviction.decode, eviction.decode_options),
     ):
-        rows += [(f"{name}.{key}", str(value)) for key, value in options.items()]
-        if name in registry.method_names():
-            rows.append((name, registry.method(name).summary))
-    _say_rows(context, list(dict.fromkeys(rows)))
+        if chosen:
+            terminal.say(f"  {name}: {' '.join(f'{key}={chosen[key]}' for key in chosen)}")
 
 
-_VIEWS: Mapping[str, Callable[[Context], None]] = {
-    "model": _show_model,
-    "system": _show_system,
-    "template": _show_template,
-    "settings": _settings,
-    "policy": _show_policy,
-}
-
-
-def _say_rows(context: Context, rows: list[tuple[str, str]]) -> None:
-    wide = max(cells(name) for name, _ in rows)
-    for name, value in rows:
-        context.terminal.say(f"{padded(name, wide)}  {value}")
+def _budget_command(context: Context, arguments: list[str]) -> None:
+    if len(arguments) > 1:
+        raise UsageError("/budget takes one value", "/budget 512, 20%, 64MiB or auto")
+    for value in arguments:
+        _budget(context, value)
+        context.origins["budget"] = "/budget"
+    begin = "from the next question on: " if arguments else ""
+    context.terminal.say(f"{begin}{render.policy_line(context.session)}")
 
 
 # -- /system --------------------------------------------------------------------------------
 
 
 def _system(context: Context, arguments: list[str]) -> None:
-    if not arguments:
-        _show_system(context)
+    session, terminal = context.session, context.terminal
+    if arguments:
+        _change_system(context, " ".join(arguments))
+        context.origins["system"] = "/system"
         return
-    _change_system(context, " ".join(arguments))
-    context.origins["system"] = "/system"
+    terminal.say(session.system or "no system prompt; /system TEXT sets one")
+    if session.system:
+        pinned = "never evicted" if session.pin_system else "may be evicted"
+        terminal.say(f"({count_tokens(session, session.system):,} tokens; {pinned})")
 
 
 def _after_set(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
@@ -322,24 +256,39 @@ def _after_set(session: ChatSession, before: Sequence[str], word: str) -> Iterab
     return completion.values(SETTINGS[key], word) if key in _CHANGES and len(before) == 1 else ()
 
 
-def _after_show(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return () if before else _VIEWS
+def _after_policy(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    if not before:
+        return completion.policies(word)
+    if word.startswith("decode="):
+        return [f"decode={step}" for step in completion.steps()]
+    return ["decode=", *completion.options(before[0])]
+
+
+def _after_budget(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return () if before else completion.BUDGETS
 
 
 COMMANDS = (
+    Command(
+        ("policy",),
+        "[NAME [option=value...]]",
+        "show or change the eviction policy",
+        _policy_command,
+        follows=_after_policy,
+    ),
+    Command(
+        ("budget",),
+        "[TOKENS | PERCENT | BYTES | auto]",
+        "show or change the budget",
+        _budget_command,
+        follows=_after_budget,
+    ),
     Command(
         ("set",),
         "[KEY VALUE]",
         "every setting and where it came from, or change one",
         _set,
         follows=_after_set,
-    ),
-    Command(
-        ("show",),
-        f"[{' | '.join(_VIEWS)}]",
-        "what this chat runs on",
-        _show,
-        follows=_after_show,
     ),
     Command(("system",), "[TEXT | @FILE]", "show or change the system prompt", _system, raw=True),
 )

@@ -20,6 +20,14 @@ def quoted(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def guess(word: str, names: Iterable[str], most: int = 1) -> str:
+    """The beginning of a hint that asks for the most similar of these names; "" if none is."""
+    import difflib  # needed after a slip only
+
+    near = difflib.get_close_matches(word, list(names), n=most, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
 def whole(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
     """Raise UsageError if `value` is not a whole number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int):

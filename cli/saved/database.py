@@ -214,8 +214,10 @@ class ChatFile:
         touched. whole: read every page, because nothing may be written into a damaged file."""
         found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(len(_SCHEMA) + 1)
         first = not any(self.path.parent.glob("tier*"))
-        if not found and not self.path.stat().st_size and first:  # its first save was cut off
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        if not found and not self.path.stat().st_size:
+            if first:  # its first save was cut off
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+            raise ValueError("its file is empty")
         version = self._value("PRAGMA user_version")
         if version != _VERSION:
             raise ValueError(f"format {version}, not {_VERSION}")
@@ -277,7 +279,10 @@ def damage(name: str, hint: str = "") -> Iterator[None]:
             system = _os_error(error, chats_folder() / name / FILE)
             raise UsageError(f"chat {name} cannot be read: {system.strerror}") from None
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"chat {name} is damaged: {clipped(what, 200)}", hint) from None
+        raise UsageError(
+            f"chat {name} is damaged: {clipped(what, 200)}",
+            hint or f"`minikv chats rm {name}` removes it",
+        ) from None
 
 
 _NO_CHAT = (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minikv.checks import guess
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved import old
 from minikv.cli.saved.database import DAMAGE, FILE, Chat, ChatFile
@@ -94,11 +94,10 @@ def unknown(name: str) -> UsageError:
     names = [entry.name for entry in listing()]
     if not names:
         return UsageError(f"no saved chat {name!r}", f"there is none in {chats_folder()}")
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    guess = f"did you mean {near[0]}? " if near else ""
     some = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
     return UsageError(
-        f"no saved chat {name!r}", f"{guess}saved are {some}; `minikv chats` lists all"
+        f"no saved chat {name!r}",
+        f"{guess(name, names)}saved are {some}; `minikv chats` lists all",
     )
 
 

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
+from minikv.checks import guess, quoted
 from minikv.cli.screen.text import grid
 from minikv.cli.turn import TOY, is_toy
 from minikv.cli.values import text
+from minikv.errors import UsageError
 from minikv.policies import Option, find, part_names, prompt_names, registry, step_names
+from minikv.policies.composition import parse
 from minikv.policies.options import options_of
 
 if TYPE_CHECKING:
@@ -214,6 +217,9 @@ def policy(name: str, *, as_json: bool) -> str:
         part = registry.part(name)
         return json.dumps(_part_record(part)) if as_json else _part_card(part)
     else:
+        if len(parse(name)) == 1:
+            near = guess(name, (*registry.method_names(), *registry.SCORERS, *part_names()))
+            raise UsageError(f"unknown policy {quoted(name)}", f"{near}`minikv policies` lists all")
         info = find(name)
     return json.dumps(_policy_record(info)) if as_json else _policy_card(info)
 

@@ -5,13 +5,12 @@ Importing this does not import torch, nor does refusing an unknown name; making 
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minikv.checks import quoted
+from minikv.checks import guess, quoted
 from minikv.errors import UsageError
 from minikv.policies import registry
 from minikv.policies.options import Method, options_of, read_options
@@ -63,8 +62,8 @@ def find(name: str, *, step: bool = False) -> Method:
         method = combine(name, words)
         check(method)
         return method
-    guess = _guess(name, names)
-    raise UsageError(f"unknown policy {quoted(name)}", f"{guess}{flag} takes: {', '.join(names)}")
+    near = guess(name, names, 3)
+    raise UsageError(f"unknown policy {quoted(name)}", f"{near}{flag} takes: {', '.join(names)}")
 
 
 def parse(name: str) -> list[str]:
@@ -152,15 +151,9 @@ def _added(name: str, word: str, method: Method | None) -> list[type[Any]]:
         what = "also says what a token is worth" if method and method.parts else "is no part"
         raise UsageError(
             f"cannot compose {name!r}: {word!r} {what}",
-            f"{_guess(word, others)}parts are: {', '.join(others)}",
+            f"{guess(word, others, 3)}parts are: {', '.join(others)}",
         )
     return given
-
-
-def _guess(word: str, names: Iterable[str]) -> str:
-    """The beginning of a hint that names similar words; empty if there are none."""
-    near = difflib.get_close_matches(word, list(names), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def prompt_policy(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy | None:

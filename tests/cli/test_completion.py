@@ -83,12 +83,8 @@ def test_policies_their_parts_and_options(tab: Offers) -> None:
 
 
 def test_what_follows_the_other_commands(tab: Offers) -> None:
-    assert tab("/kept ") == ["all", "find", "layer", "top"]
-    assert tab("/kept layer ") == ["0", "1"]
-    assert tab("/kept layer 1 h") == ["head"]
-    assert tab("/kept layer 1 head ") == ["0", "1"]
+    assert tab("/kept ") == ["all", "find", "top"]
     assert tab('/kept find "mill" ') == ["all"]
-    assert tab("/show t") == ["template"]
     assert "kept" in tab("/help k")
     assert tab("/drop ") == ["my\\ report\\ (1).txt"]
     assert tab("/drop my\\ r") == ["my\\ report\\ (1).txt"]

@@ -7,6 +7,7 @@ import random
 import re
 import time
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -86,18 +87,12 @@ def test_shares_against_a_count_by_hand(
         found = kept.read(session)
         tokens = len(session.fed)
         count = [0.0] * tokens
-        for layer in range(3):
-            in_layer = [0.0] * tokens
-            for head in range(3):
-                positions = set(session.kept(layer, head).tolist())
-                one = [float(t in positions) for t in range(tokens)]
-                assert found.share(layer, head).tolist() == one
-                assert found.rows()[layer, head] == len(positions)
-                some = [3, 20, tokens - 1]
-                assert found.among(some)[layer, head] == len(positions & set(some))
-                in_layer = [a + b for a, b in zip(in_layer, one, strict=True)]
-            assert found.share(layer).tolist() == pytest.approx([n / 3 for n in in_layer])
-            count = [a + b for a, b in zip(count, in_layer, strict=True)]
+        for layer, head in product(range(3), range(3)):
+            positions = set(session.kept(layer, head).tolist())
+            assert found.rows()[layer, head] == len(positions)
+            some = [3, 20, tokens - 1]
+            assert found.among(some)[layer, head] == len(positions & set(some))
+            count = [n + (t in positions) for t, n in enumerate(count)]
         assert found.share().tolist() == pytest.approx([n / 9 for n in count])
         assert found.slots == 9
     sizes = {len(session.kept(layer, head)) for layer in range(3) for head in range(3)}
@@ -227,10 +222,6 @@ def test_gutter_is_the_mean_of_the_line() -> None:
     lines = kept_view.page(found, 1, Screen())
     assert lines[-3:] == ["█ 100% abcd", "▁   8% efgh", "    0% ijkl"]
     assert kept_view.page(found, 1, Screen(blocks=False))[-2] == ".   8% efgh"
-    assert kept_view.page(found, 1, Screen(), 0)[-2] == "▂  16% efgh"
-    one = kept_view.page(found, 1, Screen(), 0, 0)
-    assert one[-3:] == ["█ 100% abcd", "▄  50% efgh", "    0% ijkl"]
-    assert one[0] == "layer 0, KV head 0 · tokens 1 to 14"
 
 
 def test_shade_of_each_token() -> None:
@@ -263,32 +254,29 @@ def test_shades_ascend_and_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(50, 24), (80, 24), (120, 40), (50, 8)])
-@pytest.mark.parametrize("place", [(None, None), (1, None), (1, 0)])
 @pytest.mark.parametrize("colour", [False, True])
-def test_a_page_fits_on_the_screen_with_the_prompt(
-    width: int, height: int, place: tuple[int | None, int | None], colour: bool
-) -> None:
+def test_a_page_fits_on_the_screen_with_the_prompt(width: int, height: int, colour: bool) -> None:
     """The prompt, its toolbar and all of a page are seen together, and no line is left out."""
     text = "".join(f"line {i} of the document that is read\n" for i in range(25 * height // 8))
     parts = tuple(Part(f"a long name {n}.txt", 100 * n, 100 * n + 90) for n in range(3))
     found = replace(random_facts(text), parts=parts)
     screen = Screen(width, colour=colour, rows=height)
-    first = [f"summary {n}" for n in range(4 if height > 8 else 0)] if place[0] is None else []
+    first = [f"summary {n}" for n in range(4 if height > 8 else 0)]
     body: list[str] = []
     number, more = 1, True
     while more:
-        lines = kept_view.page(found, number, screen, *place, first)
+        lines = kept_view.page(found, number, screen, first)
         if height > 8:
             assert len(lines) <= height - 3
         assert (lines[: len(first)] == first) == (number == 1 or not first)
         body += [line for line in lines if " line " in ESCAPE.sub("", line)]
         more = any("the next page" in line for line in lines)
         number += 1
-    whole = kept_view.page(found, None, screen, *place, first)
+    whole = kept_view.page(found, None, screen, first)
     assert body == [line for line in whole if " line " in ESCAPE.sub("", line)]
     assert number > 4
     with pytest.raises(UsageError, match=f"no page {number}: 1 to {number - 1}"):
-        kept_view.page(found, number, screen, *place, first)
+        kept_view.page(found, number, screen, first)
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
@@ -465,20 +453,12 @@ def test_before_the_first_turn() -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("2 3|layer 1 2 3", "one page"),
+        ("2 3|bottom|-1|²|all 2", "does not take"),
         ("0", "no page 0: 1 to"),
-        ("99|layer 1 head 1 99", "no page 99"),
-        ("bottom", "does not know 'bottom'"),
-        ("-1", "does not know '-1'"),
-        ("²", "does not know"),
+        ("99", "no page 99"),
         ("top 0|top 101|top x|top 1 2", "1 to 100"),
         ("find", "takes a text"),
         ("find net debt", "takes one text"),
-        ("layer", "a layer, 0 to 2"),
-        ("layer 3", "no layer '3' in this model: 0 to 2"),
-        ("layer x", "no layer 'x'"),
-        ("layer 1 head", "a KV head, 0 to 2"),
-        ("layer 1 head 3", "no head '3' in this model: 0 to 2"),
     ],
 )
 def test_bad_arguments(asked: ChatSession, lines: str, said: str) -> None:
@@ -489,7 +469,7 @@ def test_bad_arguments(asked: ChatSession, lines: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["", "all", "top", "top 3", "find mill", "find mill all", "layer 1", "layer 1 head 2 all"],
+    ["", "all", "top", "top 3", "find mill", "find mill all"],
 )
 def test_output_is_plain_text_on_stderr(asked: ChatSession, line: str) -> None:
     err = typed.run(kept_view.COMMANDS, context(asked), "kept", *line.split())

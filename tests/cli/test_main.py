@@ -142,7 +142,9 @@ def test_policies_come_from_the_registry() -> None:
             assert read_options(name, info.options, given)[option.name] == option.default
         assert all(len(line) <= 80 for line in card.stdout.splitlines())
         assert json.loads(invoke("policies", "show", name, "--json").stdout) == record
-    assert invoke("policies", "show", "adakb").exit_code == 2
+    for name, meant in (("adakb", "adakv"), ("hashevikt", "hashevict"), ("pyramyd", "pyramid")):
+        done = invoke("policies", "show", name)
+        assert (done.exit_code, f"did you mean {meant}?" in done.stderr) == (2, True)
 
 
 def test_version_and_help() -> None:
