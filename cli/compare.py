@@ -6,8 +6,8 @@ greedy, one cache after the other. The running chat is never touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,10 @@ from minikv.cli import completion
 from minikv.cli.command import Command, Context
 from minikv.cli.screen.progress import FRAME, Live
 from minikv.cli.screen.terminal import Screen, Terminal
-from minikv.cli.screen.text import clipped, folded, padded
+from minikv.cli.screen.text import clipped, folded, shown
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
-from minikv.settings import Settings
+from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -75,7 +75,8 @@ def _compare(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
     question = last_question(session)
     choices = read_choices(session, arguments)
-    stop = Stop()
+    given, stop = context.generation, Stop()
+    greedy = Generation(given.max_tokens, stop=given.stop, max_thoughts=given.max_thoughts)
     runs: list[Run] = []
     told: list[str] = []
     try:
@@ -86,11 +87,8 @@ def _compare(context: Context, arguments: list[str]) -> None:
             for eviction in (choices[-1], *choices[:-1]):
                 name = label(eviction)
                 stop.session = beside(session, eviction)
-                most = context.generation.max_tokens
-                live, ends = _live(terminal, name), context.generation.stop
-                tell, thoughts = _tell(terminal, name, runs, told), context.generation.max_thoughts
-                one = run(stop.session, name, question, most, live, stop, ends, tell, thoughts)
-                runs.append(one)
+                live, tell = _live(terminal, name), _tell(terminal, name, runs, told)
+                runs.append(run(stop.session, name, question, greedy, live, stop, tell))
                 stop.session = None  # so that only one cache exists beside the chat's
     except Interrupted:
         if len(runs) > 1:  # at least one that can be compared
@@ -272,21 +270,18 @@ def run(
     session: ChatSession,
     name: str,
     question: Question,
-    max_tokens: int,
+    greedy: Generation,
     show: Callable[[int, int, int], None],
     stop: Stop,
-    ends: Sequence[str] = (),
-    tell: Callable[[str], None] | None = None,
-    max_thoughts: int = 0,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Run:
-    """Ask greedily in a fresh chat; `ends` are the stop texts. `tell` gets each warning that comes
-    before anything was read, such as what reading will cost. Raises the session's errors, and
-    Interrupted once stopped."""
+    """Ask in a fresh chat. `tell` gets each warning that comes before anything was read, such as
+    what reading will cost. Raises the session's errors, and Interrupted once stopped."""
     stopped = Interrupted(f"stopped comparing at {name}", "the chat is as it was")
     begun = False
 
     def notice(line: str) -> None:
-        if tell is not None and not begun:
+        if not begun:
             tell(line)
 
     def reading(done: int, total: int) -> None:
@@ -302,9 +297,7 @@ def run(
     try:
         for piece in session.ask(
             question.text,
-            max_tokens,
-            stop=ends,
-            max_thoughts=max_thoughts,
+            **asdict(greedy),
             progress=reading,
             notice=notice,
             thinking=lambda piece, tokens: show(0, 0, tokens),
@@ -317,10 +310,9 @@ def run(
         raise stopped
     report = session.report
     assert report is not None
-    pending_token = () if session.pending_token is None else (session.pending_token,)
-    asked = report.tokens.prompt_new + report.tokens.prompt_reused
-    tokens = (*session.fed[asked:], *pending_token)
-    return Run(name, "".join(pieces), tokens, report)
+    tokens = session.fed[report.tokens.prompt_new + report.tokens.prompt_reused :]
+    tokens += [] if session.pending_token is None else [session.pending_token]
+    return Run(name, "".join(pieces), tuple(tokens), report)
 
 
 def measured(runs: Sequence[Run]) -> list[Run]:
@@ -394,10 +386,16 @@ def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
     Says what was run, and what was left out of it.
     """
     rows = [facts(one, runs[-1]) for one in runs]
+    lines = [f"question: {clipped(question.text, screen.width - 11, screen.encoding)}"]
     width = (screen.width - _LABEL - 1) // len(runs)
-    wide = screen.width >= NARROWEST and width >= _COLUMN
-    asked = f"question: {clipped(question.text, screen.width - 11, screen.encoding)}"
-    lines = [asked, *(_beside(runs, rows, width, screen) if wide else _below(runs, rows, screen))]
+    if screen.width >= NARROWEST and width >= _COLUMN:
+        cells = [("", *(one.label for one in runs))]
+        cells += [(name, *(row[name] for row in rows)) for name in rows[0]]
+        lines += _set(cells, [_LABEL, *[width - 2] * len(runs)], screen)
+    else:
+        for one, row in zip(runs, rows, strict=True):
+            table = _set([*row.items()], [_LABEL, screen.width - _LABEL - 4], screen)
+            lines += [one.label, *(f"  {line}" for line in table)]
     notes = [
         "each run is a fresh conversation: the chat's documents and this question, greedy; the "
         "chat itself is as it was"
@@ -408,29 +406,17 @@ def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
     return lines + [line for note in notes for line in folded(note, screen.width, "  ")]
 
 
-def _beside(
-    runs: Sequence[Run], rows: Sequence[Mapping[str, str]], width: int, screen: Screen
-) -> list[str]:
-    head = [one.label for one in runs]
-    lines = []
-    for name, cells in [("", head), *((n, [row[n] for row in rows]) for n in rows[0])]:
-        columns = [folded(cell, width - 2, "", screen.encoding) for cell in cells]
-        for i in range(max(map(len, columns))):
-            line = (name if i == 0 else "").ljust(_LABEL + 1)
-            for column in columns:
-                line += padded(column[i] if i < len(column) else "", width)
-            lines.append(line.rstrip())
-    return lines
+def _set(rows: Sequence[Sequence[str]], widths: Sequence[int], screen: Screen) -> list[str]:
+    """Rows of cells as lines, in columns of these widths."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _below(runs: Sequence[Run], rows: Sequence[Mapping[str, str]], screen: Screen) -> list[str]:
-    lines = []
-    for one, row in zip(runs, rows, strict=True):
-        lines.append(one.label)
-        for name, cell in row.items():
-            column = folded(cell, screen.width - _LABEL - 3, "", screen.encoding)
-            lines += [
-                f"  {(name if i == 0 else '').ljust(_LABEL)} {part}".rstrip()
-                for i, part in enumerate(column)
-            ]
-    return lines
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for width in widths:
+        table.add_column(width=width, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(shown(cell, screen.encoding)) for cell in row))
+    console = Console(width=screen.width, color_system=None)
+    lines = console.render_lines(table)
+    return ["".join(segment.text for segment in line).rstrip() for line in lines]

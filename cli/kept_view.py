@@ -196,8 +196,9 @@ def _title(
     pieces = facts.spans.overlap(rows[0][0], rows[-1][1])
     first, last = facts.spans.token[pieces[0]], facts.spans.token[pieces[-1]]
     names = [part.name for part in facts.parts if part.first <= last and first < part.last]
-    parts = [f"page {number:,} of {pages:,}"] * (number is not None and pages > 1)
-    parts.append(f"tokens {first:,} to {last:,}")
+    parts = [f"tokens {first:,} to {last:,}"]
+    if number is not None and pages > 1:
+        parts.insert(0, f"page {number:,} of {pages:,}")
     parts += [clipped(name, _NAME, screen.encoding) for name in names]
     return clipped((" · " if screen.blocks else " - ").join(parts), screen.width, screen.encoding)
 

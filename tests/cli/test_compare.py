@@ -115,7 +115,9 @@ def test_a_tier_gives_what_reading_again_gives(
             if not lends:
                 other.recall = Recall(other.engine.kv)
                 other.engine.kv.tier = None
-            runs.append(compare.run(other, policy, question, 12, lambda *_: None, Stop()))
+            runs.append(
+                compare.run(other, policy, question, Generation(12), lambda *_: None, Stop())
+            )
             caches.append(rows(other.engine.kv.arena, 2, 2))
             recalled = recalled or runs[-1].report.tokens.prompt_reused > 0
         (lent, again), report = runs, runs[0].report
@@ -160,7 +162,9 @@ def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> No
     for one in (session, clean):
         other = compare.beside(one, EvictionConfig.read("streaming", budget="48"))
         question = compare.last_question(one)
-        answers.append(compare.run(other, "streaming", question, 9, lambda *_: None, Stop()))
+        answers.append(
+            compare.run(other, "streaming", question, Generation(9), lambda *_: None, Stop())
+        )
         one.recall.leave()
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].report.tokens.prompt_reused == 0
@@ -395,7 +399,12 @@ def test_nothing_starts_once_stopped() -> None:
     question = compare.last_question(session)
     with pytest.raises(Interrupted, match="stopped comparing at x"):
         compare.run(
-            compare.beside(session, session.eviction), "x", question, 5, lambda *at: None, stop
+            compare.beside(session, session.eviction),
+            "x",
+            question,
+            Generation(5),
+            lambda *at: None,
+            stop,
         )
 
 
