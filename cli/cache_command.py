@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from minikv.chat.report import size
-from minikv.chat.store import Entry, Store
 from minikv.cli.confirm import confirmed
+from minikv.cli.flags import Call, Json, Yes, command, group
 from minikv.cli.paths import cache_folder
 from minikv.cli.saved.chats import age
-from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean, grid
 from minikv.errors import UsageError
 
+if TYPE_CHECKING:
+    from minikv.chat.store import Entry, Store
 
-def cache(terminal: Terminal, *, as_json: bool = False) -> None:
-    """Print a line per prompt, the last used one first, and what all take."""
+cache = group(
+    "minikv cache\n\nThe prompts that were read and are kept for later, the last used first."
+)
+
+
+@cache.callback(invoke_without_command=True)
+@command
+def listed(call: Call, as_json: Json = False) -> None:
+    terminal = call.terminal
     entries = _store().entries()
     if as_json:
         rows = [
@@ -53,8 +63,15 @@ def cache(terminal: Terminal, *, as_json: bool = False) -> None:
     terminal.say(f"{count}, {size(sum(one.nbytes for one in entries))}")
 
 
-def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> None:
-    """Remove the prompts with these names; without names, all. Raises UsageError."""
+@cache.command("rm")
+@command
+def remove(
+    call: Call,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    yes: Yes = False,
+) -> None:
+    """Remove these prompts, or all."""
+    terminal, names = call.terminal, names or []
     store = _store()
     entries = {one.path.name: one for one in store.entries()}
     for name in names:
@@ -72,4 +89,6 @@ def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> No
 
 
 def _store() -> Store:
+    from minikv.chat.store import Store  # with torch
+
     return Store(cache_folder() / "prompts", 0, {})

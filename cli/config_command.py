@@ -8,13 +8,14 @@ import os
 import re
 import textwrap
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tomlkit
+import typer
 from tomlkit.exceptions import TOMLKitError
 
+from minikv.cli import completion
 from minikv.cli.config import (
     ALIASES,
     BUNDLED,
@@ -27,6 +28,7 @@ from minikv.cli.config import (
     short,
     user_file,
 )
+from minikv.cli.flags import Call, Json, command, group
 from minikv.cli.paths import config_file
 from minikv.cli.saved.files import private, write
 from minikv.cli.screen.terminal import Terminal
@@ -35,40 +37,47 @@ from minikv.cli.values import listed, text
 from minikv.errors import UsageError
 from minikv.settings import Plain, refuse_gone, spelled
 
+config = group(
+    "minikv config init\n\nSettings from files and MINIKV_* variables.", no_args_is_help=True
+)
 
-def show(terminal: Terminal, *, as_json: bool = False) -> None:
-    """Print every setting with its value and where it came from."""
-    config = load()
-    for note in config.notes:
+
+@config.command()
+@command
+def show(call: Call, as_json: Json = False) -> None:
+    """Every setting, its value and where it came from."""
+    terminal, made = call.terminal, load()
+    for note in made.notes:
         terminal.warn(note)
     values = {name: one.default for name, one in SETTINGS.items()}
-    values |= {name: one.value for name, one in config.values.items()}
-    origins = config.origins(())
+    values |= {name: one.value for name, one in made.values.items()}
+    origins = made.origins(())
     if as_json:
         rows = {name: {"value": values[name], "origin": origins[name]} for name in SETTINGS}
-        tables = {"aliases": dict(config.aliases), "loaders": dict(config.loaders)}
+        tables = {"aliases": dict(made.aliases), "loaders": dict(made.loaders)}
         terminal.data(json.dumps({"settings": rows, **tables}))
         return
     lines = listed({name: text(value) for name, value in values.items()}, origins)
-    for title, table in (("aliases", config.aliases), ("loaders", config.loaders)):
+    for title, table in (("aliases", made.aliases), ("loaders", made.loaders)):
         if table:
             lines += [f"[{title}]", *(f"{name} = {value}" for name, value in table.items())]
     terminal.data("\n".join(lines))
 
 
-def paths(terminal: Terminal) -> None:
-    """Print which files are read, the strongest first."""
+@config.command("path")
+@command
+def paths(call: Call) -> None:
+    """Which files are read, the strongest first."""
     own = user_file()
     for path in (Path(LOCAL).absolute(), own):
         if path is not None:
-            terminal.data(f"{path}{'' if path.exists() else '  (not there)'}")
+            call.terminal.data(f"{path}{'' if path.exists() else '  (not there)'}")
 
 
-def init(terminal: Terminal) -> None:
-    """Write a file with every key, commented out, where the user's own is read from.
-
-    Raises UsageError if there is one, or if it cannot be written.
-    """
+@config.command()
+@command
+def init(call: Call) -> None:
+    """Write a commented file with every key."""
     path = config_file()
     try:
         private(path.parent)
@@ -79,12 +88,27 @@ def init(terminal: Terminal) -> None:
         raise UsageError(f"{clean(str(path))} exists already", "edit it, or remove it") from None
     except OSError as error:
         raise UsageError(f"cannot write {clean(str(path))}: {error.strerror}") from None
-    terminal.data(str(path))
+    call.terminal.data(str(path))
 
 
-def change(key: str, words: Sequence[str], terminal: Terminal) -> None:
-    """Set one key in the user's own file, which is made if there is none; aliases.NAME is a key of
-    [aliases]. Raises UsageError."""
+@config.command("set", short_help="Set a key, or an alias, in your own file.")
+@command
+def change(
+    call: Call,
+    key: Annotated[
+        str, typer.Argument(help="a key from `minikv config show`", autocompletion=completion.keys)
+    ],
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="value", help="its value", autocompletion=completion.key_values),
+    ],
+) -> None:
+    """minikv config set budget 20%
+
+    Set a key in your own file; every other line stays. aliases.NAME is a short name for --model:
+    minikv config set aliases.llama3 owner/name
+    """
+    terminal = call.terminal
     if alias := _alias(key):
         if len(words) != 1 or not words[0] or alias in (BUNDLED, words[0]):
             raise UsageError(
@@ -107,9 +131,18 @@ def change(key: str, words: Sequence[str], terminal: Terminal) -> None:
     _write(name, allowed(one, value, name), terminal)
 
 
-def unset(key: str, terminal: Terminal) -> None:
-    """Remove a key from the user's own file, also one that means nothing to minikv. Raises
-    UsageError if it is not there."""
+@config.command(short_help="Remove a key from your own file.")
+@command
+def unset(
+    call: Call,
+    key: Annotated[
+        str, typer.Argument(help="a key of the file", autocompletion=completion.keys_set)
+    ],
+) -> None:
+    """minikv config unset aliases.llama3
+
+    Remove a key from your own file; every other line stays.
+    """
     alias = _alias(key)
     known = read_toml(config_file(), short(config_file())) or {}
     own = known.get(ALIASES, {}) if alias else known
@@ -119,7 +152,7 @@ def unset(key: str, terminal: Terminal) -> None:
             f"{clean(key)} is not set in {short(config_file())}",
             "`minikv config show` says where each value comes from",
         )
-    _write(name, None, terminal, ALIASES if alias else "")
+    _write(name, None, call.terminal, ALIASES if alias else "")
 
 
 def _alias(key: str) -> str:

@@ -16,17 +16,21 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
+from typing import Annotated
 
 import typer
 
 import minikv
 from minikv.chat.report import size
 from minikv.cli import selftest
+from minikv.cli.config import Interface
+from minikv.cli.flags import Call, Only, alone, json_flag
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.screen.text import folded
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 from minikv.models import refuse_without_torch
+from minikv.settings import Settings
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 _PATIENCE = 5.0  # seconds for an answer of the hub
@@ -45,10 +49,23 @@ class Check:
     hint: str = ""
 
 
-def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) -> None:
-    """Run all checks and print them as they come. Leaves with exit code 1 if one failed. Raises
-    ModelTooLarge where torch cannot be imported."""
+@alone
+def doctor(
+    call: Call,
+    settings: Annotated[Settings, Only("offline")],
+    interface: Annotated[Interface, Only("debug")],
+    as_json: Annotated[
+        bool,
+        json_flag("the checks as one JSON object: ok, and the state, detail and hint of each"),
+    ] = False,
+) -> None:
+    """minikv doctor
+
+    Check versions, processor, memory, hub and terminal, then test every policy on a tiny random
+    model. Exit code 1 if a check failed.
+    """
     refuse_without_torch()
+    terminal, offline = call.terminal, settings.offline
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
     if offline:  # read by the hub library once, when it is imported
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -63,7 +80,7 @@ def doctor(terminal: Terminal, *, offline: bool = False, as_json: bool = False) 
         "token": token,
         "hub": lambda: login(offline),
         "terminal": lambda: screen(terminal),
-        "settings": settings,
+        "settings": config_state,
         "policies": lambda: policies(terminal.status),
     }
     made: list[tuple[str, Check]] = []
@@ -247,7 +264,7 @@ def screen(terminal: Terminal) -> Check:
     return Check(OK if wide else WARNING, ", ".join(parts), hint)
 
 
-def settings() -> Check:
+def config_state() -> Check:
     """The configuration files and variables, read as a chat would."""
     from minikv.cli import config
 

@@ -21,6 +21,7 @@ from minikv.checks import quoted
 from minikv.cli import completion, config
 from minikv.cli.config import SETTINGS, Config
 from minikv.cli.failures import guard
+from minikv.cli.help import Group
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.settings import CACHE, Setting, settings_of, spelled
@@ -102,8 +103,42 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     # The signature that typer reads. Parameters without a default must come first.
     parameters.sort(key=lambda one: one.default is not inspect.Parameter.empty)
     vars(called)["__signature__"] = inspect.Signature(parameters)
+    vars(called)["__wrapped__"] = run
     called.__annotations__ = {one.name: one.annotation for one in parameters}
     return called
+
+
+def flag(name: str, help: str, **how: Any) -> Any:
+    """A flag that is no setting. how: further arguments of typer's."""
+    letters = how.pop("letters", ())
+    return typer.Option(name, *letters, help=help, **how)
+
+
+def json_flag(what: str) -> Any:
+    """A switch --json; `what` says what it prints."""
+    return flag("--json", f"print {what}")
+
+
+def alone(run: Callable[..., None]) -> typer.Typer:
+    """The app of a command without others below it."""
+    app = typer.Typer(rich_markup_mode="rich", add_completion=False)
+    app.command()(command(run))
+    return app
+
+
+def group(help: str, *, no_args_is_help: bool = False) -> typer.Typer:
+    """An app with commands below it."""
+    return typer.Typer(
+        cls=Group,
+        rich_markup_mode="rich",
+        add_completion=False,
+        no_args_is_help=no_args_is_help,
+        help=help,
+    )
+
+
+Json = Annotated[bool, json_flag("one JSON object")]
+Yes = Annotated[bool, flag("--yes", "do not ask", letters=["-y"])]
 
 
 @contextlib.contextmanager

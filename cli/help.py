@@ -101,7 +101,7 @@ def _all(shown: TyperOption, hidden: int) -> TyperOption:
     """--help-all, made like the command's --help."""
     made = copy(shown)
     made.name, made.opts = _NAME, [ALL]
-    made.help = f"show the other {hidden} flags, too" if hidden > 1 else "show one more flag, too"
+    made.help = f"show the other {hidden} flags, too" if hidden > 1 else "show the other flag, too"
     made.callback = _show_all
     return made
 

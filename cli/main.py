@@ -1,7 +1,7 @@
 """The commands of the command line.
 
-Their flags are in `arguments`, which is imported only when a command is typed. Nothing here imports
-torch, so that `--help`, `--version` and `policies` answer at once.
+A command's flags are in its module, which is imported only when the command is typed. Nothing here
+imports torch, so that `--help`, `--version` and `policies` answer at once.
 """
 
 # Without `from __future__ import annotations`: typer needs the annotations as objects.
@@ -67,15 +67,15 @@ _COMMANDS = (
         _MORE,
         "answer quality under each policy, compared with the full cache",
     ),
-    ("plan", "arguments:plan", None, "will it fit in memory? and what to do if not"),
-    ("doctor", "arguments:doctor", None, "what this machine offers, and a self-test"),
+    ("plan", "plan:plan", None, "will it fit in memory? and what to do if not"),
+    ("doctor", "doctor:doctor", None, "what this machine offers, and a self-test"),
     ("report", "arguments:report", _MORE, "make a page from an exported chat; loads no model"),
-    ("policies", "arguments:policies", _MORE, "the eviction methods, one line each"),
+    ("policies", "policies_command:policies", _MORE, "the eviction methods, one line each"),
     ("bench", "bench.command:app", _MORE, "measure speed, and compare with the hardware's limits"),
-    ("config", "arguments:config", _MORE, "settings from files and MINIKV_* variables"),
-    ("models", "arguments:models", None, "list, download and remove models"),
-    ("chats", "arguments:chats", None, "list, show and remove saved chats"),
-    ("cache", "arguments:cache", _MORE, "prompts that were read and need not be read again"),
+    ("config", "config_command:config", _MORE, "settings from files and MINIKV_* variables"),
+    ("models", "models_command:models", None, "list, download and remove models"),
+    ("chats", "saved.chats:chats", None, "list, show and remove saved chats"),
+    ("cache", "cache_command:cache", _MORE, "prompts that were read and need not be read again"),
 )
 _GONE = {"verify": "hf cache verify NAME compares the files of a model in the hub's cache"}
 """Commands of earlier versions, with what to use instead."""

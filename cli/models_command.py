@@ -8,22 +8,26 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from minikv.chat.report import size
 from minikv.checks import guess
 from minikv.cli.config import BUNDLED
 from minikv.cli.confirm import confirmed
+from minikv.cli.flags import Call, Json, Only, Yes, command, group
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.screen.progress import Loading
-from minikv.cli.screen.terminal import Terminal, window
+from minikv.cli.screen.terminal import window
 from minikv.cli.screen.text import clean, cut, grid
 from minikv.errors import UsageError
 from minikv.models import packed_files, places
 from minikv.models.packed_files import PackedFile
+from minikv.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,17 @@ class Model:
     form: str = ""
 
 
-def models(
-    terminal: Terminal, aliases: Mapping[str, str] | None = None, *, as_json: bool = False
-) -> None:
-    """Print a line per model, the bundled one first; the aliases are said below."""
+models = group(
+    "minikv models pull HuggingFaceTB/SmolLM2-135M-Instruct\n\n"
+    "The bundled model and those in the Hugging Face cache, with their sizes. Then the aliases, "
+    "which `minikv config set aliases.NAME MODEL` sets."
+)
+
+
+@models.callback(invoke_without_command=True)
+@command
+def listed(call: Call, as_json: Json = False) -> None:
+    terminal = call.terminal
     from minikv.models import BUNDLED as FOLDER
 
     weights = sum(
@@ -70,14 +81,21 @@ def models(
         width = window(terminal.out)[0]
         table = [cut(line, width) for line in table]
     terminal.data("\n".join(table))
-    for name, model in (aliases or {}).items():
+    for name, model in call.config.aliases.items():
         terminal.note(f"alias {clean(name)} = {clean(model)}")
     if not repos:
         terminal.note(f"no models in {_cache()}; minikv models pull NAME fetches one")
 
 
-def pull(name: str, revision: str | None, terminal: Terminal) -> None:
-    """Download what minikv reads of a model, and print the folder. Raises ModelError."""
+@models.command()
+@command
+def pull(
+    call: Call,
+    name: Annotated[str, typer.Argument(help="a hub id, as owner/name, or an alias")],
+    settings: Annotated[Settings, Only("revision")],
+) -> None:
+    """Download what minikv reads of a model, and print its folder."""
+    terminal, name = call.terminal, call.config.model(name) or name
     if name == BUNDLED:
         raise UsageError("the bundled model is a part of minikv", "it is there already")
     if Path(name).expanduser().exists():
@@ -88,7 +106,7 @@ def pull(name: str, revision: str | None, terminal: Terminal) -> None:
     terminal.status(f"looking for {name}")
     try:
         with terminal.silent(), Interrupts().stopping(loading.cancel):
-            source = resolve(name, revision=revision, progress=loading)
+            source = resolve(name, revision=settings.revision, progress=loading)
     finally:
         loading.finish()
     terminal.data(str(source.folder))
@@ -98,9 +116,14 @@ def pull(name: str, revision: str | None, terminal: Terminal) -> None:
         terminal.note(f"{one.name}: {size(one.bytes)}, {one.state}")
 
 
-def remove(names: Sequence[str], terminal: Terminal, *, yes: bool = False) -> None:
-    """Remove models from the cache, all their revisions, and their packed weights; none if one is
-    not there. Of a model elsewhere, a folder, the packed weights alone are removed."""
+@models.command("rm")
+@command
+def remove(
+    call: Call, names: Annotated[list[str], typer.Argument(metavar="NAME...")], yes: Yes = False
+) -> None:
+    """Remove models from the Hugging Face cache, and their packed weights. Of a model in a folder
+    of your own, the packed weights only."""
+    terminal = call.terminal
     names = list(dict.fromkeys(names))
     repos = {repo.repo_id: repo for repo in _cached()}
     ggufs = {one.name: one for repo in repos.values() for one in _ggufs(repo)}

@@ -7,18 +7,20 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Annotated
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
+from minikv.cli.config import Interface
+from minikv.cli.flags import MODEL, Call, Only, alone, flag, json_flag, list_of
 from minikv.cli.forecast import Forecast, Planner, Row, Suggestion
-from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean, folded
 from minikv.cli.values import read_count
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import DEFAULT_PROMPT
-from minikv.settings import Settings
+from minikv.settings import Generation, Settings
 
 _CASES = (
     ("full", 0),
@@ -38,22 +40,40 @@ _LENGTHS = (4000, 16_000)
 _NARROW = 74  # columns below which a row of the table gets lines of its own
 
 
+@alone
 def plan(
-    settings: Settings,
-    tokens: str,
-    terminal: Terminal,
-    *,
-    memory: str = "",
-    max_tokens: int = 512,
-    as_json: bool = False,
+    call: Call,
+    settings: Annotated[
+        Settings,
+        Only(
+            f"{MODEL} keep_packed policy budget decode stride kv tier options",
+            list_of("policy", ""),
+        ),
+    ],
+    generation: Annotated[Generation, Only("max_tokens")],
+    interface: Annotated[Interface, Only("debug")],
+    tokens: Annotated[
+        str,
+        flag(
+            "--tokens",
+            "length of the document: 8192, 100k, 32Ki; without it 4k, 16k and all that the model "
+            "can read",
+            metavar="N",
+        ),
+    ] = "",
+    memory: Annotated[
+        str, flag("--memory", "plan for another machine with this much memory", metavar="SIZE")
+    ] = "",
+    as_json: Annotated[
+        bool,
+        json_flag("the forecast as one JSON object: bytes for each policy, and suggested flags"),
+    ] = False,
 ) -> None:
-    """Print what each policy of the list `settings.policy` (with commas; "" is a selection) would
-    need, and flags with which it fits.
+    """minikv plan -m meta-llama/Llama-3.1-8B-Instruct --memory 24GiB
 
-    `tokens` is "100k" or the like, "" some lengths up to all that the model can read; `memory`
-    ("24GiB") plans for another machine than this one.
-    Raises UsageError, and ModelError where the model's configuration cannot be had. A model without
-    enough positions is no error: the forecast says so.
+    How much memory a model and its cache would need for a document of this length under several
+    policies, how much is free, and flags with which it fits. Policies come from flags, not from
+    minikv.toml or a variable. Downloads config.json only.
     """
     refuse_without_torch()
     room = read_bytes(memory) if memory else None
@@ -63,9 +83,9 @@ def plan(
     planner = Planner(settings, room)
     lengths = [count]
     if not tokens:
-        whole = max(planner.config.max_context - max_tokens, 1)
+        whole = max(planner.config.max_context - generation.max_tokens, 1)
         lengths = [*(length for length in _LENGTHS if length < whole), whole]
-    made = [planner.forecast(length, cases, choices, max_tokens) for length in lengths]
+    made = [planner.forecast(length, cases, choices, generation.max_tokens) for length in lengths]
     rows = [row for one in made for row in one.rows]
     if all(row.error and row.suffices for row in rows):
         raise UsageError(rows[0].error, "a larger --budget, or other policies")
@@ -76,11 +96,11 @@ def plan(
             asdict(one) | {"suggestion": asdict(hint) if hint else None}
             for one, hint in zip(made, found, strict=True)
         ]
-        terminal.data(json.dumps(records[0] if tokens else {"lengths": records}))
+        call.terminal.data(json.dumps(records[0] if tokens else {"lengths": records}))
         return
     for note in made[0].notes:
-        terminal.warn(note)
-    terminal.data(
+        call.terminal.warn(note)
+    call.terminal.data(
         shown(
             made,
             [hint for hint in found if hint],

@@ -7,13 +7,19 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
+from typing import Annotated
+
+import typer
 
 from minikv.cache.budget import Budget
 from minikv.chat.report import size, thought_for
 from minikv.checks import quoted
+from minikv.cli import completion
+from minikv.cli.config import Interface
 from minikv.cli.confirm import confirmed
+from minikv.cli.flags import Call, Json, Only, Yes, command, flag, group
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere
 from minikv.cli.saved.files import check_name
@@ -38,10 +44,18 @@ _TITLE = 12
 """Columns that the first question must have at the least to be in the list."""
 
 
-def chats(terminal: Terminal, limit: str = "off", *, as_json: bool = False) -> None:
-    """Print a line per saved chat, the newest first, and what all take; a warning, if that is more
-    than `limit`, a size or "off"."""
-    most = read_limit(limit)
+chats = group("minikv chats show NAME\n\nThe saved chats, the newest first.")
+Saved = Annotated[
+    str, typer.Argument(help="a name from `minikv chats`", autocompletion=completion.saved)
+]
+
+
+@chats.callback(invoke_without_command=True)
+@command
+def listed(
+    call: Call, interface: Annotated[Interface, Only("chats_limit")], as_json: Json = False
+) -> None:
+    terminal, most = call.terminal, read_limit(interface.chats_limit)
     entries = listing()
     takes = [_bytes(entry.name) for entry in entries]
     if as_json:
@@ -113,8 +127,11 @@ def _warn(total: int, limit: int | None, terminal: Terminal) -> None:
         )
 
 
-def show(name: str, terminal: Terminal, *, as_json: bool = False) -> None:
-    """Print what was said in a chat. Raises UsageError for one that is not there or is damaged."""
+@chats.command()
+@command
+def show(call: Call, name: Saved, as_json: Json = False) -> None:
+    """What was said in a saved chat."""
+    terminal = call.terminal
     _exists(name)
     saved = read(name)
     if as_json:
@@ -131,16 +148,31 @@ def show(name: str, terminal: Terminal, *, as_json: bool = False) -> None:
     terminal.data("\n".join(parts).rstrip("\n"))
 
 
+@chats.command("rm")
+@command
 def remove(
-    names: Sequence[str], terminal: Terminal, *, older: str | None = None, yes: bool = False
+    call: Call,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", autocompletion=completion.saved)
+    ] = None,
+    older: Annotated[
+        str | None,
+        flag(
+            "--older",
+            "all that were saved longer ago: 90min, 12h, 30d, 8w, 6mo or 1y",
+            metavar="AGE",
+        ),
+    ] = None,
+    yes: Yes = False,
 ) -> None:
-    """Remove chats for good: those named, none of them if one is not there or open in another
-    minikv; or all that were saved longer ago than `older`, except those that are open."""
+    """Remove saved chats, with the text that is stored in them: those that are named, or all that
+    are --older than so long."""
+    terminal = call.terminal
     if bool(names) == (older is not None):
         raise UsageError(
             "rm takes the names of chats, or --older", "minikv chats rm thesis, or --older 30d"
         )
-    names = list(dict.fromkeys(names)) if older is None else _older(read_age(older))
+    names = list(dict.fromkeys(names or [])) if older is None else _older(read_age(older))
     if not names:
         terminal.say(f"no chat is older than {older}; nothing was removed")
         return

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
-from minikv.checks import guess, quoted
 from minikv.cli.screen.text import grid
 from minikv.cli.turn import TOY, is_toy
-from minikv.cli.values import text
-from minikv.errors import UsageError
-from minikv.policies import Option, find, part_names, prompt_names, registry, step_names
-from minikv.policies.composition import parse
-from minikv.policies.options import options_of
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.policies.options import Method
 
-_QUESTIONS = {
-    "scorer": "how much a token is worth, and which are always kept",
-    "carry": "what a token passes on to the text that follows it",
-    "layers": "how many tokens each layer keeps",
-    "heads": "how many tokens each head of a layer keeps",
-    "select": "which tokens a head keeps",
-    "weigh": "what a token's score is multiplied with",
-    "prefer": "which tokens are evicted last",
-}
 _LISTED = 8  # documents up to which a chat begins with a line for each
 _READ = {
     "once": "only what was new was read",
@@ -200,159 +182,6 @@ def toolbar(session: ChatSession, width: int) -> str:
     choices = [used, held, *named, [whole[0], *held], [*whole, *held]]
     lines = [" · ".join(items) for items in choices]
     return next((line for line in reversed(lines) if len(line) <= width), lines[0])
-
-
-def policies(*, as_json: bool) -> str:
-    """Every method in the registry, as JSON or as a table."""
-    if as_json:
-        return json.dumps([_policy_record(info) for info in registry.methods()])
-    return _policies_table()
-
-
-def policy(name: str, *, as_json: bool) -> str:
-    """One method or part of one. Raises UsageError for an unknown name."""
-    if name in registry.method_names():
-        info = registry.method(name)
-    elif name in (*registry.SCORERS, *part_names()):
-        part = registry.part(name)
-        return json.dumps(_part_record(part)) if as_json else _part_card(part)
-    else:
-        if len(parse(name)) == 1:
-            near = guess(name, (*registry.method_names(), *registry.SCORERS, *part_names()))
-            raise UsageError(f"unknown policy {quoted(name)}", f"{near}`minikv policies` lists all")
-        info = find(name)
-    return json.dumps(_policy_record(info)) if as_json else _policy_card(info)
-
-
-def _policies_table() -> str:
-    """Every method in the registry, one line of at most 80 characters each."""
-    rows = [("POLICY", "WHEN", "GOOD FOR", "2ND QUESTION", "PAPER")]
-    parts = ", ".join(part_names())
-    rows += [(i.name, i.when, i.good, i.second, i.paper) for i in registry.methods()]
-    return (
-        f"{_columns(rows)}\n\n"
-        f"{_wrapped('--policy takes ' + ', '.join(prompt_names()))}\n"
-        f"{_wrapped('--decode takes ' + ', '.join(step_names()))}\n"
-        f"{_wrapped('parts to add to a policy: ' + parts + ' (as in h2o+ada)')}\n"
-        "minikv policies show NAME   what it scores with, budget, state, options"
-    )
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _policy_card(info: Method) -> str:
-    """One method: what it does, and its options with defaults and limits."""
-    rows = [
-        ("flag", " ".join(_flags(info))),
-        ("good for", info.good),
-        ("when", info.when),
-        ("budget", info.shape),
-        ("scores", info.scores),
-        ("state", info.state),
-        ("2nd question", info.second),
-        ("paper", info.paper),
-    ]
-    if info.stride:
-        rows.insert(3, ("--stride", info.stride))
-    text = f"{textwrap.fill(f'{info.name}: {info.summary}', 80)}\n\n{_columns(rows)}\n\n"
-    return text + _options(info.options) + _differs(info.differences)
-
-
-def _part_card(part: type[Any]) -> str:
-    """One part of a policy: which question it answers, and its options."""
-    used = [info.name for info in registry.methods() if part in info.parts]
-    rows = [
-        ("answers", _QUESTIONS[part.axis]),
-        ("part of", ", ".join(used) or "no preset"),
-        ("spelled", f"{part.name}(h2o)" if part.axis == "select" else _spelling(part)),
-    ]
-    return (
-        f"{part.name}: {part.summary}\n\n{_columns(rows)}\n\n{_options(options_of(part))}"
-        + _differs(part.differs)
-    )
-
-
-def _spelling(part: type[Any]) -> str:
-    return f"{part.name}+ada" if part.axis == "scorer" else f"h2o+{part.name}"
-
-
-def _part_record(part: type[Any]) -> dict[str, object]:
-    """A part as JSON has it."""
-    return {
-        "name": part.name,
-        "axis": part.axis,
-        "summary": part.summary,
-        "options": [_option_record(option) for option in options_of(part)],
-        "differences": list(part.differs),
-    }
-
-
-def _options(options: Sequence[Option]) -> str:
-    if not options:
-        return "no options"
-    lines = []
-    for option in options:
-        lines.append(f"-o {option.name}={text(option.default)}")
-        lines += textwrap.wrap(
-            f"{option.help}{_limits(option)}", 80, initial_indent="    ", subsequent_indent="    "
-        )
-    return "\n".join(lines)
-
-
-def _differs(lines: Sequence[str]) -> str:
-    """What is done otherwise than in paper and release; nothing if there is nothing to say."""
-    if not lines:
-        return ""
-    items = [textwrap.fill(x, 80, initial_indent="- ", subsequent_indent="  ") for x in lines]
-    return "\n".join(["\n\ndifferences from paper and release", *items])
-
-
-def _policy_record(info: Method) -> dict[str, object]:
-    """A method as JSON has it."""
-    return {
-        "name": info.name,
-        "prompt": "--policy" in _flags(info),
-        "decode": "--decode" in _flags(info),
-        "when": info.when,
-        "good_for": info.good,
-        "budget_shape": info.shape,
-        "scores": info.scores,
-        "state": info.state,
-        "second_question": info.second,
-        "paper": info.paper,
-        "stride": info.stride,
-        "summary": info.summary,
-        "options": [_option_record(option) for option in info.options],
-        "differences": list(info.differences),
-    }
-
-
-def _option_record(option: Option) -> dict[str, object]:
-    return {
-        "name": option.name,
-        "default": option.default,
-        "help": option.help,
-        "low": option.low,
-        "high": option.high,
-        "choices": list(option.choices),
-    }
-
-
-def _flags(info: Method) -> list[str]:
-    """The flags that take it; --policy, if it is composed."""
-    composed = info.name not in registry.method_names()
-    takes = ("--policy", prompt_names()), ("--decode", step_names())
-    return ["--policy"] if composed else [flag for flag, names in takes if info.name in names]
-
-
-def _limits(option: Option) -> str:
-    if option.choices:
-        return f" ({' or '.join(option.choices)})"
-    if option.low is None and option.high is None:
-        return ""
-    return f" ({option.low:g} to {option.high:g})"
 
 
 def policy_words(report: TurnReport) -> str:

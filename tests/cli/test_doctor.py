@@ -13,16 +13,19 @@ import huggingface_hub
 import pytest
 import torch
 import typer
-from typed import printed, screen
+from typed import body, printed, screen
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cli import doctor as examination
 from minikv.cli import selftest
+from minikv.cli.config import Config, Interface
 from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, policies
+from minikv.cli.flags import Call
 from minikv.cli.selftest import attempt, tiny
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.native import build, choice
 from minikv.policies.roco import RoCo
+from minikv.settings import Settings
 
 SECRET = "hf_a_secret_that_must_not_be_seen"
 
@@ -65,7 +68,8 @@ def refusal(status: int) -> Exception:
 def run(**named: Any) -> tuple[int, str]:
     terminal = screen()
     try:
-        doctor(terminal, **named)
+        settings = Settings(offline=named.pop("offline", False))
+        body(doctor)(Call(terminal, Config()), settings, Interface(), **named)
     except typer.Exit as left:
         return left.exit_code, printed(terminal)
     return 0, printed(terminal)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typed import invoke
 
-from minikv.cli import config_command, paths
+from minikv.cli import paths
 from minikv.cli.saved import tier
 from minikv.cli.saved.files import new_folder
 from minikv.cli.screen.history import HistoryFile
-from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 
 FILES = {
@@ -67,8 +67,8 @@ def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "act",
     [
-        lambda: config_command.init(Terminal()),
-        lambda: config_command.change("seed", ["3"], Terminal()),
+        lambda: invoke("config", "init"),
+        lambda: invoke("config", "set", "seed", "3"),
         lambda: HistoryFile(paths.history_file()).store_string("Who?"),
         lambda: new_folder("chat"),
         lambda: tier.place({}, saved=False),

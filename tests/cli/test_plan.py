@@ -21,7 +21,7 @@ from llama_8b import LLAMA
 from pairwise import pairwise
 from safetensors.torch import load_file
 from small import network
-from typed import invoke, printed, screen
+from typed import body, invoke, printed, screen
 
 import minikv
 from minikv.cache.plan import Plan, Setup, held_after, peak
@@ -29,6 +29,8 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine
 from minikv.chat.report import TurnReport, size
 from minikv.chat.session import ChatSession
+from minikv.cli.config import Config, Interface
+from minikv.cli.flags import Call
 from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan, read_bytes
 from minikv.cli.selftest import one_thread
@@ -41,7 +43,7 @@ from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError, ModelUnavailable
 from minikv.models.packed import _parts
 from minikv.models.weights import packed_bytes
-from minikv.settings import Settings, settings_of
+from minikv.settings import Generation, Settings, settings_of
 
 # Every kind of reading: nothing observed, the last queries, all queries, none; blocks; a decode
 # policy that waits for attention, one that does not, one with wide columns, and none.
@@ -89,7 +91,9 @@ def run(model: str | None, tokens: str, **named: Any) -> str:
     terminal = screen()
     settings, known = {"model": model, "policy": ""}, {*settings_of(Settings), "options"}
     settings |= {name: named.pop(name) for name in [*named] if name in known}
-    plan(Settings(**settings), tokens, terminal, **named)
+    written = Generation(named.pop("max_tokens", 512))
+    call = Call(terminal, Config())
+    body(plan)(call, Settings(**settings), written, Interface(), tokens, **named)
     return printed(terminal)
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import typed
 import typer
-from typed import fake_chat, invoke, printed, screen
+from typed import fake_chat, invoke
 from typer.testing import CliRunner, Result
 
 import minikv
 from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import config, config_command, context_command, settings_commands
+from minikv.cli import config, context_command, settings_commands
 from minikv.cli.command import Context
 from minikv.cli.commands import execute
 from minikv.cli.config import SETTINGS, Config, Interface, load
@@ -222,7 +222,6 @@ def test_what_is_gone_is_refused_with_what_to_use(
         read(home, **{f"MINIKV_{key.upper()}": "1"})
     assert str(caught.value) == f"MINIKV_{key.upper()} is gone: {GONE[key]}"
     acts = {
-        says: lambda: config_command.change(key, ["1"], screen()),
         f"`{key}` is gone: {GONE[key]}": lambda: minikv.load(**{key: 1}),
         f"{key} is gone: {worded(GONE[key], chat=True)}": lambda: do(context, "set", key, "1"),
     }
@@ -233,7 +232,8 @@ def test_what_is_gone_is_refused_with_what_to_use(
     assert "--" not in worded(GONE[key], chat=True)  # in a chat there are no flags
     own = home / "home/.config/minikv/config.toml"
     own.write_text(f"{key} = 1 # mine\nseed = 3\n")
-    config_command.unset(key, screen())
+    assert f"{key} is gone: {worded(GONE[key])}" in invoke("config", "set", key, "1").stderr
+    invoke("config", "unset", key)
     assert own.read_text() == "seed = 3\n"
 
 
@@ -385,7 +385,7 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINIKV_HOME", str(home / "new/place"))
-    config_command.init(screen())
+    invoke("config", "init")
     path = home / "new/place/config.toml"
     assert path.stat().st_mode & 0o777 == 0o600
     assert load({}, home) == Config()
@@ -396,35 +396,28 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
         name: list(setting.default) if isinstance(setting.default, tuple) else setting.default
         for name, setting in SETTINGS.items()
     }
-    with pytest.raises(UsageError, match="exists already"):
-        config_command.init(screen())
+    assert "exists already" in invoke("config", "init").stderr
     (home / "file").write_text("")
     monkeypatch.setenv("MINIKV_HOME", str(home / "file/below"))
-    with pytest.raises(UsageError, match="cannot write"):
-        config_command.init(screen())
+    assert "cannot write" in invoke("config", "init").stderr
     monkeypatch.delenv("MINIKV_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(UsageError, match="no home directory"):
-        config_command.init(screen())
+    assert "no home directory" in invoke("config", "init").stderr
 
 
 def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(home, 'seed = 3\n[aliases]\nx = "y/z"\n[loaders]\ndocx = "p {path}"')
     (home / "here/minikv.toml").unlink()
     monkeypatch.chdir(home / "here")
-    paths, table, record = screen(), screen(), screen()
-    config_command.paths(paths)
-    assert printed(paths).splitlines() == [
+    assert invoke("config", "path").stdout.splitlines() == [
         f"{home / 'here/minikv.toml'}  (not there)",
         str(home / "home/.config/minikv/config.toml"),
     ]
-    config_command.show(table)
-    lines = printed(table).splitlines()
+    lines = invoke("config", "show").stdout.splitlines()
     assert ["seed", "3", "~/.config/minikv/config.toml"] in [line.split() for line in lines]
     assert {"x = y/z", "docx = p {path}"} <= set(lines)
     assert len(lines) == len(SETTINGS) + 4
-    config_command.show(record, as_json=True)
-    found = json.loads(printed(record))
+    found = json.loads(invoke("config", "show", "--json").stdout)
     assert found["settings"]["seed"] == {"value": 3, "origin": "~/.config/minikv/config.toml"}
     assert found["settings"]["top_p"] == {"value": 1.0, "origin": "default"}
     assert found["aliases"] == {"x": "y/z"}

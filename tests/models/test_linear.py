@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
@@ -21,14 +20,13 @@ from checkpoints import Spec, edit_tensors, write
 from dense import DenseCache
 from pairwise import some_by_day
 from torch import Tensor
+from typed import invoke
 
 import minikv
 import minikv.models as models
 from minikv import settings
 from minikv.cli.bench import networks as random_models
 from minikv.cli.bench.networks import Sizes
-from minikv.cli.plan import plan
-from minikv.cli.screen.terminal import Terminal
 from minikv.kernels.dispatch import Kernels
 from minikv.models import linear, weights
 from minikv.models.checkpoint import Checkpoint
@@ -37,7 +35,6 @@ from minikv.models.errors import ModelError
 from minikv.models.linear import Int4, Int8, Linear, Plain, kept, kept_bytes
 from minikv.models.llama import Llama
 from minikv.models.weights import load_network
-from minikv.settings import Settings
 
 SHAPES = [(67, 48), (130, 192), (1, 128), (64, 32), (200, 384), (33, 50), (5, 7)]
 ROWS = [1, 2, *linear.FEW.values(), *(few + 1 for few in linear.FEW.values()), 40]
@@ -590,11 +587,8 @@ def test_a_packed_head_is_never_beside_its_bfloat16(tied: bool, tmp_path: Path) 
     made = peaks.loading(tmp_path, "bfloat16", "int8+head", 1 << 18)
     head = 75_000 * 256
     assert made.size < (1.1 if tied else 3.1) * head
-    terminal = Terminal()
-    terminal.out = io.StringIO()
-    settings = Settings(model=str(tmp_path), policy="", weights="int8+head", device="cpu")
-    plan(settings, "100", terminal, as_json=True)
-    planned = json.loads(terminal.out.getvalue())
+    flags = ("--tokens", "100", "--weights", "int8+head", "--device", "cpu", "--json")
+    planned = json.loads(invoke("plan", "-m", str(tmp_path), *flags).stdout)
     assert (planned["weights"], planned["kept"]) == (made.size, "int8+head")
     slack = 8 << 20
     assert made.grown < made.needs + slack

@@ -3,11 +3,13 @@ slash commands."""
 
 from __future__ import annotations
 
+import inspect
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import typer
 from fakes import ByteTokenizer, ChatML, FakeEngine
 from small_chat import chat_over
 from typer.testing import CliRunner, Result
@@ -26,6 +28,14 @@ from minikv.settings import Generation, Settings
 def invoke(*arguments: str, **given: Any) -> Result:
     """The command with these arguments. given: as `input` and `env` of the runner."""
     return CliRunner().invoke(app, list(arguments), **given)
+
+
+def body(app: typer.Typer, *words: str) -> Callable[..., None]:
+    """The function of an app's command, as it is behind its flags; words: a command below it."""
+    name = words[0] if words else None
+    found = [one for one in app.registered_commands if name in (None, one.name)]
+    run: Callable[..., None] = inspect.unwrap(found[0].callback or app)
+    return run
 
 
 class World:
