@@ -71,7 +71,7 @@ def _after_refresh(session: ChatSession, before: Sequence[str], word: str) -> It
 
 
 COMMANDS = (
-    Command(("continue",), "", "go on with an answer that was cut off", _continue),
+    Command(("continue",), "", "write more of an answer that was cut off", _continue),
     Command(("copy",), "", "the last answer to the clipboard", _copy),
     Command(
         ("refresh",),

@@ -146,7 +146,7 @@ def chat(
         session.recall.leave()
         keeper.close()
         if keeper.saved and keeper.name:
-            terminal.note(f"minikv chat --resume {keeper.name} goes on with this chat")
+            terminal.note(f"minikv chat --resume {keeper.name} continues this chat")
         if keeper.saved:
             warn_of(limit, terminal)
     if code and not typed:
@@ -175,7 +175,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
         before, command = session.turn, commands.is_command(line)
         report, literal = session.report, commands.literal(line)
         if typed:
-            interrupts.anew()  # who sends a line goes on: what was pressed before does not count
+            interrupts.forget()  # a line was sent since: an earlier Ctrl-C does not count
         else:
             interrupts.pressed()
         # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
@@ -187,7 +187,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 else:
                     if typed and not asked and session.fed and session.reads_again > LONG:
                         asked = True
-                        with terminal.anew():
+                        with terminal.asking():
                             session.keeps_cache = not _rereads(context, read_line)
                     run_turn(session, literal, context.generation, terminal, interrupts)
             except Leave:
@@ -200,7 +200,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             except Interrupted as stopped:
                 terminal.say(worded(f"{stopped}; {stopped.hint}"))
             except Exception as error:
-                # The session is as it was, or holds what was written; the chat goes on.
+                # The session is as it was, or has what was written; the chat continues.
                 if context.debug:
                     terminal.say("".join(traceback.format_exception(error)))
                 code = show(terminal, error)
@@ -217,7 +217,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             if not command and session.turn > before and session.report is not None:
                 note_report(session.report, terminal)
                 if typed and session.report.stop_reason == "length":
-                    terminal.note("  /continue goes on with this answer")
+                    terminal.note("  /continue writes more of this answer")
                 if context.checks:
                     context.checks = check(session, terminal, interrupts)
             context.keeper.keep(session)

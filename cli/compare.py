@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minikv.chat.transcript import Document
 
 NARROWEST = 80
-"""Columns below which the runs stand one below the other."""
+"""On a narrower screen, the runs are one below the other."""
 ENOUGH = 16
 """Tokens of an answer from which on its speed is compared."""
 _COLUMN = 24  # least columns of a run beside others
@@ -185,7 +185,7 @@ def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[Evictio
     One named as the chat's own is taken with the chat's options. Raises UsageError.
     """
     own, budget = session.eviction, session.eviction.budget
-    if budget.unit == "auto":  # what it stands for in this chat
+    if budget.unit == "auto":  # what it means in this chat
         budget = replace(budget, unit="rows") if budget.value else read_budget(_BUDGET)
     names = []
     for argument in arguments:

@@ -121,8 +121,8 @@ class Config:
     alias_files: Mapping[str, str] = field(default_factory=dict)
 
     def model(self, name: str | None) -> str | None:
-        """What --model means: an alias stands for its model; an empty name, and the name that
-        minikv itself shows, for the bundled one."""
+        """What --model means: an alias means its model; an empty name, and the name that
+        minikv itself shows, mean the bundled one."""
         name = self.aliases.get(name, name) if name else None
         return None if name == BUNDLED and not Path(name).is_dir() else name
 
@@ -177,7 +177,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         for key, value in raw.items():
             if key in _TABLES:
                 if key == "loaders" and path is local:
-                    # What lies in a folder may come from anyone; this would run it.
+                    # A file in this folder may be anyone's, and its commands would be run.
                     raise UsageError(
                         f"{shown}: [loaders] names commands to run, and is only read from "
                         f"{short(own) if own else 'the user configuration'}",

@@ -192,7 +192,7 @@ def _write(name: str, value: Plain | None, terminal: Terminal, table: str = "") 
 
 
 def template() -> str:
-    """A config.toml in which every key stands with its default, commented out."""
+    """A config.toml with every key and its default, commented out."""
     lines = [
         "# Settings of minikv. A flag wins over these, and so do MINIKV_* variables and a",
         f"# {LOCAL} in the directory where minikv is started.",
@@ -235,39 +235,28 @@ def edited(text: str, key: str, value: Plain | None, table: str = "") -> str:
     if not isinstance(inner, dict):
         raise ValueError(f"{table} is no table")
     known = inner.pop(key, None) is not None
+    tries = []
     if value is not None:
         inner[key] = _listed(value)
-        if not (known or table):  # the default of `config init`, a comment, makes place
+        if not (known or table):  # the key replaces the comment that `config init` wrote
             default = rf"(?m)^[ \t]*#[ \t]*{re.escape(key)}[ \t]*=.*$"
-            found = re.sub(default, lambda _: f"{key} = {literal(value)}", text, count=1)
-            if _says(found, wanted, table):
-                return found
+            tries.append(re.sub(default, lambda _: f"{key} = {literal(value)}", text, count=1))
     try:
-        found = _rewritten(text, key, value, table)
+        document: Any = tomlkit.parse(text)
+        own = document.setdefault(table, tomlkit.table()) if table else document
+        if value is None:
+            del own[key]
+        else:
+            own[key] = _listed(value)
+        tries.append(tomlkit.dumps(document))
     except TOMLKitError as error:
         raise ValueError(str(error)) from None
-    if not _says(found, wanted, table):
-        raise ValueError(f"the line of {key} cannot be changed safely")
-    return found
-
-
-def _rewritten(text: str, key: str, value: Plain | None, table: str) -> str:
-    document = tomlkit.parse(text)
-    inner: Any = document.setdefault(table, tomlkit.table()) if table else document
-    if value is None:
-        del inner[key]
-    else:
-        inner[key] = _listed(value)
-    return tomlkit.dumps(document)
-
-
-def _says(text: str, wanted: dict[str, object], table: str) -> bool:
-    """Whether the file then says what is wanted; without its last key, a table may be gone."""
-    try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return False
-    return ({table: {}} if table else {}) | found == wanted
+    for found in tries:
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            # Without its last key, a table may be gone.
+            if ({table: {}} if table else {}) | tomllib.loads(found) == wanted:
+                return found
+    raise ValueError(f"the line of {key} cannot be changed safely")
 
 
 def _listed(value: Plain) -> Any:

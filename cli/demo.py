@@ -92,7 +92,7 @@ STEPS = (
         before=("/budget 64",),
     ),
 )
-_END = """That was the demo. Go on by yourself:
+_END = """That was the demo. Now try it yourself:
 
   minikv chat FILE              your document; /help lists the commands
   minikv policies               the other methods
@@ -174,7 +174,7 @@ def _prose(text: str, terminal: Terminal, margin: str = "  ") -> None:
 
 def _goes_on(terminal: Terminal) -> bool:
     """Wait for Enter; False if the user leaves."""
-    terminal.err.write("  [Enter: go on, q: leave] ")
+    terminal.err.write("  [Enter: continue, q: leave] ")
     terminal.err.flush()
     try:
         return input().strip().lower() not in ("q", "quit", "exit", "/exit")

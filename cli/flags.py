@@ -37,7 +37,7 @@ def list_of(name: str, default: str) -> Setting:
 
 class Only:
     """In `Annotated[Settings, Only("model device")]`: the fields that the command has as flags, in
-    this order. `changed` settings stand for those of the same name in the class."""
+    this order. `changed` settings replace those of the same name in the class."""
 
     def __init__(self, names: str, *changed: Setting) -> None:
         self.names = names.split()

@@ -34,8 +34,8 @@ class Interrupts:
         self._noticed = self._last
         return new
 
-    def anew(self) -> None:
-        """Forget all that was pressed: the next Ctrl-C is a first one."""
+    def forget(self) -> None:
+        """Forget every earlier Ctrl-C: the next one is a first one."""
         self._last = self._noticed = float("-inf")
 
     def again(self) -> bool:

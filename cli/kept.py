@@ -96,7 +96,7 @@ def held(session: ChatSession) -> Tensor:
     table = arena.layout()
     length = table.length.flatten()
     head = torch.arange(len(length)).repeat_interleave(length)
-    # Row i of the rows in use: its head's first row, plus how far it lies behind that.
+    # Row i of the rows in use: its head's first row, plus its distance from that row.
     behind = torch.arange(len(head)) - (length.cumsum(0) - length)[head]
     row = table.start.flatten()[head] + behind
     live = row != table.free_slot.flatten()[head]

@@ -466,7 +466,7 @@ class Generation:
     )
     stop: tuple[str, ...] = setting(
         (),
-        "the answer ends before this text, which is not shown; \\n and \\t stand for a new line "
+        "the answer ends before this text, which is not shown; \\n and \\t mean a new line "
         "and a tab; may be given several times",
         SAMPLING,
     )

@@ -96,19 +96,16 @@ def _retry(context: Context, arguments: list[str]) -> None:
 
 def _flags(arguments: list[str]) -> dict[str, str]:
     """["--budget", "64", "--seed=2"] -> {"budget": "64", "seed": "2"}. Raises UsageError."""
+    words = iter([part for word in arguments for part in word.split("=", 1)])
     found: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+    for flag in words:
         name = flag.removeprefix("--")
         if not flag.startswith("--") or name not in _RETRY:
             raise UsageError(
                 f"/retry does not take {flag!r}", "/retry --policy snapkv --budget 128 --seed 1"
             )
-        if not equals:
-            if not rest:
-                raise UsageError(f"/retry {flag} needs a value")
-            value = rest.pop(0)
+        if (value := next(words, None)) is None:
+            raise UsageError(f"/retry {flag} needs a value")
         found[name] = value
     return found
 
@@ -137,7 +134,7 @@ def _save(context: Context, arguments: list[str]) -> None:
     keeper = context.keeper
     path = keeper.save(context.session, arguments[0] if arguments else None)
     context.terminal.say(f"saved as {keeper.name}, and after every turn from now on: {path}")
-    context.terminal.say(f"  minikv chat --resume {keeper.name} goes on from here")
+    context.terminal.say(f"  minikv chat --resume {keeper.name} continues it")
 
 
 def _fork(context: Context, arguments: list[str]) -> None:
@@ -274,11 +271,11 @@ COMMANDS = (
         follows=_after_retry,
     ),
     Command(("save",), "[NAME]", "save now; with a name, under it from now on", _save),
-    Command(("fork",), "NAME", "copy this chat under a new name and go on there", _fork),
+    Command(("fork",), "NAME", "copy this chat under a new name, and continue in the copy", _fork),
     Command(
         ("load",),
         "[NAME] [--reread]",
-        "take up a saved chat; alone: list them",
+        "open a saved chat; alone: list them",
         _load,
         follows=_after_load,
     ),

@@ -43,7 +43,7 @@ def identity(session: ChatSession, model: Mapping[str, object]) -> dict[str, obj
 
 
 def tier_identity(identity: Mapping[str, object]) -> dict[str, object]:
-    """What of a session's identity its tier depends on: whatever policy, budget and --kv are."""
+    """The part of a session's identity that its tier depends on: not policy, budget or --kv."""
     return {key: value for key, value in identity.items() if key not in (*POLICY, "kv")}
 
 
@@ -94,7 +94,7 @@ def model_identity(session: ChatSession) -> dict[str, object]:
     if folder is None:
         return {**named, "weights": "", "tokenizer": ""}
     if not facts.revision:
-        named["model"] = "bundled" if folder == bundled() else folder.name  # wherever it lies
+        named["model"] = "bundled" if folder == bundled() else folder.name  # in any place
     return {**named, **digests(folder)}
 
 

@@ -51,7 +51,7 @@ def _sweep(folder: Path) -> None:
 
 
 def find(session: ChatSession, folder: Path, identity: Mapping[str, object]) -> FileRows | None:
-    """The tier of a saved chat; None if there is none, or none of this model, or the session has it
+    """The tier of a saved chat; None if it has none, or one of another model, or the session has it
     already. Raises TierError where it is damaged or open elsewhere."""
     from minikv.cache.tier_file import FileRows, Header, header_of
     from minikv.cache.tier_rows import columns_of

@@ -96,8 +96,8 @@ def opened(name: str, *, lock: bool = False) -> Chat:
 
 
 def held(name: str) -> ChatFile:
-    """A chat to read and to save, locked. One of an earlier version is written anew, and so is one
-    that is damaged where only its cache was. Raises UsageError."""
+    """A chat to read and to save, locked. minikv rewrites one of an earlier version, and one
+    whose cache alone is damaged. Raises UsageError."""
     check_name(name)
     folder = chats_folder() / name
     with damage(name):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from prompt_toolkit.history import History
 
-from minikv.cli.saved.files import private
+from minikv.cli.saved.files import opened, private, write
 
 ENTRIES = 1000
 """Messages that the file keeps."""
@@ -35,26 +33,23 @@ class HistoryFile(History):
     def load_history_strings(self) -> Iterable[str]:
         """The newest messages, newest first."""
         try:
-            # Without O_NONBLOCK a named pipe would wait for a writer for ever.
-            handle = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with open(handle, "rb") as file:
-                about = os.fstat(handle)
-                if not stat.S_ISREG(about.st_mode):
-                    return []
-                cut = about.st_size > _LARGEST
-                file.seek(max(0, about.st_size - _LARGEST))
+            with opened(self._path) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - _LARGEST))
                 found = file.read(_LARGEST).decode(errors="replace").split("\n")
         except OSError:
             return []
-        lines = [line for line in found[cut:] if line]  # of what is cut, the first line is a part
+        lines = [line for line in found[size > _LARGEST :] if line]  # the first may be a part
         messages = []
         for line in lines[-ENTRIES:]:
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     messages.append(entry)
-        if len(lines) > ENTRIES or cut:
-            self._replace("".join(map(_line, messages)))
+        if len(lines) > ENTRIES or size > _LARGEST:
+            with contextlib.suppress(OSError):  # another chat reads the old file or the new one
+                text = "".join(map(_line, messages))
+                write(self._path.parent, self._path.name, text.encode())
         return reversed(messages)
 
     def store_string(self, string: str) -> None:
@@ -65,23 +60,9 @@ class HistoryFile(History):
         with contextlib.suppress(OSError):
             private(self._path.parent)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            handle = os.open(self._path, flags, 0o600)
-            try:
-                os.fchmod(handle, 0o600)
-                os.write(handle, line)
-            finally:
-                os.close(handle)
-
-    def _replace(self, text: str) -> None:
-        """Write the whole file in one step: another chat reads the old file or the new one."""
-        with contextlib.suppress(OSError):
-            handle, temporary = tempfile.mkstemp(prefix="history.", dir=self._path.parent)
-            try:
-                with open(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(temporary, self._path)
-            except OSError:
-                os.unlink(temporary)
+            with open(os.open(self._path, flags, 0o600), "ab", buffering=0) as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(line)
 
 
 def _line(text: str) -> str:

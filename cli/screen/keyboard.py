@@ -94,7 +94,7 @@ class Keyboard:
             self._wait()
 
     @contextlib.contextmanager
-    def anew(self) -> Iterator[None]:
+    def set_aside(self) -> Iterator[None]:
         """Around a question of minikv: what was typed before does not answer it, and is kept."""
         held = [*self.ahead.take(), *self.ahead.read(self._typed())]
         try:

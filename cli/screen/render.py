@@ -93,7 +93,7 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
 
 
 def tier_rows(report: TurnReport) -> list[tuple[str, str]]:
-    """What the tier takes, and what that means for memory; nothing where there is none."""
+    """What the tier takes, and what that means for memory; nothing if there is no tier."""
     if not report.tier:
         return []
     return [("tier", f"{size(report.kv_bytes.tier)} in {PLACES[report.tier]}: all that was read")]
@@ -107,7 +107,7 @@ def fidelity_rows(report: TurnReport) -> list[tuple[str, str]]:
         rows.append(("fidelity", fidelity_words(lost)))
     if report.refreshes:
         count = f"{report.refreshes} time{'s' if report.refreshes > 1 else ''}"
-        rows.append(("chosen anew", f"{count} within the answer, {time.refresh:.2f} s"))
+        rows.append(("selected again", f"{count} within the answer, {time.refresh:.2f} s"))
     return rows
 
 

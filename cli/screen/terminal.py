@@ -95,9 +95,9 @@ class Terminal:
             self.keyboard.close()
             self.keyboard = None
 
-    def anew(self) -> contextlib.AbstractContextManager[None]:
+    def asking(self) -> contextlib.AbstractContextManager[None]:
         """Around a question of minikv: what was typed before does not answer it, and is kept."""
-        return self.keyboard.anew() if self.keyboard else contextlib.nullcontext()
+        return self.keyboard.set_aside() if self.keyboard else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

@@ -226,7 +226,7 @@ def test_help_has_a_narrow_first_column(world: World, document: str) -> None:
     shown = [i for i, line in enumerate(lines) if line.startswith("/kept ")]
     assert len(shown) == 2
     for i in shown:
-        assert lines[i].endswith("head H]]")
+        assert lines[i].endswith('"TEXT"]')
         assert re.match(r" {26}\S", lines[i + 1])
 
 

@@ -57,11 +57,11 @@ def test_enter_goes_on_and_q_leaves(tmp_path: Path) -> None:
     env = {"TERM": "xterm", "MINIKV_HOME": str(tmp_path)}
     terminal = Forked("demo", env=env, columns=50)
     try:
-        terminal.until("Enter: go on, q: leave")
+        terminal.until("Enter: continue, q: leave")
         assert "Axel" not in terminal.seen  # nothing is run before
         terminal.type("\n")
         terminal.until("Right. The document says:", 120)
-        terminal.until("Enter: go on, q: leave")
+        terminal.until("Enter: continue, q: leave")
         terminal.type("q\n")
         assert terminal.code() == 0
     finally:

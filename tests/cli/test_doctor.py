@@ -270,12 +270,12 @@ def test_little_disk_and_a_locked_cache_are_warned_about(monkeypatch: pytest.Mon
 
 def test_a_bad_configuration_is_a_failed_check(quick: None, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("temprature = 1")
-    check = examination.settings()
+    check = examination.config_state()
     assert check.state == FAILED
     assert "unknown key 'temprature'" in check.detail
     assert "did you mean temperature?" in check.hint
     (tmp_path / "config.toml").write_text("temperature = 1")
-    assert "1 set, by " in examination.settings().detail
+    assert "1 set, by " in examination.config_state().detail
 
 
 def test_what_the_processor_says(tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_ages() -> None:
 def test_leaving_says_how_to_come_back(world: World, document: str, home: Path) -> None:
     result = world.run("chat", document, input="Who runs it?\n")
     (name,) = os.listdir(home)
-    assert result.stderr.splitlines()[-1] == f"minikv chat --resume {name} goes on with this chat"
+    assert result.stderr.splitlines()[-1] == f"minikv chat --resume {name} continues this chat"
     assert result.stderr.count("--resume") == 1
     assert "--no-save" not in result.stderr  # on a terminal only
     assert "--resume" not in world.run("chat", document, "--no-save", input="x\n").stderr
@@ -319,4 +319,4 @@ def test_that_text_is_stored_is_told_once_on_a_terminal(document: str, home: Pat
     seen = " ".join(terminal.seen.split())
     where = f"saved with all its text in {home / name}; --no-save turns that off"
     assert seen.count(where) == 1
-    assert seen.count(f"minikv chat --resume {name} goes on with this chat") == 1
+    assert seen.count(f"minikv chat --resume {name} continues this chat") == 1

@@ -54,7 +54,7 @@ while True:
         print("writing", flush=True)
         time.sleep(pause)
     if text == "ask":
-        with terminal.anew():
+        with terminal.asking():
             print("reply", ascii(read()), flush=True)
     print("ready", flush=True)
 """

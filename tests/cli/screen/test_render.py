@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from typed import invoke
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
@@ -100,12 +101,13 @@ def test_a_measurement_holds_no_more_than_all() -> None:
 )
 def test_a_card_says_how_a_policy_differs_from_paper_and_release(name: str, words: str) -> None:
     """Of all its parts; and JSON has the same lines."""
-    card = render.policy(name, as_json=False)
+    card = invoke("policies", "show", name).stdout.rstrip("\n")
     title, lines = card.split("\n\ndifferences from paper and release\n")
     assert title
     items = [" ".join(item.split()) for item in re.split(r"^- ", lines, flags=re.M)[1:]]
     assert any(item.startswith(words) or words in item for item in items), lines
-    assert json.loads(render.policy(name, as_json=True))["differences"] == items
+    record = json.loads(invoke("policies", "show", name, "--json").stdout)
+    assert record["differences"] == items
     assert all(len(line) <= 80 for line in lines.splitlines())
 
 
@@ -119,4 +121,4 @@ def test_every_published_method_says_how_it_differs_and_names_only_its_options()
             for option, value in re.findall(r"\b([a-z_]+)=([\w.]+\w)", line):
                 if option in own and own[option].choices:
                     assert value in own[option].choices, line
-    assert "differences" not in render.policy("none", as_json=False)
+    assert "differences" not in invoke("policies", "show", "none").stdout

@@ -276,11 +276,11 @@ def test_a_chat_has_the_keyboard_until_it_ends(
     monkeypatch.setattr(terminal, "Keyboard", Keys)
     screens()
     made = Terminal(plain=plain)
-    with made.anew():  # nobody has the keyboard yet
+    with made.asking():  # nobody has the keyboard yet
         pass
     made.open_keyboard()
     keys: Any = made.keyboard
-    with made.anew():
+    with made.asking():
         pass
     made.close()
     assert made.keyboard is None
