@@ -134,11 +134,7 @@ def _take_up(
 
 
 def _inputs(
-    question: str,
-    files: Sequence[str],
-    errors: str,
-    loaders: Mapping[str, str],
-    terminal: Terminal,
+    question: str, files: Sequence[str], errors: str, loaders: Mapping[str, str], terminal: Terminal
 ) -> tuple[str, list[Text]]:
     if question == "-":
         if "-" in files:

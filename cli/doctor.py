@@ -55,8 +55,7 @@ def doctor(
     settings: Annotated[Settings, Only("offline")],
     interface: Annotated[Interface, Only("debug")],
     as_json: Annotated[
-        bool,
-        json_flag("the checks as one JSON object: ok, and the state, detail and hint of each"),
+        bool, json_flag("the checks as one JSON object: ok, and the state, detail and hint of each")
     ] = False,
 ) -> None:
     """minikv doctor

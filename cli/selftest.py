@@ -78,12 +78,7 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
     rows = EvictionConfig.read(policy, decode, stride=stride).least_rows() + stride + 8
     rules = EvictionConfig.read(policy, decode, rows, stride=stride).rules()
     step = rules.step
-    kv = KVCache(
-        shape_of(c),
-        rules,
-        rotary=net.rotation,
-        output=output_of(net),
-    )
+    kv = KVCache(shape_of(c), rules, rotary=net.rotation, output=output_of(net))
     engine = Engine(net, kv)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(c.vocab, (rows + 64,), generator=generator).tolist()

@@ -101,11 +101,7 @@ def run_turn(
 
     def ask(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
         return session.ask(
-            question,
-            **asdict(generation),
-            progress=progress,
-            notice=notice,
-            thinking=thinking,
+            question, **asdict(generation), progress=progress, notice=notice, thinking=thinking
         )
 
     return _stream(session, ask, terminal, interrupts, show=show)

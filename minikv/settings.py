@@ -21,13 +21,7 @@ from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig, read_budget
 from minikv.chat.transcript import REUSES, TIER_DTYPES, TIERS
 from minikv.checks import quoted
 from minikv.errors import UsageError
-from minikv.policies import (
-    DEFAULT_BUDGET,
-    DEFAULT_PROMPT,
-    check_name,
-    prompt_names,
-    step_names,
-)
+from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, check_name, prompt_names, step_names
 
 WEIGHTS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
 """Values of --weights, as `models.linear` knows them."""
@@ -366,11 +360,7 @@ class Settings:
     options: Mapping[str, object] = field(default_factory=dict)
     pin_system: bool = setting(False, "never evict the system prompt", CACHE, commands=_CHAT)
     system: str = setting(
-        "",
-        "system prompt; @FILE reads it from a file",
-        DOCUMENTS,
-        common=True,
-        letters=("-S",),
+        "", "system prompt; @FILE reads it from a file", DOCUMENTS, common=True, letters=("-S",)
     )
     seed: int = setting(0, "seed of every random draw", SAMPLING, letters=("-s",), commands=_CHAT)
     threads: int | None = setting(
@@ -439,10 +429,7 @@ class Generation:
         words=("auto",),
     )
     top_k: int = setting(
-        0,
-        "sample from the k likeliest tokens; 0: off",
-        SAMPLING,
-        within=(0, 1 << 31),
+        0, "sample from the k likeliest tokens; 0: off", SAMPLING, within=(0, 1 << 31)
     )
     top_p: float = setting(
         1.0,

@@ -238,8 +238,7 @@ class ChatFile:
             raise (busy if _code(error) == sqlite3.SQLITE_BUSY else failed) from None
         if saved or not os.path.samestat(os.lstat(self.path), self._stat):
             raise UsageError(
-                f"another minikv has saved chat {self.name}",
-                "/fork NAME saves this one beside it",
+                f"another minikv has saved chat {self.name}", "/fork NAME saves this one beside it"
             )
 
     def _value(self, query: str) -> Any:

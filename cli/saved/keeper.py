@@ -117,12 +117,7 @@ class Keeper:
         return chats_folder() / name
 
     def load(
-        self,
-        session: ChatSession,
-        name: str,
-        *,
-        reread: bool = False,
-        given: Collection[str] = (),
+        self, session: ChatSession, name: str, *, reread: bool = False, given: Collection[str] = ()
     ) -> Saved:
         """Replace the chat of `session` by a saved one, with its policy, budget and seed.
 

@@ -96,8 +96,7 @@ def unknown(name: str) -> UsageError:
         return UsageError(f"no saved chat {name!r}", f"there is none in {chats_folder()}")
     some = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
     return UsageError(
-        f"no saved chat {name!r}",
-        f"{guess(name, names)}saved are {some}; `minikv chats` lists all",
+        f"no saved chat {name!r}", f"{guess(name, names)}saved are {some}; `minikv chats` lists all"
     )
 
 

@@ -236,11 +236,7 @@ def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
             or saved.tokens[len(fed) :] != (pending,)[: pending is not None]
         ):
             raise ValueError("the tokens in the cache are not those of the chat")
-        return replace(
-            saved.without_cache(),
-            held=held,
-            rereads=bool(state["rereads"]),
-        )
+        return replace(saved.without_cache(), held=held, rereads=bool(state["rereads"]))
 
 
 # -- writing ------------------------------------------------------------------------------

@@ -46,11 +46,7 @@ def percent(share: float) -> str:
 
 
 def strips(
-    session: ChatSession,
-    width: int,
-    *,
-    plain: bool = False,
-    reports: Sequence[TurnReport] = (),
+    session: ChatSession, width: int, *, plain: bool = False, reports: Sequence[TurnReport] = ()
 ) -> str:
     """What the cache holds, as strips of at most `width` columns (40 at the least); "" before the
     first turn. `plain` draws in ASCII; `reports` are the turns of the chat, where they are known.
