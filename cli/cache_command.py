@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minikv.chat.report import size
-from minikv.cli.confirm import confirmed
 from minikv.cli.flags import Call, Json, Yes, command, group
 from minikv.cli.paths import cache_folder
 from minikv.cli.saved.chats import age
@@ -80,7 +79,7 @@ def remove(
     chosen: list[Entry] = [entries[name] for name in names or entries]
     total, count = sum(one.nbytes for one in chosen), len(chosen)
     what = "1 prompt" if count == 1 else f"{count:,} prompts"
-    if not chosen or not confirmed(f"remove {what}, {size(total)}?", terminal, yes=yes):
+    if not chosen or not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):
         terminal.say("nothing was removed")
         return
     for one in chosen:

@@ -36,15 +36,6 @@ def options(policy: str) -> list[str]:
     return []
 
 
-def chats() -> list[str]:
-    """The saved chats, the newest first."""
-    from minikv.cli.saved.listing import listing  # --help needs no chats
-
-    with contextlib.suppress(UsageError):
-        return [entry.name for entry in listing()]
-    return []
-
-
 def values(setting: Setting, word: str = "") -> Sequence[str]:
     """The values of a setting, or examples of them."""
     if type(setting.default) is bool:
@@ -93,9 +84,13 @@ def tasks(incomplete: str) -> list[str]:
     return [f"{before}{comma}{task}" for task in TASKS]
 
 
-def saved(incomplete: str) -> list[str]:
-    """The names that --resume, `minikv chats show` and `minikv chats rm` take."""
-    return chats()
+def saved(incomplete: str = "") -> list[str]:
+    """The saved chats, the newest first."""
+    from minikv.cli.saved.listing import listing  # --help needs no chats
+
+    with contextlib.suppress(UsageError):
+        return [entry.name for entry in listing()]
+    return []
 
 
 def keys(incomplete: str) -> list[str]:

@@ -18,7 +18,6 @@ import typer
 from minikv.chat.report import size
 from minikv.checks import guess
 from minikv.cli.config import BUNDLED
-from minikv.cli.confirm import confirmed
 from minikv.cli.flags import Call, Json, Only, Yes, command, group
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.screen.progress import Loading
@@ -147,7 +146,7 @@ def remove(
     what = names[0] if len(names) == 1 else f"{len(names):,} models"
     if not any(name in here for name in names):
         what = f"the packed weights of {what}"
-    if not confirmed(f"remove {what}, {size(total)}?", terminal, yes=yes):
+    if not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):
         terminal.say("nothing was removed")
         return
     from huggingface_hub import scan_cache_dir

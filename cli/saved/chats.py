@@ -18,7 +18,6 @@ from minikv.chat.report import size, thought_for
 from minikv.checks import quoted
 from minikv.cli import completion
 from minikv.cli.config import Interface
-from minikv.cli.confirm import confirmed
 from minikv.cli.flags import Call, Json, Only, Yes, command, flag, group
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere
@@ -192,7 +191,7 @@ def remove(
             return
         total = size(sum(_bytes(name) for name in names))
         what = f"chat {names[0]}" if len(names) == 1 else f"{len(names):,} chats"
-        if not confirmed(f"remove {what}, {total}?", terminal, yes=yes):
+        if not terminal.confirmed(f"remove {what}, {total}?", yes=yes):
             terminal.say("nothing was removed")
             return
         for name in names:

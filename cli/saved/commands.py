@@ -258,7 +258,7 @@ def _after_retry(session: ChatSession, before: Sequence[str], word: str) -> Iter
 
 def _after_load(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     named = any(not one.startswith("-") for one in before)
-    return ("--reread",) if named or word.startswith("-") else completion.chats()
+    return ("--reread",) if named or word.startswith("-") else completion.saved()
 
 
 COMMANDS = (

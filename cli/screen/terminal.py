@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from minikv.cli.screen.keyboard import Keyboard, unechoed
 from minikv.cli.screen.text import DROPPED, cells, clean, encodable, fitting, folded, letters
+from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     from minikv.cli.screen.markdown import Answer
@@ -177,6 +178,20 @@ class Terminal:
         data = base64.b64encode(text.translate(DROPPED).encode()).decode()
         self._write(self.err, f"\x1b]52;c;{data}\x07")
         return True
+
+    def confirmed(self, question: str, *, yes: bool) -> bool:
+        """Whether the user agrees, with "y" or "yes", that something is removed. `yes`: do not
+        ask. Raises UsageError if standard input is not a terminal."""
+        if yes:
+            return True
+        if not (_is_tty(sys.stdin) and _is_tty(self.err)):
+            raise UsageError("cannot ask: no terminal to answer on", "--yes removes without asking")
+        self._write(self.err, f"{clean(question)} [y/N] ")
+        try:
+            return input().strip().lower() in ("y", "yes")
+        except EOFError:
+            self.say("")
+            return False
 
     def page(self, lines: Iterable[str]) -> None:
         """Write lines to stderr as they are, with colours. The caller must have passed all text in

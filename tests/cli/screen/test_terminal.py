@@ -264,8 +264,8 @@ class Keys:
         self.said.append("close")
 
     @contextlib.contextmanager
-    def anew(self) -> Iterator[None]:
-        self.said.append("anew")
+    def set_aside(self) -> Iterator[None]:
+        self.said.append("aside")
         yield
 
 
@@ -285,7 +285,7 @@ def test_a_chat_has_the_keyboard_until_it_ends(
     made.close()
     assert made.keyboard is None
     made.close()
-    assert keys.said == [f"editor={not plain}", "open", "anew", "close"]
+    assert keys.said == [f"editor={not plain}", "open", "aside", "close"]
 
 
 def test_keys_are_hidden_while_a_live_line_is_there(
