@@ -1,4 +1,4 @@
-"""What a user may count on: twelve points, each through the command line itself.
+"""What a user may count on: the program through the command line itself.
 
 A run is a fork of one warm process (`forked`), on a pseudo-terminal or with files for streams;
 where the start of an interpreter is part of the point, a process of its own. The network is random
@@ -17,7 +17,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -28,7 +27,6 @@ import tiny
 from forked import Done, Forked, Presses, run
 from pairwise import some_by_day
 from rich.cells import cell_len
-from safetensors.torch import load_file, save_file
 from typed import invoke
 
 STORY = "The mill stands by the river, and nobody knows who built it. " * 8
@@ -220,54 +218,7 @@ def test_02_ctrl_c_while_the_answer_is_written(program: Program, policy: str, to
     assert len(stopped["turns"][0]["answer"]) == token + 1
 
 
-@pytest.mark.parametrize("moment", [("load", 1), ("chunk", 2), ("token", 5)])
-def test_02_two_interrupts_within_two_seconds_leave(
-    program: Program, moment: tuple[str, int]
-) -> None:
-    """A second SIGINT right after the first ends the program with 130, without a traceback."""
-    done = program.chat(["Why?", "never asked?"], presses={moment: 2})
-    assert done.code == 130
-    assert "Traceback" not in done.err
-    assert "never" not in done.err
-    assert done.out.count("\n") == (moment[0] == "token")
-
-
 # -- 3 --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_03_what_one_message_is(program: Program, term: str) -> None:
-    """Three lines pasted are one message, and so is a block between triple quotation marks; where a
-    terminal does not mark a paste, each Enter sends; `//x` says `/x` to the model; a word that only
-    begins like a command is an error."""
-    with program.terminal("-n", "3", TERM=term) as talk:
-
-        def answered(keys: str, times: int = 1) -> None:
-            talk.type(keys)
-            for _ in range(times):
-                talk.until("not checked")
-            talk.ready()
-
-        if term == "xterm":
-            talk.type("\x1b[200~one\ntwo\nthree\x1b[201~")
-            time.sleep(0.3)  # were the lines messages, the first would be read by now
-            answered("\r")
-        else:
-            answered("one\ntwo\nthree\n", 3)
-        talk.type('"""four\r')
-        time.sleep(0.3)
-        answered('/five"""\r')
-        answered("//x\r")
-        for line, said in (
-            ("/settle", "error: unknown command /settle"),
-            ("/export said.json", "said.json: "),
-        ):
-            talk.type(f"{line}\r")
-            talk.until(said)
-            talk.ready()
-    asked = [turn["question"] for turn in program.export("said.json")["turns"]]
-    first = ["one\ntwo\nthree"] if term == "xterm" else ["one", "two", "three"]
-    assert asked == [*first, "four\n/five", "/x"]
 
 
 # -- 4 --------------------------------------------------------------------------------------
@@ -326,22 +277,6 @@ def test_04_every_document_is_read_as_it_is_or_refused(program: Program) -> None
         assert tokens["text"].count(None) == 6, name
 
 
-def test_04_a_hostile_document_on_a_terminal(program: Program) -> None:
-    """The document's own page on a real terminal: its escape sequences are gone, ours are there."""
-    (program.folder / "story.txt").write_text(READ["clipboard"] + READ["markup"] + STORY)
-    with program.terminal("-n", "2") as talk:
-        talk.type("q?\r")
-        talk.until("not checked")
-        talk.ready()
-        talk.type("/kept\r")
-        page = talk.until("nobody knows")
-        talk.ready()
-    assert "\x1b[" in page, "shading"
-    assert "[bold]not bold" in re.sub(r"\x1b\[[0-9;]*m", "", page)
-    assert "\x1b[2J" not in page
-    assert not {"\x1b]", "\x07", "\u202e"} & {*talk.seen, *re.findall("\x1b.", talk.seen)}
-
-
 # -- 5 --------------------------------------------------------------------------------------
 
 
@@ -377,26 +312,6 @@ def test_05_the_printed_numbers_add_up(program: Program) -> None:
     assert kv["held"] <= kv["allocated"]
 
 
-def test_05_ask_prints_what_its_json_says(program: Program) -> None:
-    """The figures of --stats are those of --json, of one and the same turn."""
-    done = program.ask("story.txt", "--budget", "64", "--json", "--stats")
-    record = json.loads(done.out)
-    tokens, time_s, kv = record["tokens"], record["time_s"], record["kv_bytes"]
-    for text in (
-        f"{tokens['prompt_new']:,} read",
-        f"{tokens['generated']:,} written",
-        f"{tokens['kept_mean']:,.1f} of {tokens['seen_total']:,} per head",
-        f"{kv['held'] / 1024:.1f} of {kv['full'] / 1024:.1f} KiB",
-        f"first token {time_s['first_token']:.2f} s",
-        f"write {time_s['decode']:.2f} s ({record['rate']['decode_tok_s']:,.1f} tok/s)",
-        f"~{100 * record['loss']['est_mass_lost_mean']:.1f}% of the last window's lost",
-    ):
-        assert text in done.err, text
-    parts = time_s["prefill"] + time_s["decode"]
-    assert parts <= time_s["total"]
-    assert time_s["evict"] <= time_s["total"]
-
-
 # -- 6 --------------------------------------------------------------------------------------
 
 
@@ -419,23 +334,6 @@ def test_06_budgets_around_the_prompt_and_the_window(program: Program) -> None:
     assert record["tokens"]["kept_mean"] == 17 + TOKENS - 1  # the last one was not fed
 
 
-@pytest.mark.parametrize(
-    ("policy", "more"), [("adakv", 4), ("adakv+pyramid", 4), ("adakv -o alloc=floor", 0)]
-)
-def test_06_no_head_is_emptied(program: Program, policy: str, more: int) -> None:
-    """Under budgets per head each head keeps its floor: a fifth of an even share, and by default
-    the window of 4 beside it. The tiny model's first head sees so sharply that it wants no more."""
-    flags = f"-n 1 -o window=4 -o kernel=1 --policy {policy}"
-    done = program.chat(["Why?", "/export c.json"], *flags.split())
-    assert done.code == 0, done.err
-    rows = lengths(program.export("c.json"))
-    for layer in zip(*[iter(rows)] * tiny.KV_HEADS, strict=True):
-        even = sum(layer) // tiny.KV_HEADS
-        floor = more + math.floor(0.2 * (even - more))
-        assert min(layer) >= floor > 0
-        assert min(layer) < even, "heads differ, or there is nothing to see"
-
-
 def test_06_an_answer_from_a_small_part_of_the_document_says_so(program: Program) -> None:
     """A wrong answer looks like a right one. --stats says it in its own way, --quiet never."""
     line = re.compile(
@@ -456,18 +354,6 @@ def test_06_an_answer_from_a_small_part_of_the_document_says_so(program: Program
 
 
 # -- 7 --------------------------------------------------------------------------------------
-
-
-def test_07_undo_and_retry_repeat_the_answer(program: Program) -> None:
-    """`/undo` then `/retry` writes the last answer again, to the letter, and so does `/retry`
-    alone."""
-    once = program.chat(["Why?", "Who?"])
-    again = program.chat(["Why?", "Who?", "/undo", "/retry", "/retry", "/export c.json"])
-    first, second = once.out.splitlines()
-    assert again.out.splitlines() == [first, second, second, second]
-    assert first != second
-    assert "took back: Who?" in again.err
-    assert len(program.export("c.json")["turns"]) == 2
 
 
 def test_07_a_saved_chat_goes_on_in_another_process(program: Program) -> None:
@@ -503,42 +389,6 @@ def saved(thesis: Path) -> Path:
     chats = Path(os.environ["MINIKV_HOME"]) / "chats"
     chats.mkdir(mode=0o700)
     return Path(shutil.copytree(thesis, chats / "thesis"))
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--tier none --policy snapkv", "policy snapkv here, adakv there; --reread resumes"),
-        ("--policy snapkv", ""),
-        ("-m other", r"weights \w+\.\.\. here, \w+\.\.\. there; --reread resumes"),
-    ],
-)
-def test_08_a_cache_of_another_run_is_refused_and_a_tier_serves_any_policy(
-    program: Program, saved: Path, flags: str, said: str
-) -> None:
-    """The line says what is another. With a tier nothing is read again, whatever evicts."""
-    other = str(tiny.write(program.folder / "other" / "tiny", seed=1))
-    words = flags.replace("other", other).split()
-    done = program.run("chat", "--resume", "thesis", *words, stdin="Who?\n")
-    if said:
-        assert (done.code, done.out) == (2, "")
-        text = "; ".join(line.strip() for line in done.err.splitlines())
-        told = f"the cache of chat thesis does not belong to this run: .*{said} the chat without it"
-        assert re.search(told, text)
-    else:
-        assert done.code == 0, done.err
-        assert "with all that was read" in done.err
-        assert "read again" not in done.err
-
-
-def test_08_a_damaged_chat_is_refused(program: Program, saved: Path) -> None:
-    """With the reason; nothing of it is used."""
-    data = (saved / "chat.db").read_bytes()
-    (saved / "chat.db").write_bytes(data[: len(data) // 2])
-    done = program.run("chat", "--resume", "thesis", stdin="Who?\n")
-    assert (done.code, done.out) == (2, "")
-    assert re.search("error: .*thesis.*damaged", done.err)
-    assert "bug" not in done.err
 
 
 # -- 9 --------------------------------------------------------------------------------------
@@ -709,70 +559,3 @@ def test_11_what_needs_no_torch_does_not_load_it(program: Program, saved: Path) 
 
 
 # -- 12 -------------------------------------------------------------------------------------
-
-
-def test_12_nothing_to_read_is_an_error_and_no_wait(program: Program) -> None:
-    """`ask q < /dev/null` with no document and no terminal anywhere: exit 2 at once."""
-    began = time.monotonic()
-    done = process(program, 'exec "$@" </dev/null', "ask", "q", *program.flags())
-    assert done.returncode == 2
-    assert done.stdout == b""
-    assert b"no document" in done.stderr
-    assert time.monotonic() - began < 30
-
-
-def broken(folder: Path, what: str) -> Path:
-    """A copy of the tiny model with something wrong in it."""
-    weights, config = folder / "model.safetensors", folder / "config.json"
-    if what == "cut":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif what == "pickled":
-        weights.rename(folder / "pytorch_model.bin")
-    elif what == "no tokenizer":
-        (folder / "tokenizer.json").unlink()
-    elif what == "NaN":
-        tensors = load_file(weights)
-        tensors["model.norm.weight"][:] = float("nan")
-        save_file(tensors, weights)
-    else:
-        change = {
-            "mamba": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
-            "aqlm": {"quantization_config": {"quant_method": "aqlm"}},
-        }[what]
-        config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("what", "codes"),
-    [
-        ("cut", {6}),
-        ("mamba", {3}),
-        ("aqlm", {3}),
-        ("pickled", {3, 6}),
-        ("no tokenizer", {3}),
-        ("NaN", {1}),
-        ("missing", {3}),
-    ],
-)
-def test_12_a_bad_model_is_refused_in_one_line(
-    model: Path, folder: Path, what: str, codes: set[int]
-) -> None:
-    place = folder / ("deep" * 40) / "nothing"
-    if what != "missing":
-        place = broken(Path(shutil.copytree(model, folder / "model")), what)
-    result = invoke("ask", "q", str(folder / "story.txt"), "-m", str(place), "--device", "cpu")
-    assert result.exit_code in codes, result.output
-    assert result.stdout == ""
-    assert result.stderr.count("error: ") == 1
-    assert "Traceback" not in result.output
-    assert "bug in minikv" not in result.output
-    if what == "missing":  # cut, but not at its end
-        assert "nothing' not found: no such directory" in result.stderr
-
-
-def test_12_a_reader_that_leaves_early(program: Program) -> None:
-    """`| head -1` ends both sides without a word."""
-    done = process(program, '{ "$@"; echo $? >&2; } | head -1', "policies")
-    assert done.stdout.count(b"\n") == 1
-    assert done.stderr == b"0\n"

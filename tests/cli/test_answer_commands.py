@@ -7,12 +7,10 @@ import json
 import os
 import re
 import shutil
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Forked
 from typed import Tty, World, answer_of, context, fake_chat, said, screen
 
 from minikv.cli import answer_commands
@@ -126,18 +124,6 @@ def test_a_first_question_is_asked_and_the_chat_stays(world: World, document: st
     assert world.run("chat", document, "-p", " ").exit_code == 2
 
 
-def test_a_first_question_on_a_terminal(document: str) -> None:
-    with closing(Forked("chat", document, "-p", "Who?", env={"TERM": "xterm"}, pace=0)) as terminal:
-        terminal.until("› Who?")
-        terminal.until("without eviction")
-        terminal.ready()
-        terminal.type("And why?\r")
-        terminal.until("without eviction")
-        terminal.ready()
-        terminal.type("\x04")
-        assert terminal.code() == 0
-
-
 def test_json_is_a_record_per_turn_and_nothing_else(world: World, document: str) -> None:
     first = answer_of(TEXT, "Who runs it?")
     lines = "Who runs it?\n/stats\n/undo\n/retry\n/set top_k 4\nAnd why?\n/continue\n"
@@ -167,14 +153,6 @@ def test_json_has_a_record_for_a_question_that_failed(world: World, document: st
     assert found[1]["question"].startswith("long long")
     assert "tokens" in found[1]["error"]
     assert result.exit_code == 5
-
-
-def test_json_of_an_answer_that_goes_on_has_all_of_it(world: World, document: str) -> None:
-    result = world.run("chat", document, "--json", "-n", "5", input="Who runs it?\n/continue\n")
-    found = records(result.stdout)
-    whole = answer_of(TEXT, "Who runs it?")
-    assert [one["answer"] for one in found] == [whole[:5], whole[:10]]
-    assert [one["stop_reason"] for one in found] == ["length", "length"]
 
 
 # -- ask --continue -------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import random
 import re
-import time
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -103,11 +101,6 @@ def test_shares_against_a_count_by_hand(
         assert min(count) == 9
 
 
-def test_nothing_fed() -> None:
-    session = chat()
-    assert kept.read(session).held.shape == (3, 3, 0)
-
-
 class Table:
     """A tokenizer whose token i spells pieces[i]."""
 
@@ -163,12 +156,6 @@ def test_documents_are_found_in_order() -> None:
     spans = kept.spell(ByteTokenizer(), [BOS, *b"x same y same z"])
     documents = [Document("same", "a"), Document("lost", "b"), Document("same")]
     assert kept.locate(spans, documents) == (Part("a", 3, 7), Part("document 3", 10, 14))
-
-
-def test_pieces_within_positions() -> None:
-    spans = kept.spell(ByteTokenizer(), [BOS, *b"ab", BOS, *b"cd"])
-    assert spans.token == (1, 2, 4, 5)
-    assert [spans.token[k] for k in spans.within(2, 5)] == [2, 4]
 
 
 # -- pages ----------------------------------------------------------------------------------
@@ -288,19 +275,6 @@ def test_what_find_lists_fits_on_the_screen(width: int) -> None:
     assert listed >= 5
     assert any(f"{30 - listed} more places" in line for line in lines)
     assert len(kept_view.find(found, "mill", True, Screen(width, rows=24))) > 60
-
-
-def test_pages_follow_each_other() -> None:
-    found = random_facts("".join(f"line {i}\n" for i in range(100)))
-    whole = kept_view.page(found, None, Screen())
-    pages = [kept_view.page(found, n, Screen()) for n in (1, 2, 3)]
-    assert [line for p in pages for line in p if " line " in line] == [
-        line for line in whole if " line " in line
-    ]
-    assert pages[0][0] == "page 1 of 3 · tokens 1 to 309 · story.txt"
-    assert pages[0][-1].startswith("/kept 2 shows the next page, /kept all")
-    assert "shows the next" not in pages[2][-1]
-    assert sum(" line " in line for line in pages[0]) == 40
 
 
 # -- passages and phrases -------------------------------------------------------------------
@@ -480,25 +454,3 @@ def test_output_is_plain_text_on_stderr(asked: ChatSession, line: str) -> None:
     if line in ("", "all"):
         rows = [len(asked.kept(layer, head)) for layer in range(3) for head in range(3)]
         assert f"{min(rows)} to {max(rows)}" in " ".join(err.split())
-
-
-def test_a_colour_terminal_gets_shades(asked: ChatSession) -> None:
-    at = context(asked)
-    at.terminal.err = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="")
-    at.terminal.colour = True
-    kept_view._kept(at, ["all"])
-    at.terminal.err.seek(0)
-    said = at.terminal.err.read()
-    assert ESCAPE.search(said)
-    assert "\x1b" not in ESCAPE.sub("", said)
-
-
-def test_eight_thousand_tokens_are_instant() -> None:
-    text = ("Some of the older people still remember the dry mill. " * 200)[:7999]
-    held = torch.rand(4, 3, 8000) < 0.1
-    best = 1.0
-    for _ in range(3):
-        began = time.thread_time()
-        kept_view.page(facts(text, held), 1, Screen(colour=True))
-        best = min(best, time.thread_time() - began)
-    assert best < 0.2

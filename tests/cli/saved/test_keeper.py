@@ -113,21 +113,6 @@ def test_a_chat_goes_on_as_if_it_had_never_been_closed(policy: str, budget: int 
     assert (say(fresh, "And now?"), say(fresh, "Then?"), held_of(fresh)) == want
 
 
-def test_what_eviction_lost_comes_back_with_the_record() -> None:
-    session = chat(reuse="auto", refresh_every=3)
-    session.recall.kind = "ram"
-    session.attach("A mill stands by the river. " * 8)
-    say(session, "Who?")
-    report = session.report
-    assert report is not None
-    assert report.fidelity is not None
-    assert report.refreshes == 2
-    saved(session).close()
-    fresh = chat()
-    take_up(fresh)
-    assert fresh.report == report
-
-
 def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     session, one = chat(undo_turns=16), keeper()
     one.keep(session)
@@ -357,19 +342,6 @@ def test_a_policy_that_the_user_insists_on_is_compared(
     one.load(fresh, "one")  # without insisting, the chat's own policy is taken
     assert fresh.eviction == EvictionConfig.read("adakv", budget=48)
     one.load(fresh, "one", given={given})  # now they are alike
-
-
-def test_reading_again_takes_the_settings_that_the_user_insists_on() -> None:
-    saved(talked()).close()
-    fresh = chat()
-    fresh.configure(EvictionConfig.read("snapkv", budget=64))
-    fresh.seed = 77
-    take_up(fresh, "one", reread=True, given={"policy", "seed"})
-    assert (fresh.eviction.policy, fresh.seed, fresh.fed) == ("snapkv", 77, [])
-    say(fresh, "And now?")
-    assert fresh.turn == 3
-    stats: Any = fresh.engine.kv.stats()
-    assert stats.kept_mean <= 64
 
 
 # -- damaged, foreign and hostile files -----------------------------------------------------

@@ -127,18 +127,6 @@ def test_undo_without_a_copy_says_that_the_rest_is_read_again(talk: Talk) -> Non
     assert [turn.question for turn in talk.session.turns] == ["one", "two"]
 
 
-def test_retry_asks_the_last_question_again(talk: Talk) -> None:
-    talk.ask("one")
-    second = talk.ask("two")
-    out, err = talk.run("retry")
-    assert out == second
-    lines = err.splitlines()
-    assert lines[0] == "asking again: two"
-    assert lines[1].startswith("  12 tokens · ")
-    assert lines[2].startswith("  KV ")
-    assert [turn.question for turn in talk.session.turns] == ["one", "two"]
-
-
 def test_undo_then_retry_gives_the_previous_answer(talk: Talk) -> None:
     first, second = talk.ask("one"), talk.ask("two")
     talk.run("undo")
@@ -195,18 +183,6 @@ def test_a_retry_with_another_policy_answers_as_that_policy_does(real: Talk, reu
     real.ask("And?")
     record = real.session.reports[-1]
     assert (record.policy, record.reuse, record.misses) == ("adakv", "refresh", 0)
-
-
-def test_a_chat_saved_after_a_retry_with_another_policy_reads_again(
-    real: Talk, capsys: pytest.CaptureFixture[str]
-) -> None:
-    real.ask("Who?")
-    real.run("retry --policy streaming --budget 40")
-    real.run("save mine")
-    real.run("load mine")
-    assert real.session.rereads
-    real.ask("Why?")
-    assert real.session.reports[-1].reuse == "refresh"
 
 
 def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:

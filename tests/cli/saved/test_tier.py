@@ -30,7 +30,6 @@ from minikv.cli.saved.tier import TIER
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
-from minikv.policies.roco import RoCo
 
 MILL = "A mill stands by the river and grinds. " * 8
 RIVER = "The river is slow and brown. " * 8
@@ -187,52 +186,6 @@ def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
     _, third = resumed("one")
     assert capsys.readouterr().err == ""
     assert unread(third, "Then?") == twin[1]
-
-
-def test_a_cache_of_another_version_is_not_missed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    twin = talked_on("file", "same", decode="roco")
-    with monkeypatch.context() as then:
-        then.setattr(RoCo, "total", "sum")
-        talked(decode="roco")
-        end()
-    _, again = resumed("one")
-    assert "another version of minikv" in capsys.readouterr().err
-    assert unread(again, "And now?") == twin[0]
-
-
-def test_undo_and_another_policy_after_a_chat_was_taken_up() -> None:
-    """They read nothing of what was there, and the question, asked again, gets its answer."""
-    talked()
-    for given in ((), ("policy", "budget")):
-        policy = {"policy": "snapkv", "budget": 64} if given else {}
-        _, again = resumed("one", given, **policy)
-        want = unread(again, "And now?"), held_of(again)
-        again.undo()
-        assert (unread(again, "And now?"), held_of(again)) == want
-        assert again.reports[-1].tokens.prompt_new <= 32
-        again.undo()
-        again.configure(EvictionConfig.read("tova", budget=40))
-        unread(again, "And now?")
-        assert again.reports[-1].policy == "tova"
-        again.undo(2)
-        assert [document.name for document in again.pending] == ["river.txt"]
-        say(again, "Other?")
-        assert again.reports[-1].reuse == "recall"
-        assert again.reports[-1].tokens.prompt_reused > len(MILL)
-
-
-def test_what_was_taken_back_is_not_taken_up(home: Path) -> None:
-    keeper, session = talked()
-    session.undo()
-    session.pending.clear()
-    say(session, "Else?")
-    keeper.keep(session)
-    want = say(session, "And now?")[0]
-    session.undo()
-    _, again = resumed("one")
-    assert unread(again, "And now?")[0] == want
 
 
 def test_memory_is_taken_where_it_was_asked_for(

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
-import io
 import itertools
 import random
 import re
-import struct
 import sys
-import termios
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 pyte = pytest.importorskip("pyte")
 
-from forked import Forked  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from pairwise import some_by_day  # noqa: E402
@@ -30,8 +24,6 @@ from typed import Tty, printed  # noqa: E402
 
 from minikv.cli.screen.markdown import Answer  # noqa: E402
 from minikv.cli.screen.terminal import Terminal, clean  # noqa: E402
-
-HERE = Path(__file__).parents[2]
 
 
 class Window:
@@ -451,31 +443,6 @@ def test_long_answers_cost_little() -> None:
 # -- the terminal around it ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "term", "plain", "shown"),
-    [
-        (Tty, "xterm", True, "# A\n\n**b**[2J\n"),
-        (Tty, "dumb", False, "# A\n\n**b**[2J\n"),
-        (io.StringIO, "xterm", False, "# A\n\n**b**[2J\n"),
-        (Tty, "xterm", False, "\x1b[1mb\x1b[0m[2J\n"),
-    ],
-)
-def test_a_terminal_alone_gets_styles(
-    monkeypatch: pytest.MonkeyPatch, kind: type[io.StringIO], term: str, plain: bool, shown: str
-) -> None:
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.setenv("NO_COLOR", "")
-    terminal = Terminal(plain=plain)
-    terminal.out = kind()
-    with terminal.answering():
-        for piece in ("# A\n", "\n**", "b**\x1b[", "2J\n\n"):
-            terminal.answer(piece)
-        terminal.end_answer()
-    text = printed(terminal)
-    assert text.endswith(shown)
-    assert (text == shown) == ("\x1b" not in shown)
-
-
 CHILD = """
 import signal, termios, os
 from minikv.cli.screen.terminal import Terminal
@@ -530,58 +497,6 @@ def test_echo_that_a_shell_switched_on_is_left_on() -> None:
     before the chat comes to the front."""
     with closing(Terminals([sys.executable, "-c", BACKGROUND], {"TERM": "xterm"})) as child:
         child.until("False True done")
-
-
-POOR = {
-    "dumb": {"TERM": "dumb"},
-    "colourless": {"TERM": "xterm", "NO_COLOR": "1"},
-    "ascii": {"TERM": "xterm", "PYTHONIOENCODING": "ascii"},
-    "C": {
-        "TERM": "xterm",
-        "LC_ALL": "C",
-        "LANG": "C",
-        "PYTHONUTF8": "0",
-        "PYTHONCOERCECLOCALE": "0",
-    },
-}
-
-
-@pytest.mark.parametrize("kind", some_by_day(POOR, lambda kind: kind != "ascii"))
-def test_a_chat_on_a_poor_terminal(tmp_path: Path, kind: str) -> None:
-    document = tmp_path / "mill.txt"
-    document.write_text("The mill is run by Ada. " * 30)
-    env = {"COLUMNS": "40", "LINES": "20", "MINIKV_HOME": str(tmp_path), **POOR[kind]}
-    chat: Terminals
-    if kind in ("ascii", "C"):  # encodings hang on how Python starts
-        main = HERE / "support" / "fake_main.py"
-        chat = Terminals([sys.executable, str(main), "0", "chat", str(document)], env)
-    else:
-        chat = Forked("chat", str(document), env=env, columns=40, pace=0)
-    fcntl.ioctl(chat.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 40, 0, 0))
-    with closing(chat):
-        chat.prompt = "> " if kind == "dumb" else "\x1b[?25h"
-        chat.until("leaves.", 240.0)
-        for line, end in (("Who?", "without eviction"), ("/settle", "unknown command")):
-            chat.ready()
-            chat.type(f"{line}\r")
-            chat.until(end)
-        chat.ready()
-        chat.type("\x04")
-        assert chat.code() == 0
-    assert "Error" not in chat.seen
-    if kind == "dumb":
-        assert "\x1b" not in chat.seen
-        return
-    if kind != "colourless":
-        assert chat.seen.isascii()
-    else:
-        assert not re.search(r"\x1b\[[0-9;]*[34][0-9][;m]", chat.seen)
-    window = Window(40, 20)
-    window.stream.feed(chat.seen)
-    rows = [line for line in window.lines() if line]
-    assert max(cell_len(line) for line in rows) <= 40
-    # Sentences of ours are broken between words.
-    assert "Ctrl-C stops" in " ".join(" ".join(rows).split())
 
 
 _HOSTILE = (

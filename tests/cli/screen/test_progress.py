@@ -6,7 +6,6 @@ import io
 import re
 import shutil
 from collections import namedtuple
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,6 @@ import huggingface_hub.constants
 import pytest
 import tiny
 
-import minikv
-from minikv.cli import turn
-from minikv.cli.interrupt import Interrupts
 from minikv.cli.screen.progress import Live, Loading, duration
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted
@@ -26,7 +22,6 @@ from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelUnavailable
 from minikv.models.hub import resolve
 from minikv.models.weights import load_network
-from minikv.settings import Generation
 
 REPO = "owner/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -250,29 +245,6 @@ def test_a_file_gets_what_is_left_of_a_reading(
     assert screen.text.splitlines() == lines
 
 
-def test_piped_readings_are_told_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the clock says, the answer is the same."""
-    answers, session = [], minikv.load(policy="adakv", budget=64, tier="none")
-    for step in (0.0, 3.0):
-        screen, clock = Screen(tty=False), Clock()
-        session.reset()
-        session.attach("The mill stands by the river and grinds. " * 150, "mill.txt")
-
-        def now(clock: Clock = clock, step: float = step) -> float:
-            clock.now += step
-            return clock.now
-
-        monkeypatch.setattr(turn, "Live", partial(Live, clock=now))
-        made = terminal(monkeypatch, screen)
-        made.out = io.StringIO()
-        answers.append(turn.run_turn(session, "Who?", Generation(max_tokens=4), made, Interrupts()))
-        lines = [line for line in screen.text.splitlines() if line.startswith("reading")]
-        assert re.fullmatch(r"reading: \d,\d{3} tokens", lines[0])
-        assert bool(lines[1:]) == bool(step)
-        assert all(re.fullmatch(r"reading: [\d,/]+ tok, .* left", line) for line in lines[1:])
-    assert answers[0] == answers[1]
-
-
 def test_an_ascii_terminal_gets_an_ascii_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, clock = Screen("ascii"), Clock()
     live = Live(terminal(monkeypatch, screen), "reading", clock=clock)
@@ -424,11 +396,3 @@ def test_ctrl_c_ends_a_download_and_is_no_failure_of_the_hub(
         resolve(REPO, progress=loading)
     assert stopped.value.exit_code == 130
     assert hub.fetched == 0  # at the first byte
-
-
-def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    from minikv.models.hub import _free_disk
-
-    found = _free_disk(tmp_path / "not/yet/there")
-    assert found is not None
-    assert found > 0
