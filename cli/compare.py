@@ -401,8 +401,9 @@ def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
         "chat itself is as it was"
     ]
     if question.before:
-        count = "1 question" if question.before == 1 else f"{question.before:,} questions"
-        notes.append(f"the {count} before it, and what was answered, are in none of the runs")
+        several = f"the {question.before:,} questions before it and their answers"
+        before = "the question before it and its answer" if question.before == 1 else several
+        notes.append(f"{before} are in none of the runs")
     return lines + [line for note in notes for line in folded(note, screen.width, "  ")]
 
 
