@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-from fakes import FakeEngine
 from typed import World, answer_of
 from typer.testing import Result
 
@@ -15,7 +14,6 @@ from minikv.cache.rules import Rules
 from minikv.cli.failures import explain
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
 from minikv.models.errors import CorruptModel, ModelUnavailable
-from minikv.settings import Settings
 
 HERE = Path(__file__)
 TEXT = "The mill is run by Ada."
@@ -197,50 +195,6 @@ def test_json_has_the_answer_and_the_turn_record(world: World, document: str) ->
 # -- settings -------------------------------------------------------------------------------
 
 
-def test_flags_reach_the_settings(world: World, document: str, tmp_path: Path) -> None:
-    (tmp_path / "system.txt").write_text("be brief\n")
-    flags = (
-        "-m some/model --policy snapkv --budget 20% --decode none -o window=16 --device cpu "
-        "--dtype bfloat16 --kernels torch -s 7 --revision abc --offline -t 0.5 --top-p 0.9 "
-        "--top-k 5 --repeat-penalty 1.2 --min-p 0.1 --json --reuse blind --max-thoughts 50"
-    )
-    result = world.run("ask", "q", document, *flags.split(), "-S", f"@{tmp_path / 'system.txt'}")
-    assert result.exit_code == 0, result.output
-    assert world.settings == Settings(
-        keep_packed="on",
-        model="some/model",
-        policy="snapkv",
-        budget="20%",
-        decode="none",
-        device="cpu",
-        dtype="bfloat16",
-        kernels="torch",
-        seed=7,
-        options={"window": "16"},
-        revision="abc",
-        offline=True,
-        system="be brief",
-        reuse="blind",
-        threads=0,
-    )
-    record = json.loads(result.stdout)
-    assert record["policy"] == "snapkv"
-    assert record["policy_options"]["window"] == 16
-    assert record["policy_options"]["decode"] == {"policy": "none"}
-    assert record["budget"] == {"unit": "share", "value": 0.2}
-    assert record["sampling"] == {
-        "temperature": 0.5,
-        "top_k": 5,
-        "top_p": 0.9,
-        "min_p": 0.1,
-        "repeat_penalty": 1.2,
-        "max_tokens": 512,
-        "stop": [],
-        "max_thoughts": 50,
-    }
-    assert record["seed"] == 7
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -326,16 +280,3 @@ def test_debug_shows_where(world: World, document: str) -> None:
 def test_an_error_text_of_many_lines_becomes_one() -> None:
     assert "\n" not in explain(ValueError("a\nb\n\nc" * 500)).message
     assert len(explain(ValueError("x" * 10_000)).message) < 500
-
-
-def test_what_stops_a_turn_leaves_stdout_empty(world: World, document: str) -> None:
-    world.max_context = 20
-    long = world.run("ask", "q", document)
-    assert (long.exit_code, long.stdout) == (5, "")
-    assert "this model was trained for 20 positions" in long.stderr
-    assert "nothing was cut" in long.stderr
-    world.max_context, world.engine = 4096, FakeEngine()
-    world.engine.nan_at = 0
-    broken = world.run("ask", "q", document)
-    assert broken.exit_code == 1
-    assert "NaN" in broken.stderr

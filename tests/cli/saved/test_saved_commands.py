@@ -18,7 +18,6 @@ from typed import context, fake_chat
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import settings_commands
 from minikv.cli.command import Context
 from minikv.cli.config import SETTINGS
 from minikv.cli.saved import commands
@@ -213,25 +212,6 @@ def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
     assert stated == (held | own | run) - {"seed", "model", "revision"}
     assert set(commands.origins_of(saved, {"budget"})) == (held | own | run) - {"budget"}
     assert set(commands.origins_of(saved, {"budget"}, reread=True)) == own | run
-
-
-def test_blind_after_reading_holds_from_clear_on(real: Talk) -> None:
-    session = real.session
-    session.attach("A mill stands by the river. " * 8, "more.txt")
-    real.ask("Who?")
-    assert session.evicted_for_turn == 1
-    setting = next(c.run for c in settings_commands.COMMANDS if "set" in c.words)
-    notes = {}
-    real.terminal()
-    for value in ("once", "blind"):
-        setting(real.context, ["reuse", value])
-        notes[value] = "/clear reads it again, and evicts before" in real.capsys.readouterr().err
-    assert notes == {"once": False, "blind": True}
-    session.reset(keep_documents=True)  # which is what /clear does
-    real.ask("Who?")
-    assert (session.reports[-1].reuse, session.evicted_for_turn) == ("blind", 0)
-    setting(real.context, ["reuse", "blind"])
-    assert "/clear" not in real.capsys.readouterr().err
 
 
 def changed(origins: dict[str, str]) -> dict[str, str]:

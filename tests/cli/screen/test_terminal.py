@@ -141,26 +141,6 @@ def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
     assert not made.copy("no clipboard")
 
 
-def test_quiet_silences_notes_and_no_errors(streams: Use) -> None:
-    _, err = streams()
-    made = Terminal(quiet=True)
-    made.note("a note")
-    made.warn("a warning")
-    made.say("said")
-    made.fail("wrong")
-    assert err.getvalue() == "said\nerror: wrong\n"
-
-
-def test_an_answer_ends_with_one_newline(streams: Use) -> None:
-    out, err = streams()
-    made = Terminal()
-    for text in ("a\n\n\n", "b"):
-        made.answer(text)
-        made.end_answer()
-    made.say("word " * 100)  # where there is no terminal, nothing is broken
-    assert (out.getvalue(), err.getvalue()) == ("a\nb\n", "word " * 100 + "\n")
-
-
 def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
     """What is written next takes the live line away first."""
     out, err = screens()
@@ -234,18 +214,6 @@ def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
     assert out.getvalue().endswith("a **block**\n")
     made.answer("**plain**")  # outside of an answer it is no Markdown
     assert out.getvalue().endswith("**plain**")
-
-
-def test_an_answer_that_goes_on_is_shown_from_its_block(screens: Use) -> None:
-    out, _ = screens()
-    made = Terminal()
-    with made.answering():
-        made.resume_answer("first paragraph\n\nsecond \x1bpar")
-        made.answer("agraph")
-        made.end_answer()
-    assert "first" not in out.getvalue()
-    assert "second par" in out.getvalue()
-    assert "\x1bp" not in out.getvalue()
 
 
 # -- keys -----------------------------------------------------------------------------------------
@@ -330,15 +298,6 @@ def test_messages_that_nobody_takes_cost_no_answer(
         null = os.stat(os.devnull)
         assert os.path.samestat(os.fstat(err.fileno()), null)
         assert not os.path.samestat(os.fstat(out.fileno()), null)
-
-
-def test_messages_that_a_full_disk_refuses_cost_no_answer(streams: Use) -> None:
-    out, _ = streams()
-    made = Terminal()
-    made.err = Broken(OSError(errno.ENOSPC, "No space left on device"))
-    made.say("a message")
-    made.answer("the answer")
-    assert out.getvalue() == "the answer"
 
 
 def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
