@@ -86,14 +86,14 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             _check_cwd_exists()
             known, given = context.obj or Config(), config.given(context)
             call = Call(terminal, known, given)
-            place = known.model_from(typed.get("model"), typed="model" in given)
+            origin = known.model_from(typed.get("model"), typed="model" in given)
             if typed.get("go_on") or typed.get("resume") is not None:
-                place = ""  # the chat says which model it is
+                origin = ""  # the chat says which model it is
             for name, (kind, settings) in groups.items():
                 own = {field.name for field in fields(kind)} & set(typed)
                 values = {key: typed.pop(key) for key in own}
                 typed[name] = kind(**_read(values, settings, call))
-            with _placed(place):
+            with _naming(origin):
                 run(call, **typed)
 
     # A paragraph of its docstring is a line: typer would keep some of the line ends.
@@ -142,15 +142,15 @@ Yes = Annotated[bool, flag("--yes", "do not ask", letters=["-y"])]
 
 
 @contextlib.contextmanager
-def _placed(place: str) -> Iterator[None]:
-    """Begin the error of a model that cannot be used with the place where it is named."""
+def _naming(origin: str) -> Iterator[None]:
+    """Begin the error of a model that cannot be used with the flag or file that names it."""
     try:
         yield
     except Exception as error:
         from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
 
         if isinstance(error, CorruptModel | ModelUnavailable | UnsupportedModel):
-            error.args = (f"{place}{error}",)
+            error.args = (f"{origin}{error}",)
         raise
 
 

@@ -124,9 +124,9 @@ class Planner:
     """A model under some settings on a machine, none of whose weights need to be here."""
 
     def __init__(
-        self, settings: Settings, room: int | None = None, folder: Path | None = None
+        self, settings: Settings, memory: int | None = None, folder: Path | None = None
     ) -> None:
-        """room: the memory of another machine in bytes. folder: where config.json is, if it was
+        """memory: the memory of another machine in bytes. folder: where config.json is, if it was
         looked up before. Raises UsageError and ModelError."""
         import torch
 
@@ -135,10 +135,14 @@ class Planner:
         from minikv.models import config_of, weights
         from minikv.models.packed import LEAST
 
-        self.settings, self.room, self.folder = settings, room, folder or config_folder(settings)
+        self.settings, self.memory, self.folder = (
+            settings,
+            memory,
+            folder or config_folder(settings),
+        )
         self.config = config_of(self.folder)
         self.notes = list(self.config.notes)
-        self.device = _device(settings.device, here=room is None)
+        self.device = _device(settings.device, here=memory is None)
         self.gpu, form = self.device.type == "cuda", settings.weights
         self.packed = bool(weights.packed_forms(self.config, form))
         self.dtype = _dtype(self.folder, settings, self.device, self.config.form, self.notes)
@@ -149,7 +153,7 @@ class Planner:
         kept = self.packed and not (self.config.stored or self.gpu or settings.keep_packed == "off")
         disk = weights.packed_bytes(self.config, form) if kept else 0
         self.disk = disk if disk >= LEAST else 0
-        self.free = weights.free_memory(self.device) if room is None else room
+        self.free = weights.free_memory(self.device) if memory is None else memory
         self.left = None if self.free is None else max(0, self.free - self.weights)
         self.shape = shape = shape_of(self.config)
 
@@ -236,7 +240,7 @@ class Planner:
         from minikv.cache.stats import full_cache_bytes
 
         rows = [self.row(*each, tokens, answer) for each in zip(cases, choices, strict=True)]
-        here = torch.cuda.get_device_name(self.device) if self.gpu and self.room is None else ""
+        here = torch.cuda.get_device_name(self.device) if self.gpu and self.memory is None else ""
         return Forecast(
             model=self.settings.model or "bundled",
             family=self.config.family,
@@ -253,7 +257,7 @@ class Planner:
             full=full_cache_bytes(self.shape, tokens, self.dtype.itemsize),
             workspace=self.work(tokens),
             loading=self.loading,
-            memory=here or ("this machine" if self.room is None else "as given"),
+            memory=here or ("this machine" if self.memory is None else "as given"),
             free=self.free,
             rows=tuple(rows),
             notes=tuple(dict.fromkeys(self.notes)),
@@ -300,7 +304,7 @@ class Planner:
                 own = one.options if name == policy else {}
                 chosen = replace(one, policy=name, stride=stride, options=own)
                 try:  # the policy may not go with the settings, nor the device with the weights
-                    planner = Planner(chosen, self.room, self.folder)
+                    planner = Planner(chosen, self.memory, self.folder)
                     row = planner.row((name, stride), chosen.eviction(), made.tokens, made.answer)
                 except (UnusableSetting, UsageError):
                     continue

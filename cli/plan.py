@@ -76,11 +76,11 @@ def plan(
     minikv.toml or a variable. Downloads config.json only.
     """
     refuse_without_torch()
-    room = read_bytes(memory) if memory else None
+    size_given = read_bytes(memory) if memory else None
     count = read_count(tokens) if tokens else _LENGTHS[0]
     names, cases = _cases(settings, _CASES if tokens else _OVERVIEW)
     choices = _choices(settings, cases, strict=bool(names))
-    planner = Planner(settings, room)
+    planner = Planner(settings, size_given)
     lengths = [count]
     if not tokens:
         whole = max(planner.config.max_context - generation.max_tokens, 1)
