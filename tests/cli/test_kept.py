@@ -158,6 +158,12 @@ def test_documents_are_found_in_order() -> None:
     assert kept.locate(spans, documents) == (Part("a", 3, 7), Part("document 3", 10, 14))
 
 
+def test_pieces_within_positions() -> None:
+    spans = kept.spell(ByteTokenizer(), [BOS, *b"ab", BOS, *b"cd"])
+    assert spans.token == (1, 2, 4, 5)
+    assert [spans.token[k] for k in spans.within(2, 5)] == [2, 4]
+
+
 # -- pages ----------------------------------------------------------------------------------
 
 

@@ -70,6 +70,13 @@ def test_every_head_and_layer_is_drawn_once(width: int, layers: int, heads: int)
         assert f"|{drawn[head]}|" == strips.strip(column, largest)
 
 
+def test_layers_in_equal_groups_where_they_do_not_fit() -> None:
+    text = strips.by_head([[1.0] * 8] * 32, 40)
+    assert "\n  layers 0 to 15\n" in text
+    assert "\n  layers 16 to 31\n" in text
+    assert "layers 0 to 31" in strips.by_head([[1.0] * 8] * 32, 80)
+
+
 def test_lost_per_layer() -> None:
     text = strips.by_layer([0.0, 0.01, None, 0.04, 0.08], 80)
     assert text == (
