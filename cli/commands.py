@@ -39,7 +39,7 @@ def is_command(line: str) -> bool:
 
 
 def literal(line: str) -> str:
-    """The message of a line that is no command: `//x` means `/x`."""
+    """The message in a line that is not a command: `//x` means `/x`."""
     return re.sub(r"\A([ \t]*)//", r"\1/", line)
 
 

@@ -179,7 +179,7 @@ def last_question(session: ChatSession) -> Question:
 
 
 def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[EvictionConfig]:
-    """The policies to run, full last. With none named, that of the chat. While `--budget auto`
+    """The policies to run, full last. If none is named, the chat's own. While `--budget auto`
     evicts nothing, they run with `_BUDGET`.
 
     One named as the chat's own is taken with the chat's options. Raises UsageError.
@@ -381,7 +381,7 @@ def times(one: Run) -> str:
 
 
 def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
-    """The runs beside each other, or below where there is no room; the last one is the full cache.
+    """The runs side by side, or one below the other on a narrow screen; the full cache is last.
 
     Says what was run, and what was left out of it.
     """

@@ -30,7 +30,7 @@ def steps() -> list[str]:
 
 
 def options(policy: str) -> list[str]:
-    """The options of a policy, as `NAME=`; none if there is no such policy."""
+    """The options of a policy, as `NAME=`; none for an unknown policy."""
     with contextlib.suppress(UsageError):
         return [f"{option.name}=" for option in find(policy).options]
     return []

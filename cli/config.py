@@ -207,7 +207,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
 
 
 def user_file() -> Path | None:
-    """The user's own file, there or not; None where there is no home directory."""
+    """The user's own file, there or not; None if there is no home directory."""
     try:
         return paths.config_file()
     except UsageError:
@@ -241,9 +241,9 @@ def install(context: typer.Context, config: Config) -> None:
 
 
 def read_toml(path: Path, shown: str) -> dict[str, object] | None:
-    """A TOML file; None if there is none. Raises UsageError for anything else."""
+    """Read a TOML file; None if it does not exist. Raises UsageError for anything else."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer forever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -172,7 +172,7 @@ def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
 
 
 def gpu() -> list[Check]:
-    """Every CUDA device, or that there is none."""
+    """Every CUDA device, or a line that says there is none."""
     import torch
 
     if not torch.cuda.is_available():

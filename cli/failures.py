@@ -21,7 +21,7 @@ from minikv.cli.screen.text import clean
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 
-# What torch's CPU allocator says; it has no exception class of its own.
+# The messages of torch's CPU allocator, which has no exception class.
 _NO_MEMORY = (
     "can't allocate memory",
     "not enough memory",

@@ -109,7 +109,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def flag(name: str, help: str, **how: Any) -> Any:
-    """A flag that is no setting. how: further arguments of typer's."""
+    """A flag that is not a setting. how: further arguments for typer."""
     letters = how.pop("letters", ())
     return typer.Option(name, *letters, help=help, **how)
 
@@ -231,7 +231,7 @@ def _read(values: Mapping[str, Any], known: Mapping[str, Setting], call: Call) -
 
 def _file_text(path: str, *, typed: bool) -> str:
     """The text of a file; of a pipe only if the user typed its name. A configuration file may be
-    anyone's, and would have minikv wait for ever."""
+    anyone's, and could make minikv wait forever."""
     from minikv.cli.documents.text import read_file
 
     if not path:
@@ -240,7 +240,7 @@ def _file_text(path: str, *, typed: bool) -> str:
     try:
         file = Path(path).expanduser()
         special = not typed and file.exists() and not (file.is_file() or file.is_dir())
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no such user
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no such user
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read the system prompt {shown}: {reason}") from None
     if special:

@@ -278,7 +278,7 @@ class Planner:
     def _tier(self, tokens: int, rows: Sequence[Row]) -> TierForecast | None:
         from minikv.cache.tier_rows import RamRows, row_nbytes
 
-        # What is read twice serves all questions, and is not recalled.
+        # A cache from a second pass serves all questions: nothing is recalled.
         if not any(row.rows is not None and not (row.error or row.again) for row in rows):
             return None
         same, int8 = (row_nbytes(self.shape, self.dtype, coded) for coded in (False, True))

@@ -28,8 +28,8 @@ _WORDS = {
 
 
 class Later(TyperCommand):
-    """A command whose flags are imported only when it runs or shows its help. Until then only its
-    line in the list of commands exists. Its function returns the app with its flags, or with the
+    """A command whose flags are imported only when it runs or shows its help. Until then
+    it is a line in the list of commands. Its function returns the app with its flags, or with the
     commands below it."""
 
     def imported(self) -> Command:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 PAGE = 40
-"""Lines of text on a page, if there is no screen that it must fit."""
+"""Lines of text on a page, if it need not fit a screen."""
 LEAST = 5
 """Lines of text on a page of the smallest screen."""
 _BELOW = 3  # rows of the screen below a page: an empty one, the prompt and the toolbar

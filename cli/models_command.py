@@ -130,7 +130,7 @@ def remove(
     kept = {
         name: [
             one for one in packed_files.of_model(name) if name not in here or one.model == name
-        ]  # not those of a directory that is called as a model of the cache is
+        ]  # not those of a directory with the same name as a model of the cache
         for name in names
     }
     for name in names:

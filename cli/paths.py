@@ -15,22 +15,22 @@ HOME = "MINIKV_HOME"
 
 
 def config_file() -> Path:
-    """The user's configuration file. Raises UsageError where there is no home directory."""
+    """The user's configuration file. Raises UsageError if there is no home directory."""
     return _own("config.toml") or _under("user_config_path") / "config.toml"
 
 
 def chats_folder() -> Path:
-    """The directory of saved chats. Raises UsageError where there is no home directory."""
+    """The directory of saved chats. Raises UsageError if there is no home directory."""
     return _own("chats") or _under("user_data_path") / "chats"
 
 
 def history_file() -> Path:
-    """What was typed in chats. Raises UsageError where there is no home directory."""
+    """What was typed in chats. Raises UsageError if there is no home directory."""
     return _own("history") or _under("user_state_path") / "history"
 
 
 def cache_folder() -> Path:
-    """What may be deleted at any time. Raises UsageError where there is no home directory."""
+    """What may be deleted at any time. Raises UsageError if there is no home directory."""
     return _own("cache") or _under("user_cache_path")
 
 

@@ -1,4 +1,4 @@
-"""`minikv plan`: will it fit? The figures and the advice are those of `forecast`."""
+"""`minikv plan`: will it fit? `forecast` computes the figures and the advice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OVERVIEW = (("full", 0), (DEFAULT_PROMPT, 0), ("roco", 32))
 _LENGTHS = (4000, 16_000)
 """Tokens that a plan without --tokens is for, beside the model's whole context."""
 
-_NARROW = 74  # columns below which a row of the table gets lines of its own
+_NARROW = 74  # columns below which a row of the table becomes a sentence
 
 
 @alone
@@ -242,7 +242,7 @@ def _auto(made: Forecast) -> str:
 
 
 def _held(row: Row) -> str:
-    """Where what is read twice is until it is scored, and what the other place would take."""
+    """Where a second pass keeps its rows, and what the other place would take."""
     if row.file:
         return f"in a file ({size(row.file)}), of which RAM has {size(row.ram)} at a time"
     return f"in RAM: {size(row.ram)} (with --tier file {size(row.file_ram)})"

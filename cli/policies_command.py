@@ -148,7 +148,7 @@ def _options(options: Sequence[Option]) -> str:
 
 
 def _differs(lines: Sequence[str]) -> str:
-    """What is done otherwise than in paper and release; nothing if there is nothing to say."""
+    """How it differs from paper and release; nothing if it does not."""
     if not lines:
         return ""
     items = [textwrap.fill(x, 80, initial_indent="- ", subsequent_indent="  ") for x in lines]

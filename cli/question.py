@@ -65,7 +65,7 @@ def _after_files(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _unquoted(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The first word is no file, and not all others are files. None: it is the question."""
+    """The first word is not a file, nor are all others. None: the first word is the question."""
     lead = next((i for i, word in enumerate(words) if not _bare(word)), len(words))
     rest = words[lead:]
     if lead >= _WORDS and rest and all(_named(word) and _file_like(word) for word in rest):

@@ -35,7 +35,7 @@ def run(progress: Callable[[str], None]) -> tuple[int, list[str]]:
 
 
 def tiny() -> Llama:
-    """A random network of two layers, with weights so large that attention is far from uniform."""
+    """A random network of two layers, with weights large enough that attention is not uniform."""
     from minikv.models.config import ModelConfig
     from minikv.models.llama import Llama
     from minikv.models.rope import RopeConfig
@@ -106,7 +106,7 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
 
 
 def _held(kv: KVCache, bound: int) -> str:
-    """What is wrong with the tokens held, of which there may be `bound` per head on average."""
+    """What is wrong with the tokens held: at most `bound` per head on average."""
     heads = [(layer, head) for layer in range(kv.shape.layers) for head in range(kv.shape.kv_heads)]
     kept = [kv.kept(*place).tolist() for place in heads]
     policy, total, most = kv.rules.prompt, sum(map(len, kept)), bound * len(heads)

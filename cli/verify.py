@@ -40,7 +40,7 @@ def _verify(context: Context, arguments: list[str]) -> None:
 
 
 def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> bool:
-    """Compare the last answer with that of a cache without eviction, and say which it is. Stops
+    """Compare the last answer with the answer of a full cache, and say whether they agree. Stops
     when a key is typed, or with Ctrl-C. Returns False if this chat's answers cannot be compared."""
     report = session.report
     if report is None or report.against_full.same is not None or not report.tokens.generated:

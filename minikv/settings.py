@@ -46,7 +46,7 @@ Plain = str | int | float | bool | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is known about one field.
+    """One field: its default, help and limits.
 
     default: of the flag; Python's may differ. A tuple is a flag that may be given several times.
     panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the

@@ -100,7 +100,7 @@ def listed(
 
 
 def read_limit(text: str) -> int | None:
-    """--chats-limit in bytes; None is no limit. Raises UsageError."""
+    """--chats-limit in bytes; None means no limit. Raises UsageError."""
     if text == "off":
         return None
     found = Budget.size(text)
@@ -236,7 +236,7 @@ def _older(seconds: float) -> list[str]:
 
 
 def _exists(name: str) -> None:
-    """Raise UsageError if there is no such chat. A damaged one is there."""
+    """Raise UsageError if the chat does not exist, damaged or not."""
     check_name(name)
     if not (chats_folder() / name).is_dir():
         raise unknown(name)

@@ -143,8 +143,8 @@ class ChatFile:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """What is `put` inside is saved as a whole, or not at all. Raises OSError, and UsageError
-        if another process has the chat now, or has saved it."""
+        """Inside, all that is `put` is saved as a whole, or not at all. Raises OSError, and
+        UsageError if another process has the chat now, or has saved it."""
         try:
             self.check()
             if self._new:

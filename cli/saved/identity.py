@@ -24,7 +24,7 @@ _UNITS = ("rows", "share", "bytes", "auto")
 
 
 def identity(session: ChatSession, model: Mapping[str, object]) -> dict[str, object]:
-    """What a cache of this session is good for. `model` is that of `model_identity`."""
+    """The settings that a saved cache depends on. `model`: from `model_identity`."""
     eviction = session.eviction
     return {
         "format": FORMAT,

@@ -101,7 +101,7 @@ def unknown(name: str) -> UsageError:
 
 
 def newest() -> str:
-    """The name of the chat that was saved last. Raises UsageError if there is none."""
+    """The name of the chat that was saved last. Raises UsageError if no chat is saved."""
     chats = [entry for entry in listing() if not entry.damaged]
     if not chats:
         raise UsageError(f"no saved chat in {chats_folder()}", "chats are saved after every turn")

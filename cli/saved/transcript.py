@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DOCUMENT_BYTES = 64 << 20
 """A chat whose documents have more text than this is not saved."""
 CACHE_BYTES = 512 << 20
-"""If the cache is larger (mostly that of --policy full), the chat is saved without it."""
+"""A larger cache, mostly of --policy full, is not saved with the chat."""
 _RUN = {"model", "revision", "dtype", "seed", "system", "pin_system", "kv", "weights"}
 
 
@@ -132,7 +132,7 @@ def _modernise(folder: Path) -> None:
 
 
 def header(name: str) -> Mapping[str, Any]:
-    """What is needed to build a chat's session. Raises UsageError. Needs no torch."""
+    """The facts that build a chat's session. Raises UsageError. Needs no torch."""
     with contextlib.closing(opened(name)) as chat, damage(name):
         facts = facts_of(chat)
         if set(facts["run"]) != _RUN:
@@ -312,7 +312,7 @@ def _cache(session: ChatSession) -> tuple[bytes, str]:
     try:
         return save(tensors, {"state": json.dumps(state)}), ""
     except BaseException as error:
-        # What its library raises where memory is short; it is no Exception and has no public name.
+        # The library raises this if memory is short: not an Exception, and without a public name.
         if type(error).__name__ != "PanicException":
             raise
         raise MemoryError from None

@@ -213,7 +213,7 @@ def _mode(number: int) -> Mode | None:
 
 
 def _set(number: int, mode: Mode | None) -> None:
-    """Switch the terminal, where that is possible."""
+    """Switch the terminal, if that is possible."""
     if mode is not None and _in_front(number):
         with contextlib.suppress(termios.error):
             termios.tcsetattr(number, termios.TCSANOW, mode)

@@ -49,13 +49,13 @@ _KINDS = {
     "table": re.compile(r"\|"),
     "text": re.compile(""),
 }
-_PROSE = re.compile(r"[^\\`*_~\[\]<>&|#]*")  # text in which Markdown sees no sign of its own
+_PROSE = re.compile(r"[^\\`*_~\[\]<>&|#]*")  # text without any sign of Markdown
 # What formatting takes away or adds: ASCII signs, bullets and lines.
 _ORNAMENT = re.compile(r"[\x00-\x2f\x3a-\x40\x5b-\x60\x7b-\x7f\u2022\u2500-\u257f\s]+")
 
 
 class Answer:
-    """One answer while it streams. Every method returns what is to be written.
+    """One answer while it streams. Every method returns what to write.
 
     `size` gives columns and rows of the terminal. It is asked at every piece: after a resize the
     current block stays as it is.
@@ -301,7 +301,7 @@ class _Formatter:
         return text if plain.strip() and _letters(plain) == _letters(source) else None
 
     def _set(self, kind: str, source: str, width: int) -> list[list[Segment]]:
-        """The rows of a block that is no table: text behind a margin. Raises _Unknown."""
+        """The rows of any block but a table: text behind a margin. Raises _Unknown."""
         body = source.lstrip(" \t")
         indent = " " * (len(source) - len(body))
         style, first, later = _NONE, "", ""
@@ -338,7 +338,7 @@ class _Formatter:
         return self._styled(self._parser.parseInline(source)[0].children or (), style)
 
     def _styled(self, tokens: Sequence[Token], style: Style) -> Text:
-        """The text of what is inside a line, with its styles."""
+        """The text inside a line, with its styles."""
         text = Text()
         styles = [style]
         literal: list[bool] = []  # for every open emphasis whether its signs are shown

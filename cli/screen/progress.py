@@ -21,11 +21,11 @@ from minikv.errors import Interrupted
 FRAME = 0.1
 """Seconds between two frames."""
 SELDOM = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 LARGE = {"B": 256 << 20, "tok": 1_000}
-"""By unit: from so much work on, a line says where there is no terminal that it begins."""
+"""By unit: without a terminal, a line announces work of at least this much."""
 RECENT = 30.0
-"""The rate is that of the last so many seconds: reading slows down as the prompt grows."""
+"""The rate is measured over so many seconds: reading slows down as the prompt grows."""
 _WIDEST, _NARROWEST = 40, 6  # columns of the bar
 
 

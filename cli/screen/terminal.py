@@ -241,7 +241,7 @@ class Terminal:
 
 
 class _Plain:
-    """An answer where there is no terminal, as `markdown.Answer` is one on a terminal: as it comes,
+    """An answer without a terminal, as `markdown.Answer` is with one: written as it comes,
     but for newlines at its end."""
 
     def __init__(self) -> None:
