@@ -15,6 +15,10 @@ from torch import Tensor
 from minikv.cache.arena import Arena
 from minikv.kernels import NOT_FREE, fill
 
+AT_ONCE = 1 << 22
+"""About how many numbers of keys or values are copied at once, so that a copy takes little memory
+beside the pool."""
+
 
 class GlobalPool:
     """The first `size` rows of `target` hold the pool, in any order. Padding is written to the last
@@ -25,7 +29,7 @@ class GlobalPool:
         rows, device = target.rows, target.device
         self._owned = rows - 1
         with torch.inference_mode(False):
-            self._key = torch.full((size,), NOT_FREE, dtype=torch.int64, device=device)
+            self._key = torch.full((rows,), NOT_FREE, dtype=torch.int64, device=device)
             self._owner = torch.zeros(rows, dtype=torch.int64, device=device)  # layer x H + head
             self._share = torch.zeros(rows, dtype=torch.float32, device=device)
 
@@ -47,38 +51,47 @@ class GlobalPool:
         """
         heads, count = key.shape
         flat, size = key.flatten(), self.size
-        best = torch.cat((self._key, flat)).argsort(descending=True, stable=True)[:size]
-        stays = torch.zeros(size + len(flat), dtype=torch.bool, device=key.device)
-        stays.scatter_(0, best, True)
+        both = torch.cat((self._key[:size], flat))
+        edge = _smallest_of_best(both, size)
+        better, tied = both > edge, both == edge
+        stays = better | (tied & (tied.cumsum(0) <= size - better.sum()))  # of equal ones the first
+        # As many rows enter as leave. On a GPU, where nobody waits for how many, the list is padded
+        # with writes to the last row.
         enters = stays[size:]
-        wide = min(size, len(flat))
-        # As many rows enter as leave. After those, both lists are padded with other rows.
-        slot = (~stays[:size]).to(torch.int8).argsort(descending=True, stable=True)[:wide]
-        row = enters.to(torch.int8).argsort(descending=True, stable=True)[:wide]
-        real = torch.arange(wide, device=key.device) < enters.sum()
-        into = torch.where(real, slot, self._owned)
-        head, place = row // count, row % count
-        tokens = staged["k"].shape[1]
-        new = (place - (count - tokens)).clamp(min=0)
+        wide = int(enters.sum()) if key.device.type == "cpu" else min(size, len(flat))
+        into, row = _listed(~stays[:size], wide, self._owned), _listed(enters, wide, 0)
+        extra = {"pos": pos} | dict(extra)
+        most = max(1, AT_ONCE // staged["k"].shape[2])
+        for slots, rows in zip(into.split(most), row.split(most), strict=True):
+            head, place = rows // count, rows % count
+            self._copy(slots, head, place, count, staged, earlier)
+            for name, values in extra.items():
+                column = self.target.columns[name]
+                column.index_copy_(0, slots, values[head, place].to(column.dtype))
+            self._owner.index_copy_(0, slots, layer * heads + head)
+            if share is not None:
+                self._share.index_copy_(0, slots, share[head, place])
+            self._key.index_copy_(0, slots, flat[rows])
+
+    def _copy(
+        self,
+        slots: Tensor,
+        head: Tensor,
+        place: Tensor,
+        count: int,
+        staged: Mapping[str, Tensor],
+        earlier: tuple[Arena, Tensor] | None,
+    ) -> None:
+        """Copy keys and values to `slots`: each of row `place` of `head`, of `count` rows."""
+        before = count - staged["k"].shape[1]
         for name, values in staged.items():
-            found = values[head, new]
+            found = values[head, (place - before).clamp(min=0)]
             if earlier is not None:
                 arena, index = earlier
-                old = place < count - tokens
-                old_values = arena.columns[name][index[head, place.clamp(max=count - tokens - 1)]]
-                found = torch.where(old.view(-1, *[1] * (found.dim() - 1)), old_values, found)
-            self.target.columns[name].index_copy_(0, into, found)
-        for name, values in ({"pos": pos} | dict(extra)).items():
-            column = self.target.columns[name]
-            column.index_copy_(0, into, values[head, place].to(column.dtype))
-        self._owner.index_copy_(0, into, layer * heads + head)
-        if share is not None:
-            self._share.index_copy_(0, into, share[head, place])
-        self._key = torch.where(
-            stays[:size],
-            self._key,
-            torch.zeros_like(self._owner).index_copy_(0, into, flat[row])[:size],
-        )
+                old = arena.columns[name][index[head, place.clamp(max=before - 1)]]
+                is_old = (place < before).view(-1, *[1] * (found.dim() - 1))
+                found = torch.where(is_old, old, found)
+            self.target.columns[name].index_copy_(0, slots, found)
 
     def place(self, spare: int, *, grows: bool) -> Tensor:
         """Put every row into the segment of its head, ascending by position, and write the tables.
@@ -89,7 +102,7 @@ class GlobalPool:
         """
         target, size = self.target, self.size
         layers, heads = target.start.shape
-        held = self._key > NOT_FREE
+        held = self._key[:size] > NOT_FREE
         owner = torch.where(held, self._owner[:size], layers * heads)
         kept = torch.zeros(layers * heads + 1, dtype=torch.int64, device=held.device)
         kept.scatter_add_(0, owner, torch.ones_like(owner))
@@ -109,8 +122,9 @@ class GlobalPool:
         source = torch.full_like(self._owner, self._owned)
         source.index_copy_(0, torch.where(inside, destination, self._owned), order)
         source[-1] = self._owned
-        for name, column in target.columns.items():
-            target.columns[name] = column[source]
+        for column in target.columns.values():
+            for part in column.view(len(column), -1).split(max(1, AT_ONCE // len(column)), 1):
+                part.copy_(part[source])
         share = torch.zeros(layers + 1, device=held.device)
         share.scatter_add_(0, owner // heads, self._share[:size])
         target.start.copy_(start.view(layers, heads))
@@ -118,3 +132,16 @@ class GlobalPool:
         target.capacity.copy_(sizes.view(layers, heads))
         target.cap.copy_(caps.view(layers, heads))
         return share[:-1]
+
+
+def _smallest_of_best(key: Tensor, count: int) -> Tensor:
+    """int64 []: the smallest of the `count` largest of key int64 [n]."""
+    at = len(key) - count
+    return key.kthvalue(at + 1).values if key.device.type == "cpu" else key.sort().values[at]
+
+
+def _listed(mask: Tensor, count: int, padding: int) -> Tensor:
+    """int64 [count]: the indices where mask bool [n] is True, ascending, then `padding`."""
+    place = torch.where(mask, mask.cumsum(0) - 1, count)
+    found = torch.full((count + 1,), padding, dtype=torch.int64, device=mask.device)
+    return found.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]

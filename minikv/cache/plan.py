@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.arena import Arena, Layout
+from minikv.cache.global_pool import AT_ONCE
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier_rows import row_nbytes, seen
@@ -381,7 +382,7 @@ def _keys(rows: int, setup: Setup) -> int:
 
 def _pool(plan: Plan) -> int:
     """Bytes of the tables of a pool."""
-    return 0 if plan.pool is None else 8 * plan.pool + 12 * sum(plan.needed)
+    return 0 if plan.pool is None else 20 * sum(plan.needed)
 
 
 def _most_of_a_layer(plan: Plan, setup: Setup, state: int) -> int:
@@ -435,9 +436,12 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     if plan.pool is None:
         storing = _MOVING * every + (sums if rules.observe == ALL else 0)
         return always + max(sums + scoring, storing + coding)
-    entering = min(plan.pool, every) * size * setup.kv.itemsize * (3 if early else 2)
-    entering += 44 * (plan.pool + every)
-    placing = sum(plan.needed) * size * setup.kv.itemsize + 40 * plan.pool
+    needed = sum(plan.needed)
+    entering, placing = (
+        min(rows * size, max(rows, AT_ONCE)) for rows in (min(plan.pool, every), needed)
+    )
+    entering = entering * setup.kv.itemsize * (3 if early else 2) + 44 * (plan.pool + every)
+    placing = placing * setup.kv.itemsize + 40 * plan.pool
     return always + max(sums + max(scoring, coding + entering), sums + placing)
 
 

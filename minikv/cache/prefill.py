@@ -406,6 +406,10 @@ class Prefill:
         def attention(heads: slice) -> Tensor:
             return ops.each_attention(queries, sources, heads)
 
+        def largest(scale: Tensor | None) -> Tensor:
+            found = [ops.peak_attention(queries, sources, i, scale) for i in range(len(sources))]
+            return found[0] if len(found) == 1 else torch.cat(found, 2)
+
         def key() -> Tensor:
             return self._key if old is None else torch.cat((old.keys(), self._key), 1)
 
@@ -438,6 +442,7 @@ class Prefill:
             causal,
             below,
             attention if each_query else None,
+            largest,
             None if self._lengths is None else self._lengths[len(self._lengths) - observed :],
             plan.predicted,
             peak=self._peak,

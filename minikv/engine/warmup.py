@@ -166,6 +166,8 @@ def _tiles(kv: KVCache) -> None:
                 for source in sources:
                     queries = Queries(q, at, window, lse)
                     kv.ops.add_attention_mass(mass, squares, queries, source)
+                    if evidence.lengths:
+                        kv.ops.peak_attention(queries, (source,), 0, at.float())
 
 
 def _choices(kv: KVCache) -> None:

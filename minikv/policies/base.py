@@ -52,6 +52,8 @@ class PromptView:
         share of its attention; for the queries that `StepPolicy.prompt_history` asks for.
     attention(heads) float32 [h, G, W, N]: the attention of each observed query to each row, for a
         slice of the heads; None unless `Evidence.each_query`.
+    largest(scale) float32 [H, G, N]: the most attention that an observed query gives each row;
+        that of each query counts `scale` [W] times.
     lengths float32 [W]: norms of the layer's input (after its norm) at the observed queries; None
         unless `Evidence.lengths`.
     predicted float32 [T]: the probability that the network gave to each token of the prompt, 0 for
@@ -82,6 +84,7 @@ class PromptView:
     causal: bool = True
     below: Callable[[], Tensor] | None = None
     attention: Callable[[slice], Tensor] | None = None
+    largest: Callable[[Tensor | None], Tensor] | None = None
     lengths: Tensor | None = None
     predicted: Tensor | None = None
     peak: Tensor | None = None
@@ -100,6 +103,13 @@ class PromptView:
     def order(self) -> Tensor:
         """int64 [H, `earlier`]: the first rows by position. Computed once."""
         return self.once("order", lambda: selection.order_of(self.pos[:, : self.earlier]))
+
+    @property
+    def able(self) -> Tensor:
+        """float32 [H, N]: how many of the observed queries could see each row. Computed once."""
+        first = self.position - self.observed
+        last = None if self.causal else first  # then every query saw every row
+        return self.once("able", lambda: (self.position - self.pos.clamp(first, last)).float())
 
     def each_query(self, make: Callable[[Tensor, slice], Tensor]) -> Tensor:
         """What `make` returns for the `attention` of some heads and their slice, of all heads."""

@@ -56,8 +56,7 @@ class H2OScorer(Scorer):
         assert view.mass is not None
         sums = view.mass.mean(1)
         if self.average:
-            first = view.position - view.observed
-            return sums / (view.position - view.pos.clamp(min=first)).clamp(min=1)
+            return sums / view.able.clamp(min=1.0)
         return sums + view.carried["sum"] if "sum" in view.carried else sums
 
     def protected(self, view: PromptView) -> tuple[int, int]:

@@ -40,16 +40,16 @@ class QuerySpan(Scorer):
             asks=True,
             sinks=self.sinks,
             window=self.recent,
-            each_query=True,
             copies="v",
             vectors=2,
             lengths=True,
         )
 
     def score(self, view: PromptView) -> Tensor:
-        by = 1.0 if view.lengths is None else view.lengths.clamp(min=1e-30)[:, None]
-        largest = view.each_query(lambda p, some: (p / by).amax(2))
-        return (largest * output_lengths(view)).amax(1).masked_fill(~view.live, 0.0)
+        assert view.largest is not None
+        scale = None if view.lengths is None else 1.0 / view.lengths.clamp(min=1e-30)
+        largest = view.largest(scale).mul_(output_lengths(view))
+        return largest.amax(1).masked_fill_(~view.live, 0.0)
 
     differs = (
         "the release always gives out one budget over all layers (`+global`)",

@@ -76,9 +76,7 @@ class RoCo(StepPolicy):
         assert view.squares is not None
         # The last rows, usually those of the question, are not pooled, as in SnapKV.
         before = view.position - min(view.observed, self.observe)
-        first = view.position - view.observed
-        able = (view.position - view.pos.clamp(min=first)).clamp(0, view.observed)
-        count = (able if view.causal else view.live * view.observed).to(torch.float32)
+        count = view.able
         totals = torch.stack((view.mass.mean(1), view.squares))
         if self.pool > 1:
             free = view.live & (view.pos < before)

@@ -88,13 +88,15 @@ class Span:
 
     def noted(self, view: PromptView) -> PromptView:
         """The view for a step policy. Attention is passed on there, too, or the text that follows
-        would be the first to leave while an answer is copied from it. The mean over G of `mass`
-        takes its place."""
+        would be the first to leave while an answer is copied from it. No row gets more than queries
+        could give it. The mean over G of `mass` takes its place."""
         if view.mass is None or view.squares is None:
             return view
-        mass = view.mass.mean(1)
-        both = [torch.maximum(one, self._passed(view, one)) for one in (mass, view.squares)]
-        return replace(view, mass=both[0][:, None], squares=both[1])
+        mass, squares = (
+            torch.maximum(one, self._passed(view, one)).minimum(view.able)
+            for one in (view.mass.mean(1), view.squares)
+        )
+        return replace(view, mass=mass[:, None], squares=squares)
 
     def _passed(self, view: PromptView, worth: Tensor) -> Tensor:
         gives = view.live & (view.pos >= self.first) & (worth < SURE)

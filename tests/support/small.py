@@ -440,10 +440,7 @@ class Walk:
         """The step policy's own columns. age: queries that could see the row, at the most."""
         for name, column in columns.items():
             assert bool(torch.isfinite(column).all()), name
-        policy, prompt = self.kv.rules.step, self.kv.rules.prompt
-        carries = prompt is not None and prompt.carry is not None
-        if policy is not None and policy.name in ("h2o", "roco") and carries:
-            return  # sums that are passed on may be more than a younger row's count
+        policy = self.kv.rules.step
         if policy is not None and policy.name in _STATES:
             assert _STATES[policy.name](policy, layer, columns, age)
 

@@ -54,6 +54,7 @@ def looked(
         output=None if output is None else lambda: output,
         budget=budget,
         attention=lambda heads: given[heads],
+        largest=lambda scale: (given if scale is None else given * scale[:, None]).amax(2),
     )
 
 
