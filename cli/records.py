@@ -22,13 +22,17 @@ _NAMES: Mapping[type, str] = {
 }
 
 
+_GONE = {"refreshes"}
+"""Keys in the record of a turn that earlier versions wrote, and nobody reads."""
+
+
 class Wrong(ValueError):
     """A record is wrong. The message says how, and under which key."""
 
 
 def report_of(record: object, *, known: bool = False) -> TurnReport:
     """The figures of a turn. known: other keys are an error. Raises Wrong."""
-    names = {field.name for field in dataclasses.fields(TurnReport)}
+    names = {field.name for field in dataclasses.fields(TurnReport)} | _GONE
     if known and (other := set(checked(dict, record, "record")) - names):
         raise Wrong(f"record has keys that are not known: {sorted(map(str, other))[:3]}")
     report = fields_of(TurnReport, record, "record")

@@ -32,6 +32,7 @@ SAMPLING, OUTPUT, ADVANCED = "Sampling", "Output", "Advanced"
 GONE: Mapping[str, str] = {
     "quality": "choose `budget`; the record of a turn says what eviction loses",
     "preset": '`policy="kvzip"` makes one cache for all questions',
+    "refresh_every": '`policy="global-span"` keeps what the whole answer needs',
     "reread_limit": 'a chat asks once before a long reading; `reuse="once"` never reads again',
 }
 """Settings of earlier versions, with what to use instead."""
@@ -332,14 +333,6 @@ class Settings:
         CACHE,
         takes="SIZE|off",
         test=_known_size,
-    )
-    refresh_every: int = setting(
-        0,
-        "every so many tokens of an answer, choose again which tokens stay in memory, from all "
-        "that --tier keeps and the answer so far; 0: once per answer",
-        CACHE,
-        takes="TOKENS",
-        within=(0, 1 << 31),
     )
     fidelity: str = setting(
         "on",

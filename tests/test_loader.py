@@ -93,7 +93,6 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
             fidelity="off",
             system="be brief",
             pin_system=True,
-            refresh_every=3,
             options={"window": 5},
         )
     )
@@ -106,7 +105,7 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     assert kv.output is not None
     assert kv.rotary is net.rotation
     assert (chat.seed, chat.system, chat.pin_system) == (7, "be brief", True)
-    assert (chat.reuse, chat.refresh_every, chat.fidelity) == ("blind", 3, False)
+    assert (chat.reuse, chat.fidelity) == ("blind", False)
     facts = chat.facts
     assert (facts.model, facts.revision) == (str(folder), "")
     assert (facts.device, facts.dtype, facts.kv) == ("cpu", "bfloat16", "int8")

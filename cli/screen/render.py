@@ -100,15 +100,9 @@ def tier_rows(report: TurnReport) -> list[tuple[str, str]]:
 
 
 def fidelity_rows(report: TurnReport) -> list[tuple[str, str]]:
-    """What eviction lost of what was recalled, and how often it was recalled in the answer."""
-    rows = []
-    lost, time = report.fidelity, report.time_s
-    if lost is not None:
-        rows.append(("fidelity", fidelity_words(lost)))
-    if report.refreshes:
-        count = f"{report.refreshes} time{'s' if report.refreshes > 1 else ''}"
-        rows.append(("selected again", f"{count} within the answer, {time.refresh:.2f} s"))
-    return rows
+    """What eviction lost of what was recalled."""
+    lost = report.fidelity
+    return [] if lost is None else [("fidelity", fidelity_words(lost))]
 
 
 def fidelity_words(lost: Fidelity) -> str:
@@ -185,7 +179,7 @@ def toolbar(session: ChatSession, width: int) -> str:
 
 
 def policy_words(report: TurnReport) -> str:
-    """ "adakv, then roco"."""
+    """ "global-span, then h2o"."""
     decode = report.policy_options.get("decode")
     return pair_words(report.policy, decode.get("policy") if isinstance(decode, Mapping) else None)
 

@@ -507,11 +507,6 @@ class KVCache:
         context."""
         return self._full if self.rules.step is None else self.shape.max_context
 
-    @property
-    def last_turn(self) -> int:
-        """The position at which the last prompt's turn begins."""
-        return self.state.turns[-1][0] if self.state.turns else 0
-
     def _leaves_last(self, arena: Arena) -> Tensor | None:
         """bool [R]: rows that leave after all others; None if the prompt policy prefers none."""
         prefers = self.rules.prompt.prefer if self.rules.prompt is not None else None

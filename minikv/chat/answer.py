@@ -15,14 +15,13 @@ from torch import Tensor
 
 from minikv import checks
 from minikv.cache.tier import TierSteps
-from minikv.cache.tier_rows import TierError
 from minikv.chat.reading import Tools
 from minikv.chat.recall import Recall
 from minikv.chat.report import AgainstFull, TurnReport
 from minikv.chat.thoughts import Say, Thoughts, certain
 from minikv.chat.transcript import Template, TextStream, Tokenizer, TokenLog, shared
 from minikv.engine.sampling import WINDOW, Sampling, pick
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import UsageError
 
 _RUN = 32  # tokens in a row that were there before; rows of a table share fewer
 _LAST = 128  # tokens at the end that are looked at
@@ -81,10 +80,8 @@ class Answer:
     `thoughts`, which are not returned.
 
     ids: its tokens so far, with those of its thoughts. stopped: whether a stop text ended it.
-    steps, decode_s: decode steps, and their seconds; thought_s: those of its thoughts. passes,
-    passes_s: how often the conversation was recalled instead of a step, and the seconds of that.
-    first_s: seconds until the first token; None before it. reason: why the answer ended; "" before
-    it ends.
+    steps, decode_s: decode steps, and their seconds; thought_s: those of its thoughts. first_s:
+    seconds until the first token; None before it. reason: why the answer ended; "" before it ends.
     """
 
     def __init__(
@@ -93,8 +90,8 @@ class Answer:
         self.thoughts = thoughts or Thoughts()
         self.ids: list[int] = []
         self.stopped = False
-        self.steps = self.passes = 0
-        self.decode_s = self.passes_s = self.thought_s = 0.0
+        self.steps = 0
+        self.decode_s = self.thought_s = 0.0
         self.first_s: float | None = None
         self.reason = ""
         self._stream, self._stop = stream, stop
@@ -199,10 +196,8 @@ Step = Callable[[int, list[int], bool], int]
 class Writer:
     """Writes answers after the tokens of `log`, and adds their tokens to it.
 
-    step: does a decode step; position(): how many tokens it has counted then. every: after so many
-    tokens of an answer, and again, the rows under the budget are selected by a recall of the whole
-    conversation; 0: never. max_context: positions that the model was trained for. began: when the
-    turn began, as `perf_counter` seconds.
+    step: does a decode step; position(): how many tokens it has counted then. max_context:
+    positions that the model was trained for. began: when the turn began, as `perf_counter` seconds.
     """
 
     tools: Tools
@@ -211,7 +206,6 @@ class Writer:
     log: TokenLog
     settings: AnswerSettings
     seed: int
-    every: int
     max_context: int
     began: float
 
@@ -251,26 +245,14 @@ class Writer:
     def _next(self, answer: Answer, logits: Tensor | None) -> int | None:
         """The next token: of these logits, or after the pending token, which is then fed. None if
         that was stopped."""
-        pending, every = self.log.pending, self.every
+        pending = self.log.pending
         if pending is None:
             assert logits is not None, "there is no token to begin with"
             token = self._pick(logits)
             answer.first_s = perf_counter() - self.began
             return token
         began = perf_counter()
-        due = every > 0 and answer.generated > 0 and answer.generated % every == 0
-        if due and self.tools.recall.tier is not None:
-            logits = self._recall(pending, self.settings.max_tokens - answer.generated)
-            found = None if logits is None else self._pick(logits)
-            answer.passes += found is not None
-            if found is not None or not self.tools.cancelling.cancelled():
-                answer.passes_s += perf_counter() - began
-            if found is not None or self.tools.cancelling.cancelled():
-                return found
-            # The tier failed: the answer goes on without it.
-            began = perf_counter()
-        after = answer.generated + 1
-        ahead = after < self.settings.max_tokens and not (every and after % every == 0)
+        ahead = answer.generated + 1 < self.settings.max_tokens
         try:
             token = self.step(pending, self._recent(), ahead)
         finally:
@@ -279,28 +261,6 @@ class Writer:
         answer.steps += 1
         answer.decode_s += perf_counter() - began
         return token
-
-    def _recall(self, pending: int, room: int) -> Tensor | None:
-        """Recall the whole conversation, with the answer so far, so that the rows under the budget
-        are selected again. Returns the logits, float32 [V]; None if it was stopped or the tier
-        failed, and then the cache has not changed."""
-        engine, recall, whole = self.tools.engine, self.tools.recall, [*self.log.fed, pending]
-
-        def between_chunks(done: int, total: int) -> None:
-            if self.tools.cancelling.cancelled():
-                raise Interrupted("stopped", "the answer ends here")
-
-        recall.given(whole)
-        try:
-            return engine.recall(whole, between_chunks, room, engine.kv.last_turn)
-        except Interrupted:
-            return None
-        except TierError as error:
-            engine.notices.append(recall.failed(error))
-            return None
-        finally:
-            if self.log.step(engine.kv.position) and (line := recall.keep(whole)):
-                engine.notices.append(line)
 
     def _pick(self, logits: Tensor) -> int:
         vocab, ops = self.tools.tokenizer.vocab, self.tools.engine.kv.ops
@@ -429,9 +389,7 @@ def rewritten(
 
     log = TokenLog(ids[:read], read - 1)
     context = engine.kv.shape.max_context
-    writer = Writer(
-        tools, step, lambda: steps.position, log, settings, report.seed, 0, context, began
-    )
+    writer = Writer(tools, step, lambda: steps.position, log, settings, report.seed, context, began)
     try:
         yield from writer.write(answer, None)
     finally:

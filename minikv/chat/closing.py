@@ -221,7 +221,6 @@ def turn_report(
             first_token=seconds if answer.first_s is None else answer.first_s,
             decode=decode_s,
             thoughts=time.thoughts + answer.thought_s,
-            refresh=time.refresh + answer.passes_s,
             total=time.total + seconds,
         ),
         rate=replace(rate, decode_tok_s=steps / decode_s if steps and decode_s else None),
@@ -229,7 +228,6 @@ def turn_report(
         device_mem=device_memory(before.device),
         warnings=(*before.warnings, *warnings),
         tier=recall.place,
-        refreshes=before.refreshes + answer.passes,
         against_full=against_full(stats, recall),
     )
 

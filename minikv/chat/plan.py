@@ -91,8 +91,7 @@ class PlanSettings:
     """The settings that decide. rules: those of `eviction`. reuse: one of `REUSES`. remembers:
     the store has rows of the first prompt, or gets them. rereads: read everything again with this
     question. keeps_cache: `auto` must not read anything again. pinned: tokens at the beginning that
-    must never be evicted. max_context: positions that the model was trained for. refresh_every: see
-    `ChatSession`."""
+    must never be evicted. max_context: positions that the model was trained for."""
 
     eviction: EvictionConfig
     rules: Rules
@@ -102,7 +101,6 @@ class PlanSettings:
     rereads: bool = False
     keeps_cache: bool = False
     pinned: int = 0
-    refresh_every: int = 0
 
     @property
     def scores_twice(self) -> bool:
@@ -196,12 +194,11 @@ def plan(
     tokens fit: of a recall, what the tier has lost of earlier prompts.
 
     Raises ContextError if it does not fit the model; and UsageError if `reuse` is "recall" and the
-    policies or the settings rule that out, or if a setting needs a tier and there is none.
+    policies or the settings rule that out.
     """
     way = _behind_what_is_there if history.fed else _from_the_beginning
     found = way(history, question, held, tier, settings)
     refuse(found, history, settings)
-    refuse_without_tier(tier, settings, recalled=found.recalled)
     return found
 
 
@@ -349,26 +346,6 @@ def parts(
 
 
 # -- what is refused ---------------------------------------------------------------------------
-
-
-def refuse_without_tier(tier: Stored, settings: PlanSettings, *, recalled: bool) -> None:
-    """Raise UsageError if `refresh_every` is on, which needs a tier, and there is none. recalled:
-    whether the prompt is, or was, recalled."""
-    eviction = settings.eviction
-    if not settings.refresh_every or (eviction.may_evict and eviction.budget.everything):
-        return
-    if recalled and eviction.evicts and tier.room:  # not what an earlier policy left in the tier
-        return
-    why = tier.why or "none fits"
-    if not eviction.evicts:
-        why = "nothing is evicted"
-    elif settings.reuse not in ("auto", "recall"):
-        why = f'`reuse="{settings.reuse}"`'
-    raise UsageError(
-        f"`refresh_every={settings.refresh_every}` needs all that was read in a tier, and there is "
-        f"none ({why})",
-        "`refresh_every=0` answers without",
-    )
 
 
 def _fits(found: PromptPlan, history: History, settings: PlanSettings) -> bool:

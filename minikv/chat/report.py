@@ -77,8 +77,8 @@ class KvBytes:
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """Wall time in seconds. load: of loading the model, once. compile: None if nothing was
-    compiled. refresh: of the passes of `--refresh-every`. fidelity: of measuring what eviction
-    loses. thoughts: of `decode`, those of the thoughts."""
+    compiled. fidelity: of measuring what eviction loses. thoughts: of `decode`, those of the
+    thoughts."""
 
     load: float
     compile: float | None
@@ -87,7 +87,6 @@ class Seconds:
     evict: float
     decode: float
     total: float
-    refresh: float = 0.0
     fidelity: float = 0.0
     thoughts: float = 0.0
 
@@ -159,7 +158,6 @@ class TurnReport:
     tier: where the tier is, "ram" or "file"; "" if there is none.
     kv_dtype: number format of cached keys and values.
     weights: "plain", or the value of --weights.
-    refreshes: how often the rows were chosen anew while the answer was written.
     fidelity: None if nothing was recalled or measured.
     against_full: whether it is the answer of a cache without eviction.
     """
@@ -186,7 +184,6 @@ class TurnReport:
     kv_dtype: str = ""
     weights: str = ""
     tier: str = ""
-    refreshes: int = 0
     fidelity: Fidelity | None = None
     against_full: AgainstFull = AgainstFull()
 

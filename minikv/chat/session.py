@@ -42,7 +42,6 @@ from minikv.chat.plan import (
     plan,
     reads_again,
     recalls,
-    refuse_without_tier,
     start,
 )
 from minikv.chat.reading import Reader, Tools
@@ -80,7 +79,7 @@ _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
     *("continuable", "continue_answer", "conversation", "curve", "documents", "evicted_for_turn"),
     *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
-    *("messages", "pending", "reads_again", "recalls", "refresh", "refresh_every"),
+    *("messages", "pending", "reads_again", "recalls", "refresh"),
     *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
     *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
     *("forgets", "verified", "verify"),
@@ -102,8 +101,6 @@ class ChatSession(ConversationView):
     - reuse: what later questions find in the cache (see `minikv.chat.transcript`).
     - undo_turns: how many turns `undo` can take back. Each needs a copy of the cache in host
       memory; all copies together take at most `UNDO_BYTES`.
-    - refresh_every: after every so many tokens of an answer, the rows under the budget are selected
-      again from all tokens read and written; 0: never.
     - fidelity: measure what eviction loses of every prompt that is recalled from a tier.
 
     These describe the conversation:
@@ -154,7 +151,7 @@ class ChatSession(ConversationView):
             settings.system,
             settings.pin_system,
         )
-        self.reuse, self.refresh_every = settings.reuse, settings.refresh_every
+        self.reuse = settings.reuse
         self.fidelity = settings.fidelity == "on"
         self.recall = recall or Recall(engine.kv)
         self.facts = facts or Facts()
@@ -556,7 +553,7 @@ class ChatSession(ConversationView):
         )
         asked, log = Turn(question, "", documents, record), self.log.read(found.ids, found.anew)
         now = self._now.begun(asked, log, self._copies(copy), known)
-        writer = self._writer(log, settings, self.refresh_every * found.recalled, began)
+        writer = self._writer(log, settings, began)
         thoughts = thoughts_after(self.template, found.ids, settings)
         answer = Answer(self.tokenizer.stream(), settings.stop, thoughts)
         kept = self._keep(found)
@@ -567,10 +564,6 @@ class ChatSession(ConversationView):
         began = perf_counter()
         self.continuable()  # again, because the chat may have changed since `continue_answer`
         turn, known, log = self.turns[-1], self.engine.kv.stats(), self.log
-        if self.refresh_every:
-            most = min(log.seen + 1 + settings.max_tokens, self.max_context)
-            *_, tier, limits = self._known(most)
-            refuse_without_tier(tier, limits, recalled=tier.room)
         begins = len(log.ids) - turn.report.tokens.generated
         thoughts = thoughts_after(self.template, log.ids[:begins], settings)
         answer = Answer.resumed(
@@ -578,7 +571,7 @@ class ChatSession(ConversationView):
         )
         answer.first_s = turn.report.time_s.first_token
         settings = replace(settings, max_tokens=answer.generated + settings.max_tokens)
-        writer = self._writer(log, settings, self.refresh_every, began)
+        writer = self._writer(log, settings, began)
         last = replace(
             turn, report=replace(turn.report, seed=writer.seed, sampling=settings.record())
         )
@@ -668,26 +661,23 @@ class ChatSession(ConversationView):
         self, messages: Sequence[Message], answer: int, told: Warnings | None = None
     ) -> PromptPlan:
         """What to read for the last message. answer: its most tokens. told: None if this is planned
-        again because the tier failed; then the answer does without what needs a tier."""
+        again because the tier failed."""
         question = self._question(messages, self.pending)
         tokens = self.log.seen + len(question.ids)
         if told is not None:
             told.tell(*self._decide(tokens, answer))
-        if told is not None and self.refresh_every and self.eviction.evicts:
-            tokens = min(tokens + answer, self.max_context)
         if told is not None and self.recall.remembering:  # for a prompt that was given up
             self.recall.leave()
         if told is not None and self._may_remember(len(question.ids)):
             about = ", ".join(document.name or "" for document in self.pending)
             told.tell(*self.recall.remember(question.ids, about))
-        history, held, tier, settings = self._known(tokens, alone=told is None)
+        history, held, tier, settings = self._known(tokens)
         return plan(history, question, held, tier, settings)
 
     def _may_remember(self, tokens: int) -> bool:
         """Whether the prompt of so many tokens may come from the store, or go there: it is the
         first one, it fits, and nothing needs a tier that would be gone after it."""
-        needs_tier = self.refresh_every or self.reuse == "recall"
-        if self.log.ids or (self.recall.kind == "none" and needs_tier):
+        if self.log.ids or (self.recall.kind == "none" and self.reuse == "recall"):
             return False
         return tokens < self.max_context and not self._plan_settings().blind
 
@@ -731,8 +721,7 @@ class ChatSession(ConversationView):
 
     # -- what decides ------------------------------------------------------------------------------
 
-    def _plan_settings(self, *, alone: bool = False) -> PlanSettings:
-        """alone: without the settings that need a tier."""
+    def _plan_settings(self) -> PlanSettings:
         return PlanSettings(
             self.eviction,
             self.engine.kv.rules,
@@ -742,16 +731,13 @@ class ChatSession(ConversationView):
             self.rereads,
             self.keeps_cache,
             len(self.start()) if self.pin_system and self.system else 0,
-            0 if alone else self.refresh_every,
         )
 
-    def _known(
-        self, tokens: int, *, alone: bool = False
-    ) -> tuple[History, CacheStats, Stored, PlanSettings]:
+    def _known(self, tokens: int) -> tuple[History, CacheStats, Stored, PlanSettings]:
         """What a plan needs beside the question. tokens: those for which the tier must have room,
-        if a question may be answered from it. alone: see `_plan_settings`."""
+        if a question may be answered from it."""
         history, held = self._history, self.engine.kv.stats()
-        tier, settings = self.recall.stored(), self._plan_settings(alone=alone)
+        tier, settings = self.recall.stored(), self._plan_settings()
         if recalls(history, held, tier, settings):
             tier = self.recall.stored(tokens)
         return history, held, tier, settings
@@ -771,8 +757,7 @@ class ChatSession(ConversationView):
     def _tools(self) -> Tools:
         return Tools(self.engine, self.tokenizer, self.template, self.recall, self._cancelling)
 
-    def _writer(self, log: TokenLog, settings: AnswerSettings, every: int, began: float) -> Writer:
-        """every: if the prompt was not recalled, the answer cannot recall anything either."""
+    def _writer(self, log: TokenLog, settings: AnswerSettings, began: float) -> Writer:
         engine, vocab, seed, kv = self.engine, self.tokenizer.vocab, self.seed, self.engine.kv
 
         def step(token: int, recent: list[int], ahead: bool) -> int:
@@ -780,9 +765,7 @@ class ChatSession(ConversationView):
             return engine.next(token, vocab, how, seed, ahead=ahead, recent=recent)
 
         most = self.max_context
-        return Writer(
-            self._tools, step, lambda: kv.position, log, settings, seed, every, most, began
-        )
+        return Writer(self._tools, step, lambda: kv.position, log, settings, seed, most, began)
 
     def fits(self, answer: int = MAX_TOKENS) -> str:
         """What `budget="auto"` does with the documents that wait, in words; "" under another

@@ -431,7 +431,7 @@ def test_a_layer_without_room_for_what_is_protected_is_refused() -> None:
 def test_what_is_told_of_a_prompt_under_way_and_after_it() -> None:
     run = engine(network(), "tova", "none", 20)
     kv = run.kv
-    assert (kv.pinned, kv.last_turn, kv.reading) == (0, 0, None)
+    assert (kv.pinned, kv.state.turns, kv.reading) == (0, (), None)
     kv.pin(3)
     assert kv.pinned == 3
     seen: list[object] = []
@@ -442,10 +442,9 @@ def test_what_is_told_of_a_prompt_under_way_and_after_it() -> None:
     run.prompt(ids(60), told)
     assert seen[-1] == (False, 60, 60)
     assert kv.reading is None
-    assert kv.last_turn == 0
     run.step(5)
     run.prompt(ids(9))
-    assert kv.last_turn == 61
+    assert kv.state.turns == ((0, 60), (61, 70))
     lost = kv.lost
     assert len(lost) == 3
     assert all(share is not None and 0 < share < 1 for share in lost)

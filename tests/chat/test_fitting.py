@@ -155,14 +155,6 @@ def test_a_turn_that_reads_nothing_decides_nothing() -> None:
     assert session.engine.kv.budget_rows is None
 
 
-def test_refresh_every_has_nothing_to_do_where_nothing_is_lost() -> None:
-    session = talk(10_000)
-    session.refresh_every = 4
-    session.attach(LONG)
-    say(session, "Who?")
-    assert reported(session).against_full.same
-
-
 @pytest.mark.parametrize("tier", ["auto", "ram"])
 @pytest.mark.parametrize("policy", ["adakv", "h2o"])
 def test_a_plan_keeps_what_the_chat_keeps(

@@ -155,21 +155,18 @@ def apply(session: ChatSession, op: Op) -> None:
     if name == "attach":
         session.attach(*given)
     elif name == "ask":
-        question, tokens, temperature, refresh_every = given
-        session.refresh_every = refresh_every
+        question, tokens, temperature = given
         if tokens:
             "".join(session.ask(question, tokens, temperature))
         else:
             stopped_before_writing(session, question, temperature)
     elif name == "skip":  # reading again was stopped
         reuse, session.reuse = session.reuse, "once"
-        session.refresh_every = 0  # it needs the tier, which was not read
         question, tokens, temperature = given
         "".join(session.ask(question, tokens, temperature))
         session.reuse = reuse
     elif name == "continue":
-        *more, session.refresh_every = given
-        "".join(session.continue_answer(*more))
+        "".join(session.continue_answer(*given))
     elif name == "configure":
         session.configure(*given)
     elif name == "seed":
@@ -207,7 +204,6 @@ class Machine:
         self.keeper = Keeper(terminal, active=True)
         self.keeper.attend(self.session)
         self.script: list[Op] = []
-        self.refresh_every = 0
         self.saved: dict[str, tuple[list[Op], tuple[Any, ...]]] = {}
         self.copies = 0  # turns that can be taken back with a copy of the cache
         self.fault: Fault | None = None  # comes into the next call
@@ -295,8 +291,7 @@ class Machine:
 
     def ask(self, question: str, tokens: int, temperature: float) -> None:
         session, before = self.session, facts(self.session)
-        op = ("ask", question, tokens, temperature, self.refresh_every)
-        session.refresh_every = self.refresh_every
+        op = ("ask", question, tokens, temperature)
         try:
             with self.faults():
                 "".join(session.ask(question, tokens, temperature))
@@ -310,7 +305,6 @@ class Machine:
     def stop_reading(self, question: str, after: int, how: str) -> None:
         """Cancelled, or an exception in a callback, at the `after`-th call of progress."""
         session, before, calls = self.session, facts(self.session), itertools.count(1)
-        session.refresh_every = self.refresh_every
 
         def progress(done: int, total: int) -> None:
             if next(calls) == after:
@@ -325,7 +319,7 @@ class Machine:
             self.check("cancel")
             return
         except MinikvError as error:
-            self.refused(("ask", question, 3, 0.8, self.refresh_every), error, before)
+            self.refused(("ask", question, 3, 0.8), error, before)
             return
         assert session.report is not None
         report = session.report
@@ -334,14 +328,13 @@ class Machine:
             self.script.append(("skip", question, 3, 0.8))
         else:
             tokens = 0 if report.stop_reason == "user" and not report.tokens.generated else 3
-            self.script.append(("ask", question, tokens, 0.8, self.refresh_every))
+            self.script.append(("ask", question, tokens, 0.8))
         self.check("skip" if skipped else "too late")
 
     def stop_writing(self, question: str, after: int, how: str, temperature: float) -> None:
         """Stopped when so many pieces were taken."""
         session, before = self.session, facts(self.session)
-        session.refresh_every = self.refresh_every
-        op = ("ask", question, 9, temperature, self.refresh_every)
+        op = ("ask", question, 9, temperature)
         try:
             answer = session.ask(question, 9, temperature)
             for _ in range(after):
@@ -370,7 +363,7 @@ class Machine:
         bounded = (now.policy, now.decode) == ("streaming", "streaming")
         if not bounded and (now.policy, now.decode) != ("full", "none"):
             return
-        if any(self.setting.windows) or now.stride or report.refreshes:
+        if any(self.setting.windows) or now.stride:
             return
         owed = session.pending_token is not None
         read = len(session.fed) - report.tokens.generated + owed
@@ -398,8 +391,7 @@ class Machine:
 
     def go_on(self, tokens: int, temperature: float) -> None:
         session, before = self.session, facts(self.session)
-        session.refresh_every = self.refresh_every
-        op = ("continue", tokens, temperature, self.refresh_every)
+        op = ("continue", tokens, temperature)
         try:
             with self.faults():
                 "".join(session.continue_answer(tokens, temperature))
@@ -407,7 +399,7 @@ class Machine:
             self.refused(op, error, before, say=False)
             return
         last = self.script[-1]
-        if last[0] == "ask" and last[2] and last[3:] == (temperature, self.refresh_every):
+        if last[0] == "ask" and last[2] and last[3] == temperature:
             self.script[-1] = ("ask", last[1], last[2] + tokens, *last[3:])
         else:
             self.script.append(op)
@@ -740,16 +732,13 @@ class Chats(RuleBasedStateMachine):
     @rule(
         seed=st.sampled_from([None, 0, 1, 2]),
         wanted=st.sampled_from([None, True, True, False]),
-        every=st.sampled_from([None, 0, 0, 2, 3]),
     )
-    def adjust(self, seed: int | None, wanted: bool | None, every: int | None) -> None:
+    def adjust(self, seed: int | None, wanted: bool | None) -> None:
         machine = self.m
         if seed is not None:
             machine.seed(seed)
         if wanted is not None:
             machine.refresh(wanted=wanted)
-        if every is not None and (not every or machine.setting.tier != "none"):
-            machine.refresh_every = every
 
     @precondition(roomy)
     @rule(
@@ -770,14 +759,13 @@ class Chats(RuleBasedStateMachine):
         go_on: bool,
     ) -> None:
         machine, fault = self.m, made_fault(kind, at, lasting)
-        every = machine.refresh_every
         if go_on:
-            op = "continue", 3, temperature, every
+            op = "continue", 3, temperature
             machine.fail(fault, lambda: machine.go_on(3, temperature), op)
         else:
             if text is not None:
                 machine.attach(text, "d.txt")
-            op = "ask", "Who?", 4, temperature, every
+            op = "ask", "Who?", 4, temperature
             machine.fail(fault, lambda: machine.ask("Who?", 4, temperature), op)
         self.go_on_after_a_fault()
 

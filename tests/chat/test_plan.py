@@ -205,9 +205,6 @@ def test_a_prompt_only_asks_where_it_brings_no_document(case: Case, asks: bool) 
     assert plan(*case.inputs()).asks == asks
 
 
-TIERLESS = "all that was read in a tier, and there is none"
-
-
 @pytest.mark.parametrize(
     ("case", "error", "words"),
     [
@@ -225,21 +222,6 @@ TIERLESS = "all that was read in a tier, and there is none"
             Case("filled", None, "recall", "", "", policy="kvzip"),
             UsageError,
             '^`reuse="recall"` is not possible: kvzip reads everything twice\n',
-        ),
-        (
-            Case("filled", None, "once", "", "", settings={"refresh_every": 5}),
-            UsageError,
-            rf'^`refresh_every=5` needs {TIERLESS} \(`reuse="once"`\)\n',
-        ),
-        (
-            Case("filled", None, "auto", "", "", settings={"refresh_every": 5}),
-            UsageError,
-            rf"^`refresh_every=5` needs {TIERLESS} \(none fits\)\n",
-        ),
-        (
-            Case("filled", 7, "auto", "", "", policy="full", settings={"refresh_every": 5}),
-            UsageError,
-            r"\(nothing is evicted\)\n",
         ),
     ],
 )

@@ -160,32 +160,6 @@ def test_a_turn_begins_where_it_began_whatever_the_tier_has(policy: str, undo_tu
         session.undo()
         assert say(session, "Why?")[0] == want
         assert held_of(session) == held
-    session.refresh_every = 2
-    say(session, "And?")
-    assert [begin for begin, _ in kv.state.turns][:2] == [0, first.seen_total]
-    assert len(kv.state.turns) == 3
-
-
-def test_a_tier_that_fails_within_an_answer_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    session, plain = recalling(), recalling()
-    for each in (session, plain):
-        each.attach(MILL)
-        say(each, "Who?")
-    session.refresh_every = 4
-    recall, passes = session.engine.recall, []
-
-    def failing(*given: Any) -> torch.Tensor:
-        passes.append(len(given[0]))
-        if len(passes) > 1:
-            raise TierError("no space left")
-        return recall(*given)
-
-    monkeypatch.setattr(session.engine, "recall", failing)
-    assert say(session, "Why?")[0] == say(plain, "Why?")[0]
-    report = session.reports[-1]
-    assert len(passes) == 2
-    assert report.stop_reason != "error"
-    assert any("goes on without it" in line for line in report.warnings)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ KEYS = {
     "tokens": "prompt_new prompt_reused generated seen_total evicted_total kept_mean kept_min "
     "kept_max prompt_reread thoughts",
     "kv_bytes": "full held allocated peak_prefill policy_state tier tier_here",
-    "time_s": "load compile first_token prefill evict decode total refresh fidelity thoughts",
+    "time_s": "load compile first_token prefill evict decode total fidelity thoughts",
     "rate": "prefill_tok_s decode_tok_s baseline_decode_tok_s",
     "loss": "est_mass_lost_mean est_mass_lost_max est_mass_lost_argmax_layer method",
     "sampling": "temperature",
@@ -70,7 +70,7 @@ KEYS = {
 }
 PLAIN = (
     "turn policy kernels dtype device shaped_by_turn stop_reason seed warnings reuse kv_dtype "
-    "weights tier refreshes fidelity"
+    "weights tier fidelity"
 )
 
 

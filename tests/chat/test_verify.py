@@ -57,15 +57,10 @@ def full_answer(session: ChatSession, tokens: int, temperature: float) -> list[i
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize(
-    ("questions", "given"),
-    [(("Who?",), {}), (("Who?", "Why?", "And?"), {}), (("Who?",), {"refresh_every": 5})],
-)
-def test_it_is_what_a_full_cache_answers(
-    questions: tuple[str, ...], given: dict[str, Any], temperature: float
-) -> None:
+@pytest.mark.parametrize("questions", [("Who?",), ("Who?", "Why?", "And?")])
+def test_it_is_what_a_full_cache_answers(questions: tuple[str, ...], temperature: float) -> None:
     """And the chat stays as it was, and answers the next question as one that was not verified."""
-    session, plain = (asked(*questions, temperature=temperature, **given) for _ in range(2))
+    session, plain = (asked(*questions, temperature=temperature) for _ in range(2))
     before = state(session)
     text = "".join(session.verify())
     found, report = session.verified, reported(session)

@@ -22,7 +22,7 @@ KEYS = {
     *(
         "turn policy policy_options budget kernels dtype device tokens kv_bytes time_s rate loss "
         "shaped_by_turn stop_reason seed sampling device_mem warnings reuse kv_dtype weights tier "
-        "refreshes fidelity against_full"
+        "fidelity against_full"
     ).split()
 }
 HOSTILE = "a\x1b]52;c;QUJD\x07b\x9b31mc\u202ed\u2066e\U000e0041f\u2028g\x00\x7f\b\rh"

@@ -162,7 +162,6 @@ def vars_of(settings: Any) -> dict[str, Any]:
         ("max_tokens", "0", "must be at least 1, got 0"),
         ("threads", "9999", "must be between 0 and 4,096, got 9999"),
         ("stride", "512", "must be between 0 and 256, got 512"),
-        ("refresh_every", "-1", "must be between 0 and 2,147,483,648, got -1"),
         ("dtype", "int3", "must be one of auto, float32, bfloat16, float16, got 'int3'"),
         ("kv", "int4", "must be one of auto, int8, got 'int4'"),
         ("fidelity", "some", "must be one of on, off, got 'some'"),
@@ -466,7 +465,6 @@ def row(text: str, name: str) -> list[str]:
         ("encoding_errors", "replace", "replace"),
         ("stop", "Q:", '["Q:"]'),
         ("stop", r"\n", r'["\n"]'),
-        ("refresh_every", "64", "64"),
         ("fidelity", "off", "off"),
         ("check", "on", "on"),
     ],
@@ -499,7 +497,6 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
         "temperature 0.5",
         "top_k 3",
         "max_tokens 4",
-        "refresh_every 8",
         "fidelity off",
         r"stop a \n",
         "policy random",
@@ -508,7 +505,7 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
         do(context, "set", *line.split())
     session, eviction = context.session, context.session.eviction
     assert context.generation == Generation(4, 0.5, 3, stop=("a", "\n"))
-    assert (session.refresh_every, session.fidelity, session.seed) == (8, False, 11)
+    assert (session.fidelity, session.seed) == (False, 11)
     assert eviction.policy_options["seed"] == eviction.decode_options["seed"] == 11
     assert session.engine.kv.configured[-1] is not None  # type: ignore[attr-defined]
     do(context, "set", "stop", "")
