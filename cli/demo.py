@@ -81,7 +81,7 @@ STEPS = (
         "What is the site of Project Merry Horizon?",
         "Morthorpe",
         "Merry Horizon",
-        after=("/compare adakv streaming",),
+        after=("/compare global-span streaming",),
     ),
     Step(
         "A quarter of that",

@@ -24,7 +24,7 @@ from minikv.settings import Generation, Settings
 
 _CASES = (
     ("full", 0),
-    ("adakv", 0),
+    (DEFAULT_PROMPT, 0),
     ("snapkv", 0),
     ("h2o", 0),
     ("streaming", 0),

@@ -30,7 +30,7 @@ _QUESTIONS = {
     "prefer": "which tokens are evicted last",
 }
 
-policies = group("minikv policies show adakv\n\nThe eviction methods, one line each.")
+policies = group("minikv policies show global-span\n\nThe eviction methods, one line each.")
 
 
 @policies.callback(invoke_without_command=True)
@@ -50,7 +50,7 @@ def show(
     ],
     as_json: Json = False,
 ) -> None:
-    """minikv policies show adakv
+    """minikv policies show global-span
 
     One method: its options, defaults and limits, and how it differs from its paper and the paper's
     code.

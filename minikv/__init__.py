@@ -38,7 +38,7 @@ def __dir__() -> list[str]:
 
 def load(
     model: str | PathLike[str] | None = None,
-    policy: str = "adakv",
+    policy: str = "global-span",
     budget: int | str = "auto",
     **settings: Any,
 ) -> ChatSession:

@@ -200,7 +200,7 @@ def test_the_table_of_the_guide_is_what_plan_says(plan: Any) -> None:
         device = "cuda" if where == "GPU" else "cpu"
         made = json.loads(plan(*common, "--weights", form, "--device", device, "--json"))
         needs = {row["policy"]: row["needs"] for row in made["rows"] if not row["stride"]}
-        found = [made["weights"], needs["adakv"], needs["full"]]
+        found = [made["weights"], needs["global-span"], needs["full"]]
         assert [cell.strip() for cell in cells.split("|")] == [size(count) for count in found]
 
 

@@ -120,7 +120,7 @@ def _for_this_machine(asked: Arguments) -> Arguments:
 app.command(
     "decode",
     short_help="time of a decode step after a prompt",
-    help="minikv bench decode --policy adakv,snapkv --length 2048,8k --budget 512\n\n"
+    help="minikv bench decode --policy global-span,snapkv --length 2048,8k --budget 512\n\n"
     "The time of a decode step after prompts of these lengths, the full cache first.",
 )(_question("decode"))
 app.command(

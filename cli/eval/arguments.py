@@ -16,7 +16,7 @@ app = typer.Typer(rich_markup_mode="rich", add_completion=False)
 
 @app.command(
     name="eval",
-    help="minikv eval --tasks facts,needle --policy adakv,snapkv --budget 64,128,256\n\n"
+    help="minikv eval --tasks facts,needle --policy global-span,snapkv --budget 64,128,256\n\n"
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
     "facts, followup (six questions in one chat), long (names, numbers, sentences, lists and "
     "passages to copy), agree (with the full cache's answer), kl (from the full cache), ppl "
@@ -30,7 +30,7 @@ def evaluate(
         Settings,
         Only(
             f"{MODEL} keep_packed threads policy budget decode stride kv tier_dtype options seed",
-            list_of("policy", "adakv,snapkv,streaming"),
+            list_of("policy", "global-span,adakv,streaming"),
             list_of("budget", "128,256"),
             list_of("decode", "auto"),
             replace(SETTINGS["seed"], help="seed of the documents and of random draws"),

@@ -78,7 +78,7 @@ class Policy:
 
     @property
     def words(self) -> str:
-        """ "adakv, then roco, budget 512 tokens per head"."""
+        """ "global-span, then h2o, budget 512 tokens per head"."""
         return f"{pair_words(self.name, self.decode)}, {budget_words(self.budget)}"
 
 

@@ -1,9 +1,10 @@
-"""docs/results.md: every policy, budget and task on the bundled model, beside what papers claim.
+"""docs/results.md: what eviction costs answers, and beside it what papers claim.
 
     python docs/measurements/results.py run        # hours of one core; --only NAME for a part
     python docs/measurements/results.py write      # docs/results.md from docs/measurements/results/
 
-`run` calls `minikv eval`; the commands are in RUNS and are printed in docs/results.md.
+`run` calls `minikv eval`; the commands are in RUNS and are printed in docs/results.md. The table of
+whole answers stands in results-notes.md, with its commands.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minikv.cli.eval import intervals, pictures
+from minikv.cli.eval import intervals
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "results"
 OUT = HERE.parent / "results.md"
-PICTURES = HERE.parent / "pictures"
 
 PROMPT = (
     "streaming,random,l2,keydiff,expected,tova,h2o,snapkv,pyramidkv,adakv,ada-pyramid,nacl,"
@@ -36,50 +36,29 @@ SMALL = "-o window=16 -o proxies=16"  # at a budget of 32, windows of 32 leave n
 BUDGETS = "64,128,256,512"
 WRITING = "none,roco,streaming,tova,h2o,rkv"  # each with its default
 RUNS = {
-    "facts": f"--tasks facts,agree --policy '{PROMPT}' --budget {BUDGETS} -n 200",
-    "followup": f"--tasks followup --policy '{PROMPT}' --budget {BUDGETS} -n 204",
-    "facts-32": f"--tasks facts,agree --policy '{PROMPT}' --budget 32 {SMALL} -n 200",
-    "followup-32": f"--tasks followup --policy '{PROMPT}' --budget 32 {SMALL} -n 204",
-    "share": "--tasks facts --policy h2o,nacl,snapkv,adakv,kvcrush --budget 20%,25% -n 200",
+    "facts": f"--tasks facts --policy '{PROMPT}' --budget {BUDGETS} -n 200 {PAPER}",
+    "facts-32": f"--tasks facts --policy '{PROMPT}' --budget 32 {SMALL} -n 200 {PAPER}",
+    "share": "--tasks facts --policy h2o,nacl,snapkv,adakv,kvcrush --budget 20%,25% -n 200"
+    f" {PAPER}",
     "stride": f"--tasks facts --stride 32 --policy {STEP} --budget 128 --length 1000 -n 200",
     "stride-more": f"--tasks facts --stride 32 --policy {STEP} --budget 64,256,512 --length 1000"
     " -n 200",
     "stride-32": f"--tasks facts --stride 16 --policy {STEP} --budget 32 --length 1000 -n 200",
-    "decode": f"--tasks ppl --policy snapkv --decode none,{STEP} --budget {BUDGETS} -n 10",
     "followup-reuse": "--tasks followup --policy adakv --budget 128 --length 2000"
     " --reuse recall,once,blind -n 600",
-    "sixteen": "--tasks facts --policy defensive+global,defensive,snapkv --length 1500 --budget 16"
-    " -o window=8 -o recent=4 -n 200",
     "decode-default": f"--tasks ppl --policy snapkv --decode {WRITING} --budget {BUDGETS} -n 10",
-    "decode-32": f"--tasks ppl --policy snapkv --decode none,{STEP} --budget 32 -o window=16 -n 10",
-    "needle": f"--tasks needle --policy '{PROMPT}' --budget {BUDGETS} --length 1000 -n 40",
-    "needle-32": f"--tasks needle --policy '{PROMPT}' --budget 32 {SMALL} --length 1000 -n 40",
-    "ppl": f"--tasks ppl --policy '{PROMPT}' --budget {BUDGETS} -n 10",
-    "ppl-32": f"--tasks ppl --policy '{PROMPT}' --budget 32 {SMALL} -n 10",
 }
-
-
-def arguments(name: str) -> str:
-    """What follows `minikv eval` in a run."""
-    plain = "--stride" in RUNS[name] or name in ("decode-default", "sixteen", "followup-reuse")
-    return RUNS[name] if plain else f"{RUNS[name]} {PAPER}"
-
-
 WHERE = {
-    "facts": ("facts-32,facts", "facts"),
-    "loss": ("facts-32,facts", "loss"),
-    "followup": ("followup-32,followup", "followup"),
-    "stride": ("stride-32,stride,stride-more", "facts"),
-    "decode": ("decode-32,decode", "ppl"),
-    "share": ("share", "facts"),
+    "facts": "facts-32,facts",
+    "stride": "stride-32,stride,stride-more",
+    "share": "share",
 }
-"""The runs and the task of what a claim is about."""
+"""The runs of what a claim is about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`better` scores above `worse` in `where` at these budgets, says `source`. Of "decode" the
-    names are decode policies."""
+    """`better` scores above `worse` in `where` at these budgets, says `source`."""
 
     text: str
     source: str
@@ -88,25 +67,17 @@ class Claim:
     worse: str
     budgets: str
 
-    @property
-    def task(self) -> str:
-        return WHERE[self.where][1]
-
 
 _SMALL, _EVERY = "32,64,128", "32,64,128,256,512"
 CLAIMS = [
     Claim(*row)
     for row in (
         ("Ada-SnapKV over SnapKV at small budgets", "Ada-KV", "facts", "adakv", "snapkv", _SMALL),
-        ("the same, by attention lost", "Ada-KV", "loss", "adakv", "snapkv", _SMALL),
-        ("the same, over six questions", "Ada-KV", "followup", "adakv", "snapkv", _EVERY),
         ("RoCo over H2O", "EasyKV", "stride", "roco", "h2o", _EVERY),
         ("H2O over ScissorHands", "EasyKV", "stride", "h2o", "scissorhands", _EVERY),
         ("ScissorHands over TOVA", "EasyKV", "stride", "scissorhands", "tova", _EVERY),
         ("TOVA over streaming", "EasyKV", "stride", "tova", "streaming", _EVERY),
         ("HashEvict over L2", "HashEvict", "stride", "hashevict", "l2", _EVERY),
-        ("RoCo over H2O, while writing", "EasyKV", "decode", "roco", "h2o", _EVERY),
-        ("HashEvict over L2, while writing", "HashEvict", "decode", "hashevict", "l2", _EVERY),
         ("NaCl over H2O at 20 %", "NaCl", "share", "nacl", "h2o", "20%"),
         ("KVCrush over its base", "KVCrush", "facts", "kvcrush", "snapkv", _EVERY),
         ("KVCrush over its base", "KVCrush", "facts", "kvcrush(h2o)", "h2o", _EVERY),
@@ -116,7 +87,6 @@ CLAIMS = [
         ("4 times smaller within 1 %", "NaCl", "share", "nacl", "full", "25%"),
     )
 ]
-LOWER = ("loss", "ppl")  # tasks where less is better
 
 
 def kept(written: dict[str, Any]) -> dict[str, Any]:
@@ -145,52 +115,35 @@ def find(cells: Cells, task: str, policy: str, budget: str, decode: bool = False
     return None
 
 
-def figure(task: str, cell: dict | None) -> str:
-    if cell is None:
-        return "-"
-    if task == "ppl":
-        return f"{cell['score']:.2f}"
-    return f"{round(100 * cell['score'], 1) + 0.0:.1f}"  # never -0.0
+def figure(cell: dict | None) -> str:
+    return "-" if cell is None else f"{round(100 * cell['score'], 1) + 0.0:.1f}"  # never -0.0
 
 
-def table(task: str, runs: list[str], decode: bool = False) -> list[str]:
-    """A row per policy, a column per budget; the full cache first."""
-    cells = [cell for name in runs for cell in load(name) if cell["task"] == task]
-    if not cells:
-        return ["Not measured yet.", ""]
-    budgets = sorted(
-        {c["budget"] for c in cells if c["budget"] != "-"}, key=lambda b: int(b.rstrip("%"))
-    )
-    key = "decode" if decode else "policy"
-    names = list(dict.fromkeys(c[key] for c in cells if c["policy"] != "full"))
-    full = find(cells, task, "full", "-")
-    what = {
-        "ppl": "perplexity, lower is better",
-        "loss": "% of attention lost, lower is better",
-        "agree": "% of answers equal to the full cache's",
-    }.get(task, "% exact answers")
-    lines = [f"{what}; {sample(task, cells)}", ""]
-    lines += ["| policy | " + " | ".join(budgets) + " |", "|---" * (len(budgets) + 1) + "|"]
-    lines.append(f"| full cache | {' | '.join([figure(task, full)] * len(budgets))} |")
+def table(runs: str) -> list[str]:
+    """Of facts: a row per policy, a column per budget; the full cache first."""
+    cells = [cell for name in runs.split(",") for cell in load(name) if cell["task"] == "facts"]
+    budgets = sorted({c["budget"] for c in cells if c["budget"] != "-"}, key=int)
+    names = list(dict.fromkeys(c["policy"] for c in cells if c["policy"] != "full"))
+    full = find(cells, "facts", "full", "-")
+    lines = [sample(cells), "", "| policy | " + " | ".join(budgets) + " |"]
+    lines.append("|---" * (len(budgets) + 1) + "|")
+    lines.append(f"| full cache | {' | '.join([figure(full)] * len(budgets))} |")
     for name in names:
-        row = [figure(task, find(cells, task, name, b, decode)) for b in budgets]
+        row = [figure(find(cells, "facts", name, b)) for b in budgets]
         lines.append(f"| {name} | {' | '.join(row)} |")
     return [*lines, ""]
 
 
-def sample(task: str, cells: Cells) -> str:
+def sample(cells: Cells) -> str:
     """What a cell is the mean of, and how wide the intervals are that the runs wrote beside it."""
     counts = {(c["n"], len(c["by_item"])) for c in cells}
     if len(counts) > 1:
-        raise ValueError(f"{task}: cells of unlike size: {sorted(counts)}")
-    n, items = counts.pop()
-    unit = {"ppl": "tokens", "loss": "answer tokens"}.get(task, "answers")
-    of = f"{n:,} {unit} of {items} documents" if n != items else f"{n} documents, one answer each"
-    scale, digits, points = (1, 2, "") if task == "ppl" else (100, 1, " points")
-    halves = [scale * (c["high"] - c["low"]) / 2 for c in cells if c["policy"] != "full"]
-    few, many = (f"{h:.{digits}f}" for h in (min(halves), max(halves)))
-    wide = f"{few} to {many}{points}"
-    return f"a cell: {of}.\nHalf of a policy's 95 % interval, from cell to cell: {wide}."
+        raise ValueError(f"cells of unlike size: {sorted(counts)}")
+    halves = [100 * (c["high"] - c["low"]) / 2 for c in cells if c["policy"] != "full"]
+    return (
+        f"% exact answers; a cell: {counts.pop()[0]} documents, one answer each.\n"
+        f"Half of a policy's 95 % interval: {min(halves):.1f} to {max(halves):.1f} points."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +179,6 @@ def verdict(claim: Claim, low: float, high: float) -> str:
         if low >= -0.01:
             return "agrees"
         return "disagrees" if high < -0.01 else "undecided"
-    if claim.task in LOWER:
-        low, high = -high, -low
     if low > 0:
         return "agrees"
     return "disagrees" if high < 0 else "no difference seen"
@@ -235,26 +186,24 @@ def verdict(claim: Claim, low: float, high: float) -> str:
 
 def claims() -> list[str]:
     lines = [
-        "| claim | from | where | budget | difference, 95 % interval | alone right | here |",
+        "| claim | from | where | budget | points, 95 % interval | alone right | here |",
         "|---" * 7 + "|",
     ]
     for claim in CLAIMS:
-        cells = [c for name in WHERE[claim.where][0].split(",") for c in load(name)]
+        cells = [c for name in WHERE[claim.where].split(",") for c in load(name)]
         for budget in claim.budgets.split(","):
-            decode = claim.where == "decode"
-            a = find(cells, claim.task, claim.better, budget, decode)
-            b = find(cells, claim.task, claim.worse, budget, decode)
+            a = find(cells, "facts", claim.better, budget)
+            b = find(cells, "facts", claim.worse, budget)
             if a is None or b is None:
                 continue
-            found = difference(a["by_item"], b["by_item"], claim.task not in LOWER)
-            scale, digits, unit = (1, 3, "nats") if claim.task == "ppl" else (100, 1, "points")
+            found = difference(a["by_item"], b["by_item"], shares=True)
             ends = (found.mean, found.low, found.high)
-            mean, low, high = (f"{round(scale * x, digits) + 0.0:+.{digits}f}" for x in ends)
+            mean, low, high = (f"{round(100 * x, 1) + 0.0:+.1f}" for x in ends)
             alone = f"{found.alone[0]} : {found.alone[1]}" if found.alone else ""
-            names = f"{claim.better} - {claim.worse}, {claim.task}"
+            names = f"{claim.better} - {claim.worse}, {claim.where}"
             lines.append(
                 f"| {claim.text} | {claim.source} | {names} | {budget} "
-                f"| {mean} ({low} to {high}) {unit} | {alone} "
+                f"| {mean} ({low} to {high}) | {alone} "
                 f"| {verdict(claim, found.low, found.high)} |"
             )
     return [*lines, ""]
@@ -277,29 +226,20 @@ def writing() -> list[str]:
             f"| {cell['decode']} | {cell['budget']} | {cell['score']:.3f} "
             f"| {'' if cell is none else apart} | {100 * cell['held']:.1f} % |"
         )
-    return [*lines, ""] if cells else ["Not measured yet.", ""]
+    return [*lines, ""]
 
 
 # -- the question was not seen --------------------------------------------------------------------
 
 UNSEEN = HERE / "unseen.json"
-REUSES = {"blind": "not seen", "once": "seen"}
-DEFAULT = "adakv"
-RIVALS = ("snapkv+global", "defensive+global", "kvzip", "keydiff", "keydiff+global", "queryspan")
-"""Methods that are compared with the default of that time, in pairs."""
-DRAWN = 8
-"""Methods of a panel: the best ones, and the default. The tables have all."""
-
 Row = dict[str, Any]
-"""One method at a length, a budget and a value of --reuse."""
+"""One method at a length and a budget."""
 
 
-def unseen(length: int, reuse: str) -> list[Row]:
-    """Those of a length and reuse, with the full cache, for which nothing differs."""
+def unseen(length: int) -> list[Row]:
+    """Those of a length, with the full cache, for which nothing differs."""
     rows: list[Row] = json.loads(UNSEEN.read_text())
-    return [
-        r for r in rows if r["length"] == length and (r["reuse"] == reuse or r["budget"] == "-")
-    ]
+    return [r for r in rows if r["length"] == length]
 
 
 def lengths() -> list[int]:
@@ -325,82 +265,14 @@ def told(row: Row) -> str:
     return f"{100 * row['score']:.1f} ({100 * row['low']:.0f}-{100 * row['high']:.0f})"
 
 
-def beside_the_default() -> list[str]:
-    """How far other methods are ahead of the default, over the same documents."""
-    budgets = ("48", "64", "128", "256")
-    lines = ["| documents | method | " + " | ".join(budgets) + " |", "|---" * 6 + "|"]
-    for length in lengths():
-        for reuse, said in REUSES.items():
-            by = {(r["method"], r["budget"]): r["by_document"] for r in unseen(length, reuse)}
-            for method in RIVALS:
-                row = [apart(by[method, b], by[DEFAULT, b]) for b in budgets]
-                lines.append(f"| {length:,}, {said} | {method} | {' | '.join(row)} |")
-    return [*lines, ""]
-
-
-def apart(mine: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """The mean difference in points, over the documents that both have."""
-    pairs = [mine[n] - other[n] for n in sorted(mine.keys() & other.keys(), key=int)]
-    low, high = intervals.of_means([[pair] for pair in pairs])
-    assert low is not None
-    assert high is not None
-    ends = (f"{round(100 * x, 1) + 0.0:+.1f}" for x in (sum(pairs) / len(pairs), low, high))
-    return "{} ({} to {})".format(*ends)
-
-
-def unseen_section() -> list[str]:
-    lines = []
-    for length in lengths():
-        shown = f"pictures/quality-{length}.svg"
-        lines += [f"![Quality over budget, documents of {length:,} tokens]({shown})", ""]
-        for reuse, said in REUSES.items():
-            rows = unseen(length, reuse)
-            budgets = sorted({row["budget"] for row in rows} - {"-"}, key=int)
-            names = list(dict.fromkeys(row["method"] for row in rows if row["budget"] != "-"))
-            lines += [f"### {length:,} tokens, the question was {said}", ""]
-            lines += unseen_table(rows, budgets, names)
-    return lines
-
-
-def draw() -> None:
-    """A picture for each length: the question not seen, then seen."""
-    for length in lengths():
-        panels = []
-        for reuse, said in REUSES.items():
-            lines: dict[str, list[pictures.Point]] = {}
-            for row in unseen(length, reuse):
-                if row["budget"] != "-":
-                    point = (row["budget"], row["score"], row["low"], row["high"])
-                    lines.setdefault(row["method"], []).append(point)
-            shared = set.intersection(*({p[0] for p in points} for points in lines.values()))
-            score = {n: sum(p[1] for p in ps if p[0] in shared) for n, ps in lines.items()}
-            ordered = sorted(lines, key=lambda name: -score[name])
-            drawn = [n for i, n in enumerate(ordered) if i < DRAWN or n == DEFAULT]
-            title = f"{length:,} tokens, the question was {said}"
-            level = next(r["score"] for r in unseen(length, reuse) if r["budget"] == "-")
-            panels.append(pictures.Panel(title, {name: lines[name] for name in drawn}, level))
-        pictures.plot(panels, PICTURES / f"quality-{length}.svg")
-
-
 # -- the page -------------------------------------------------------------------------------------
 
 
-def first_tables() -> list[str]:
-    """What a reader wants to know: one question, later questions, questions that were not seen."""
-    facts = {"adakv", "snapkv", "keydiff", "h2o", "random"}
-    once = [f"| {c['policy']} | {told(c)} |" for c in load("facts") if _at(c, facts, "128")]
-    full = next(c for c in load("facts") if c["budget"] == "-")
+def later_tables() -> list[str]:
+    """Later questions of a chat, and one cache for many questions."""
     lines = [
-        "One question comes with its document of 2,000 tokens: % exact answers of 200 at a budget",
-        "of 128, with 95 % intervals:",
-        "",
-        "| policy | exact answers |",
-        "|---|---|",
-        f"| full cache | {told(full)} |",
-        *once,
-        "",
-        "Six questions in one chat about such a document, `adakv` at 128: % exact answers to",
-        "questions 2 to 6. `recall` is the default of a chat:",
+        "Six questions in one chat about a document of 2,000 tokens, `adakv` at 128: % exact",
+        "answers to questions 2 to 6. `recall` is the default of a chat:",
         "",
         "| later questions are answered from | exact answers | the full cache's answer |",
         "|---|---|---|",
@@ -420,14 +292,10 @@ def first_tables() -> list[str]:
         "|---|---|---|",
     ]
     for name in ("full", "kvzip", "keydiff", "snapkv", "adakv"):
-        rows = [_one(unseen(n, "blind"), name, "-" if name == "full" else "128") for n in lengths()]
+        rows = [_one(unseen(n), name, "-" if name == "full" else "128") for n in lengths()]
         called = "full cache" if name == "full" else name
         lines.append(f"| {called} | {' | '.join(map(told, rows))} |")
     return [*lines, ""]
-
-
-def _at(cell: Row, names: set[str], budget: str) -> bool:
-    return cell["task"] == "facts" and cell["policy"] in names and cell["budget"] == budget
 
 
 def _one(rows: Sequence[Row], method: str, budget: str) -> Row:
@@ -436,14 +304,14 @@ def _one(rows: Sequence[Row], method: str, budget: str) -> Row:
 
 def commands() -> list[str]:
     found = [
-        f"minikv eval {arguments(name)} --json docs/measurements/results/{name}.json"
+        f"minikv eval {RUNS[name]} --json docs/measurements/results/{name}.json"
         for name in RUNS
         if (FOLDER / f"{name}.json").exists()
     ]
     rows = [row for row in json.loads(UNSEEN.read_text()) if row["budget"] != "-"]
     every = ",".join(dict.fromkeys(row["method"] for row in rows if "[" not in row["method"]))
     small = {row["method"] for row in rows if row["budget"] == "24" and "[" not in row["method"]}
-    plain = "minikv eval --tasks facts --questions 5 --seed 2 --reuse blind,once -n 250"
+    plain = "minikv eval --tasks facts --questions 5 --seed 2 --reuse blind -n 250"
     for length in lengths():
         found.append(f"{plain} --length {length} --policy {every} --budget 48,64,128,256")
         found.append(f"{plain} --length {length} --policy {','.join(sorted(small))} --budget 24,32")
@@ -458,82 +326,42 @@ def page() -> str:
     def note(name: str) -> list[str]:
         return [notes[name].strip(), ""]
 
-    real = dict(part.split(": ", 1) for part in note("On real text")[0].split("\n\n"))
-
-    def carries(name: str) -> list[str]:
-        return [" ".join(real[name].split()), ""]
-
+    rows = unseen(2000)
+    budgets = sorted({row["budget"] for row in rows} - {"-"}, key=int)
+    names = list(dict.fromkeys(row["method"] for row in rows if row["budget"] != "-"))
     lines = [
-        "# Every policy at every budget",
+        "# What stays, and what it costs the answers",
         "",
         *note("# Introduction"),
-        *first_tables(),
-        "## How it was measured",
+        "## Whole answers",
         "",
-        *note("How it was measured"),
-        "## What the tables show",
+        *note("Whole answers"),
+        "## Later questions",
         "",
-        *note("What the tables show"),
+        *later_tables(),
+        "## Short answers: one question, which comes with its document of 2,000 tokens",
+        "",
+        *table(WHERE["facts"]),
+        *note("Short answers"),
+        "## Step policies that read the prompt, in blocks of 32 tokens (`--stride 32`)",
+        "",
+        "Documents of 1,000 tokens. Tokens are scored before the question is known. At a budget of",
+        "32 the blocks have 16 tokens. Not measured on real text.",
+        "",
+        *table(WHERE["stride"]),
+        *note("In blocks"),
+        "## Step policies while writing, after SnapKV at the prompt",
+        "",
+        *note("Writing"),
+        *writing(),
+        "## The question was not seen",
+        "",
+        *note("Not seen"),
+        *unseen_table(rows, budgets, names),
         "## What the papers claim, and what was seen here",
         "",
         *note("Claims"),
         *claims(),
-        "## facts: one question, which comes with its document of 2,000 tokens",
-        "",
-        *table("facts", ["facts-32", "facts"]),
-        *carries("facts"),
-        "The same with budgets that are a share of the document:",
-        "",
-        *table("facts", ["share"]),
-        "A budget of 16, over documents of 1,500 tokens. A window of 8 tokens and 4 newest ones",
-        "leave room in it; with the defaults no windowed method has any:",
-        "",
-        *table("facts", ["sixteen"]),
-        *carries("sixteen"),
-        "## followup: six questions about one document, in one chat",
-        "",
-        *table("followup", ["followup-32", "followup"]),
-        *carries("followup"),
-        "## loss: attention that fell on evicted tokens while the right answer was written",
-        "",
-        *table("loss", ["facts-32", "facts"]),
-        *carries("loss"),
-        "## needle: one fact in a text of 1,000 tokens, at five depths",
-        "",
-        *table("needle", ["needle-32", "needle"]),
-        *carries("needle"),
-        "## ppl: the last quarter of a document, token by token",
-        "",
-        *table("ppl", ["ppl-32", "ppl"]),
-        *carries("ppl"),
-        "## Step policies that read the prompt, in blocks of 32 tokens (`--stride 32`)",
-        "",
-        "The facts task on documents of 1,000 tokens. Tokens are scored before the question is",
-        "known. At a budget of 32 the blocks have 16 tokens.",
-        "",
-        *table("facts", WHERE["stride"][0].split(",")),
-        *carries("stride"),
-        "## Step policies while writing, after SnapKV at the prompt",
-        "",
-        "The last quarter of a document is written under the budget.",
-        "",
-        *table("ppl", ["decode-32", "decode"], decode=True),
-        "The same, with the defaults of today, and how much of the document and the text each",
-        "holds at the end:",
-        "",
-        *writing(),
-        *carries("decode"),
-        "## The question was not seen",
-        "",
-        *note("Not seen"),
-        *carries("unseen"),
-        *unseen_section(),
-        f"### Beside `{DEFAULT}`, the default of that time",
-        "",
-        "Points ahead of it, over the same documents in pairs, with the 95 % interval.",
-        "",
-        *beside_the_default(),
-        *note("Default"),
         "## The commands",
         "",
         "```sh",
@@ -551,14 +379,13 @@ def main() -> None:
     parser.add_argument("--model", help="another directory than the bundled model's")
     args = parser.parse_args()
     if args.what == "write":
-        draw()
         OUT.write_text(page())
         return
     FOLDER.mkdir(exist_ok=True)
     model = ["-m", args.model] if args.model else []
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     for name in args.only.split(","):
-        command = ["minikv", "eval", *shlex.split(arguments(name)), *model, "--quiet"]
+        command = ["minikv", "eval", *shlex.split(RUNS[name]), *model, "--quiet"]
         print(shlex.join(command), file=sys.stderr, flush=True)
         path = FOLDER / f"{name}.json"
         told = [*command, "--json", str(path)]

@@ -33,7 +33,7 @@ QUESTION = "Who leads Project Faithful Swallow?"
 SCREENS = {  # the lines to type; the picture begins at the one with this number, None: the command
     "answer": ((QUESTION, "Which animal does Anton Thalezzo keep?"), None),
     "kept": ((QUESTION, "/kept"), 1),
-    "compare": ((QUESTION, "/compare adakv streaming"), 1),
+    "compare": ((QUESTION, "/compare global-span streaming"), 1),
 }
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from minikv.policies.options import Method
 
 PROMPT = (
-    "full streaming snapkv pyramidkv adakv ada-pyramid nacl kvcrush h2o tova l2 keydiff "
-    "expected kvzip kvzip+ ada-expected defensive queryspan global-span dropkv chunkkv random"
+    "full global-span streaming snapkv pyramidkv adakv ada-pyramid nacl kvcrush h2o tova l2 "
+    "keydiff expected kvzip kvzip+ ada-expected defensive queryspan dropkv chunkkv random"
 ).split()
 """The methods that --policy takes, in the order in which they are listed."""
 
@@ -43,7 +43,7 @@ FILES = {
 }
 """The file of this package in which a name is declared, where the file has another name."""
 
-DEFAULT_PROMPT = "adakv"
+DEFAULT_PROMPT = "global-span"
 DEFAULT_STEP = "h2o"
 DEFAULT_BUDGET = "auto"
 

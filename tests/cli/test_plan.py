@@ -440,7 +440,7 @@ def test_the_screen_has_what_the_json_has() -> None:
     text, made = run(None, "2k", **given), record(None, "2k", **given)
     assert (made["tokens"], made["free"], made["suffices"]) == (2000, 24 << 30, True)
     by_name = {(row["policy"], row["stride"]): row for row in made["rows"]}
-    full, ada = by_name["full", 0], by_name["adakv", 0]
+    full, ada = by_name["full", 0], by_name["global-span", 0]
     assert full["reading"] > ada["reading"] > ada["writing"] > ada["held"] > 0
     assert full["writing"] > made["full"]  # positions, and room for the answer
     assert by_name["roco", 32]["reading"] < ada["reading"]
@@ -490,7 +490,7 @@ def test_what_is_needed_counts_the_tier_where_a_chat_would_have_it(
     more = {case: needs["ram"][case] - needs["none"][case] for case in needs["ram"]}
     assert more.pop(("full", 0)) == 0
     tiers = {case: bytes for case, bytes in more.items() if bytes}
-    assert ("adakv", 0) in tiers
+    assert ("global-span", 0) in tiers
     assert set(tiers.values()) == {4000 * row * layers}
     cuda = [record(None, "4k", device="cuda", tier=tier, **given) for tier in ("none", "ram")]
     assert cuda[0]["rows"] == cuda[1]["rows"]
@@ -550,15 +550,15 @@ def test_without_tokens_the_plan_is_for_several_lengths(llama: str, tmp_path: Pa
     ("memory", "tokens", "device", "flags", "kept"),
     [
         ("80GiB", "16k", "cpu", "", "all of it fits: nothing is evicted"),
-        ("16GiB", "16k", "cpu", "", "2,300 tokens per head fit: 14% of what is read"),
+        ("16GiB", "16k", "cpu", "", "2,100 tokens per head fit: 13% of what is read"),
         (
             "12GiB",
             "16k",
             "cpu",
             "--weights int8",
-            "11,000 tokens per head fit: 68% of what is read",
+            "10,000 tokens per head fit: 62% of what is read",
         ),
-        ("8GiB", "100k", "cpu", "--weights int4", "3,500 tokens per head fit: 3% of what is read"),
+        ("8GiB", "100k", "cpu", "--weights int4", "3,200 tokens per head fit: 3% of what is read"),
         (
             "6.3GiB",
             "100k",
