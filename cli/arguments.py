@@ -38,7 +38,8 @@ def ask(
         bool,
         flag(
             "--continue",
-            "ask in the chat that was saved last, and save question and answer there",
+            "ask behind the last `ask`, which is kept for that (see --remember)",
+            letters=["-c"],
             rich_help_panel=SAVED,
         ),
     ] = False,

@@ -20,11 +20,12 @@ from minikv.cli.documents.text import Text, decode, distinct, read_bytes, read_f
 from minikv.cli.flags import Call
 from minikv.cli.interrupt import Interrupts
 from minikv.cli.question import sorted_out
+from minikv.cli.saved.files import LAST
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.saved.listing import newest
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import cut
 from minikv.cli.turn import open_chat, run_turn, thoughts_of
 from minikv.cli.verify import check
 from minikv.errors import UsageError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
 
+_ASKED = 60  # characters of the last question
 _MOST = 0.5  # if a larger share of what was read was evicted, a line says so
 
 
@@ -50,9 +52,9 @@ def ask(
     chat: str | None = None,
     go_on: bool = False,
 ) -> None:
-    """Answer on stdout. With `chat`, in the saved chat of this name, and with `go_on`, in the one
-    that was saved last: with its own settings except those that were typed; the chat is then saved
-    with this turn. Exits with 130 if the user stopped the answer.
+    """Answer on stdout. With `chat`, in the saved chat of this name, and with `go_on`, in that of
+    the last `ask`: with its own settings except those that were typed; the chat is then saved with
+    this turn. Exits with 130 if the user stopped the answer.
 
     `question` "-" is the whole user message from standard input, verbatim but for one line end at
     its end, which `echo` adds. Otherwise what is piped in is the document if no file is named, or
@@ -67,17 +69,21 @@ def ask(
     refuse_without_torch()
     settings.check_eviction()  # refuse a wrong policy before a large document is read
     if chat is not None and go_on:
-        raise UsageError("--continue is the chat that was saved last", "give --chat NAME alone")
-    go_on = go_on or chat is not None
+        raise UsageError("--continue is the chat of the last ask", "give --chat NAME alone")
+    name = LAST if go_on else (chat or "")
+    go_on, remembers = go_on or chat is not None, settings.remember != "off"
+    if name == LAST and not remembers:
+        raise UsageError(
+            "with --remember off no ask is kept that could be continued", "leave it out here"
+        )
     if not go_on and settings.reuse == "recall":  # there is no later question
         settings = replace(settings, reuse="once")
-    name = (newest() if chat is None else chat) if go_on else ""
     if go_on and question != "-" and "-" not in files:  # the documents are in the chat
         texts = [read_file(path, errors, loaders) for path in files]
     else:
         question, texts = _inputs(question, files, errors, loaders, terminal)
     interrupts = Interrupts()
-    keeper, session, before = Keeper(terminal, active=go_on), None, None
+    keeper, session, before = Keeper(terminal, active=go_on, asks=True), None, None
     try:
         if go_on:
             settings = resumed(settings, header(name), given)
@@ -93,8 +99,11 @@ def ask(
         if checks:
             check(session, terminal, interrupts)
     finally:
-        if go_on and session is not None and session.report is not before:
-            keeper.keep(session)
+        if session is not None and session.report is not before:
+            if go_on:
+                keeper.keep(session)
+            elif remembers:
+                keeper.keep_ask(session)
         if session is not None:
             session.recall.leave()
         keeper.close()
@@ -124,7 +133,10 @@ def _take_up(
     """Replace the session's chat by the saved one, with further documents."""
     keeper.load(session, name, given=given)
     count = len(session.turns)
-    terminal.note(f"in chat {name}, after {count:,} turn{'' if count == 1 else 's'}")
+    turns, under = f"{count:,} turn{'' if count == 1 else 's'}", session.eviction.pair
+    asked = cut(" ".join(session.turns[-1].question.split()), _ASKED) if count else ""
+    where = f"in chat {name}" if name != LAST else f'under {under}, behind "{asked}"'
+    terminal.note(f"{where}, after {turns}")
     for line in changes(session.documents + session.pending):
         terminal.warn(line)
     for text in distinct(texts, [document.name for document in session.documents]):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 HERE = "/set"
+_OF_CHAT = ("reuse", "overflow", "system", "seed")
 _SHORT = {"temp": "temperature", "n": "max_tokens"}
 
 
@@ -153,6 +154,7 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "budget": _budget,
     "decode": _decode,
     "reuse": _reuse,
+    "overflow": lambda context, value: setattr(context.session, "overflow", value),
     "fidelity": lambda context, value: setattr(context.session, "fidelity", value == "on"),
     "check": lambda context, value: setattr(context, "checks", value == "on"),
     "encoding_errors": lambda context, value: setattr(context, "errors", value),
@@ -185,7 +187,7 @@ def _values(context: Context) -> dict[str, Any]:
         **{name: getattr(context.generation, name) for name in settings_of(Generation)},
         **{name: getattr(facts, name) for name in ("revision", "device", "dtype", "kernels", "kv")},
         **{name: getattr(eviction, name) for name in ("policy", "budget", "decode", "stride")},
-        **{name: getattr(session, name) for name in ("reuse", "system", "seed")},
+        **{name: getattr(session, name) for name in _OF_CHAT},
         "model": facts.model or "bundled",
         "weights": facts.form,
         "offline": context.offline,

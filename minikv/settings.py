@@ -18,7 +18,7 @@ from typing import Any, Literal
 from minikv import checks
 from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import MOST_STRIDE, EvictionConfig, read_budget
-from minikv.chat.transcript import REUSES, TIER_DTYPES, TIERS
+from minikv.chat.transcript import OVERFLOWS, REUSES, TIER_DTYPES, TIERS
 from minikv.checks import quoted
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, check_name, prompt_names, step_names
@@ -307,6 +307,14 @@ class Settings:
         common=True,
         takes="WAY",
         choices=REUSES,
+    )
+    overflow: str = setting(
+        "refuse",
+        "if a question does not fit the model's context: refuse it, or drop the oldest turns (half "
+        "of them, or all; the system prompt and the documents stay)",
+        CACHE,
+        takes="HOW",
+        choices=OVERFLOWS,
     )
     tier: str = setting(
         "auto",

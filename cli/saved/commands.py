@@ -173,7 +173,7 @@ def origins_of(
 ) -> dict[str, str]:
     """Where the settings came from that were loaded with a chat. `given` and `reread`: as the user
     stated them for a run that began with this chat; None: the chat was loaded later."""
-    names = {*_CACHED, "seed", "system", "pin_system", "reuse"}
+    names = {*_CACHED, "seed", "system", "pin_system", "reuse", "overflow"}
     if given is not None:
         names |= set(saved.facts["run"])  # the model, and how it is kept
         if reread and {*_CACHED, "options"} & set(given):

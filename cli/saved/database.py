@@ -15,7 +15,7 @@ import os
 import sqlite3
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -245,20 +245,35 @@ class ChatFile:
         return self._db.execute(query).fetchone()[0]
 
 
-def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> None:
-    """Put a new file with these rows in the place of a chat's file. If that fails, the old one is
-    as it was. Raises OSError, and what reading the rows raises."""
+def renew(name: str, fill: Callable[[ChatFile], None]) -> None:
+    """Put a new file, into which `fill` writes, in the place of a chat's file. If that fails, the
+    old one is as it was. Waits for others that do so. Raises OSError, and what `fill` raises."""
     folder = chats_folder() / name
-    for leftover in (_NEW, f"{_NEW}-journal"):
-        (folder / leftover).unlink(missing_ok=True)
-    try:
-        with contextlib.closing(ChatFile(name, new=True, file=_NEW)) as new, new.saving():
+    with contextlib.ExitStack() as stack:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        stack.callback(os.close, handle)
+        with contextlib.suppress(OSError):  # a file system that cannot lock
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        for leftover in (_NEW, f"{_NEW}-journal"):
+            (folder / leftover).unlink(missing_ok=True)
+        try:
+            with contextlib.closing(ChatFile(name, new=True, file=_NEW)) as new:
+                fill(new)
+            os.replace(folder / _NEW, folder / FILE)
+        except BaseException:
+            (folder / _NEW).unlink(missing_ok=True)
+            raise
+
+
+def filled(rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Callable[[ChatFile], None]:
+    """Writes these rows by table."""
+
+    def fill(file: ChatFile) -> None:
+        with file.saving():
             for table in TABLES:
-                new.put(table, rows[table])
-        os.replace(folder / _NEW, folder / FILE)
-    except BaseException:
-        (folder / _NEW).unlink(missing_ok=True)
-        raise
+                file.put(table, rows[table])
+
+    return fill
 
 
 def parts(data: bytes) -> Iterator[tuple[bytes]]:

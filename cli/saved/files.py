@@ -13,6 +13,8 @@ from minikv.cli.paths import chats_folder
 from minikv.errors import UsageError
 from minikv.models.packed_files import make
 
+LAST = "last-ask"
+"""The name of the chat of the last `minikv ask`, for `--continue`. The next one takes its place."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -29,6 +31,13 @@ def check_name(name: str) -> None:
             "letters, digits, dots, dashes and underscores, at most 64, beginning with a letter or "
             "digit",
         )
+
+
+def check_own_name(name: str) -> None:
+    """Raise UsageError if the user cannot give a chat this name."""
+    check_name(name)
+    if name == LAST:
+        raise UsageError(f"{name} is the name of the last `minikv ask`", "choose another name")
 
 
 def new_folder(name: str) -> str:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from minikv.cli.config import short
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage
-from minikv.cli.saved.files import check_name, new_folder
+from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage, renew
+from minikv.cli.saved.files import LAST, check_own_name, new_folder, private
 from minikv.cli.saved.identity import POLICY, differences, identity, model_identity, tier_identity
 from minikv.cli.saved.tier import TIER, find, place, settle
 from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, texts_of, write_to
@@ -38,10 +38,11 @@ _FIELDS = {"options": ("policy_options", "decode_options")}
 
 class Keeper:
     """Saves one chat at a time, and opens saved ones. A chat that is open here is locked. name: of
-    the chat; saved: whether a save has succeeded in this run."""
+    the chat; saved: whether a save has succeeded in this run. asks: a loaded `LAST` is saved in its
+    place; otherwise it continues under a name of its own."""
 
-    def __init__(self, terminal: Terminal, *, active: bool = True) -> None:
-        self.active, self.saved = active, False
+    def __init__(self, terminal: Terminal, *, active: bool = True, asks: bool = False) -> None:
+        self.active, self.saved, self._asks = active, False, asks
         self.name: str | None = None
         self._terminal = terminal
         self._file: ChatFile | None = None
@@ -55,7 +56,8 @@ class Keeper:
         """If this session needs a file for its tier, put that file among the files of its chat."""
 
         def where() -> Place:
-            return place(tier_identity(self._identity(session)), saved=self.active)
+            saved = self.active and self.name != LAST
+            return place(tier_identity(self._identity(session)), saved=saved)
 
         session.recall.where = where
 
@@ -75,6 +77,23 @@ class Keeper:
             where = short(chats_folder() / self.name)
             self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
+    def keep_ask(self, session: ChatSession) -> None:
+        """Keep the chat of an `ask` in the place of the last one. Never raises, as `keep`."""
+        folder = chats_folder() / LAST
+        first = not folder.is_dir()
+        try:
+            private(folder)
+            facts = self._identity(session)
+            renew(LAST, lambda file: write_to(file, session, facts, ()))
+        except Exception as error:
+            self._warn(f"`ask --continue` cannot continue this: {_reason(error)}")
+            return
+        if first and self._terminal.err.isatty():
+            self._terminal.note(
+                f"  kept with all its text in {short(folder)}, for `minikv ask --continue`; "
+                "--remember off keeps nothing"
+            )
+
     def kept(self, session: ChatSession) -> str | None:
         """Save what was not saved yet. The chat's name; None if it is not saved as it is now."""
         self.keep(session)
@@ -83,7 +102,7 @@ class Keeper:
     def save(self, session: ChatSession, name: str | None = None) -> Path:
         """Save now; with a `name`, under that name from now on. Raises UsageError if that fails."""
         if name is not None:
-            check_name(name)
+            check_own_name(name)
         self._changed(session)
         try:
             self._save(session, name, whole=True)
@@ -96,7 +115,7 @@ class Keeper:
     def fork(self, session: ChatSession, name: str) -> Path:
         """Save under a new name, and save there from now on; what was saved before stays as it is.
         On UsageError nothing has changed."""
-        check_name(name)
+        check_own_name(name)
         self._changed(session)
         if self.name is None:
             return self.save(session, name)
@@ -137,7 +156,7 @@ class Keeper:
                 undone.callback(rows.close)
             own = session.recall.file
             kept = not reread and own is not None and own.is_at(chats_folder() / name / TIER)
-            tier = kept or rows is not None
+            tier = kept or rows is not None or name == LAST
             with damage(name):
                 snapshot = self._snapshot(session, file, saved, stated, reread=reread, tier=tier)
                 if "seed" in given:
@@ -148,13 +167,17 @@ class Keeper:
             session.recall.clear()
         if rows is not None:
             self._adopt(session, rows)
-        for setting in {"reuse", "system", "pin_system"}.difference(given):
-            setattr(session, setting, saved.facts[setting])
+        for setting in {"reuse", "overflow", "system", "pin_system"}.difference(given):
+            if setting in saved.facts:  # else it was saved by an earlier version
+                setattr(session, setting, saved.facts[setting])
         if file is not mine:
             self.close()
         self.name, self._conversation = name, session.conversation
         self._hold(file)
         self._last = self._state(session)
+        if name == LAST and not self._asks:
+            self.close()
+            self.name, self._last = None, ()
         return saved
 
     def _snapshot(
@@ -169,7 +192,10 @@ class Keeper:
     ) -> ChatSnapshot:
         """The chat with its cache; without it if the caller wants that, or if there is a `tier` and
         the cache cannot be used. Raises UsageError."""
-        found = "" if reread else differences(self._identity(session), saved.facts, stated)
+        here = self._identity(session)
+        found = "" if reread else differences(here, saved.facts, stated)
+        if saved.name == LAST and (other := differences(here, saved.facts, ())) and not reread:
+            raise UsageError(f"the last ask does not belong to this run: {other}")
         if found and not tier:
             raise UsageError(
                 f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
@@ -301,6 +327,8 @@ class Keeper:
         """Put the tier among the chat's files. If that fails, the chat is saved without it."""
         from minikv.cache.tier_rows import TierError
 
+        if self.name == LAST:
+            return
         try:
             settle(session, folder, tier_identity(facts), whole=whole)
         except (TierError, OSError) as error:

@@ -15,7 +15,7 @@ from minikv.checks import guess
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved import old
 from minikv.cli.saved.database import DAMAGE, FILE, Chat, ChatFile
-from minikv.cli.saved.files import is_name
+from minikv.cli.saved.files import LAST, is_name
 from minikv.errors import UsageError
 
 _NAMED = 5  # chats that an error names
@@ -91,6 +91,8 @@ def _line(text: str) -> str:
 
 def unknown(name: str) -> UsageError:
     """The error for a name under which no chat is saved."""
+    if name == LAST:
+        return UsageError("there is no ask to continue", "`minikv ask QUESTION FILE` keeps one")
     names = [entry.name for entry in listing()]
     if not names:
         return UsageError(f"no saved chat {name!r}", f"there is none in {chats_folder()}")
@@ -101,8 +103,8 @@ def unknown(name: str) -> UsageError:
 
 
 def newest() -> str:
-    """The name of the chat that was saved last. Raises UsageError if no chat is saved."""
-    chats = [entry for entry in listing() if not entry.damaged]
+    """The name of the chat that was saved last, no `ask`. Raises UsageError if there is none."""
+    chats = [entry for entry in listing() if not entry.damaged and entry.name != LAST]
     if not chats:
         raise UsageError(f"no saved chat in {chats_folder()}", "chats are saved after every turn")
     return chats[0].name

@@ -14,11 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import clipped, size
-from minikv.chat.transcript import REUSES
+from minikv.chat.transcript import OVERFLOWS, REUSES
 from minikv.cli.paths import chats_folder
 from minikv.cli.records import checked, report_of
-from minikv.cli.saved.database import FILE, REREAD, TABLES, Chat, ChatFile, damage, parts, renew
-from minikv.cli.saved.files import check_name
+from minikv.cli.saved.database import (
+    FILE,
+    REREAD,
+    TABLES,
+    Chat,
+    ChatFile,
+    damage,
+    filled,
+    parts,
+    renew,
+)
+from minikv.cli.saved.files import LAST, check_name
 from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
 from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
 from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old, locked
@@ -116,7 +126,7 @@ def held(name: str) -> ChatFile:
             why = f"its file was damaged: {clipped(file.wrong, 100)}"
             ((_, tokens),) = file.rows("chat")
             rows["chat"] = [(_encoded({**facts_of(file), "cache": 0, "no_cache": why}), tokens)]
-            renew(name, {**rows, "cache": ()})
+            renew(name, filled({**rows, "cache": ()}))
         return ChatFile(name, lock=True)
 
 
@@ -125,7 +135,7 @@ def _modernise(folder: Path) -> None:
     chat = OldChat(folder)
     if is_old(folder):
         read_from(chat)  # what cannot be read does not replace what can
-        renew(folder.name, {table: chat.rows(table) for table in TABLES})
+        renew(folder.name, filled({table: chat.rows(table) for table in TABLES}))
         saved = os.stat(folder / TRANSCRIPT)
         os.utime(folder / FILE, ns=(saved.st_atime_ns, saved.st_mtime_ns))
     chat.remove()
@@ -191,8 +201,9 @@ def read_from(chat: Chat) -> Saved:
         kinds = {"seed": int, "cache": int, "opened_with": str, "system": str, "no_cache": str}
         for name, kind in (kinds | {"pin_system": bool}).items():
             checked(kind, facts[name], name)
-        if facts["reuse"] not in REUSES:
-            raise ValueError(f"reuse {facts['reuse']!r:.20} is none")
+        for name, words in (("reuse", REUSES), ("overflow", OVERFLOWS)):
+            if facts.get(name, words[0]) not in words:
+                raise ValueError(f"{name} {facts[name]!r:.20} is none")
     return saved
 
 
@@ -264,7 +275,9 @@ def write_to(
     same = 0
     while same < min(len(before), len(turns)) and before[same] is turns[same]:
         same += 1
-    cache, why = _cache(session)
+    cache, why = b"", "what it holds is chosen again from what is remembered"
+    if file.name != LAST or session.engine.kv.rules.cannot_recall is not None:
+        cache, why = _cache(session)
     pending_token = [] if session.pending_token is None else [session.pending_token]
     first = session.messages[0] if session.messages else None
     facts = {
@@ -278,6 +291,7 @@ def write_to(
         "system": session.system,
         "pin_system": session.pin_system,
         "reuse": session.reuse,
+        "overflow": session.overflow,
         "opened_with": first.content if first and first.role == "system" else "",
         "pending": [texts.index(document) for document in session.pending],
         "curve": [list(point) for point in session.curve],

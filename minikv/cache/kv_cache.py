@@ -516,16 +516,21 @@ class KVCache:
 
     # -- snapshots ----------------------------------------------------------------------------
 
+    def holds(self, position: int) -> int:
+        """How many tokens stay if the cache is cut at `position`: none if a layer's window may have
+        dropped rows before it."""
+        windows = [window for window in self.shape.windows if window is not None]
+        return position if self.position <= min([self.position, *windows]) else 0
+
     def cut(self, position: int) -> None:
         """Forget the tokens from `position` on. The rows before them stay, as far as they were not
-        evicted. But if a layer's window may have dropped some of them, everything is forgotten.
-        Between turns only. After an error, also for lack of memory, the cache is empty."""
-        windows = [window for window in self.shape.windows if window is not None]
+        evicted, or everything is forgotten (see `holds`). Between turns only. After an error, also
+        for lack of memory, the cache is empty."""
         if position == self.position:
             return
         arena, state, done = self.arena, self.state, False
         try:
-            if position and self.position <= min([self.position, *windows]):
+            if self.holds(position):
                 arena.cut(position)
                 turns = ((begin, min(end, position)) for begin, end in state.turns)
                 some = tuple(turn for turn in turns if turn[0] < turn[1])

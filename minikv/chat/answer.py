@@ -219,10 +219,7 @@ class Writer:
         log, cancelled = self.log, self.tools.cancelling.cancelled
         while not answer.reason:
             token = None if cancelled() else self._next(answer, logits)
-            if (
-                token is not None
-                and (forced := answer.thoughts.forced(answer.generated)) is not None
-            ):
+            if token is not None and (forced := answer.thoughts.forced(answer.ids)) is not None:
                 token = forced
             if token is None or token in self.tools.tokenizer.stop_ids:
                 answer.reason = "user" if token is None else "eos"

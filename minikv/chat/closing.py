@@ -66,11 +66,13 @@ def device_memory(device: str) -> DeviceMemory:
 
 
 class Warnings:
-    """The warnings of one turn. lines: those for the turn record. words(line): rewrites a line for
+    """The warnings of one turn. lines: those for the turn record. later: those for after the
+    answer. words(line): rewrites a line for
     the user. notice(line): called with each line; may be None."""
 
     def __init__(self, words: Callable[[str], str], notice: Callable[[str], None] | None) -> None:
         self.lines: list[str] = []
+        self.later: list[str] = []
         self._words, self._notice = words, notice
 
     def tell(self, *lines: str) -> None:

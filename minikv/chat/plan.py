@@ -47,8 +47,7 @@ class History:
     fed: the tokens that the cache has seen. unfed: those with which the next prompt begins. known:
     if the cache is empty, the tokens as far as they are known. documents: those that came with each
     question. read: tokens of the conversation up to the last answer; seen: and with it, as far as
-    it was fed. forgotten: the template leaves out the thoughts of the last answer, or ends them
-    where they were stopped; all these tokens are then before them.
+    it was fed. cut: see `TokenLog`.
     """
 
     fed: Sequence[int] = ()
@@ -57,19 +56,16 @@ class History:
     documents: Sequence[Sequence[Document]] = ()
     read: int = 0
     seen: int = 0
-    forgotten: bool = False
+    cut: bool = False
 
     @staticmethod
-    def of(turns: Sequence[Turn], log: TokenLog, *, forgets: bool = False) -> History:
-        """forgets: see `ChatSession`."""
+    def of(turns: Sequence[Turn], log: TokenLog) -> History:
         if not turns:
             return History(log.fed, log.unfed, log.known)
         documents, last = [turn.documents for turn in turns], turns[-1].report.tokens
         read = last.prompt_reused + last.prompt_new
         read, seen = (min(count, len(log.ids)) for count in (read, last.seen_total))
-        # A thought that never ended is one that the template writes with its end.
-        left_out = last.thoughts > 0 and (forgets or not turns[-1].answer)
-        return History(log.fed, log.unfed, log.known, documents, read, seen, left_out)
+        return History(log.fed, log.unfed, log.known, documents, read, seen, log.cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,8 @@ class PlanSettings:
     """The settings that decide. rules: those of `eviction`. reuse: one of `REUSES`. remembers:
     the store has rows of the first prompt, or gets them. rereads: read everything again with this
     question. keeps_cache: `auto` must not read anything again. pinned: tokens at the beginning that
-    must never be evicted. max_context: positions that the model was trained for."""
+    must never be evicted. max_context: positions that the model was trained for. drops: `overflow`
+    is "drop"."""
 
     eviction: EvictionConfig
     rules: Rules
@@ -101,6 +98,7 @@ class PlanSettings:
     rereads: bool = False
     keeps_cache: bool = False
     pinned: int = 0
+    drops: bool = False
 
     @property
     def scores_twice(self) -> bool:
@@ -357,17 +355,22 @@ def refuse(found: PromptPlan, history: History, settings: PlanSettings) -> None:
     """Raise ContextError if the prompts do not fit."""
     if not _fits(found, history, settings):
         seen = len(history.fed)
-        raise too_long("needs", found.length, found.behind(seen), seen, settings.max_context)
+        used, most = found.behind(seen), settings.max_context
+        raise too_long("needs", found.length, used, seen, most, drops=settings.drops)
 
 
-def too_long(verb: str, tokens: int, used: int, seen: int, max_context: int) -> ContextError:
+def too_long(
+    verb: str, tokens: int, used: int, seen: int, max_context: int, *, drops: bool = False
+) -> ContextError:
     """The error for a prompt of `tokens` tokens, if the cache has seen `seen`. used: positions that
-    stay in use."""
+    stay in use. drops: the oldest turns may leave, which does not suffice."""
     room = max(max_context - used - 1, 0)
     by_chat = f", {used:,} of them used by this chat" if used else ""
     choices = ["a shorter document", "a model with a longer context"]
     if seen:
         choices.insert(0, "a new conversation (`chat.reset()`)")
+    if seen and not drops:
+        choices.insert(0, 'one without its oldest turns (`chat.overflow = "drop"`)')
     return ContextError(
         f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
         f"for {max_context:,} positions{by_chat}",
@@ -452,7 +455,7 @@ class Composer:
         begins = len(history.fed or history.known)
 
         def following(messages: Sequence[Message]) -> list[int]:
-            if history.forgotten:  # the last answer is read again, without its thoughts
+            if history.cut:
                 return self.opening(messages)[begins:]
             return self.following(messages)
 

@@ -187,11 +187,15 @@ class Recall:
         self.why = '`tier="none"`' if self.kind == "none" else self._kv.rules.cannot_recall or ""
         if self.why:
             return False
-        if self.file is None:
+        # On a GPU, and where the user wants it, what the store gave is moved to memory.
+        if self.file is None or (self._places[0] == "ram" and not self.file.kept):
             reasons: list[str] = []
             for place in self._places:
                 said = "; ".join(reasons)
-                no = self._no_file(tokens, said) if place == "file" else self._no_ram(tokens, said)
+                if place == "ram":
+                    no = self._no_ram(tokens, said)
+                else:
+                    no = self._no_file(tokens, said) if self.file is None else ""
                 if not no:
                     break
                 reasons.append(no)
@@ -216,7 +220,7 @@ class Recall:
         """Have a tier in host memory with room for `tokens` tokens. Returns "", or why there is no
         room. because: why it cannot be in a file, for the message. Raises UsageError if there is no
         room and `kind` is "ram"."""
-        have, free = self.nbytes, self.free()
+        have, free = 0 if self.file is not None else self.nbytes, self.free()
         need = self._bytes(RamRows.room(tokens, self._kv.shape.max_context))
         if free is not None and need - have > free - free // 8:
             no = f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
@@ -226,7 +230,11 @@ class Recall:
                     '`tier_dtype="int8"` takes about half, `tier="none"` reads again instead',
                 )
             return no
-        if self.tier is None:
+        if self.tier is None or self.file is not None:
+            if self.file is not None:
+                with contextlib.suppress(TierError):  # who reads it finds the damage
+                    self._to_ram(self.file, self.ids)
+                return ""
             self._take(None)
             over = f", as {because}" if because else ""
             saves = "; this saves time, not memory" if self._kv.device.type == "cpu" else ""
@@ -314,32 +322,39 @@ class Recall:
 
     # -- prompts of other conversations ---------------------------------------------------------
 
-    def remember(self, ids: Sequence[int], about: str) -> Iterator[str]:
-        """Before a conversation's first prompt is planned: rest on what the store has of its tokens
+    def remember(self, ids: Sequence[int], about: str, why: str = "") -> Iterator[str]:
+        """Before a prompt is planned: rest on what the store has of the conversation's tokens
         `ids`, and if much of it is new, make the tier an entry of the store. about: for people.
-        Yields warnings. Without a store, for a short prompt, for a tier in memory, and if anything
-        fails, the prompt is read as without a store."""
-        if self.store is None or self.tier is not None or len(ids) < self.store.least:
-            return
-        if self._kv.rules.cannot_recall is not None or self._places[0] == "ram":
+        why: why the prompt must be read whole. Yields warnings. Without a store, if the tier has
+        nearly all, and if anything fails, the prompt is read as without a store."""
+        if self.store is None or len(ids) - self.has(ids) < self.store.least:
             return
         try:
-            yield from self._remember(self.store, ids, about)
+            if why:
+                self._unused(self.store, ids, why)
+            else:
+                yield from self._remember(self.store, ids, about)
         except (TierError, UsageError, OSError) as error:
             self.leave()
             yield f"what is read is not remembered: {error}"
 
+    def _unused(self, store: Store, ids: Sequence[int], why: str) -> None:
+        if (found := store.find(self.header, ids)) is not None:
+            have = shared(found.ids, ids)
+            found.close()
+            self.say(f"{have:,} of {len(ids):,} tokens were read before, and are read again: {why}")
+
     def _remember(self, store: Store, ids: Sequence[int], about: str) -> Iterator[str]:
-        found = store.find(self.header, ids)
+        found, had = store.find(self.header, ids), self.has(ids)
         have = 0 if found is None else shared(found.ids, ids)
-        self._becomes = len(ids) - have >= store.least
+        self._becomes = len(ids) - have >= store.least and had < have + store.least
         need, first = self._bytes(len(ids) - have), not store.entries()
         if self._becomes and (no := store.room(need)):
             self._becomes = False
             if first:
                 yield f"what is read is not remembered: {no}"
         try:
-            if found is None and not self._becomes:
+            if not self._becomes and have <= had:
                 return
             place = Place(store.place(), store.identity, True) if self._becomes else self.where()
             self._take(self._resting(place, found, ids[:have], about))
@@ -350,6 +365,7 @@ class Recall:
         self.tier.ids, self.tier.length, self.remembering = list(ids[:have]), have, True
         if found is not None:
             self._source = found.path
+        if have and not had:
             self.say(f"{have:,} of {len(ids):,} tokens were read before")
         elif first:
             self.say(
@@ -370,6 +386,9 @@ class Recall:
                     self._kv.tier = self._tier(self._resting(self.where(), rows, ids), ids)
         elif self.kind == "none":
             self.leave()
+        if self.kind == "ram":
+            with contextlib.suppress(UsageError, MemoryError, RuntimeError):  # later, or never
+                self.ready(len(ids))
 
     def _resting(
         self, place: Place, found: FileRows | None, ids: Sequence[int], about: str = ""
@@ -462,14 +481,20 @@ class Recall:
             self._told = True
             return
         try:
-            tier = self._take(None)
-            copy_rows(rows, tier.rows, self._kv.shape.layers, rows.rows)
-            tier.ids, tier.length = rows.ids, rows.rows
+            self._to_ram(rows, rows.ids)
         except BaseException:
             self.leave()
             raise
         finally:
             rows.close()
+
+    def _to_ram(self, rows: FileRows, ids: Sequence[int]) -> None:
+        """Replace the tier by one in memory with the rows of the tokens `ids`, which `rows` has.
+        Raises TierError, and what torch raises when memory runs out."""
+        tier = self._tier(None, ids)
+        copy_rows(rows, tier.rows, self._kv.shape.layers, len(ids))
+        self.leave()
+        self._kv.tier = tier
 
     def write(self, place: Place) -> FileRows:
         """Write a copy of the tier to a new file, and wait until it is on disk. Raises TierError;

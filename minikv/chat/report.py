@@ -160,6 +160,7 @@ class TurnReport:
     weights: "plain", or the value of --weights.
     fidelity: None if nothing was recalled or measured.
     against_full: whether it is the answer of a cache without eviction.
+    dropped: how many turns left the conversation, because the context had no room for this one.
     """
 
     turn: int
@@ -186,6 +187,7 @@ class TurnReport:
     tier: str = ""
     fidelity: Fidelity | None = None
     against_full: AgainstFull = AgainstFull()
+    dropped: int = 0
 
     def __repr__(self) -> str:
         return line("report", [f"turn {self.turn}", *self._about()])

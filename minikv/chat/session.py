@@ -58,15 +58,16 @@ from minikv.chat.snapshot import (
 from minikv.chat.stopping import Cancelling, Guard, Pieces, answers, changes, closed, in_background
 from minikv.chat.thoughts import Say
 from minikv.chat.transcript import (
+    OVERFLOWS,
+    REUSES,
     Document,
-    Message,
+    OneOf,
     Source,
     Stored,
     Template,
     Tokenizer,
     TokenLog,
     Turn,
-    checked,
     shared,
     user_message,
 )
@@ -79,7 +80,7 @@ _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
     *("continuable", "continue_answer", "conversation", "curve", "documents", "evicted_for_turn"),
     *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
-    *("messages", "pending", "reads_again", "recalls", "refresh"),
+    *("messages", "overflow", "pending", "reads_again", "recalls", "refresh"),
     *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
     *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
     *("forgets", "verified", "verify"),
@@ -88,6 +89,9 @@ _PUBLIC = (
 
 Fit = Callable[[EvictionConfig, int, int], int]
 """See `ChatSession`."""
+_EIGHTH = 8
+"""The part of the context that is left when a line says so, and that an answer finds at least when
+turns leave."""
 UNDO_BYTES = 512 << 20
 """Bytes of host memory that the copies of the cache for `undo` may take."""
 
@@ -99,6 +103,8 @@ class ChatSession(ConversationView):
 
     These settings may be changed between turns:
     - reuse: what later questions find in the cache (see `minikv.chat.transcript`).
+    - overflow: "refuse": a question is refused if it does not fit the context. "drop": the oldest
+      turns leave then, but not their documents; the answer is that of a chat without them.
     - undo_turns: how many turns `undo` can take back. Each needs a copy of the cache in host
       memory; all copies together take at most `UNDO_BYTES`.
     - fidelity: measure what eviction loses of every prompt that is recalled from a tier.
@@ -128,6 +134,9 @@ class ChatSession(ConversationView):
     Python in backquotes.
     """
 
+    reuse = OneOf(REUSES)
+    overflow = OneOf(OVERFLOWS)
+
     def __init__(
         self,
         engine: Engine,
@@ -153,6 +162,7 @@ class ChatSession(ConversationView):
         )
         self.reuse = settings.reuse
         self.fidelity = settings.fidelity == "on"
+        self.overflow = settings.overflow
         self.recall = recall or Recall(engine.kv)
         self.facts = facts or Facts()
         self.fit = fit
@@ -182,16 +192,6 @@ class ChatSession(ConversationView):
         self._now = Conversation(
             self.conversation + 1, self.system, pending=documents, noticed=self._now.noticed
         )
-
-    @property
-    def reuse(self) -> str:
-        """What later questions find in the cache, one of `REUSES`. May be set between turns;
-        raises UsageError for other values."""
-        return self._reuse
-
-    @reuse.setter
-    def reuse(self, value: str) -> None:
-        self._reuse = checked(value)
 
     @changes
     def refresh(self, *, wanted: bool = True) -> None:
@@ -375,7 +375,7 @@ class ChatSession(ConversationView):
         how many any question reads again."""
         if self.rereads or (self.log.seen and self.reuse != "auto"):
             return 0
-        return reads_again(*self._known(len(self.log.ids)))
+        return reads_again(*self._known(self._now, len(self.log.ids)))
 
     @property
     def room(self) -> int:
@@ -519,28 +519,30 @@ class ChatSession(ConversationView):
         """A question and its answer: plan, read, write; `_write` closes the turn and reports."""
         began, told = perf_counter(), Warnings(self.words, notice)
         self.guard.question = question
-        self._forget()
-        chosen, known, documents = self.eviction, self.engine.kv.stats(), tuple(self.pending)
-        messages = [*self.messages, user_message(documents, question)]
-        text, tokens = messages[-1].content, settings.max_tokens
-        self._min_tokens.refuse(text, self.log.seen, self.room, self.max_context)
+        chosen, known, tokens = self.eviction, self.engine.kv.stats(), settings.max_tokens
+        most, text = self.max_context, user_message(self.pending, question).content
+        seen, room = (0, most) if self.overflow == "drop" else (self.log.seen, self.room)
+        self._min_tokens.refuse(text, seen, room, most)
         try:  # after an error in here, the chat is as it was
-            found = self._plan(messages, tokens, told)
+            base, new = self._base(question, tokens)
+            found = self._plan(base, new, tokens, told)
             for warning in self._before(found, question):
                 told.tell(warning)
             copy = self._copy(known.held_bytes)
-            self._before_reading = self.engine.kv.share()
             reader = Reader(
                 self._tools, self._plan_settings(), tokens, self.fidelity, progress, told.tell
             )
-            found, read = reader.read(found, lambda: self._plan(messages, tokens))
+            found, read = reader.read(
+                self._cut(base, found), lambda: self._cut(base, self._plan(base, new, tokens))
+            )
         except BaseException:
             self._set(chosen)
             raise
         # The prompt is in the cache. From here on the turn counts, even if the answer fails.
         known = measured(self.engine.kv, known, self.engine.kv.position)
+        base, gone = replace(base, noticed=self._now.noticed), len(self.turns) - len(base.turns)
         record = prompt_report(
-            self._now,
+            base,
             found,
             read,
             known,
@@ -551,8 +553,13 @@ class ChatSession(ConversationView):
             self.baseline_tok_s,
             self.recall.here,
         )
-        asked, log = Turn(question, "", documents, record), self.log.read(found.ids, found.anew)
-        now = self._now.begun(asked, log, self._copies(copy), known)
+        record = replace(record, dropped=gone)
+        if gone:
+            left = "oldest turn" if gone == 1 else f"{gone:,} oldest turns"
+            told.later.append(f"the {left} left the conversation, whose context is full")
+        asked = Turn(question, "", tuple(base.pending), record)
+        log = base.log.read(found.ids, found.anew)
+        now = base.begun(asked, log, self._copies(base, copy), known)
         writer = self._writer(log, settings, began)
         thoughts = thoughts_after(self.template, found.ids, settings)
         answer = Answer(self.tokenizer.stream(), settings.stop, thoughts)
@@ -601,7 +608,7 @@ class ChatSession(ConversationView):
             ended = answer.ended(self.tokenizer, log.ids[begins:])
             stats = measured(self.engine.kv, known, log.seen)
             circles = looping(answer.ids, writer.settings.sampling, self.own)
-            late = map(self.words, [*circles, *unanswered(ended)])
+            late = map(self.words, [*told.later, *circles, *unanswered(ended), *self._nearly(last)])
             lines = [*told.lines, *self._new_notices(), *late]
             took = perf_counter() - writer.began
             report = turn_report(last.report, ended, stats, took, self.recall, lines)
@@ -647,39 +654,97 @@ class ChatSession(ConversationView):
         self._before_reading = None
         self.recall.scored()
 
-    def _forget(self) -> None:
-        """Cut cache and log back to where the template writes the conversation otherwise, because
-        it leaves out the thoughts of the last answer: the next prompt is then what it writes."""
-        if self._history.forgotten:
-            whole = self._composer.opening([*self.messages, user_message((), "?")])
-            log = TokenLog(self.log.ids[: shared(self.log.ids, whole)])
-            self.engine.kv.cut(min(self.log.seen, len(log.ids)))
-            log.seen = self.engine.kv.position
+    def _nearly(self, last: Turn) -> Iterator[str]:
+        """What to tell the user after the turn `last` if it took the context's last eighth."""
+        few, seen = self.max_context // _EIGHTH, last.report.tokens.seen_total
+        earlier = self.turns[-1].report.tokens.seen_total if self.turns else 0
+        if self.room < few <= self.max_context - (seen or earlier):
+            then = 'questions that do not fit are refused; `chat.overflow = "drop"` lets the '
+            then += "oldest turns leave instead, `chat.reset()` begins anew"
+            drops = self.overflow == "drop"
+            yield (
+                f"{self.room:,} of {self.max_context:,} tokens are left for this conversation; "
+                f"then {'its oldest turns leave' if drops else then}"
+            )
+
+    def _base(self, question: str, answer: int) -> tuple[Conversation, Question]:
+        """The conversation that this question continues, and the question. If `overflow` is "drop"
+        and the context has no room for both and for an answer of `answer` tokens, the older half of
+        the turns leaves, and again: one by one, with every question one would leave, and all that
+        follows it would be read again."""
+        least = min(answer, self.max_context // _EIGHTH)
+        whole = self._after(self._now, question)
+        for room in (least, 1) if self.overflow == "drop" else ():
+            base, left = whole, len(self.turns)
+            while (full := base[0].log.seen + len(base[1].ids) + room > self.max_context) and left:
+                left //= 2
+                base = self._after(self._now.without(len(self.turns) - left), question)
+            if not full:
+                return base
+        return whole
+
+    def _after(self, base: Conversation, question: str) -> tuple[Conversation, Question]:
+        """The conversation without the tokens that the template does not write any more, and the
+        question after it. They are the thoughts of the last answer if it leaves these out, or ends
+        them where they were stopped; and those of turns that left."""
+        messages = [*base.messages, user_message(base.pending, question)]
+        last = self.report
+        thought = last is not None and last.tokens.thoughts > 0
+        if base.log.cut or (thought and (self.forgets or not self.turns[-1].answer)):
+            ids, kv = self.log.ids, self.engine.kv
+            count = shared(ids, self._composer.opening(messages))
+            seen = kv.holds(min(count, self.log.seen))
+            if len(base.turns) < len(self.turns) and (not seen or kv.stats().gaps):
+                count = seen = 0  # as a chat that never had them
+            base = replace(base, log=TokenLog(ids[: seen or count], seen, cut=True))
+        return base, self._composer.question(
+            History.of(base.turns, base.log), messages, base.pending
+        )
+
+    def _cut(self, base: Conversation, found: PromptPlan) -> PromptPlan:
+        """Before the plan is read: cut the cache back to `base` if the plan may continue it. That
+        is not undone; the next question then reads more. Returns the plan."""
+        kv, log = self.engine.kv, base.log
+        if kv.position != log.seen and not (found.anew and found.instead is None):
+            self._before_reading = None
+            kv.cut(log.seen)
             self._now = replace(self._now, log=log)
+        self._before_reading = kv.share()
+        return found
 
     def _plan(
-        self, messages: Sequence[Message], answer: int, told: Warnings | None = None
+        self, base: Conversation, question: Question, answer: int, told: Warnings | None = None
     ) -> PromptPlan:
-        """What to read for the last message. answer: its most tokens. told: None if this is planned
-        again because the tier failed."""
-        question = self._question(messages, self.pending)
-        tokens = self.log.seen + len(question.ids)
+        """What to read for the question after `base`. answer: its most tokens. told: None if this
+        is planned again because the tier failed; then the answer does without what needs a tier."""
+        tokens = base.log.seen + len(question.ids)
         if told is not None:
             told.tell(*self._decide(tokens, answer))
         if told is not None and self.recall.remembering:  # for a prompt that was given up
             self.recall.leave()
-        if told is not None and self._may_remember(len(question.ids)):
-            about = ", ".join(document.name or "" for document in self.pending)
-            told.tell(*self.recall.remember(question.ids, about))
-        history, held, tier, settings = self._known(tokens)
+        if told is not None and tokens < self.max_context:
+            self._remember(base, question, told)
+        history, held, tier, settings = self._known(base, tokens)
         return plan(history, question, held, tier, settings)
 
-    def _may_remember(self, tokens: int) -> bool:
-        """Whether the prompt of so many tokens may come from the store, or go there: it is the
-        first one, it fits, and nothing needs a tier that would be gone after it."""
-        if self.log.ids or (self.recall.kind == "none" and self.reuse == "recall"):
-            return False
-        return tokens < self.max_context and not self._plan_settings().blind
+    def _remember(self, base: Conversation, question: Question, told: Warnings) -> None:
+        """Have a tier with what the store knows of the conversation, if the question is answered
+        from one, or nothing is cached and nothing needs a tier that would be gone after it."""
+        history, held, tier, settings = self._known(base, None)
+        ids, none = [*history.known, *question.ids], self.recall.kind == "none"
+        why = settings.rules.cannot_recall or ""
+        if history.fed:
+            if none or why or not recalls(history, held, tier, settings):
+                return
+            ids = [*history.fed, *question.ids]
+        elif none and self.reuse == "recall":
+            return
+        elif history.known:
+            ids = [*history.known, *question.following(question.messages)]
+        if settings.blind and not why:
+            why = "documents are read and evicted before the question"
+        about = ", ".join(document.name or "" for document in base.documents + base.pending)
+        told.tell(*self.recall.remember(ids, about, why))
 
     def _before(self, found: PromptPlan, question: str) -> Iterator[str]:
         """What the user is told before the prompt is read. What `auto` does is told once, and again
@@ -701,10 +766,11 @@ class ChatSession(ConversationView):
                 return self._now.snapshot(self.engine.kv.snapshot(), self.eviction, self.seed)
         return None
 
-    def _copies(self, copy: ChatSnapshot | None) -> Mapping[int, ChatSnapshot]:
-        """The copies to keep in the turn that begins. copy: from before it, if there is one."""
-        copies = {**self._now.copies, **({} if copy is None else {self.turn: copy})}
-        return affordable(copies, self.turn + 1 - self.undo_turns, self.undo_bytes)
+    def _copies(self, base: Conversation, copy: ChatSnapshot | None) -> Mapping[int, ChatSnapshot]:
+        """The copies to keep in the turn that begins after `base`. copy: from before it, if there
+        is one."""
+        copies = {**base.copies, **({} if copy is None else {base.turn: copy})}
+        return affordable(copies, base.turn + 1 - self.undo_turns, self.undo_bytes)
 
     def _keep(self, found: PromptPlan) -> Iterator[str]:
         """Note what was read, and that what is from before is needed no more. Yields lines for the
@@ -731,27 +797,23 @@ class ChatSession(ConversationView):
             self.rereads,
             self.keeps_cache,
             len(self.start()) if self.pin_system and self.system else 0,
+            self.overflow == "drop",
         )
 
-    def _known(self, tokens: int) -> tuple[History, CacheStats, Stored, PlanSettings]:
-        """What a plan needs beside the question. tokens: those for which the tier must have room,
-        if a question may be answered from it."""
-        history, held = self._history, self.engine.kv.stats()
+    def _known(
+        self, base: Conversation, tokens: int | None
+    ) -> tuple[History, CacheStats, Stored, PlanSettings]:
+        """What a plan needs beside the question after `base`. tokens: those for which the tier must
+        have room, if a question may be answered from it; None: it need not."""
+        history, held = History.of(base.turns, base.log), self.engine.kv.stats()
         tier, settings = self.recall.stored(), self._plan_settings()
-        if recalls(history, held, tier, settings):
+        if tokens is not None and recalls(history, held, tier, settings):
             tier = self.recall.stored(tokens)
         return history, held, tier, settings
-
-    def _question(self, messages: Sequence[Message], documents: Sequence[Document]) -> Question:
-        return self._composer.question(self._history, messages, documents)
 
     @property
     def _composer(self) -> Composer:
         return Composer(self.template, self.recall.free, self._cancelling.cancelled)
-
-    @property
-    def _history(self) -> History:
-        return History.of(self.turns, self.log, forgets=self.forgets)
 
     @property
     def _tools(self) -> Tools:
@@ -772,9 +834,8 @@ class ChatSession(ConversationView):
         budget. answer: tokens of the next answer."""
         if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
             return ""
-        messages = [*self.messages, user_message(self.pending, "?")]
-        question = self._question(messages, ())
-        tokens = self.log.seen + len(question.ids)
+        base, question = self._after(self._now, "?")
+        tokens = base.log.seen + len(question.ids)
         return fit_words(self._rows_for(tokens, answer), tokens)
 
     def _rows_for(self, tokens: int, answer: int) -> int:

@@ -182,6 +182,19 @@ class Conversation:
             noticed=self.noticed,
         )
 
+    def without(self, turns: int) -> Conversation:
+        """The conversation without its first turns, and before anything of it is read. What they
+        brought comes with the next question."""
+        gone, rest = self.turns[:turns], self.turns[turns:]
+        documents = tuple(document for turn in gone for document in turn.documents)
+        pending = self.pending
+        if rest:
+            rest[0] = replace(rest[0], documents=(*documents, *rest[0].documents))
+        else:
+            pending = [*documents, *pending]
+        curve, log = self.curve[2 * turns :], TokenLog(cut=True)
+        return replace(self, turns=rest, pending=pending, log=log, curve=curve, copies={})
+
     def begun(
         self, asked: Turn, log: TokenLog, copies: Mapping[int, ChatSnapshot], stats: CacheStats
     ) -> Conversation:

@@ -133,11 +133,15 @@ class Thoughts:
             self.say(self._held, self._counted)
         return piece
 
-    def forced(self, written: int) -> int | None:
-        """The token to write after `written` tokens instead of the one that was drawn: those that
-        end thoughts of `most` tokens. None: the drawn one."""
-        cut = self.most and self.tokens and (self.inside or self._counted > self.most)
-        if self.tags is None or not cut:
+    def forced(self, ids: Sequence[int]) -> int | None:
+        """The token to write after the tokens `ids` of the answer instead of the one that was
+        drawn: those that end thoughts of at least `most` tokens. None: the drawn one."""
+        if self.tags is None or not self.most or not self.tokens:
             return None
-        at, ending = written - max(self.most, self._began), self.tags.ending
-        return ending[at] if 0 <= at < len(ending) else None
+        ending, limit = list(self.tags.ending), self.most + (not self.inside)
+        count, last = len(ending), list(ids[-len(ending) :])
+        # How many of them were written: they are at the end of `ids`.
+        done = next(n for n in range(count, -1, -1) if ending[:n] == last[len(last) - n :])
+        # After the closing tag, only the rest of them.
+        over = done == count or not (self.inside or done > len(ids) - self._counted)
+        return None if over or self._counted < limit else ending[done]

@@ -23,6 +23,7 @@ from minikv.chat.thoughts import Tags
 from minikv.errors import UsageError
 
 REUSES = ("auto", "recall", "refresh", "once", "blind")
+OVERFLOWS = ("refuse", "drop")
 TIERS = ("auto", "ram", "file", "none")
 TIER_DTYPES = ("same", "int8")
 _BLOCK = 4096  # tokens
@@ -98,11 +99,23 @@ def user_message(documents: Iterable[Document], question: str) -> Message:
 # -- tokens --------------------------------------------------------------------------------------
 
 
-def checked(value: str) -> str:
-    """`value`, if it is one of `REUSES`. Raises UsageError."""
-    if value not in REUSES:
-        raise UsageError(f"reuse must be one of {', '.join(REUSES)}, got {value!r}")
-    return value
+class OneOf:
+    """An attribute that is one of these texts. Setting another value raises UsageError."""
+
+    def __init__(self, values: Sequence[str]) -> None:
+        self._values = values
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> str:
+        return str(owner.__dict__[self._name])
+
+    def __set__(self, owner: Any, value: str) -> None:
+        if value not in self._values:
+            some = ", ".join(self._values)
+            raise UsageError(f"{self._name} must be one of {some}, got {value!r}")
+        owner.__dict__[self._name] = value
 
 
 def shared(*runs: Sequence[object]) -> int:
@@ -141,7 +154,8 @@ class Stored:
 
 class TokenLog:
     """The tokens of a conversation. ids: as far as they are known. seen: how many of them the cache
-    has seen. Each change is one assignment or one call, so that no interrupt comes into it.
+    has seen. cut: what the template writes behind them is not what it writes behind an answer. Each
+    change is one assignment or one call, so that no interrupt comes into it.
 
     However a turn ends, the cache has seen exactly the tokens in `fed`. The last token of an answer
     was sampled but not fed to the network. A stop token is never fed, because the template puts it
@@ -149,8 +163,8 @@ class TokenLog:
     prompt.
     """
 
-    def __init__(self, ids: Iterable[int] = (), seen: int = 0) -> None:
-        self.ids, self.seen = list(ids), seen
+    def __init__(self, ids: Iterable[int] = (), seen: int = 0, *, cut: bool = False) -> None:
+        self.ids, self.seen, self.cut = list(ids), seen, cut
 
     @property
     def fed(self) -> list[int]:

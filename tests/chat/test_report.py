@@ -70,7 +70,7 @@ KEYS = {
 }
 PLAIN = (
     "turn policy kernels dtype device shaped_by_turn stop_reason seed warnings reuse kv_dtype "
-    "weights tier fidelity"
+    "weights tier fidelity dropped"
 )
 
 

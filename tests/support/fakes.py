@@ -203,6 +203,9 @@ class FakeKv:
             arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
         )
 
+    def holds(self, position: int) -> int:
+        return position
+
     def cut(self, position: int) -> None:
         self.position = position
         del self.fed[position:]
