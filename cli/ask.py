@@ -76,6 +76,7 @@ def ask(
         raise UsageError(
             "with --remember off no ask is kept that could be continued", "leave it out here"
         )
+    asked = settings
     if not go_on and settings.reuse == "recall":  # there is no later question
         settings = replace(settings, reuse="once")
     if go_on and question != "-" and "-" not in files:  # the documents are in the chat
@@ -102,7 +103,8 @@ def ask(
         if session is not None and session.report is not before:
             if go_on:
                 keeper.keep(session)
-            elif remembers:
+            elif remembers:  # for questions to come, with what was left out for this one
+                session.reuse, session.recall.kind = asked.reuse, asked.tier
                 keeper.keep_ask(session)
         if session is not None:
             session.recall.leave()

@@ -26,6 +26,8 @@ cache = group(
 @cache.callback(invoke_without_command=True)
 @command
 def listed(call: Call, as_json: Json = False) -> None:
+    from minikv.chat.store import taken
+
     terminal = call.terminal
     entries = _store().entries()
     if as_json:
@@ -59,7 +61,7 @@ def listed(call: Call, as_json: Json = False) -> None:
     ]
     terminal.data(grid(lines, "<>>><<"))
     count = "1 prompt" if len(entries) == 1 else f"{len(entries):,} prompts"
-    terminal.say(f"{count}, {size(sum(one.nbytes for one in entries))}")
+    terminal.say(f"{count}, {size(taken(entries))}")
 
 
 @cache.command("rm")
@@ -70,6 +72,8 @@ def remove(
     yes: Yes = False,
 ) -> None:
     """Remove these prompts, or all."""
+    from minikv.chat.store import taken
+
     terminal, names = call.terminal, names or []
     store = _store()
     entries = {one.path.name: one for one in store.entries()}
@@ -77,7 +81,8 @@ def remove(
         if name not in entries:
             raise UsageError(f"no prompt {name!r} is kept", "`minikv cache` lists them")
     chosen: list[Entry] = [entries[name] for name in names or entries]
-    total, count = sum(one.nbytes for one in chosen), len(chosen)
+    rest = [one for one in entries.values() if one not in chosen]
+    total, count = taken(entries.values()) - taken(rest), len(chosen)
     what = "1 prompt" if count == 1 else f"{count:,} prompts"
     if not chosen or not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):
         terminal.say("nothing was removed")

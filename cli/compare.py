@@ -278,7 +278,7 @@ def run(
     """Ask in a fresh chat. `tell` gets each warning that comes before anything was read, such as
     what reading will cost. Raises the session's errors, and Interrupted once stopped."""
     stopped = Interrupted(f"stopped comparing at {name}", "the chat is as it was")
-    begun = False
+    begun, thought = False, 0
 
     def notice(line: str) -> None:
         if not begun:
@@ -291,6 +291,11 @@ def run(
             raise stopped
         show(done, total, 0)
 
+    def thinking(piece: str, tokens: int) -> None:
+        nonlocal thought
+        thought = tokens
+        show(0, 0, tokens)
+
     for document in question.documents:
         session.attach(document.text, document.name)
     pieces: list[str] = []
@@ -300,10 +305,10 @@ def run(
             **asdict(greedy),
             progress=reading,
             notice=notice,
-            thinking=lambda piece, tokens: show(0, 0, tokens),
+            thinking=thinking,
         ):
             pieces.append(piece)
-            show(0, 0, len(pieces))
+            show(0, 0, thought + len(pieces))
     except Interrupted:
         raise stopped from None
     if stop.asked:

@@ -276,7 +276,7 @@ def write_to(
     while same < min(len(before), len(turns)) and before[same] is turns[same]:
         same += 1
     cache, why = b"", "what it holds is chosen again from what is remembered"
-    if file.name != LAST or session.engine.kv.rules.cannot_recall is not None:
+    if file.name != LAST or not session.recalls or session.recall.kind == "none":
         cache, why = _cache(session)
     pending_token = [] if session.pending_token is None else [session.pending_token]
     first = session.messages[0] if session.messages else None

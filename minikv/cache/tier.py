@@ -150,8 +150,8 @@ class Tier:
         layer = row_nbytes(shape, self.dtype) // shape.layers
         all_direct = all(map(self._is_direct, range(shape.layers)))
         buffers = 0 if all_direct else self._copies.slots * layer * rows
-        if self.kind == "file" and self.device.type == "cpu":
-            buffers += min(2, shape.layers) * codes // shape.layers * rows
+        if isinstance(self.rows, FileRows) and self.device.type == "cpu":
+            buffers += self.rows.slots * codes // shape.layers * rows
         if not self.coded:
             return buffers, 0
         heads, size = shape.kv_heads, shape.head_dim

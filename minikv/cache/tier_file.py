@@ -209,6 +209,7 @@ class FileRows:
         that."""
         self.path, self.header, self._folder, self._opened = path, header, folder, opened
         self._files = [handle]  # `rows`, and the bases
+        self._pinned = pinned
         self.memory = Memory(torch.device("cuda" if pinned else "cpu"))
         self.damage, self.kept = "", True
         self.ids: list[int] = []
@@ -442,6 +443,13 @@ class FileRows:
         return len(self.ids)
 
     @property
+    def slots(self) -> int:
+        """How many layers are in memory while a prompt is read. Two, if one is read from the file
+        or copied from a GPU while another is computed; writing a layer takes hardly any time beside
+        computing it."""
+        return min(2 if self._segments or self._pinned else 1, self.header.layers)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all segments."""
         return sum(self.header.layers * self.header.part(one.rows) for one in self._segments)
@@ -459,8 +467,7 @@ class FileRows:
             header, segments = self.header, [self._new, *self._segments]
             room = max(count, *(one.begin + one.rows for one in segments))
             slots = [
-                self.memory.columns(header.columns, header.heads, room)
-                for _ in range(min(2, header.layers))
+                self.memory.columns(header.columns, header.heads, room) for _ in range(self.slots)
             ]
             fill = partial(self._submit, self._load)
             self._slots = Slots(slots, header.layers, fill, Future.result)

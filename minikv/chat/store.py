@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,16 +36,26 @@ _WAITING = re.compile(r"\.[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored prompt. nbytes: of its files, those that it shares included. used: when it was last
-    used, in seconds since 1970. model, about: of what it is, for people; about says so if it is
-    damaged."""
+    """A stored prompt. files: bytes by file, those that it shares with others included. used: when
+    it was last used, in seconds since 1970. model, about: of what it is, for people; about says so
+    if it is damaged."""
 
     path: Path
-    nbytes: int
+    files: Mapping[int, int]
     used: float
     tokens: int = 0
     model: str = ""
     about: str = "damaged"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files."""
+        return sum(self.files.values())
+
+
+def taken(entries: Iterable[Entry]) -> int:
+    """Bytes of the entries' files. Those that several share count once."""
+    return sum(dict(file for entry in entries for file in entry.files.items()).values())
 
 
 class Store:
@@ -111,14 +121,11 @@ class Store:
         except OSError as error:
             return f"{error.strerror} ({self.folder})"
         entries = self.entries()
-        held = sum(entry.nbytes for entry in entries)
-        most = min(self.limit, (free + held) // _SHARE)
+        most = min(self.limit, (free + taken(entries)) // _SHARE)
         if size > most:
             return f"it takes {size / 2**20:,.0f} MiB, and {most / 2**20:,.0f} MiB may be taken"
-        while held + size > most:
-            last = entries.pop()
-            held -= last.nbytes
-            self.remove(last)
+        while taken(entries) + size > most:
+            self.remove(entries.pop())
         return ""
 
     def remove(self, entry: Entry) -> None:
@@ -144,8 +151,8 @@ class Store:
 
 def _entry(path: Path) -> Entry:
     """Raises OSError."""
-    size = sum(file.stat().st_size for file in path.iterdir())
-    made = Entry(path, size, path.stat().st_mtime)
+    files = {about.st_ino: about.st_size for about in map(Path.stat, path.iterdir())}
+    made = Entry(path, files, path.stat().st_mtime)
     with contextlib.suppress(TierError):
         rows = FileRows.open(path, shared=True)
         header, tokens = rows.header, rows.rows

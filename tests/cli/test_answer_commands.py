@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import re
-import shutil
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typed import Tty, World, answer_of, context, fake_chat, said, screen
+import torch
+from typed import Tty, World, answer_of, context, fake_chat, invoke, said, screen
 
+import minikv.cli.turn
+from minikv.chat.session import ChatSession
 from minikv.cli import answer_commands
+from minikv.cli.saved.database import ChatFile
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.transcript import read
 from minikv.cli.screen.markdown import Answer as Markdown
+from minikv.models import BUNDLED
 
 TEXT = "The mill is run by Ada."
 
@@ -158,17 +167,13 @@ def test_json_has_a_record_for_a_question_that_failed(world: World, document: st
 # -- ask --continue -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [("--continue",), ("--chat", "mine")])
 def test_ask_goes_on_in_a_saved_chat(
-    world: World, document: str, home: Path, tmp_path: Path, how: tuple[str, ...]
+    world: World, document: str, home: Path, tmp_path: Path
 ) -> None:
     world.run("chat", document, input="Who runs it?\nSince when?\nWhy?\n")
     (home / os.listdir(home)[0]).rename(home / "mine")
-    world.run("chat", document, *["--no-save"] * (how[0] == "--continue"), input="x\n")
-    for name in set(os.listdir(home)) - {"mine"}:  # the one that was saved last
-        (home / name).rename(home / "later")
     for question, more in (("Since when?", ()), ("Why?", ("--json",))):
-        result = world.run("ask", *how, question, *more, input="")
+        result = world.run("ask", "--chat", "mine", question, *more, input="")
         assert result.exit_code == 0, result.stderr
         assert len(result.stdout.splitlines()) == 1  # the answer alone
     assert "in chat mine, after 4 turns" in result.stderr
@@ -177,18 +182,19 @@ def test_ask_goes_on_in_a_saved_chat(
     ]
     assert json.loads(result.stdout)["answer"] == world.session.turns[-1].answer
     assert "\n> Since when?\n" in world.run("chats", "show", "mine").stdout
-    assert set(os.listdir(home)) - {"later"} == {"mine"}
-    shutil.rmtree(home / "later", ignore_errors=True)
+    assert os.listdir(home) == ["mine"]
     other = tmp_path / "other.txt"
     other.write_text("And a second document.")
-    world.run("ask", "--continue", "And that?", str(other))
+    world.run("ask", "--chat", "mine", "And that?", str(other))
     assert [d.name for d in world.session.documents] == ["report.txt", "other.txt"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--chat", "mine", "--continue"), "--continue is the chat that was saved last"),
+        (("--chat", "mine", "--continue"), "--continue is the chat of the last ask"),
+        (("-c",), "there is no ask to continue"),
+        (("-c", "--remember", "off"), "with --remember off no ask is kept"),
         (("--chat", "nosuch"), "no saved chat 'nosuch'"),
         (("--chat", ""), "cannot be the name of a chat"),
         (("--chat", "../mine"), "cannot be the name of a chat"),
@@ -203,14 +209,104 @@ def test_ask_refuses_other_chats(world: World, words: tuple[str, ...], said: str
 def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
     world: World, document: str, home: Path
 ) -> None:
-    assert world.run("ask", "--continue", "Who?").exit_code == 2  # there is none
-    world.run("chat", document, input="Who runs it?\n")
-    (name,) = os.listdir(home)
-    before = (home / name / "chat.db").read_bytes()
+    world.run("ask", "Who runs it?", document)
+    (file,) = home.glob("*/*")
+    before = file.read_bytes()
+    world.run("ask", "Who?", document, "--remember", "off")  # neither kept nor in its place
     world.max_context = 60
-    result = world.run("ask", "--continue", "long " * 20, document)
-    assert result.exit_code == 5
-    assert (home / name / "chat.db").read_bytes() == before
+    for words in (("ask", "-c", "long " * 20, document), ("ask", "long " * 20, document)):
+        assert world.run(*words).exit_code == 5
+        assert [*home.glob("*/*")] == [file]
+        assert file.read_bytes() == before
+    world.max_context = 4096
+    file.write_bytes(before.replace(b"Who runs it?", b"Who turns it"))
+    result = world.run("ask", "-c", "Since when?")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert "chat last-ask is damaged: " in result.stderr
+    assert len(file.read_bytes()) == len(before)
+    assert world.run("ask", "Who runs it?", document).exit_code == 0  # another takes its place
+    assert world.run("ask", "-c", "Since when?").exit_code == 0
+
+
+def told(world: World) -> list[str]:
+    """The questions of the last command's chat."""
+    return [turn.question for turn in world.session.turns]
+
+
+def test_the_last_ask_is_a_chat_that_others_leave_alone(
+    world: World, document: str, home: Path
+) -> None:
+    assert world.run("ask", "Who runs it?", document).exit_code == 0
+    assert [oct(path.stat().st_mode & 0o777) for path in home.rglob("*")] == ["0o700", "0o600"]
+    world.run("chat", document, input="Why?\n")
+    result = world.run("ask", "-c", "Since when?", input="")
+    assert told(world) == ["Who runs it?", "Since when?"]
+    assert 'behind "Who runs it?", after 1 turn' in result.stderr
+    world.run("chat", "--resume=", input="So?\n")  # the last chat
+    assert told(world) == ["Why?", "So?"]
+    world.run("chat", "--resume", "last-ask", input="And?\n/save last-ask\n/fork last-ask\n")
+    assert told(world) == ["Who runs it?", "Since when?", "And?"]
+    assert len(os.listdir(home)) == 3  # it continues as a chat of its own
+    with closing(ChatFile("last-ask", lock=True)):  # another -c at the same time
+        result = world.run("ask", "-c", "Since when?", input="")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "chat last-ask is open in another minikv" in result.stderr
+        world.run("ask", "Where?", document)  # takes its place
+    world.run("ask", "-c", "And where?", input="")
+    assert told(world) == ["Where?", "And where?"]
+    assert "last-ask" in world.run("chats").stdout
+    world.run("chats", "rm", "last-ask", "--yes")
+    assert world.run("ask", "-c", "Who?").exit_code == 2
+
+
+def test_many_asks_at_once_leave_a_whole_one(home: Path) -> None:
+    session, terminal = fake_chat(), screen()
+    list(session.ask("Who runs it?"))
+    keepers = [threading.Thread(target=Keeper(terminal).keep_ask, args=[session]) for _ in range(8)]
+    for one in keepers:
+        one.start()
+    for one in keepers:
+        one.join()
+    assert said(terminal) == ""
+    assert [path.name for path in home.rglob("*")] == ["last-ask", "chat.db"]
+    assert [turn.question for turn in read("last-ask").turns] == ["Who runs it?"]
+
+
+SHORT = [["--policy", "adakv"], ["--policy", "streaming"], ["--policy", "h2o"]]
+SHORT += [["--policy", "kvzip"], ["--policy", "full"], ["--budget", "20%", "--reuse", "once"]]
+SHORT += [["--reuse", "recall"]]
+
+
+@pytest.mark.parametrize("flags", [*SHORT, ["--policy", "adakv", "LONG"]], ids=" ".join)
+def test_ask_continues_as_one_chat(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    """The bundled model, and a document that is read again, or of which it is remembered what was
+    read: the same rows and answers as in a chat."""
+    made, real = list[ChatSession](), minikv.cli.turn.build
+
+    def build(*given: Any) -> ChatSession:
+        made.append(real(*given))
+        return made[-1]
+
+    monkeypatch.setattr(minikv.cli.turn, "build", build)
+    text, path = (BUNDLED / "sample.txt").read_text(), tmp_path / "text.txt"
+    path.write_text(text[: 12_000 if "LONG" in flags else 3_000])
+    words = ["--budget", "64", *flags[: 2 if "LONG" in flags else None]]
+    first, *later = "Who is the mayor?", "What does Halhart Works make?", "Where?"
+    assert invoke("ask", first, str(path), *words).exit_code == 0
+    for question in later:
+        assert invoke("ask", "-c", question, input="").exit_code == 0
+    lines = "\n".join([first, *later])
+    assert invoke("chat", str(path), *words, "--remember", "off", input=lines).exit_code == 0
+    *_, ask, chat = made
+    assert [turn.answer for turn in ask.turns] == [turn.answer for turn in chat.turns]
+    assert ask.fed == chat.fed
+    shape = chat.engine.kv.shape
+    for layer, head in itertools.product(range(shape.layers), range(shape.kv_heads)):
+        assert torch.equal(ask.kept(layer, head), chat.kept(layer, head))
+    new = ask.turns[1].report.tokens.prompt_new
+    assert (new < 200) == ("LONG" in flags or "kvzip" in flags or "once" in flags)
 
 
 # -- --stop ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ KEYS = {
     *(
         "turn policy policy_options budget kernels dtype device tokens kv_bytes time_s rate loss "
         "shaped_by_turn stop_reason seed sampling device_mem warnings reuse kv_dtype weights tier "
-        "fidelity against_full"
+        "fidelity against_full dropped"
     ).split()
 }
 HOSTILE = "a\x1b]52;c;QUJD\x07b\x9b31mc\u202ed\u2066e\U000e0041f\u2028g\x00\x7f\b\rh"
@@ -53,7 +53,8 @@ def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
 ) -> None:
     """There is no later question for which all that was read could be kept."""
     monkeypatch.setattr(Rules, "cannot_recall", why)
-    assert world.run("ask", "Who?", document, "--tier", "file").exit_code == 0
+    words = ("--tier", "file", "--remember", "off")
+    assert world.run("ask", "Who?", document, *words).exit_code == 0
     assert world.session.recall.kind == kind
 
 

@@ -295,7 +295,10 @@ def test_coming_back_shows_documents_and_the_last_exchange(world: World, documen
 def test_a_document_that_changed_is_told(
     world: World, document: str, act: object, said: str, command: str
 ) -> None:
-    world.run("chat", document, input="Who runs it?\n")
+    if command == "chat":
+        world.run("chat", document, input="Who runs it?\n")
+    else:
+        world.run("ask", "Who runs it?", document)
     assert callable(act)
     act(document)
     arguments = ("chat", "--resume=") if command == "chat" else ("ask", "--continue", "Why?")

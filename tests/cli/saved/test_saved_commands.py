@@ -194,8 +194,7 @@ def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
     origins["temperature"] = "--temperature"
     real.run("load mine")
     from_chat = dict.fromkeys(
-        ("policy", "decode", "budget", "stride", "seed", "reuse", "system", "pin_system"),
-        "chat mine",
+        "policy decode budget stride seed reuse overflow system pin_system".split(), "chat mine"
     )
     assert changed(origins) == {**from_chat, "temperature": "--temperature"}
 
@@ -205,7 +204,7 @@ def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
     real.run("save mine")
     saved = read("mine")
     held = {"policy", "decode", "budget", "stride"}
-    own = {"seed", "system", "pin_system", "reuse"}
+    own = {"seed", "system", "pin_system", "reuse", "overflow"}
     run = {"model", "revision", "dtype", "kv", "weights"}
     assert commands.origins_of(saved, ()) == dict.fromkeys(held | own | run, "chat mine")
     stated = set(commands.origins_of(saved, {"seed", "model"}))
