@@ -30,6 +30,7 @@ from minikv.chat.answer import (
     unanswered,
 )
 from minikv.chat.closing import Facts, Warnings, before, measured, prompt_report, turn_report
+from minikv.chat.continuing import Continuing
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import fit_words
 from minikv.chat.plan import (
@@ -68,7 +69,6 @@ from minikv.chat.transcript import (
     Tokenizer,
     TokenLog,
     Turn,
-    shared,
     user_message,
 )
 from minikv.engine.engine import Engine
@@ -89,9 +89,6 @@ _PUBLIC = (
 
 Fit = Callable[[EvictionConfig, int, int], int]
 """See `ChatSession`."""
-_EIGHTH = 8
-"""The part of the context that is left when a line says so, and that an answer finds at least when
-turns leave."""
 UNDO_BYTES = 512 << 20
 """Bytes of host memory that the copies of the cache for `undo` may take."""
 
@@ -155,11 +152,8 @@ class ChatSession(ConversationView):
         self.engine, self.tokenizer, self.template = engine, tokenizer, template
         self.max_context = max_context
         self.eviction = eviction or settings.eviction()
-        self.seed, self.system, self.pin_system = (
-            settings.seed,
-            settings.system,
-            settings.pin_system,
-        )
+        self.seed = settings.seed
+        self.system, self.pin_system = settings.system, settings.pin_system
         self.reuse = settings.reuse
         self.fidelity = settings.fidelity == "on"
         self.overflow = settings.overflow
@@ -524,15 +518,13 @@ class ChatSession(ConversationView):
         seen, room = (0, most) if self.overflow == "drop" else (self.log.seen, self.room)
         self._min_tokens.refuse(text, seen, room, most)
         try:  # after an error in here, the chat is as it was
-            base, new = self._base(question, tokens)
+            base, new = self._continuing.continued(self._now, question, tokens)
             found = self._plan(base, new, tokens, told)
             for warning in self._before(found, question):
                 told.tell(warning)
             copy = self._copy(known.held_bytes)
-            reader = Reader(
-                self._tools, self._plan_settings(), tokens, self.fidelity, progress, told.tell
-            )
-            found, read = reader.read(
+            how = self._plan_settings(), tokens, self.fidelity, progress, told.tell
+            found, read = Reader(self._tools, *how).read(
                 self._cut(base, found), lambda: self._cut(base, self._plan(base, new, tokens))
             )
         except BaseException:
@@ -541,19 +533,9 @@ class ChatSession(ConversationView):
         # The prompt is in the cache. From here on the turn counts, even if the answer fails.
         known = measured(self.engine.kv, known, self.engine.kv.position)
         base, gone = replace(base, noticed=self._now.noticed), len(self.turns) - len(base.turns)
-        record = prompt_report(
-            base,
-            found,
-            read,
-            known,
-            settings,
-            self.seed,
-            self.eviction,
-            self.facts,
-            self.baseline_tok_s,
-            self.recall.here,
-        )
-        record = replace(record, dropped=gone)
+        facts, baseline, here = self.facts, self.baseline_tok_s, self.recall.here
+        what = base, found, read, known, settings, self.seed, self.eviction, facts, baseline, here
+        record = replace(prompt_report(*what), dropped=gone)
         if gone:
             left = "oldest turn" if gone == 1 else f"{gone:,} oldest turns"
             told.later.append(f"the {left} left the conversation, whose context is full")
@@ -603,12 +585,16 @@ class ChatSession(ConversationView):
         conversation meanwhile. begun: the one to which the turn is added. kept: lines to tell
         first."""
         log, begins = writer.log, len(writer.log.ids) - answer.generated
+        before = last.report.tokens.seen_total  # if the answer is continued
+        if not before and begun.turns:
+            before = begun.turns[-1].report.tokens.seen_total
 
         def closing() -> Conversation:
             ended = answer.ended(self.tokenizer, log.ids[begins:])
             stats = measured(self.engine.kv, known, log.seen)
             circles = looping(answer.ids, writer.settings.sampling, self.own)
-            late = map(self.words, [*told.later, *circles, *unanswered(ended), *self._nearly(last)])
+            full = self._continuing.nearly_full(before, len(log.ids))
+            late = map(self.words, [*told.later, *circles, *unanswered(ended), *full])
             lines = [*told.lines, *self._new_notices(), *late]
             took = perf_counter() - writer.began
             report = turn_report(last.report, ended, stats, took, self.recall, lines)
@@ -653,53 +639,6 @@ class ChatSession(ConversationView):
         self.log.seen = kv.position
         self._before_reading = None
         self.recall.scored()
-
-    def _nearly(self, last: Turn) -> Iterator[str]:
-        """What to tell the user after the turn `last` if it took the context's last eighth."""
-        few, seen = self.max_context // _EIGHTH, last.report.tokens.seen_total
-        earlier = self.turns[-1].report.tokens.seen_total if self.turns else 0
-        if self.room < few <= self.max_context - (seen or earlier):
-            then = 'questions that do not fit are refused; `chat.overflow = "drop"` lets the '
-            then += "oldest turns leave instead, `chat.reset()` begins anew"
-            drops = self.overflow == "drop"
-            yield (
-                f"{self.room:,} of {self.max_context:,} tokens are left for this conversation; "
-                f"then {'its oldest turns leave' if drops else then}"
-            )
-
-    def _base(self, question: str, answer: int) -> tuple[Conversation, Question]:
-        """The conversation that this question continues, and the question. If `overflow` is "drop"
-        and the context has no room for both and for an answer of `answer` tokens, the older half of
-        the turns leaves, and again: one by one, with every question one would leave, and all that
-        follows it would be read again."""
-        least = min(answer, self.max_context // _EIGHTH)
-        whole = self._after(self._now, question)
-        for room in (least, 1) if self.overflow == "drop" else ():
-            base, left = whole, len(self.turns)
-            while (full := base[0].log.seen + len(base[1].ids) + room > self.max_context) and left:
-                left //= 2
-                base = self._after(self._now.without(len(self.turns) - left), question)
-            if not full:
-                return base
-        return whole
-
-    def _after(self, base: Conversation, question: str) -> tuple[Conversation, Question]:
-        """The conversation without the tokens that the template does not write any more, and the
-        question after it. They are the thoughts of the last answer if it leaves these out, or ends
-        them where they were stopped; and those of turns that left."""
-        messages = [*base.messages, user_message(base.pending, question)]
-        last = self.report
-        thought = last is not None and last.tokens.thoughts > 0
-        if base.log.cut or (thought and (self.forgets or not self.turns[-1].answer)):
-            ids, kv = self.log.ids, self.engine.kv
-            count = shared(ids, self._composer.opening(messages))
-            seen = kv.holds(min(count, self.log.seen))
-            if len(base.turns) < len(self.turns) and (not seen or kv.stats().gaps):
-                count = seen = 0  # as a chat that never had them
-            base = replace(base, log=TokenLog(ids[: seen or count], seen, cut=True))
-        return base, self._composer.question(
-            History.of(base.turns, base.log), messages, base.pending
-        )
 
     def _cut(self, base: Conversation, found: PromptPlan) -> PromptPlan:
         """Before the plan is read: cut the cache back to `base` if the plan may continue it. That
@@ -816,6 +755,12 @@ class ChatSession(ConversationView):
         return Composer(self.template, self.recall.free, self._cancelling.cancelled)
 
     @property
+    def _continuing(self) -> Continuing:
+        drops = self.overflow == "drop"
+        kv, forgets = self.engine.kv, self.forgets
+        return Continuing(kv, self._composer, forgets, drops, self.max_context)
+
+    @property
     def _tools(self) -> Tools:
         return Tools(self.engine, self.tokenizer, self.template, self.recall, self._cancelling)
 
@@ -834,7 +779,7 @@ class ChatSession(ConversationView):
         budget. answer: tokens of the next answer."""
         if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
             return ""
-        base, question = self._after(self._now, "?")
+        base, question = self._continuing.continued(self._now, "?")
         tokens = base.log.seen + len(question.ids)
         return fit_words(self._rows_for(tokens, answer), tokens)
 

@@ -19,6 +19,7 @@ from minikv.chat.report import thought_for
 from minikv.chat.session import ChatSession
 from minikv.chat.thoughts import Thoughts
 from minikv.engine.engine import Engine
+from minikv.errors import ContextError
 
 FENCE = "Use it so:\n```\n<think>\nx\n</think>\n```\n"
 # What the model writes, whether the prompt has opened the thoughts, and what of it is what.
@@ -149,6 +150,36 @@ def test_thoughts_that_do_not_end(most: int, max_tokens: int, reason: str, answe
     else:
         assert reported(chat).tokens.thoughts == most + 9  # with the closing tag
         assert bytes(id for id in chat.fed if id < 256).count(b"\n</think>\n\n") == 1
+
+
+@pytest.mark.parametrize("least", [0, 5, 9])
+@pytest.mark.parametrize("written", [*range(8, 24)])
+def test_an_answer_that_goes_on_ends_thoughts_that_are_too_long(least: int, written: int) -> None:
+    """Wherever it was stopped, also in the closing tag; `least`: the limit until then."""
+    text = "think on and on. " * 6
+    chat, count = scripted(text, opens=True), least if 0 < least <= written else written
+    answer = "".join(chat.ask("a?", written, max_thoughts=least))
+    answer += "".join(chat.continue_answer(60, max_thoughts=5))
+    twin = scripted(text, opens=True)
+    assert answer == "".join(twin.ask("a?", written + 60, max_thoughts=count))
+    assert (answer, text[:count].strip()) == (chat.turns[0].answer, chat.turns[0].thoughts)
+    assert bytes(id for id in chat.fed if id < 256).count(b"</think>") == 1
+
+
+@pytest.mark.parametrize("undo_turns", [0, 4])
+def test_a_stopped_thought_can_be_continued_after_other_questions(undo_turns: int) -> None:
+    """After one that was refused in any case, after one that was taken back if there is a copy."""
+    chat, twin = (thinker(undo_turns=undo_turns) for _ in range(2))
+    for one in (chat, twin):
+        list(one.ask("who?", 10, 0.7))
+    with pytest.raises(ContextError):
+        list(chat.ask("long " * 500))
+    if undo_turns:
+        list(chat.ask("when?", 10, 0.7))
+        chat.undo()
+        chat.pending.clear()
+    more = ["".join(one.continue_answer(30, 0.7, max_thoughts=12)) for one in (chat, twin)]
+    assert more[0] == more[1] == chat.turns[0].answer != ""
 
 
 def test_an_opening_tag_longer_than_the_limit_is_written_whole() -> None:

@@ -13,6 +13,7 @@ import torch
 from lettered import lettered
 from pairwise import pairwise, some_by_day
 from rich.cells import cell_len
+from small_chat import scripted
 from test_kept import HOSTILE, STORY, chat, network
 from typed import context
 
@@ -518,3 +519,11 @@ def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) 
     list(session.ask("Who?", 3))
     compared(session)
     assert "nothing evicted" in capsys.readouterr().err
+
+
+def test_the_count_on_the_live_line_goes_on_behind_thoughts() -> None:
+    shown: list[int] = []
+    session = scripted("so and so\n</think>\n\nYes, it is.", opens=True)
+    question = Question("Why?", (), 1)
+    compare.run(session, "full", question, 60, lambda _, of, n: shown.append(n), compare.Stop())
+    assert shown[-1] == max(shown) > len("Yes, it is.")
