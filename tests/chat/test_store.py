@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tiers import MILL, RIVER, served
 from minikv.cache.tier_file import FileRows
 from minikv.chat.recall import Place, Recall
 from minikv.chat.session import ChatSession
-from minikv.chat.store import Store
+from minikv.chat.store import Store, taken
 from minikv.errors import ContextError, Interrupted
 
 LIMIT = 1 << 30
@@ -77,7 +78,8 @@ def read(folder: Path) -> Path:
 
 CASES: list[dict[str, Any]] = [{"policy": name} for name in served()]
 CASES += [{"policy": "full", "decode": "none"}, {"policy": "full"}, {"budget": "auto"}]
-CASES += [{"budget": "20%"}, {"window": 64}, {"decode": "none"}, {"tier": "none"}]
+CASES += [{"budget": "20%"}, {"window": 64}, {"decode": "none"}]
+CASES += [{"tier": "none"}, {"tier": "ram"}]
 
 
 @pytest.mark.parametrize("how", CASES, ids=str)
@@ -141,11 +143,43 @@ def test_what_is_not_remembered(read: Path, how: dict[str, Any]) -> None:
     documents = how.pop("documents", (LONG,))
     before = len(Store(read, LIMIT, {}).entries())
     session = remembering(read, **how)
+    said = list[str]()
+    session.recall.say = said.append
     _, _, new = told(session, "Who?", *documents)
     assert new > len("".join(documents))
     leave(session)
+    why = [line for line in said if "were read before, and are read again: " in line]
+    assert len(why) == ("policy" in how or "reuse" in how)
     after = len(Store(read, LIMIT, {}).entries())
     assert after - before == (foreign or "model" in how)
+
+
+@pytest.mark.parametrize("how", [{}, {"tier": "ram"}, {"first": MILL[:20]}], ids=str)
+def test_a_later_document_is_remembered_with_what_came_before(
+    folder: Path, how: dict[str, Any]
+) -> None:
+    """The chat itself continues, and one that has the same turns but no rows reads only what
+    follows."""
+    first = how.pop("first", LONG)
+    session, twin = remembering(folder, **how), chat(reuse="auto")
+    twin.recall = Recall(twin.engine.kv, "ram")
+    for question, document in (("Who?", first), ("Why?", MILL + RIVER)):
+        assert told(session, question, document)[:2] == told(twin, question, document)[:2]
+    tokens = reported(session).tokens.seen_total
+    assert max(one.tokens for one in Store(folder, LIMIT, {}).entries()) > tokens - 60
+    held = replace(session.snapshot(), held=None)
+    assert told(session, "Since when?") == told(twin, "Since when?")
+    other = remembering(folder, **how)
+    other.restore(held)
+    answer, rows, new = told(other, "Since when?")
+    assert (answer, rows) == (session.turns[-1].answer, held_of(session))
+    assert new < 60
+    for one in (session, other):
+        leave(one)
+    held_twice = Store(folder, LIMIT, {}).entries()
+    files = {path.stat().st_ino: path.stat().st_size for path in folder.glob("*/*")}
+    assert taken(held_twice) == sum(files.values())
+    assert (sum(one.nbytes for one in held_twice) > taken(held_twice)) == (first == LONG)
 
 
 def test_the_least_recently_used_leave(folder: Path) -> None:
