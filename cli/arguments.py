@@ -19,7 +19,8 @@ from minikv.settings import OUTPUT, Generation, Settings
 Files = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="FILE", help="what to ask about: text, PDFs, directories, 'patterns'; - is stdin"
+        metavar="FILE",
+        help="what to ask about: text, PDFs, .docx, HTML, directories, 'patterns'; - is stdin",
     ),
 ]
 

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 REPLACE = "--replace"
 PIPED = "piped text"
-SHOWN = 8
-"""Documents up to which /add has a line for each."""
-
-
 COUNTED = 1_000_000
 """Characters up to which /docs counts the tokens of a document that waits: a tokenizer takes about
 a second for them."""
@@ -63,9 +59,9 @@ def _add(context: Context, arguments: list[str]) -> None:
         if text.note:
             terminal.warn(text.note)
         session.attach(text.text, text.name, text.source)
-        if len(found.texts) <= SHOWN:
+        if not found.notes:
             terminal.say(f"{text.name or PIPED}: {text.facts}, read with your next question")
-    if len(found.texts) > SHOWN:
+    if found.notes:
         characters = sum(len(text.text) for text in found.texts)
         terminal.say(
             f"{len(found.texts):,} documents: {characters:,} characters, read with your next "

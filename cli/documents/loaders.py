@@ -22,7 +22,7 @@ from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 TIMEOUT = 120.0
-"""Seconds that a command may take."""
+"""Seconds that one document may take."""
 
 _TICK = 0.1  # seconds between two looks at the clock and at Ctrl-C
 _TAIL = 4096  # bytes of stderr that are read
@@ -84,19 +84,8 @@ def load(
         )
     absolute = os.path.abspath(path)
     arguments = [words[0], *(word.replace("{path}", absolute) for word in words[1:])]
-    try:
-        output = run(arguments, limit=limit, timeout=timeout, stopped=stopped)
-    except Interrupted:
-        raise Interrupted(f"stopped reading {shown}", "nothing was added") from None
-    except TooSlow:
-        raise UsageError(f"{shown}: {program} took more than {timeout:.0f} s") from None
-    except TooMuch:
-        raise UsageError(
-            f"{shown}: {program} printed more than {limit >> 20} MiB",
-            "no supported model can read that much text",
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{shown}: {program} cannot be run: {error.strerror}") from None
+    told = f"{shown}: {program}"
+    output = run_for(shown, told, arguments, limit=limit, timeout=timeout, stopped=stopped)
     if output.code:
         how = f"exit status {output.code}" if output.code > 0 else f"signal {-output.code}"
         said = f": {output.said}" if output.said else ""
@@ -104,7 +93,33 @@ def load(
     return output.data, program
 
 
-_EXAMPLE = 'for example ".docx" = "pandoc -t plain {path}"'
+_EXAMPLE = 'for example ".odt" = "pandoc -t plain {path}"'
+
+
+def run_for(
+    shown: str,
+    told: str,
+    arguments: Sequence[str],
+    data: bytes = b"",
+    *,
+    limit: int,
+    timeout: float,
+    stopped: Callable[[], bool] | None,
+) -> Output:
+    """`run`, for the document `shown`. Raises UsageError, which begins with `told`, and
+    Interrupted."""
+    try:
+        return run(arguments, data, limit=limit, timeout=timeout, stopped=stopped)
+    except Interrupted:
+        raise Interrupted(f"stopped reading {shown}", "nothing was added") from None
+    except TooSlow:
+        what, hint = f"took more than {timeout:.0f} s", "extract its text with another program"
+    except TooMuch:
+        what = f"gave more than {limit >> 20} MiB of text"
+        hint = "no supported model can read that much text"
+    except OSError as error:
+        what, hint = f"cannot be run: {error.strerror}", ""
+    raise UsageError(f"{told} {what}", hint)
 
 
 def _scratch() -> IO[bytes]:

@@ -1,7 +1,8 @@
 """What was named as documents: files, directories, patterns and pipes.
 
-A directory means the text files in it and below it, a pattern the text files that it matches. What
-is left out of them is counted in a note. A file that was named itself is read or refused.
+A directory means the documents in it and below it, a pattern those that it matches, in the order
+of their paths. Notes list them, and what was left out. A file that was named itself is read or
+refused.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import re
 import shlex
 import stat
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from minikv.cli.documents.loaders import command_for
+from minikv.cli.documents.markup import ZIP
 from minikv.cli.documents.stdin import STDIN
 from minikv.cli.documents.text import (
     MAX_BYTES,
@@ -39,6 +41,9 @@ MAX_FILES = 1000
 MAX_LOOKED = 20_000
 """Entries that are looked at to find them."""
 
+LISTED = 20
+"""Files of a directory that have a line each in its notes."""
+
 _SKIPPED = ("hidden", "binary", "empty", "too large", "linked", "special", "unreadable")
 """Why a file of a directory is no document: linked is a directory behind a link, special a device,
 pipe or socket."""
@@ -49,7 +54,8 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Documents in the order in which they were named. `notes`: what was left out, a line each."""
+    """Documents in the order in which they were named. `notes`: what directories and patterns
+    meant, and what was left out of them, in lines."""
 
     texts: tuple[Text, ...]
     notes: tuple[str, ...]
@@ -86,16 +92,16 @@ def read(names: Sequence[str], reader: Reader, stdin: Callable[[], bytes] | None
             texts.append(read_bytes(stdin(), STDIN, reader.errors))
             continue
         path = os.path.expanduser(name)
-        if _is_directory(path):
-            found, note = _several(name, _below(path, name), reader)
-        elif _ADDRESS.match(path) and not _exists(path):
+        if os.path.isdir(path):
+            found, said = _several(name, _below(path, name), reader)
+        elif _ADDRESS.match(path) and not os.path.lexists(path):
             raise _no_download(name)
-        elif _MAGIC.search(path) and not _exists(path):
-            found, note = _several(name, _matching(path, name), reader)
+        elif _MAGIC.search(path) and not os.path.lexists(path):
+            found, said = _several(name, _matching(path, name), reader)
         else:
-            found, note = [reader.file(path)], ""
+            found, said = [reader.file(path)], []
         texts += found
-        notes += [note] if note else []
+        notes += said
     return Found(tuple(texts), tuple(notes))
 
 
@@ -139,11 +145,11 @@ class _Entry:
     hidden: bool = False
 
 
-def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[list[Text], str]:
-    """The documents among `entries`, and what was left out. Raises UsageError if there is none."""
+def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[list[Text], list[str]]:
+    """The documents among `entries`, and notes. Raises UsageError if there is none."""
     shown = clean(named)
     texts: list[Text] = []
-    left: Counter[str] = Counter()
+    left: dict[str, list[str]] = defaultdict(list)
     unreadable = ""
     size = 0
     for entry in sorted(entries, key=lambda entry: entry.name.split(os.sep)):
@@ -164,15 +170,22 @@ def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[lis
                     raise too_large(shown)
                 texts.append(replace(text, name=one_line(entry.name)))
         if why:
-            left[why] += 1
-    skipped = ", ".join(f"{left[why]:,} {why}" for why in _SKIPPED if left[why])
+            left[why].append(clean(entry.name))
+    skipped = ", ".join(f"{len(x):,} {why} ({_few(x)})" for why in _SKIPPED if (x := left[why]))
     if unreadable:
-        skipped += f" ({unreadable})"
+        skipped += f": {unreadable}"
     if not texts:
         reason = f"all of it was skipped: {skipped}" if skipped else "it is empty"
         raise UsageError(f"no text in {shown}: {reason}")
-    count = f"{len(texts):,} document{'' if len(texts) == 1 else 's'}"
-    return texts, f"{shown}: {count}; skipped {skipped}" if skipped else f"{shown}: {count}"
+    count = f"{len(texts):,} document{'' if len(texts) == 1 else 's'}, in the order of their paths"
+    notes = [f"{shown}: {count}" + (f"; skipped {skipped}" if skipped else "")]
+    notes += [f"  {text.name}: {text.facts}" for text in texts[:LISTED]]
+    return texts, notes + [f"  and {len(texts) - LISTED:,} more"] * (len(texts) > LISTED)
+
+
+def _few(names: Sequence[str]) -> str:
+    """The first three."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _unsuited(path: str, loaders: Mapping[str, str]) -> str:
@@ -193,7 +206,8 @@ def _unsuited(path: str, loaders: Mapping[str, str]) -> str:
         return "unreadable"
     if not start.strip():
         return "empty"
-    return "binary" if is_binary(start) else ""
+    word = start.startswith(ZIP) and path.lower().endswith(".docx")
+    return "binary" if is_binary(start) and not word else ""
 
 
 def _below(folder: str, named: str) -> Iterator[_Entry]:
@@ -250,17 +264,3 @@ def _fits(parts: Sequence[str], wanted: Sequence[str]) -> bool:
 
 def _too_many(shown: str, what: str) -> UsageError:
     return UsageError(f"{shown} stands for {what}", "name fewer, for example with 'DIR/*.md'")
-
-
-def _is_directory(path: str) -> bool:
-    try:
-        return os.path.isdir(path)
-    except ValueError:  # a name with a NUL
-        return False
-
-
-def _exists(path: str) -> bool:
-    try:
-        return os.path.lexists(path)
-    except ValueError:
-        return False

@@ -37,7 +37,7 @@ def changes(documents: Iterable[Document]) -> list[str]:
     for document in documents:
         state = document.source and _state(document.source)
         if state:
-            lines.append(f"{document.name} {state}; this chat goes on with the text as it was")
+            lines.append(f"{document.name} {state}; this chat keeps the text as it was")
     return lines
 
 

@@ -1,37 +1,24 @@
-"""The text of a PDF, page by page, by pypdf in a child process.
-
-A PDF is a program for a large parser, which has no limits of its own. So a child process with
-bounded memory, CPU time and output runs it.
-"""
+"""The text of a PDF, page by page, by pypdf in a child process (`extract`)."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import resource
 import shutil
-import signal
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minikv.cli.documents.loaders import Output, TooMuch, TooSlow, run
-from minikv.errors import Interrupted, UsageError
+from minikv.cli.documents.extract import extract, serve
+from minikv.cli.documents.loaders import TIMEOUT
+from minikv.errors import UsageError
 
 MAGIC = b"%PDF-"
-TIMEOUT = 120.0
-"""Seconds that one document may take."""
 
-MEMORY = 1 << 30
-"""Bytes of address space of the child."""
-
-# How the child ends a page on its standard output. Behind the mark in a page stands how many of its
-# characters are in fonts that do not say which letters they have; nothing, if the page is broken.
+# How the child ends a page on its standard output. A page's mark is followed by the number of its
+# characters in fonts that do not say which letters they have; by nothing, if the page is broken.
 _PAGE, _MARK = "\f", "\0"
-_REFUSED = 3  # exit code of our child when it says why
 
 NEAR = 1024
 """Bytes at a file's begin in which readers of PDFs look for the mark, and at its end for the end's.
@@ -55,13 +42,15 @@ _LETTERS = re.compile(
     r"/(Uni\w+-(UCS2|UTF16)|90ms-RKSJ|GB-EUC|GBpc-EUC|GBK|GBK2K|ETen-B5|ETenms-B5)(-HW)?-[HV]"
 )
 _NUMBERED = re.compile(r"/\D{0,20}\d{1,6}")
+# Words of scripts that set spaces between words, too long to be one.
+_LONG = re.compile("[A-Za-z\u00c0-\u058f]{26,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Pdf:
     """The text of a PDF. Pages count from 1: `silent` gave no text, `broken` could not be read.
     `coded` and `odd` map a page to a count of its characters: those in fonts that do not say which
-    letters they have, or else those that mean nothing."""
+    letters they have, or else those that mean nothing. On pages in `joined` words run together."""
 
     text: str
     pages: int
@@ -69,6 +58,7 @@ class Pdf:
     broken: tuple[int, ...]
     coded: Mapping[int, int]
     odd: Mapping[int, int]
+    joined: tuple[int, ...] = ()
 
     @property
     def facts(self) -> str:
@@ -77,10 +67,10 @@ class Pdf:
 
     @property
     def gaps(self) -> str:
-        """ "page 4 gave no text (a scan?)", or "" where every page gave text with a meaning."""
+        """What is missing on which pages, and what would help; "" where all is well."""
         parts = []
         if self.silent:
-            parts.append(f"{_listed(self.silent)} gave no text (a scan?)")
+            parts.append(f"{_listed(self.silent)} gave no text (a scan? ocrmypdf recognises it)")
         if self.broken:
             parts.append(f"{_listed(self.broken)} could not be read (damaged?)")
         for pages, what in (
@@ -92,7 +82,9 @@ class Pdf:
                 count = sum(pages.values())
                 said = f"{count:,} character{'' if count == 1 else 's'}"
                 parts.append(f"{_listed(tuple(pages))} {has} {said} {what}")
-        if self.coded or self.odd:
+        if self.joined:
+            parts.append(f"words run together on {_listed(self.joined)}")
+        if self.coded or self.odd or self.joined:
             parts.append(_way_out())
         return "; ".join(parts)
 
@@ -149,41 +141,9 @@ def read_pdf(
     At most `limit` bytes of text. Raises UsageError: no reader installed, encrypted, damaged,
     without pages or text, too slow, too large; Interrupted once `stopped()` is true.
     """
-    # -P: nothing is imported from the directory that the user happens to be in.
-    limits = (str(MEMORY), str(int(timeout) + 1))
-    arguments = (sys.executable, "-P", "-m", "minikv.cli.documents.pdf", *limits)
-    try:
-        output = run(arguments, _bare(data), limit=limit, timeout=timeout, stopped=stopped)
-    except Interrupted:
-        raise Interrupted(f"stopped reading {shown}", "nothing was added") from None
-    except TooSlow:
-        raise _too_slow(shown, timeout) from None
-    except TooMuch:
-        raise UsageError(
-            f"{shown} holds more than {limit >> 20} MiB of text",
-            "no supported model can read that much text",
-        ) from None
-    except OSError as error:
-        raise UsageError(f"{shown}: pypdf cannot be run: {error.strerror}") from None
-    if output.code:
-        raise _failure(output, shown, timeout)
-    return _judge(output.data.decode("utf-8", "replace"), shown)
-
-
-def _failure(output: Output, shown: str, timeout: float) -> UsageError:
-    if output.code == -signal.SIGXCPU:  # the limit on CPU time
-        return _too_slow(shown, timeout)
-    if output.code == _REFUSED:
-        what, _, hint = output.said.partition(": ")
-        return UsageError(f"{shown} {what}", hint)
-    said = f": {output.said}" if output.said else ""
-    return UsageError(f"{shown}: pypdf cannot read this PDF{said}", "is the file damaged?")
-
-
-def _too_slow(shown: str, timeout: float) -> UsageError:
-    return UsageError(
-        f"{shown} took more than {timeout:.0f} s to read", "extract its text with another program"
-    )
+    module = "minikv.cli.documents.pdf"
+    text = extract(module, _bare(data), shown, limit=limit, timeout=timeout, stopped=stopped)
+    return _judge(text, shown)
 
 
 def _judge(text: str, shown: str) -> Pdf:
@@ -191,7 +151,7 @@ def _judge(text: str, shown: str) -> Pdf:
     pages = [page.partition(_MARK) for page in text.split(_PAGE)[:-1]]  # each page ends with it
     if not pages:
         raise UsageError(f"{shown} has no pages", "is the file damaged?")
-    texts, silent, broken = [], [], []
+    texts, silent, broken, joined = [], [], [], []
     coded: dict[int, int] = {}
     odd: dict[int, int] = {}
     for n, (page, mark, count) in enumerate(pages, 1):
@@ -205,12 +165,15 @@ def _judge(text: str, shown: str) -> Pdf:
                 coded[n] = int(count)
             elif holes := _meaningless(_BULLET.sub("", plain)):
                 odd[n] = holes
+            elif 4 * (long := sum(map(len, _LONG.findall(plain)))) > len(plain) and long > 100:
+                joined.append(n)
     if not texts:
         why = "a scan? recognise its text first, for example with ocrmypdf"
         if broken:
             raise UsageError(f"{shown}: {_listed(broken)} could not be read", "is it damaged?")
         raise UsageError(f"{shown} has {_pages(len(pages))} and no text in them", why)
-    return Pdf("\n\n".join(texts), len(pages), tuple(silent), tuple(broken), coded, odd)
+    counts = len(pages), tuple(silent), tuple(broken), coded, odd, tuple(joined)
+    return Pdf("\n\n".join(texts), *counts)
 
 
 def _meaningless(text: str) -> int:
@@ -244,7 +207,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def child(data: bytes, write: Callable[[str], object]) -> str:
-    """Write each page's text and a form feed. Returns why not, as "what: hint", or ""."""
+    """See `extract.Child`. A form feed ends each page."""
     import logging
     from io import BytesIO
 
@@ -252,7 +215,6 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
     from pypdf.errors import DependencyError
 
     logging.disable()
-    sys.setrecursionlimit(1000)
     try:
         reader = PdfReader(BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
@@ -275,12 +237,6 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
             write(text + _PAGE)
     except DependencyError:
         return "is encrypted with AES: pip install cryptography reads it if it needs no password"
-    except MemoryError:
-        return f"needs more than {MEMORY >> 20} MiB to read: extract its text with another program"
-    except RecursionError:
-        return "is nested too deeply: is the file damaged?"
-    except Exception as error:  # pypdf raises its own errors, and any other on odd files
-        return f"cannot be read ({type(error).__name__}): is the file damaged?"
     return ""
 
 
@@ -342,25 +298,5 @@ def _unsaid(font: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, reversed(names)))) if names else None
 
 
-def _main() -> None:
-    """Its arguments: bytes of address space, and seconds of processor time."""
-    memory, seconds = map(int, sys.argv[1:])
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    out = sys.stdout.buffer
-    why = child(sys.stdin.buffer.read(), lambda text: out.write(_utf8(text)))
-    out.flush()
-    if why:
-        sys.stderr.write(why)
-        raise SystemExit(_REFUSED)
-
-
-def _utf8(text: str) -> bytes:
-    """UTF-8, with surrogate pairs joined and lone surrogates replaced."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()
-
-
 if __name__ == "__main__":
-    _main()
+    serve(child)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import codecs
+import io
 import os
-import re
 import select
 import stat
 import sys
 
-from minikv.cli.documents.text import (
-    MAX_BYTES,
-    encoding_of,
-    invalid,
-    refuse_binary,
-    refuse_formats,
-)
+from minikv.cli.documents.text import MAX_BYTES, encoding_of, refuse_binary, refuse_formats
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 
@@ -45,59 +38,28 @@ class PipedLines:
     first line is no text, or the last one ends within a character of UTF-16 or UTF-32."""
 
     def __init__(self) -> None:
-        self._ready: list[str] = []  # lines that are read already, the next one last
-        self._read = 0  # bytes
-        self._decoder: codecs.IncrementalDecoder | None = None
-        self._width = 1  # bytes of the shortest character
+        self._lines: io.TextIOWrapper | None = None
 
     def __call__(self) -> str:
-        if self._ready:
-            return self._ready.pop()
-        stream = sys.stdin.buffer
-        first = self._decoder is None
-        line = ""
-        while not line.endswith("\n"):
-            data = stream.readline(MAX_BYTES)
-            if self._decoder is None:
-                self._decoder = self._opened(data)
-            if not data:
-                line += self._rest(self._decoder)
-                break
-            # In UTF-16 and UTF-32 the byte 0x0a need not be the last one of a line's end.
-            data += stream.read(-len(data) % self._width)
-            self._read += len(data)
-            line += self._decoder.decode(data)
-        if first:
-            line = line.lstrip("\ufeff")  # a program may put its own mark before a text's
+        if self._lines is None:
+            given = sys.stdin.buffer
+            stream = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
+            start = stream.peek(1)
+            refuse_formats(start, STDIN)
+            encoding = encoding_of(start)
+            if encoding == "utf-8-sig":
+                refuse_binary(start, STDIN)
+            # Invalid bytes become lone surrogates, which the session refuses by name.
+            errors = "surrogateescape" if encoding == "utf-8-sig" else "surrogatepass"
+            self._lines = io.TextIOWrapper(stream, encoding, errors)
+        try:
+            line = self._lines.readline()
+        except UnicodeDecodeError as error:
+            what = f"{STDIN} is not valid {error.encoding.upper()}"
+            raise UsageError(what, "it ends within a character: is it cut short?") from None
         if not line:
             raise EOFError
-        lines = re.split(r"\r\n?|\n", line)
-        if len(lines) > 1 and not lines[-1]:
-            del lines[-1]  # it stands behind the last line's end
-        self._ready = lines[::-1]
-        return self._ready.pop()
-
-    def _opened(self, data: bytes) -> codecs.IncrementalDecoder:
-        refuse_formats(data, STDIN)
-        encoding = encoding_of(data)
-        self._width = {"utf-16": 2, "utf-32": 4}.get(encoding, 1)
-        if self._width == 1:
-            refuse_binary(data, STDIN)
-        # Invalid bytes become lone surrogates, which the session refuses by name.
-        errors = "surrogateescape" if self._width == 1 else "surrogatepass"
-        return codecs.getincrementaldecoder(encoding)(errors)
-
-    def _rest(self, decoder: codecs.IncrementalDecoder) -> str:
-        """What is left at the end of the input. Raises UsageError if that is a part of a character,
-        but in UTF-8 returns it as lone surrogates."""
-        try:
-            return decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            decoder.reset()
-            at = self._read - len(error.object) + error.start
-            label, byte = f"UTF-{8 * self._width}", error.object[error.start]
-            hint = "it ends within a character: is it cut short?"
-            raise invalid(STDIN, label, at, byte, hint) from None
+        return line.removesuffix("\n")
 
 
 def piped_document(terminal: Terminal) -> bytes:

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from minikv.chat.transcript import Source
+from minikv.cli.documents import markup
+from minikv.cli.documents.extract import extract
 from minikv.cli.documents.loaders import command_for, load
 from minikv.cli.documents.origin import source_of
 from minikv.cli.documents.pdf import MAGIC, NEAR, is_pdf, is_surely_pdf, read_pdf
@@ -29,7 +31,12 @@ NO_LOADERS: Mapping[str, str] = MappingProxyType({})
 _MAGIC = (
     (b"\x7fELF", "a program", ""),
     (
-        b"PK\x03\x04",
+        b"\xd0\xcf\x11\xe0",
+        "an Office file of the old kind or with a password",
+        "save it as .docx, without a password",
+    ),
+    (
+        markup.ZIP,
         "a zip archive or office file",
         "extract its text first, or give its extension a loader in the config",
     ),
@@ -42,6 +49,7 @@ _TEXT_CONTROLS = frozenset(b"\t\n\r\f\v\b\x1b")
 SAMPLE = 1 << 16
 """Bytes at the beginning that tell text from binary data."""
 
+_HTML = (".html", ".htm", ".xhtml")
 _TICK = 100  # milliseconds between two looks at Ctrl-C
 _NAMELESS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 
@@ -66,7 +74,8 @@ def read_file(
     remedy: str = REMEDY,
     stopped: Callable[[], bool] | None = None,
 ) -> Text:
-    """The text of a regular file or a pipe: plain, a PDF, or what a loader makes of a file.
+    """The text of a regular file or a pipe: plain, a PDF, a Word file, HTML, or what a loader makes
+    of a file.
 
     `loaders` maps an extension to a command; it goes before everything else. `remedy` is the hint
     on invalid bytes; other programs are killed once `stopped()` is true. Raises UsageError with the
@@ -100,8 +109,8 @@ def read_bytes(
     remedy: str = REMEDY,
     stopped: Callable[[], bool] | None = None,
 ) -> Text:
-    """A nameless document from bytes that are already here: text or a PDF. Errors as `read_file`'s;
-    `shown` names it in them."""
+    """A nameless document from bytes that are already here. Errors as `read_file`'s; `shown` names
+    it in them, and its ending tells HTML and Word files apart from text."""
     if len(data) > MAX_BYTES:
         raise too_large(shown)
     if is_pdf(data):
@@ -113,8 +122,22 @@ def read_bytes(
         else:
             note = f"{shown}: {pdf.facts}; {pdf.gaps}" if pdf.gaps else ""
             return Text(pdf.text, None, note, pdf.facts)
-    text, note = decode(data, shown, errors, remedy=remedy)
-    return Text(text, None, note, f"{len(text):,} characters")
+    ending, kind = Path(shown).suffix.lower(), ""
+    if markup.is_word(data):
+        kind, note = "a Word file", ""
+    elif ending == ".docx":
+        refuse_formats(data, shown)
+        raise UsageError(f"{shown} is no Word file", "is it damaged, or of another kind?")
+    else:
+        if markup.is_html(data) or ending in _HTML:
+            kind, data = "HTML", markup.as_utf8(data)
+        text, note = decode(data, shown, errors, remedy=remedy)
+        data = text.encode("utf-8", "replace")
+    if kind:
+        text = extract(markup.MODULE, data, shown, limit=MAX_BYTES, stopped=stopped).strip()
+        if not text:
+            raise UsageError(f"{shown} has no text", "nothing was added")
+    return Text(text, None, note, f"{len(text):,} characters{kind and f' from {kind}'}")
 
 
 def distinct(texts: Iterable[Text], taken: Collection[str | None] = ()) -> list[Text]:

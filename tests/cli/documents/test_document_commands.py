@@ -82,14 +82,15 @@ def test_invalid_bytes_are_refused_with_their_place_and_read_on_request(
     assert session.pending[0].text == "caf\ufffd and na\ufffdve text"
 
 
-def test_many_documents_are_one_line(run: Run, session: ChatSession, tmp_path: Path) -> None:
-    for n in range(commands.SHOWN + 1):
+def test_a_directory_is_a_line_a_file(run: Run, session: ChatSession, tmp_path: Path) -> None:
+    for n in range(9):
         file(tmp_path / "d", f"{n}.txt")
     said = run("add", str(tmp_path / "d"))
     header = " ".join(render.header(session, "0", 512).split())
     assert header.endswith("documents 9 · 81 characters · /docs")
     assert said.splitlines() == [
-        f"{tmp_path}/d: 9 documents",
+        f"{tmp_path}/d: 9 documents, in the order of their paths",
+        *(f"  {n}.txt: 9 characters" for n in range(9)),
         "9 documents: 81 characters, read with your next question; /docs lists them",
     ]
 

@@ -44,8 +44,10 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
     ]
     assert [text.text for text in found.texts] == [text.name for text in found.texts]
     assert found.notes == (
-        f"{tmp_path}: 5 documents; skipped 2 hidden, 1 binary, 1 empty, 1 unreadable "
-        f"({tmp_path}/latin.txt is not valid UTF-8: byte 3 (0xe9))",
+        f"{tmp_path}: 5 documents, in the order of their paths; skipped 2 hidden (.env, .git), "
+        "1 binary (x.bin), 1 empty (empty.txt), 1 unreadable (latin.txt): "
+        f"{tmp_path}/latin.txt is not valid UTF-8: byte 3 (0xe9)",
+        *(f"  {text.name}: {len(text.text)} characters" for text in found.texts),
     )
     # With the flag for it, invalid bytes are let in, as for a file.
     assert "latin.txt" in names(tmp_path, reader=Reader("replace"))
@@ -66,7 +68,7 @@ def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
     (tmp_path / "a" / "link.txt").symlink_to(tmp_path / "b" / "2.txt")
     found = read([str(tmp_path)], Reader())
     assert [text.name for text in found.texts] == ["a/1.txt", "a/link.txt", "b/2.txt"]
-    assert found.notes[0].endswith("3 documents; skipped 4 linked")
+    assert found.notes[0].endswith("skipped 4 linked (a/to-a, a/to-b, b/to-a, ...)")
     assert names(f"{tmp_path}/**/*.txt") == ["a/1.txt", "a/link.txt", "b/2.txt"]
     # A link that the user names is followed.
     assert names(tmp_path / "a" / "to-b") == ["2.txt"]
@@ -78,7 +80,7 @@ def test_pipes_and_dangling_links_in_a_directory_are_skipped(tmp_path: Path) -> 
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
     found = read([str(tmp_path)], Reader())
     assert [text.name for text in found.texts] == ["a.txt"]
-    assert found.notes[0].endswith("1 document; skipped 1 special, 1 unreadable")
+    assert found.notes[0].endswith("skipped 1 special (pipe), 1 unreadable (gone.txt)")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
         ("**/*.none", "no file matches **/*.none", "it is looked for in "),
         ("folder*", "no file matches folder*", ""),
         ("folder", "no text in folder: it is empty", ""),
-        ("other", "no text in other: all of it was skipped: 1 hidden, 1 binary", ""),
+        ("other", "no text in other: all of it was skipped: 1 hidden (.hidden), 1 binary (x)", ""),
         ("nothing", "no such file: nothing", ""),
         (
             "https://x.org/a b?c=1&d",
@@ -153,8 +155,10 @@ def test_too_many_files_are_refused_and_not_cut(
 ) -> None:
     monkeypatch.setattr(sources, "MAX_FILES", 3)
     monkeypatch.setattr(sources, "MAX_LOOKED", 5)
+    monkeypatch.setattr(sources, "LISTED", 2)
     tree(tmp_path, "1", "2", "3")
     assert len(names(tmp_path)) == len(names(tmp_path / "*")) == 3
+    assert read([str(tmp_path)], Reader()).notes[2:] == ("  2: 1 characters", "  and 1 more")
     tree(tmp_path, "4")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
         with pytest.raises(UsageError, match="stands for more than 3 files"):
@@ -173,7 +177,7 @@ def test_the_size_limit_holds_for_a_whole_directory(
     tree(tmp_path, "1", "2", data=b"x" * 50)
     tree(tmp_path, "large", data=b"x" * 101)
     found = read([str(tmp_path)], Reader())
-    assert found.notes[0].endswith("2 documents; skipped 1 too large")
+    assert found.notes[0].endswith("skipped 1 too large (large)")
     tree(tmp_path, "3")
     with pytest.raises(UsageError, match="is larger than"):
         names(tmp_path)

@@ -23,7 +23,7 @@ def test_a_document_knows_the_file_that_it_was_read_from(tmp_path: Path) -> None
     assert changes([document]) == []  # touched, with the same bytes
     path.write_text("one six")
     assert changes([document]) == [
-        "a.txt was changed since it was read; this chat goes on with the text as it was"
+        "a.txt was changed since it was read; this chat keeps the text as it was"
     ]
     path.unlink()
     path.mkdir()

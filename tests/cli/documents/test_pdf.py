@@ -14,7 +14,7 @@ from pathlib import Path
 import pypdf
 import pytest
 
-from minikv.cli.documents import loaders, pdf
+from minikv.cli.documents import extract, loaders, pdf
 from minikv.cli.documents import text as documents
 from minikv.cli.documents.loaders import TooMuch, TooSlow, command_for, run
 from minikv.cli.documents.pdf import child, is_pdf, read_pdf
@@ -120,7 +120,10 @@ def test_the_text_of_every_page_and_what_was_missed(tmp_path: Path) -> None:
     assert found.text == "Hello café\n\nThird page"
     assert found.name == "report.pdf"
     assert found.facts == "3 pages, 22 characters"
-    assert found.note == f"{path}: 3 pages, 22 characters; page 2 gave no text (a scan?)"
+    assert (
+        found.note
+        == f"{path}: 3 pages, 22 characters; page 2 gave no text (a scan? ocrmypdf recognises it)"
+    )
 
 
 def test_a_whole_pdf_gives_no_warning_and_needs_no_file() -> None:
@@ -146,16 +149,23 @@ def test_pages_are_listed_as_long_as_they_are_few() -> None:
     made = pdf._judge(text, "x.pdf")
     assert made.pages == 6
     assert made.gaps == (
-        "pages 2, 5 and 6 gave no text (a scan?); page 3 could not be read (damaged?)"
+        "pages 2, 5 and 6 gave no text (a scan? ocrmypdf recognises it); "
+        "page 3 could not be read (damaged?)"
     )
     assert pdf._judge("a\f" + "\f" * 9, "x.pdf").gaps.startswith("9 pages (2, 3, 4, 5, ...) gave")
+
+
+def test_pages_whose_words_run_together_are_named() -> None:
+    good = "Donaudampfschifffahrtsgesellschaft and floccinaucinihilipilification, " + "more " * 40
+    gaps = pdf._judge(f"{good}\f{good.replace(' ', '')}\f{'好的' * 99}\f", "x.pdf").gaps
+    assert gaps.startswith("words run together on page 2; try pdftotext")
 
 
 def test_marks_of_our_own_in_a_text_are_only_text(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "a\fb\0c\ud83d\ude00\udc00"
     monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda self, **more: text)
     assert pages_of(document("x")) == ["a\ufffdb\ufffdc\ud83d\ude00\udc00"]
-    assert pdf._utf8("\ud83d\ude00 \udc00") == "😀 \ufffd".encode()
+    assert extract.utf8("\ud83d\ude00 \udc00") == "😀 \ufffd".encode()
 
 
 IDENTITY = composite(b"/Identity-H")
@@ -351,8 +361,8 @@ def test_odd_and_hostile_files_end_in_one_line(data: bytes, words: str) -> None:
     written: list[str] = []
 
     def read() -> None:
-        # As `_main` and `read_pdf` put it together, without a process for each.
-        why = child(data, written.append)
+        # As `serve` and `read_pdf` put it together, without a process for each.
+        why = extract.attempt(child, data, written.append)
         if why:
             what, _, hint = why.partition(": ")
             assert hint
@@ -374,10 +384,10 @@ def test_the_child_says_why_and_the_chat_tells_it() -> None:
     [
         (
             r"printf 'first\nMemoryError \033[31mat\n' >&2; exit 1",
-            "x.pdf: pypdf cannot read this PDF: MemoryError [31mat",
+            "x.pdf cannot be read: MemoryError [31mat",
         ),
-        ("kill -XCPU $$", "x.pdf took more than 120 s to read"),
-        ("kill -SEGV $$", "x.pdf: pypdf cannot read this PDF"),
+        ("kill -XCPU $$", "x.pdf took more than 120 s"),
+        ("kill -SEGV $$", "x.pdf cannot be read"),
     ],
 )
 def test_a_reader_that_dies_is_one_line(
@@ -391,7 +401,7 @@ def test_a_reader_that_dies_is_one_line(
     ("what", "said"),
     [
         ("time", "x.pdf took more than"),
-        ("text", "x.pdf holds more than"),
+        ("text", "x.pdf gave more than"),
         # The second where the parser's own modules already fill that memory.
         ("memory", "needs more than|MemoryError"),
     ],
@@ -403,7 +413,7 @@ def test_what_a_reader_may_take_is_bounded(
     if what == "memory":
         large = zlib.compress(b"% comment\n" * 7_000_000, 1)
         data = document("", drawn=[stream(large, b"/Filter /FlateDecode")])
-        monkeypatch.setattr(pdf, "MEMORY", 96 << 20)
+        monkeypatch.setattr(extract, "MEMORY", 96 << 20)
     elif what == "text":
         limit = 100
     else:
@@ -473,7 +483,7 @@ def test_a_relative_name_cannot_pass_for_an_option(
         ("/bin/true {path}", "is empty"),
         ("/bin/sh -c 'printf \"ok \\377 no\"' {path}", r"not valid UTF-8: byte 3 (0xff)"),
         ("/bin/sh -c 'head -c 4096 /dev/zero' {path}", "looks binary"),
-        ("/bin/sh -c 'exec cat /dev/zero' {path}", "sh printed more than 1 MiB"),
+        ("/bin/sh -c 'exec cat /dev/zero' {path}", "sh gave more than 1 MiB"),
         ("pipe {path}", "not a regular file"),
     ],
 )

@@ -304,7 +304,7 @@ def test_a_document_that_changed_is_told(
     arguments = ("chat", "--resume=") if command == "chat" else ("ask", "--continue", "Why?")
     text = world.run(*arguments, input="").stderr
     told = [line for line in text.splitlines() if "report.txt" in line and line[0] == "!"]
-    line = f"! report.txt {said}; this chat goes on with the text as it was"
+    line = f"! report.txt {said}; this chat keeps the text as it was"
     assert told == [line] * bool(said)
 
 
