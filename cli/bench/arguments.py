@@ -17,7 +17,6 @@ from minikv.settings import WEIGHTS, Settings
 SHORTEST = 64
 """Fewest tokens of a prompt: shorter ones say nothing about a policy."""
 
-_MOST_REPEAT, _MOST_STEPS = 1000, 100_000
 _MODEL, _CACHE, _OUTPUT, _ADVANCED = "Model", "KV cache", "Output", "Advanced"
 
 
@@ -92,11 +91,12 @@ class Arguments:
             hint = "or use --shape, which needs no weights"
             raise UsageError(f"--model {self.model} is not a directory", hint)
         for flag, value, most in (
-            ("--repeat", self.repeat, _MOST_REPEAT),
-            ("--steps", self.steps or 1, _MOST_STEPS),
+            ("--repeat", self.repeat, 1000),
+            ("--steps", self.steps, 100_000),
         ):
-            if not 1 <= value <= most:
-                raise UsageError(f"{flag} must be 1 to {most:,}, got {value}")
+            least = 0 if flag == "--steps" else 1
+            if not least <= value <= most:
+                raise UsageError(f"{flag} must be {least} to {most:,}, got {value}")
         self.formats()
         self.lengths()
         self.evictions()

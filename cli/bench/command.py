@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
-from inspect import Parameter, Signature
-from typing import Any, get_type_hints
+from dataclasses import asdict, replace
+from typing import Any
 
 import typer
 
 from minikv.cli.bench.arguments import Arguments
-from minikv.cli.bench.report import Report, header
 from minikv.cli.failures import guard
 from minikv.cli.help import Group
+from minikv.cli.measure import Results, with_flags
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 
 _LEGEND = """\
 floor: share of what bandwidth and products measured in this run allow
-evict: a step over the same cache without a policy, median of short turns
 x full, x HF: times as fast as the full cache, as transformers (sdpa)"""
 
 
@@ -33,7 +31,8 @@ def measure(
     """Answer the questions: "decode", "prefill", "kernels". Raises UsageError, before torch is
     loaded where it can, ContextError, ModelError and MemoryShortError."""
     asked.check()
-    report = Report(command, terminal, asked.as_json)
+    record = {"command": " ".join(command), "complete": False, "rows": [], "kernels": []}
+    results = Results(terminal, asked.as_json, record)
     terminal.status("starting")
     from minikv.cli.bench import kernels, machine, networks, speed
 
@@ -42,26 +41,26 @@ def measure(
     if asked.kernels == "triton" and device.type != "cuda":
         raise UsageError("no Triton kernels without a CUDA device", "use --kernels auto or torch")
     terminal.status("measuring the machine's bandwidth and products")
-    rates, facts = machine.measure(device), machine.facts(device)
-    report.record |= {"machine": facts, "versions": machine.versions(), "rates": asdict(rates)}
-    report.show(header(facts, report.record["rates"], asked.name))
-    done = False
+    rates, facts, made = machine.measure(device), machine.facts(device), results.record
+    made |= {"machine": facts, "versions": machine.versions(), "rates": asdict(rates)}
+    results.show(machine.header(facts, rates, asked.name))
     try:
         for question in questions:
             if question == "kernels":
                 assert shape is not None
-                kernels.measure(shape, asked, device, rates, report)
+                kernels.measure(shape, asked, device, rates, results)
             else:
-                speed.measure(asked, device, rates, report, decode=question == "decode")
-        if report.failures:
-            raise report.failures[0]
-        done = True
+                speed.measure(asked, device, rates, results, decode=question == "decode")
+        if results.failures:
+            raise results.failures[0]
+        made["complete"] = True
     finally:
-        if report.record["rows"]:
-            wanted = report.record["wanted"]
+        if made["rows"]:
+            wanted = made["wanted"]
             rounds = f"medians of {wanted['repeat']} rounds in turns; {wanted['steps']} steps a "
-            report.show(f"{rounds}decode round; {wanted['dtype']}\n{_LEGEND}")
-        report.close(complete=done)
+            results.show(f"{rounds}decode round; {wanted['dtype']}\n{_LEGEND}")
+        if made["complete"] or made["rows"] or made["kernels"]:
+            results.write(last=True)
 
 
 # -- commands -----------------------------------------------------------------------------------
@@ -77,12 +76,15 @@ app = typer.Typer(
 )
 
 
-def _question(
+def _add(
+    name: str,
+    short: str,
+    help: str,
     *questions: str,
     without: str = "",
-    change: Callable[[Arguments], Arguments] = lambda x: x,
+    change: Callable[[Arguments], Arguments] = lambda asked: asked,
     **new: Any,
-) -> Callable[..., None]:
+) -> None:
     """A command whose flags are the fields of `Arguments`, except those named in `without`; `new`:
     other defaults."""
 
@@ -91,22 +93,10 @@ def _question(
         terminal = Terminal(quiet=asked.quiet)
         with guard(terminal, debug=asked.debug):
             refuse_without_torch()
-            measure(questions, change(asked), ["minikv", *sys.argv[1:]], terminal)
+            measure(questions or (name,), change(asked), ["minikv", *sys.argv[1:]], terminal)
 
-    hints = get_type_hints(Arguments, include_extras=True)
-    flags = [
-        Parameter(
-            each.name,
-            Parameter.KEYWORD_ONLY,
-            default=new.get(each.name, each.default),
-            annotation=hints[each.name],
-        )
-        for each in fields(Arguments)
-        if each.name not in without.split()
-    ]
-    command.__signature__ = Signature(flags)  # type: ignore[attr-defined]
-    command.__annotations__ = {flag.name: flag.annotation for flag in flags}
-    return command
+    made = with_flags(command, Arguments, without.split(), **new)
+    app.command(name, short_help=short, help=f"minikv bench {help}")(made)
 
 
 def _for_this_machine(asked: Arguments) -> Arguments:
@@ -117,38 +107,39 @@ def _for_this_machine(asked: Arguments) -> Arguments:
     return replace(asked, shape="llama-3-8b" if gpu else "s")
 
 
-app.command(
+_add(
     "decode",
-    short_help="time of a decode step after a prompt",
-    help="minikv bench decode --policy global-span,snapkv --length 2048,8k --budget 512\n\n"
+    "time of a decode step after a prompt",
+    "decode --policy global-span,snapkv --length 2048,8k --budget 512\n\n"
     "The time of a decode step after prompts of these lengths, the full cache first.",
-)(_question("decode"))
-app.command(
+)
+_add(
     "prefill",
-    short_help="time to read a prompt",
-    help="minikv bench prefill --policy snapkv,h2o --length 8k --budget 512\n\n"
+    "time to read a prompt",
+    "prefill --policy snapkv,h2o --length 8k --budget 512\n\n"
     "The time to read prompts of these lengths, the full cache first.",
-)(_question("prefill", without="steps"))
-_NO_MODEL = "model dtype weights policy decode budget kv steps peer"
-app.command(
+    without="steps",
+)
+_add(
     "kernels",
-    short_help="time of each kernel, and the least that the hardware allows",
-    help="minikv bench kernels --shape llama-3-8b --length 1024,8k,32k\n\n"
+    "time of each kernel, and the least that the hardware allows",
+    "kernels --shape llama-3-8b --length 1024,8k,32k\n\n"
     "The time of each kernel, and the least time for the bytes that it must move or the flops that "
     "it must do: Triton's kernels on a GPU, those in C on a CPU. --kernels torch measures the "
     "torch functions that specify them.",
-)(_question("kernels", without=_NO_MODEL, shape="llama-3-8b", length="1024,8192", repeat=5))
-app.command(
+    without="model dtype weights policy decode budget kv steps peer",
+    shape="llama-3-8b",
+    length="1024,8192",
+    repeat=5,
+)
+_add(
     "all",
-    short_help="decode, prefill and kernels, in a size for this machine",
-    help="minikv bench all --json figures.json\n\n"
+    "decode, prefill and kernels, in a size for this machine",
+    "all --json figures.json\n\n"
     "Decode steps, prompts and kernels after 2,048 and 8,192 tokens: in Llama-3-8B's shape on a "
     "GPU, with 160 million parameters on a CPU. FILE is written again after every table.",
-)(
-    _question(
-        *("decode", "prefill", "kernels"),
-        without="shape model dtype policy decode kv kernels",
-        change=_for_this_machine,
-        length="2048,8192",
-    )
+    *("decode", "prefill", "kernels"),
+    without="shape model dtype policy decode kv kernels",
+    change=_for_this_machine,
+    length="2048,8192",
 )

@@ -20,9 +20,9 @@ from torch import Tensor
 from minikv.chat.report import size
 from minikv.cli.bench import machine
 from minikv.cli.bench.arguments import Arguments
-from minikv.cli.bench.machine import Rates
+from minikv.cli.bench.machine import Rates, Timing, flops, number, percent, rate
 from minikv.cli.bench.networks import Sizes
-from minikv.cli.bench.report import Report, Timing, flops, number, percent, rate
+from minikv.cli.measure import Results
 from minikv.cli.screen.text import grid
 from minikv.engine.capture import captured
 from minikv.errors import UsageError
@@ -77,7 +77,7 @@ class Case:
 
 
 def measure(
-    sizes: Sizes, asked: Arguments, device: torch.device, rates: Rates, report: Report
+    sizes: Sizes, asked: Arguments, device: torch.device, rates: Rates, results: Results
 ) -> None:
     """Every case of the sizes and the lengths, which are tokens per head here."""
     operations, reason = dispatch.choose(device, asked.kernels, sizes.head_dim, torch.bfloat16)
@@ -88,17 +88,20 @@ def measure(
     try:
         for index, case in enumerate(table):
             what = f"{case.name}, {case.case}"
-            report.progress(f"kernels: {what}", index, len(table))
+            results.progress(f"kernels: {what}", index, len(table))
             if case.is_missing(operations):
-                report.note(f"{case.name}: {operations.name} has no {case.needs}")
+                results.note(f"{case.name}: {operations.name} has no {case.needs}")
                 continue
             try:
                 timings.append(timed(case, operations, device, rates, asked.repeat))
             except Exception as error:  # one that does not compile says nothing about the others
-                report.fail(what, error)
+                results.fail(what, error)
     finally:
         lines = [["kernel", "case", "time", "moved", "rate", "floor"], *map(_line, timings)]
-        report.add("kernels", timings, grid(lines, "<<>>>>"))
+        if timings:
+            results.record["kernels"] += [timing.record() for timing in timings]
+            results.show(grid(lines, "<<>>>>"))
+        results.write()
 
 
 def _line(timing: Timing) -> list[str]:

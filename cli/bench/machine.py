@@ -11,8 +11,8 @@ import contextlib
 import gc
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from statistics import median
 from time import perf_counter
@@ -29,7 +29,6 @@ from minikv.errors import UsageError
 from minikv.pages import Pages
 
 _MIB = 1 << 20
-_event: Any = torch.cuda.Event  # torch has no types for it
 _LIBRARIES = ("torch", "triton", "transformers", "llama-cpp-python", "openvino-genai", "numpy")
 
 
@@ -62,7 +61,8 @@ class Clock:
     def __call__(self, work: Callable[[], object]) -> float:
         """Run it once and wait for the device."""
         if self.device.type == "cuda":
-            begin, end = (_event(enable_timing=True) for _ in range(2))
+            event: Any = torch.cuda.Event  # torch has no types for it
+            begin, end = event(enable_timing=True), event(enable_timing=True)
             torch.cuda.synchronize(self.device)
             begin.record()
             work()
@@ -106,12 +106,9 @@ def facts(device: torch.device) -> dict[str, object]:
 
 def versions() -> dict[str, str | None]:
     """The versions of everything whose speed is shown; None: not installed."""
-    found: dict[str, str | None] = {
-        "minikv": minikv.__version__,
-        "python": platform.python_version(),
-    }
+    found: dict[str, str | None] = dict.fromkeys(("minikv", "python", *_LIBRARIES))
+    found |= {"minikv": minikv.__version__, "python": platform.python_version()}
     for name in _LIBRARIES:
-        found[name] = None
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -224,3 +221,69 @@ def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+# -- results --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of a system or a kernel, one per round. floor_s: the least that the hardware allows,
+    None if it is not known. facts: what the JSON has beside them, by its names."""
+
+    times: Sequence[float]
+    floor_s: float | None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """The median over rounds."""
+        return median(self.times)
+
+    @property
+    def share(self) -> float | None:
+        """The floor's part of the time: 1 would be the hardware's limit."""
+        return None if self.floor_s is None else self.floor_s / self.seconds
+
+    def record(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        times = {"times": list(self.times), "floor_s": self.floor_s, "seconds": self.seconds}
+        return {**self.facts, **times, "share_of_floor": self.share}
+
+
+def header(facts: Mapping[str, object], rates: Rates, about: str) -> str:
+    """The machine and its rates, three lines."""
+    plural = "" if facts["threads"] == 1 else "s"
+    what = facts.get("gpu") or f"{facts['processor']}, {facts['threads']} thread{plural}"
+    speeds = f"copy {rate(rates.copy)}"
+    if rates.read_1 is not None:
+        alone = rate(rates.read_1)
+        speeds = f"read {rate(rates.read)}, {alone} with one thread · {speeds}"
+    products = f"products {flops(rates.matmul)} bf16, {flops(rates.matmul_fp32)} fp32"
+    return f"{about} on {what}\n{speeds}\n{products}"
+
+
+def number(value: float) -> str:
+    """A number with three significant digits."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def percent(share: float | None) -> str:
+    """ "-" for None."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def rate(per_second: float) -> str:
+    """Bytes a second."""
+    if per_second >= 1e12:
+        return f"{per_second / 1e12:.2f} TB/s"
+    return f"{per_second / 1e9:.1f} GB/s"
+
+
+def flops(per_second: float) -> str:
+    """Floating point operations a second."""
+    if per_second >= 1e13:
+        return f"{per_second / 1e12:.0f} TFLOP/s"
+    return f"{per_second / 1e9:,.0f} GFLOP/s"

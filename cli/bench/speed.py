@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,16 +14,16 @@ from minikv.cache.stats import CacheStats
 from minikv.chat.report import size
 from minikv.cli.bench import machine, networks, systems
 from minikv.cli.bench.arguments import Arguments
-from minikv.cli.bench.machine import Rates
-from minikv.cli.bench.report import Report, Timing, number, percent, table
+from minikv.cli.bench.machine import Rates, Timing, number, percent
 from minikv.cli.bench.systems import Cached, Transformers
+from minikv.cli.measure import Results
+from minikv.cli.screen.text import grid
 from minikv.errors import ContextError
 from minikv.models.llama import Llama
 
 _WARM = 3  # steps before those that count: the cache goes to the device, one step is captured
 _WARM_PROMPT = 512  # tokens of a prompt that does not count, on a CPU; on a GPU a whole one
 _READ = 256 << 20  # bytes that are read before a turn on a CPU, to see how fast memory is then
-_TURN, _TURNS = 8, 10  # steps of a turn with and without a policy, and turns of a round
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,6 @@ class Entry:
     system: Cached | Transformers
     weights: str = "-"
     times: list[float] = field(default_factory=list)
-    evict: list[float] = field(default_factory=list)
     stats: CacheStats | None = None
     kv_bytes: float = 0.0  # that a step reads
 
@@ -58,15 +57,14 @@ class Run:
     """The networks of a run, and transformers beside them. `decode`: steps, else prompts."""
 
     def __init__(
-        self, asked: Arguments, device: torch.device, rates: Rates, report: Report, *, decode: bool
+        self, asked: Arguments, device: torch.device, rates: Rates, results: Results, decode: bool
     ) -> None:
         """Raises ModelError, MemoryShortError, and ContextError for a length that the model cannot
         take beside so many steps."""
-        self.asked, self.device, self.rates, self.report = asked, device, rates, report
+        self.asked, self.device, self.rates, self.results = asked, device, rates, results
         self.decode, self.kind = decode, "decode" if decode else "prefill"
         self.steps = asked.steps or (128 if device.type == "cuda" else 32)
-        turns = _TURNS * (_TURN + 1)
-        self.room = 2 * _WARM + asked.repeat * (_WARM + self.steps + turns)  # steps of a prompt
+        self.room = 2 * _WARM + asked.repeat * (_WARM + self.steps)  # steps of a prompt
         random = asked.model is None
         spec = networks.Spec(
             networks.find(asked.shape) if random else None,
@@ -82,7 +80,7 @@ class Run:
             except Exception as error:
                 if not self.nets:
                     raise
-                report.fail(f"weights {form}", error)  # no such kernel on this processor
+                results.fail(f"weights {form}", error)  # no such kernel on this processor
         net = next(iter(self.nets.values()))
         most = net.config.max_context - self.room
         if max(asked.lengths()) > most:
@@ -94,7 +92,7 @@ class Run:
         self.sizes = networks.Sizes.of(net.config)
         self.dtype = str(net.dtype).removeprefix("torch.")
         self.peer = self._peer(replace(spec, dtype=self.dtype)) if asked.peer else None
-        report.record["wanted"] = {
+        results.record["wanted"] = {
             "model": asked.name,
             "random_weights": random,
             "dtype": self.dtype,
@@ -107,29 +105,27 @@ class Run:
 
     def _peer(self, spec: networks.Spec) -> Transformers | None:
         if not systems.installed():
-            self.report.note(f"{systems.PEER} is not installed: nothing to compare with")
+            self.results.note(f"{systems.PEER} is not installed: nothing to compare with")
             return None
         try:
             return Transformers(spec)
         except Exception as error:
-            self.report.note(f"not compared: {systems.PEER}: {error}")
+            self.results.note(f"not compared: {systems.PEER}: {error}")
             return None
 
     def measure(self, length: int) -> None:
         """Rows of every system behind prompts of one length, the full cache first. Raises
         UsageError for a budget that is too small."""
         ids = networks.prompt(length, self.sizes.vocab)
-        entries = [
+        every = [
             Entry(Cached(net, eviction, self.asked.kernels, self.asked.kv), form)
             for form, net in self.nets.items()
             for eviction in self.asked.evictions()
         ]
         if self.peer is not None:  # it is compared with the first weights
-            entries.insert(len(self.asked.evictions()), Entry(self.peer))
-        every = list(entries)
-        what = f"{self.kind} {length:,}"
-        begin = self._read if self.decode else self._warm
-        turn = self._write if self.decode else self._read
+            every.insert(len(self.asked.evictions()), Entry(self.peer))
+        entries, what = list(every), f"{self.kind} {length:,}"
+        begin, turn = (self._read, self._write) if self.decode else (self._warm, self._read)
         try:
             self._each(f"{what}: beginning", entries, lambda entry: begin(entry, ids))
             for number in range(self.asked.repeat):
@@ -137,11 +133,14 @@ class Run:
                 self._each(title, entries, lambda entry: turn(entry, ids))
         finally:
             measured = [entry for entry in every if entry.times]
-            if measured and not self.decode:
-                self.attention = self._attention(length)
-            timings = [self._timing(length, entry, measured) for entry in measured]
-            title = f"{self.kind}, {self.asked.name}, {length:,} tokens"
-            self.report.add("rows", timings, table(title, _HEAD, list(map(_line, timings))))
+            if measured:
+                self.attention = 0.0 if self.decode else self._attention(length)
+                timings = [self._timing(length, entry, measured) for entry in measured]
+                self.results.record["rows"] += [timing.record() for timing in timings]
+                title = f"{self.kind}, {self.asked.name}, {length:,} tokens"
+                table = grid([_HEAD, *map(_line, timings)], "<" + ">" * (len(_HEAD) - 1))
+                self.results.show(f"{title}\n{table}")
+            self.results.write()
             for entry in every:
                 entry.system.close()
             machine.settle(self.device)
@@ -149,15 +148,15 @@ class Run:
     def _each(self, what: str, entries: list[Entry], work: Callable[[Entry], None]) -> None:
         """A turn of every system. One that fails takes no more turns."""
         for index, entry in enumerate(list(entries)):
-            self.report.progress(f"{what}, {entry.name}", index, len(entries))
+            self.results.progress(f"{what}, {entry.name}", index, len(entries))
             try:
                 work(entry)
                 continue
             except Exception as error:
                 if entry.own is None:
-                    self.report.note(f"{what}, {entry.name}: {error}")
+                    self.results.note(f"{what}, {entry.name}: {error}")
                 else:
-                    self.report.fail(f"{what}, {entry.name}", error)
+                    self.results.fail(f"{what}, {entry.name}", error)
             # Outside, so that nothing of what failed is held by its traceback.
             entries.remove(entry)
             entry.system.close()
@@ -180,36 +179,10 @@ class Run:
             entry.kv_bytes = entry.own.step_kv_bytes()
 
     def _write(self, entry: Entry, ids: list[int]) -> None:
-        own = entry.own
         if self.device.type == "cpu":  # whose memory is faster at one time than at another
             self.stream = max(self.stream, machine.read_rate(_READ, 1))
         entry.system.write(_WARM)
-        seconds = entry.system.write(self.steps)
-        if own is not None and own.eviction.decode != "none":
-            entry.evict += self._added(entry.name, own)
-        entry.times.append(seconds)  # last: a turn counts when all of it was measured
-
-    def _added(self, name: str, own: Cached) -> list[float]:
-        """By how much longer a step takes under a policy than over the same tokens without one: of
-        short turns, between which the speed of memory changes less than what is looked for."""
-        base, found = own.without_policy(), []
-        try:
-            for number in range(_TURNS):
-                base.copy(own)
-                base.write(1)
-                pair = [own, base] if number % 2 else [base, own]  # each is first as often
-                taken = {system: system.write(_TURN) for system in pair}
-                found.append(taken[own] / taken[base] - 1)
-            if base.captured == own.captured:
-                return found
-        finally:
-            base.close()
-        which = "with" if base.captured else "without"
-        self.report.note(
-            f"{name}: steps {which} eviction were not captured in a graph, the others were: what "
-            "eviction adds is not known"
-        )
-        return []
+        entry.times.append(entry.system.write(self.steps))
 
     def _attention(self, length: int) -> float:
         """Flops a second that attention could have: on a GPU those of torch's own at this length;
@@ -222,11 +195,10 @@ class Run:
     def _timing(self, length: int, entry: Entry, all_of: Sequence[Entry]) -> Timing:
         """What was measured of a system, beside the full cache and transformers.
 
-        evict: by how much longer a step takes than over the same cache without a policy (lower
-        quartile, median, upper quartile of short turns). vs_full, vs_transformers: how many times
-        as fast, by medians. step_bytes: weights and cache that a step reads; read_bytes_s: the rate
-        from which its floor is computed; captured: whether it was one CUDA graph. kv_bytes: the
-        cache after the prompt, with the tokens per head that it keeps.
+        vs_full, vs_transformers: how many times as fast, by medians. step_bytes: weights and cache
+        that a step reads; read_bytes_s: the rate from which its floor is computed; captured:
+        whether it was one CUDA graph. kv_bytes: the cache after the prompt, with the tokens per
+        head that it keeps.
         """
         own, stats, seconds = entry.own, entry.stats, median(entry.times)
 
@@ -244,7 +216,6 @@ class Run:
             "vs_transformers": times_as_fast(e for e in all_of if e.own is None),
             **dict.fromkeys(("policy", "decode", "budget", "weights"), "-"),
             "kv": "auto",
-            "evict": None,
             "step_bytes": {},
             "kv_bytes": {},
             "captured": None,
@@ -253,7 +224,7 @@ class Run:
         if own is None or stats is None:
             return Timing(entry.times, None, facts)
         for notice in own.notices:
-            self.report.note(notice)
+            self.results.note(notice)
         facts |= {
             "policy": own.eviction.policy,
             "decode": own.eviction.decode,
@@ -272,33 +243,25 @@ class Run:
             linear = self.sizes.linear_flops(length) / self.rates.product(self.dtype)
             attention = self.sizes.attention_flops(length) / self.attention
             return Timing(entry.times, linear + attention, facts)
-        weights = networks.step_bytes(own.net)
-        facts |= {
-            "evict": list(quantiles(entry.evict, n=4)) if entry.evict else None,
-            "step_bytes": {"weights": weights, "kv": entry.kv_bytes},
-            "captured": own.captured,
-            "read_bytes_s": self.stream,
-        }
-        return Timing(entry.times, (weights + entry.kv_bytes) / self.stream, facts)
+        read = {"weights": networks.step_bytes(own.net), "kv": entry.kv_bytes}
+        facts |= {"step_bytes": read, "captured": own.captured, "read_bytes_s": self.stream}
+        return Timing(entry.times, sum(read.values()) / self.stream, facts)
 
 
-_HEAD = ("system", "tok/s", "ms", "floor", "evict", "held", "x full", "x HF")
+_HEAD = ("system", "tok/s", "ms", "floor", "held", "x full", "x HF")
 
 
 def _line(timing: Timing) -> list[str]:
     """A row of the table."""
     facts, held = timing.facts, timing.facts["kv_bytes"].get("held")
+    beside = (facts["vs_full"], facts["vs_transformers"])
     return [
         _called(facts),
         number(facts["tok_s"]),
         number(1e3 * timing.seconds),
         percent(timing.share),
-        "-" if facts["evict"] is None else f"{facts['evict'][1]:+.1%}",
         "-" if held is None else size(int(held)),
-        *(
-            "-" if (x := facts[name]) is None else f"{x:.2f}"
-            for name in ("vs_full", "vs_transformers")
-        ),
+        *("-" if times is None else f"{times:.2f}" for times in beside),
     ]
 
 
@@ -314,9 +277,9 @@ def _called(facts: Mapping[str, Any]) -> str:
 
 
 def measure(
-    asked: Arguments, device: torch.device, rates: Rates, report: Report, *, decode: bool
+    asked: Arguments, device: torch.device, rates: Rates, results: Results, *, decode: bool
 ) -> None:
     """Measure steps after prompts of every length, or the prompts, and add rows by length."""
-    run = Run(asked, device, rates, report, decode=decode)
+    run = Run(asked, device, rates, results, decode)
     for length in asked.lengths():
         run.measure(length)

@@ -4,7 +4,6 @@ Only this file uses minikv's engine and imports transformers."""
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from importlib import util
 from typing import Any
 
@@ -60,16 +59,6 @@ class Cached:
                 )
 
         return self._clock(run) / steps
-
-    def without_policy(self) -> Cached:
-        """Another one, empty, that evicts nothing (see `copy`)."""
-        return Cached(self.net, EvictionConfig.read("full", "none"), self.kernels, self.kv)
-
-    def copy(self, of: Cached) -> None:
-        """Hold the tokens that `of` holds, without what its policy notes about them."""
-        held, kv = of.engine.kv.snapshot(), self.engine.kv
-        columns = {name: held.columns[name] for name in kv.arena.columns}
-        kv.restore(replace(held, columns=columns), self.eviction.rules())
 
     def stats(self) -> CacheStats:
         """The statistics of the cache, counted from its tensors."""

@@ -22,7 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib import util
 from multiprocessing.connection import Connection
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import machine, networks, report, systems
+from minikv.cli.bench import machine, networks, systems
 from minikv.cli.bench.arguments import SHORTEST
 from minikv.cli.bench.machine import prepare
 from minikv.cli.screen.text import grid
@@ -356,9 +356,7 @@ def main() -> None:
             ]
         )
     facts = machine.facts(device)
-    print(
-        report.header(facts, asdict(rates), f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,")
-    )
+    print(machine.header(facts, rates, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
     print(grid(lines, "<>>>>>"))
     if args.json:
         record = {

@@ -44,7 +44,7 @@ def test_lists_are_read_once_each_the_full_cache_first() -> None:
         ("prefill --steps 3", "No such option"),
         ("decode --budget many", "budget"),
         ("decode --repeat 0", "--repeat must be 1 to"),
-        ("decode --steps -3", "--steps must be 1 to"),
+        ("decode --steps -3", "--steps must be 0 to"),
         ("decode --threads 4096", "--threads must be 1 to"),
         ("decode --device tpu", "unknown device"),
         ("decode --device cuda:99", "no CUDA device"),

@@ -12,8 +12,8 @@ from minikv.cli.bench import machine, networks, speed, systems
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates
 from minikv.cli.bench.networks import Sizes
-from minikv.cli.bench.report import Report
 from minikv.cli.bench.systems import Cached
+from minikv.cli.measure import Results
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 from minikv.models.linear import lacks
@@ -22,10 +22,10 @@ CPU, TINY = torch.device("cpu"), networks.find("tiny")
 RATES = Rates(5e9, 1e10, 8e9, 2e11, 1e11, on_gpu=False)
 
 
-def measured(*, decode: bool = True, **flags: Any) -> Report:
+def measured(*, decode: bool = True, **flags: Any) -> Results:
     terminal = Terminal(quiet=True)
     terminal.out = io.StringIO()
-    made = Report(["minikv", "bench"], terminal, None)
+    made = Results(terminal, None, {"rows": []})
     given = {"length": "64", "budget": "64", "repeat": 1, "steps": 2, "peer": False} | flags
     speed.measure(Arguments(shape="tiny", **given), CPU, RATES, made, decode=decode)
     return made
@@ -64,14 +64,10 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return write(self, steps)
 
     monkeypatch.setattr(Cached, "write", noted)
-    monkeypatch.setattr(speed, "_TURNS", 2)
     measured(policy="snapkv", repeat=2, steps=4)
-    # Three steps come before those that count. A policy that evicts while writing is followed by
-    # short turns with and without it, each first as often as the other.
-    full, own, bare = "full none", "snapkv h2o", "full none"
-    added = [f"{bare} 1", f"{bare} 8", f"{own} 8", f"{bare} 1", f"{own} 8", f"{bare} 8"]
-    turn = [f"{full} 3", f"{full} 4", f"{own} 3", f"{own} 4", *added]
-    assert order == [f"{full} 3", f"{own} 3", *turn, *turn]
+    # Three steps come before those that count.
+    turn = ["full none 3", "full none 4", "snapkv h2o 3", "snapkv h2o 4"]
+    assert order == ["full none 3", "snapkv h2o 3", *turn, *turn]
 
 
 @pytest.mark.parametrize("seen", [[3e9, 2e9], [2e10, 4e10]])
@@ -81,11 +77,9 @@ def test_rows_of_steps(seen: list[float], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(machine, "read_rate", lambda size, rounds: next(rates))
     full, evicting = rows(length="128", policy="snapkv", repeat=2)
     assert [full["policy"], evicting["policy"]] == ["full", "snapkv"]
-    assert (full["vs_full"], full["evict"], full["budget"]) == (1.0, None, "-")
+    assert (full["vs_full"], full["budget"]) == (1.0, "-")
     assert full["vs_transformers"] is None
     assert evicting["vs_full"] == pytest.approx(full["seconds"] / evicting["seconds"])
-    assert evicting["evict"] == sorted(evicting["evict"])
-    assert len(evicting["evict"]) == 3
     assert evicting["kv_bytes"]["kept_mean"] == 64
     # The prompt and three steps of the warm-up; 2 layers of 2 heads, keys and values of 16.
     assert full["step_bytes"]["kv"] == (128 + 3) * 2 * 2 * 2 * 16 * 2
@@ -103,8 +97,8 @@ def test_rows_of_prompts() -> None:
     linear, attention = TINY.linear_flops(600), TINY.attention_flops(600)
     assert full["floor_s"] == evicting["floor_s"] == (linear + attention) / 2e11
     assert full["tok_s"] == pytest.approx(600 / full["seconds"])
-    nothing = ({}, None, None, None)
-    keys = ("step_bytes", "captured", "read_bytes_s", "evict")
+    nothing = ({}, None, None)
+    keys = ("step_bytes", "captured", "read_bytes_s")
     assert tuple(full[key] for key in keys) == nothing
 
 
@@ -122,26 +116,15 @@ def test_int8_weights_and_cache_are_measured_beside_plain_ones() -> None:
     assert small["step_bytes"]["kv"] == (64 + 3) * 4 * 2 * (16 + 4)  # 16 codes and a scale, twice
 
 
-def test_a_captured_step_beside_one_that_is_not_says_nothing_about_eviction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    captured = property(lambda self: self.eviction.decode == "none")
-    monkeypatch.setattr(Cached, "captured", captured)
-    uneven = measured()
-    assert [row["captured"] for row in uneven.record["rows"]] == [True, False]
-    assert uneven.record["rows"][1]["evict"] is None
-    assert "steps with eviction were not captured" in uneven.record["notes"][0]
-
-
 def test_one_system_that_fails_costs_only_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = Cached.without_policy
+    write = Cached.write
 
-    def fails(self: Cached) -> Cached:
-        if self.eviction.policy == "snapkv":
+    def fails(self: Cached, steps: int) -> float:
+        if self.eviction.policy == "snapkv" and steps == 2:
             raise AssertionError
-        return base(self)
+        return write(self, steps)
 
-    monkeypatch.setattr(Cached, "without_policy", fails)
+    monkeypatch.setattr(Cached, "write", fails)
     made = measured(policy="snapkv,h2o")
     assert [row["policy"] for row in made.record["rows"]] == ["full", "h2o"]
     assert made.record["notes"] == ["decode 64: round 1 of 1, snapkv 64: AssertionError"]

@@ -47,25 +47,6 @@ def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> Non
     assert networks.step_bytes(net) == net.weight_bytes == 2 * tied.parameters
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
-def test_a_copy_without_a_policy_holds_and_reads_the_same(kv: str) -> None:
-    net = networks.network(networks.Spec(TINY, dtype="float32"))
-    own = Cached(net, EvictionConfig.read("adakv", "roco", "64"), kv=kv)
-    own.read(networks.prompt(128, TINY.vocab))
-    own.write(5)
-    other = own.without_policy()
-    other.copy(own)
-    for layer in range(TINY.layers):
-        for head in range(TINY.kv_heads):
-            kept = (of.engine.kv.kept(layer, head) for of in (other, own))
-            assert torch.equal(*kept)
-    assert other.step_kv_bytes() == own.step_kv_bytes()
-    before = other.stats().kept_mean
-    assert torch.allclose(other.engine.step(7), own.engine.step(7), atol=1e-5)
-    other.write(3)
-    assert other.stats().kept_mean == before + 4  # nothing leaves
-
-
 def test_bytes_that_a_step_reads() -> None:
     net = networks.network(networks.Spec(TINY))
     for kv, row in (("auto", 2 * 16 * 2), ("int8", 2 * (16 + 4))):
