@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minikv.chat.eviction_config import read_budget
-from minikv.cli.eval.cells import Cell
+from minikv.cli.eval.results import Cell, names
 from minikv.policies import default_step
 
 # The first six are Okabe and Ito's, which colour-blind people can tell apart. If there are more
@@ -72,16 +72,21 @@ def places(budgets: Iterable[str]) -> dict[str, float]:
     return {budget: float(i) for i, budget in enumerate(ordered)}
 
 
+def quality(cells: Sequence[Cell], path: Path) -> None:
+    """Draw quality over budget: a panel for each task and each value of --reuse."""
+    plot(panels(cells), path)
+
+
 def plot(panels: Sequence[Panel], path: Path) -> None:
     """Draw quality over budget: a panel for each task, a line for each policy."""
-    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    every = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     figure, axes = _figure(len(panels), 2, (5.2, 3.6))
     for axis, panel in zip(axes, panels, strict=False):
         at = places({point[0] for points in panel.lines.values() for point in points})
         for name, points in panel.lines.items():
-            i, drawn = names.index(name), sorted(points, key=lambda point: at[point[0]])
+            i, drawn = every.index(name), sorted(points, key=lambda point: at[point[0]])
             # Intervals of several lines at one budget are drawn side by side.
-            shift = 0.1 * ((i + 0.5) / len(names) - 0.5)
+            shift = 0.1 * ((i + 0.5) / len(every) - 0.5)
             bars = [  # never below 0: an end may be the score, but for rounding
                 [0.0 if low is None else max(0.0, s - low) for _, s, low, _ in drawn],
                 [0.0 if high is None else max(0.0, high - s) for _, s, _, high in drawn],
@@ -113,9 +118,9 @@ def plot(panels: Sequence[Panel], path: Path) -> None:
     _save(figure, path)
 
 
-def needle_map(cells: Sequence[Cell], names: Sequence[str], path: Path) -> None:
+def needle_map(cells: Sequence[Cell], path: Path) -> None:
     """Draw scores by depth and length of the needle task, a panel for each policy and budget."""
-    mine = [(cell, name) for cell, name in zip(cells, names, strict=True) if cell.by_place]
+    mine = [(cell, name) for cell, name in zip(cells, names(cells), strict=True) if cell.by_place]
     lengths = sorted({place[1] for cell, _ in mine for place in cell.by_place})
     depths = sorted({place[0] for cell, _ in mine for place in cell.by_place})
     figure, axes = _figure(len(mine), 3, (3.6, 2.8))

@@ -9,11 +9,10 @@ from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.chat.session import ChatSession
-from minikv.cli.eval import cells
-from minikv.cli.eval.cells import Cell
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import PASSES, Memory
 from minikv.cli.eval.rereading import Rereading, Restoring
+from minikv.cli.eval.results import Cell, cell
 from minikv.errors import ContextError, UsageError
 
 REUSES = ("once", "refresh", "blind", "recall")
@@ -245,7 +244,7 @@ class Run:
             for i, choice in enumerate(self._choices[one]):
                 made, held = self._results(one, i)
                 how = choice.eviction, choice.reuse
-                found.append(cells.cell(task, *how, items, made, full, held, file))
+                found.append(cell(task, *how, items, made, full, held, file))
         return found
 
     def left_out(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 import sys
@@ -18,7 +16,7 @@ from typer.testing import CliRunner
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli.eval import command, fitting, passes, run
+from minikv.cli.eval import command, passes, run
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import PASSES
 from minikv.cli.main import app
@@ -37,11 +35,11 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_run(tmp_path: Path) -> None:
-    """The table, JSON, CSV and picture agree; the full cache comes first."""
-    out, sheet, plot = (tmp_path / f"out.{kind}" for kind in ("json", "csv", "svg"))
+    """The table, JSON and picture agree; the full cache comes first."""
+    out, plot = (tmp_path / f"out.{kind}" for kind in ("json", "svg"))
     flags = "--policy adakv,kvcrush(h2o) --budget 64 --length 400 -n 2 --tasks"
     tasks = ("facts", "followup", "agree", "ppl", "kl")
-    files = ("--json", out, "--csv", sheet, "--plot", plot)
+    files = ("--json", out, "--plot", plot)
     result = evaluate(flags, ",".join(tasks), *files)
     written = json.loads(out.read_text())
     cells = written["cells"]
@@ -53,8 +51,6 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert by["ppl", "full"]["score"] > 1.0
     assert by["facts", "adakv"]["held"] < 0.5 * by["facts", "full"]["held"]
     assert len(by["followup", "full"]["by_question"]) >= 2
-    rows = list(csv.DictReader(io.StringIO(sheet.read_text())))
-    assert [float(r["score"]) for r in rows] == pytest.approx([c["score"] for c in cells], abs=1e-6)
     assert all(f"{task}\n" in result.stdout for task in tasks)
     assert "kvcrush(h2o)" in "".join(ElementTree.parse(plot).getroot().itertext())
     # What was asked, what would be right, what each policy said and what it scored.
@@ -226,9 +222,9 @@ def test_what_is_measured_beside_the_full_cache_of_records(tmp_path: Path) -> No
     for path in files:
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(line))
-    out, sheet = tmp_path / "out.json", tmp_path / "out.csv"
+    out = tmp_path / "out.json"
     flags = "--policy streaming --budget 32 --tasks answers,agree,ppl,kl --length 100 --json"
-    result = evaluate(flags, out, "--csv", sheet, *files)
+    result = evaluate(flags, out, *files)
     written = json.loads(out.read_text())
     cells = written["cells"]
     kinds, called = ("", "agree of ", "ppl of ", "kl of "), (files[0], "qa_1", files[2])
@@ -239,8 +235,6 @@ def test_what_is_measured_beside_the_full_cache_of_records(tmp_path: Path) -> No
     assert by["agree of qa_1", "full"]["score"] == 1.0
     assert by["kl of qa_1", "full"]["score"] == 0.0 < by["kl of qa_1", "streaming"]["score"]
     assert by["ppl of qa_1", "full"]["score"] > 1.0
-    tasks = [row["task"] for row in csv.DictReader(io.StringIO(sheet.read_text()))]
-    assert tasks == [c["task"] for c in cells]
     assert "ppl of qa_1\npolicy" in result.stdout
 
 
@@ -324,8 +318,8 @@ def test_the_middle_is_cut_out_as_longbench_does() -> None:
     chat = minikv.load(policy="full")
     chat.max_context = 300
     items, needs = [words(20), words(400), words(30)], [PASSES["answers"]]
-    assert fitting.fitted(chat, items, needs, "none") == ([items[0], items[2]], 0, 1)
-    (first, short, last), *counts = fitting.fitted(chat, items, needs, "middle")
+    assert passes.fitted(chat, items, needs, "none") == ([items[0], items[2]], 0, 1)
+    (first, short, last), *counts = passes.fitted(chat, items, needs, "middle")
     assert (first, last, counts) == (items[0], items[2], [1, 0])
     assert short.questions == items[1].questions
     assert 290 < len(passes.prompts(chat, short)[0]) + short.max_tokens <= 300
@@ -336,7 +330,7 @@ def test_the_middle_is_cut_out_as_longbench_does() -> None:
     assert cut.endswith(chat.tokenizer.decode(ids[8 - half :]))
     # A question that is longer than half of the room cannot be cut.
     long = words(400, questions=(" why" * 300,))
-    assert fitting.fitted(chat, [long], needs, "middle") == ([], 0, 1)
+    assert passes.fitted(chat, [long], needs, "middle") == ([], 0, 1)
 
 
 def test_a_line_says_what_was_left_out() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from hashlib import sha256
 from pathlib import Path
 
@@ -10,7 +12,8 @@ from word_codec import Words
 
 from minikv.cli.eval import metrics, names, tasks
 from minikv.cli.eval.items import Item
-from minikv.cli.eval.tasks import CHATS
+from minikv.cli.eval.tasks import CHATS, DEPTHS, TOLD
+from minikv.errors import UsageError
 from minikv.models import BUNDLED
 from minikv.models.bundled import world
 
@@ -41,7 +44,7 @@ def made(how: tasks.Manner) -> list[Item]:
 def test_the_bundled_model_is_asked_as_it_always_was() -> None:
     """The digest is of the items before there were manners. Another model is asked the same of the
     same documents, with an instruction."""
-    items, others = made(tasks.TRAINED), made(tasks.TOLD)
+    items, others = made(tasks.TRAINED), made(TOLD)
     told = [
         (i.document, i.questions, i.right, i.metric.__name__, i.max_tokens, i.where) for i in items
     ]
@@ -57,7 +60,7 @@ def test_the_bundled_model_is_asked_as_it_always_was() -> None:
 def test_only_the_bundled_model_is_asked_for_long_answers_alone() -> None:
     """Words of one token are most of what another tokenizer could be asked for."""
     long = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5)]
-    every = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5, tasks.TOLD)]
+    every = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5, TOLD)]
     assert all(" " in answer for answer in long)
     assert sum(" " not in answer for answer in every) > 6
 
@@ -69,7 +72,7 @@ def test_the_bundled_model_is_known_by_its_folder(
     (tmp_path / "bundled").mkdir()
     monkeypatch.chdir(tmp_path)
     trained = [tasks.manner(name) is tasks.TRAINED for name in (None, str(BUNDLED), "link")]
-    told = [tasks.manner(name) is tasks.TOLD for name in ("bundled", "owner/name")]
+    told = [tasks.manner(name) is TOLD for name in ("bundled", "owner/name")]
     assert all(trained + told)
 
 
@@ -90,7 +93,7 @@ def test_needles_lie_where_they_should() -> None:
 @pytest.mark.parametrize("tokens", [200, 2000])
 def test_a_small_vocabulary_has_fewer_sentences_and_no_less_of_the_rest(tokens: int) -> None:
     """A sentence has sixty tokens and more, where the bundled tokenizer has twelve."""
-    items = list(tasks.facts(Bytes(), tokens, 20, 900_000_000, tasks.TOLD))
+    items = list(tasks.facts(Bytes(), tokens, 20, 900_000_000, TOLD))
     assert len(items) == 20
     for item in items:
         assert abs(len(item.document.encode()) - tokens) <= 16
@@ -99,12 +102,12 @@ def test_a_small_vocabulary_has_fewer_sentences_and_no_less_of_the_rest(tokens: 
 
 def test_several_questions_about_each_document() -> None:
     """Each asked apart, of other facts; the first documents are those of one question each."""
-    several = list(tasks.facts(Bytes(), 3000, 4, 5, tasks.TOLD, 3))
-    one = list(tasks.facts(Bytes(), 3000, 4, 5, tasks.TOLD))
+    several = list(tasks.facts(Bytes(), 3000, 4, 5, TOLD, 3))
+    one = list(tasks.facts(Bytes(), 3000, 4, 5, TOLD))
     assert [i.document for i in several] == [i.document for i in one]
     assert all(i.apart and len(set(i.right)) == 3 for i in several)
     assert not any(i.apart for i in one)
-    few = next(tasks.facts(Bytes(), 400, 1, 5, tasks.TOLD, 9))
+    few = next(tasks.facts(Bytes(), 400, 1, 5, TOLD, 9))
     assert 1 <= len(few.questions) <= 2
 
 
@@ -131,5 +134,69 @@ def test_long_answers_are_of_every_kind_in_turn() -> None:
         assert f"{value}." in item.document
         assert len(Words().encode(value)) <= item.max_tokens
         assert item.metric(value[:-1], (value,), ()) == 0.0
-    (other,) = CHATS["long"].items(Words(), 1000, 1, 5, tasks.TOLD)
+    (other,) = CHATS["long"].items(Words(), 1000, 1, 5, TOLD)
     assert other.questions[0].endswith("word for word.")
+
+
+# -- a user's own text ---------------------------------------------------------------------
+
+TEXT = " ".join(f"Sentence {i} of this text says little about item {i}." for i in range(300))
+HAY = tasks.Haystack(TEXT)
+
+
+def test_the_parts_are_the_text() -> None:
+    """In order, cut between sentences, each about as long as asked; a short end is left out."""
+    found = tasks.parts(Words(), TEXT, 400)
+    whole = "".join("".join(part) for part in found)
+    assert TEXT.startswith(whole)
+    sizes = [len(Words().encode("".join(part))) for part in found]
+    assert all(380 <= size <= 400 for size in sizes)
+    assert len(TEXT.split()) - 400 < sum(sizes)
+    assert tasks.parts(Words(), "Too short. For that.", 400) == [["Too short.", " For that."]]
+    items = tasks.texts(Words(), TEXT, 400, 3, "x.txt")
+    assert [i.source for i in items] == [f"x.txt, part {n}" for n in (1, 2, 3)]
+    assert not any(i.questions or "\n" in i.document for i in items)
+
+
+def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
+    """Four of different kinds, the code with five digits; more documents than parts have others."""
+    items = list(tasks.facts(Words(), 400, 20, 5, TOLD, 4, HAY))
+    assert len({i.document for i in items}) == 20
+    for item in items:
+        assert item.apart
+        for question, (value,) in zip(item.questions, item.right, strict=True):
+            assert item.document.count(value) == 1
+            noun = re.sub(r"^(What|Who) is (the .*)\? .*", r"\2", question)
+            assert f"T{noun[1:]} is {value}." in item.document
+            assert metrics.contains_words(f"It is {value}.", (value,)) == 1.0
+        rest = item.document
+        for fact in re.findall(r" The (?:access|secret|head|meeting)[^.]*\.", rest):
+            rest = rest.replace(fact, "")
+        assert rest in TEXT
+    one = list(tasks.facts(Words(), 400, 20, 5, TOLD, 1, HAY))
+    assert {i.groups for i in one} == {("code",), ("word",), ("name",), ("place",)}
+    assert {len(i.questions) for i in one} == {1}
+
+
+def test_a_given_needle_is_at_its_depth() -> None:
+    given = [tasks.given_fact("The key is under the mat. | Where is the key? | under the mat")]
+    hay = tasks.Haystack(TEXT, given)
+    items = list(tasks.needle(Words(), [200, 400], 2, 5, how=TOLD, hay=hay))
+    assert len(items) == 2 * len(DEPTHS) * 2
+    for item in items:
+        assert item.where is not None
+        at = item.document.index("The key is under the mat.") / len(item.document)
+        assert abs(at - item.where[0]) < 0.08
+        assert item.questions[0].startswith("Where is the key?")
+        assert item.right == (("under the mat",),)
+
+
+@pytest.mark.parametrize("text", ["", "a | b", "a | b |", "a | b | c | d"])
+def test_a_needle_has_three_parts(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot read the needle"):
+        tasks.given_fact(text)
+
+
+def test_made_facts_are_as_the_seed_says() -> None:
+    made = [tasks.made_facts(random.Random(seed)) for seed in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]

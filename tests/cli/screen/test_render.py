@@ -12,7 +12,7 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli import compare
-from minikv.cli.eval import run, show
+from minikv.cli.eval import results, run
 from minikv.cli.eval.items import Item
 from minikv.cli.export import markdown, page
 from minikv.cli.export.facts import gather
@@ -76,7 +76,7 @@ def test_a_measurement_holds_no_more_than_all() -> None:
     measured.measure(lambda done, total: None)
     cells = measured.cells()
     assert [cell.held for cell in cells] == [1.0, 1.0, 1.0]
-    assert show.table(cells).count("100.0%") >= 3
+    assert results.table(cells).count("100.0%") >= 3
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
-"""Intervals by hand, and results as a table, CSV, JSON and pictures have them."""
+"""Intervals by hand, and results as tables, JSON and pictures have them."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.eval import cells, intervals, pictures, show
+from minikv.cli.eval import intervals, pictures, results
 from minikv.cli.eval.items import Item
 from minikv.policies import default_step
 
@@ -20,9 +18,9 @@ TEXTS, ASKED = [Item("", (), ())] * 2, [Item("", ("?",), (("a",),))] * 2
 ADAKV = EvictionConfig.read("adakv", "roco", "64")
 
 
-def cell(task: str, policy: str, decode: str, budget: str = "64", **more: Any) -> cells.Cell:
+def cell(task: str, policy: str, decode: str, budget: str = "64", **more: Any) -> results.Cell:
     figures = {"score": 0.5, "low": 0.2, "high": 0.8, "held": 0.3} | more
-    return cells.Cell(task, policy, decode, budget, n=4, **{"stride": 0, **figures})
+    return results.Cell(task, policy, decode, budget, n=4, **{"stride": 0, **figures})
 
 
 def test_an_interval_of_shares_is_over_documents() -> None:
@@ -69,12 +67,12 @@ def test_a_chat_beside_the_full_cache() -> None:
     """Answers that are the full cache's word for word, and chats without a wrong answer."""
     items = [Item("", ("?", "?"), (("a b",), ("c",))), Item("", ("?", "?"), (("d",), ("e",)))]
     made, full = [["a b", "c"], ["d", "x"]], [["a  b", "c"], ["d", "e"]]
-    found = cells.cell("followup", ADAKV, "recall", items, made, full, [0.1, 0.3])
+    found = results.cell("followup", ADAKV, "recall", items, made, full, [0.1, 0.3])
     assert (found.n, found.score, found.held, found.reuse) == (4, 0.75, 0.2, "recall")
     assert (found.more["same"], found.more["all_right"]) == (0.75, 0.5)
     assert found.by_question == found.same_by_question == [1.0, 0.5]
     assert found.more["same_low"] < 0.75 < found.more["same_high"]
-    alone = cells.cell("followup", ADAKV, "once", items[:1], [["x", "c"]], [["y", "c"]], [0.1])
+    alone = results.cell("followup", ADAKV, "once", items[:1], [["x", "c"]], [["y", "c"]], [0.1])
     assert {*alone.more} == {"against", "same", "all_right"}, "one document has no interval"
     assert (alone.more["same"], found.more["against"]) == (0.5, 0.0)
 
@@ -85,9 +83,9 @@ def test_numbers_by_token() -> None:
     from two on."""
     made = [[1.0, 2.0], [3.0]]
 
-    def ppl(made: list[list[float]], full: list[list[float]]) -> cells.Cell:
+    def ppl(made: list[list[float]], full: list[list[float]]) -> results.Cell:
         both = [[[[(x, x / 4, x < 2) for x in row]] for row in of] for of in (made, full)]
-        return cells.cell("ppl", ADAKV, "once", TEXTS, *both, [1.0] * len(made))
+        return results.cell("ppl", ADAKV, "once", TEXTS, *both, [1.0] * len(made))
 
     found = ppl(made, [[0.5, 2.0], [2.0]])
     assert (found.score, found.by_item) == (math.exp(2.0), [1.5, 3.0])
@@ -97,9 +95,9 @@ def test_numbers_by_token() -> None:
     few = ppl([[0.0], [0.0], [0.0], [0.0], [4.0]], [[0.0]] * 5)
     assert few.low == 1.0
     tokens = [[[(x, x / 4, x < 2) for x in row]] for row in made]
-    kl = cells.cell("kl", ADAKV, "once", TEXTS, tokens, tokens, [1.0] * 2)
-    same = cells.cell("agree", ADAKV, "once", TEXTS, tokens, tokens, [1.0] * 2)
-    asked = cells.cell("agree", ADAKV, "once", ASKED, tokens, tokens, [1.0] * 2)
+    kl = results.cell("kl", ADAKV, "once", TEXTS, tokens, tokens, [1.0] * 2)
+    same = results.cell("agree", ADAKV, "once", TEXTS, tokens, tokens, [1.0] * 2)
+    asked = results.cell("agree", ADAKV, "once", ASKED, tokens, tokens, [1.0] * 2)
     assert (kl.score, kl.n, same.score, same.n) == (0.5, 3, 1 / 3, 3)
     assert (asked.score, asked.n, asked.more) == (0.0, 2, {"tokens_before_difference": 0.5})
 
@@ -115,7 +113,7 @@ def test_numbers_by_token() -> None:
 def test_what_cannot_be_compared_is_said(cell_of: tuple[Any, ...], says: str) -> None:
     *names, score = cell_of
     others = [cell(names[0], policy, "h2o") for policy in ("adakv", "snapkv")]
-    last = show.table([cell(*names, score=score), *others]).splitlines()[5:]
+    last = results.table([cell(*names, score=score), *others]).splitlines()[5:]
     assert bool(last) == bool(says)
     assert says in "".join(last)
 
@@ -133,40 +131,36 @@ def test_rows_are_told_apart_by_their_decode_policy(tmp_path: Path) -> None:
     plain = cell("followup", "full", "none", "-", by_question=[1.0, 1.0])
     chosen = [cell("followup", "snapkv", d, by_question=[1.0, 0.0]) for d in ("roco", "none")]
     called = ["full", "snapkv with roco 64", "snapkv with none 64"]
-    assert show.names([plain, *chosen]) == called
-    text = show.table([plain, *chosen])
-    assert all(f"\n{name} 100.0%   0.0%" in text for name in called[1:])
+    assert results.names([plain, *chosen]) == called
+    text = results.table([plain, *chosen])
+    assert all(f"\n{name}  100.0%    0.0%" in text for name in called[1:])
     auto = [cell("followup", name, default_step(name)) for name in ("snapkv", "streaming")]
-    assert show.names([plain, *auto]) == ["full", "snapkv 64", "streaming 64"]
-    assert show.names([plain, cell("ppl", "full", "roco")]) == ["full", "full with roco 64"]
-    assert show.names([cell("facts", "tova", "tova", stride=32)]) == ["tova /32 64"]
+    assert results.names([plain, *auto]) == ["full", "snapkv 64", "streaming 64"]
+    assert results.names([plain, cell("ppl", "full", "roco")]) == ["full", "full with roco 64"]
+    assert results.names([cell("facts", "tova", "tova", stride=32)]) == ["tova /32 64"]
     pytest.importorskip("matplotlib")
     places = [(d, n, d, 1) for d in (0.0, 1.0) for n in (1000, 2000)]
     mapped = [cell("needle", "snapkv", d, by_place=places) for d in ("roco", "none")]
-    files = [("map", tmp_path / "map.svg"), ("map", tmp_path / "map.png")]
-    assert show.write(mapped, {}, files) == [path for _, path in files]
+    for name in ("map.svg", "map.png"):
+        pictures.needle_map(mapped, tmp_path / name)
     drawn = (tmp_path / "map.svg").read_text()
     assert all(f">{name}<" in drawn for name in (*called[1:], "2,000", "100%", "100"))
     assert (tmp_path / "map.png").stat().st_size > 2000
-    assert show.write([plain], {}, files) == [], "no needle, no map"
 
 
 def test_further_figures_are_shown() -> None:
-    """In the table and the CSV; no -0.0."""
+    """No -0.0."""
     plain = cell("agree", "full", "none", "-", more={"tokens_before_difference": 5.25})
     mine, other = cell("agree", "snapkv", "none"), cell("facts", "snapkv", "none")
     paired = cell("facts", "h2o", "h2o", more={"against": -0.25, "against_low": -0.5})
-    head, first, second = show.table([plain, mine]).splitlines()[1:]
+    head, first, second = results.table([plain, mine]).splitlines()[1:]
     assert head.endswith("  held  tokens before difference")
     assert (first.split()[-1], second.split()[-1]) == ("5.2", "-")
-    assert "difference" not in show.table([other])
+    assert "difference" not in results.table([other])
     full = cell("facts", "full", "none", "-", score=1.0)
-    assert "-25.0%" in show.table([full, paired]).splitlines()[-1]
-    rows = list(csv.DictReader(io.StringIO(show.as_csv([plain, paired]))))
-    assert [r["tokens_before_difference"] for r in rows] == ["5.250000", ""]
-    assert [r["against"] for r in rows] == ["", "-0.250000"]
+    assert "-25.0%" in results.table([full, paired]).splitlines()[-1]
     small = cell("agree", "full", "none", "-", score=-1e-9, low=-2e-9, high=1e-9)
-    assert "-0.0" not in show.table([small]) + show.as_csv([small])
+    assert "-0.0" not in results.table([small])
 
 
 def test_what_later_questions_found_is_shown_where_it_was_chosen() -> None:
@@ -179,22 +173,22 @@ def test_what_later_questions_found_is_shown_where_it_was_chosen() -> None:
     }
     step = default_step("snapkv")
     both = [cell("followup", "snapkv", step, reuse=reuse, **shown) for reuse in ("recall", "once")]
-    assert show.names([plain, *both]) == ["full", "snapkv 64 recall", "snapkv 64 once"]
-    text = show.table([plain, *both])
+    assert results.names([plain, *both]) == ["full", "snapkv 64 recall", "snapkv 64 once"]
+    text = results.table([plain, *both])
     head, full, recall, once = text.splitlines()[1:5]
     assert head.split()[:4] == ["policy", "decode", "budget", "reuse"]
     assert head.endswith("same as full  all right")
     assert full.split()[:4] == ["full", "none", "-", "-"]
     assert (recall.split()[3], once.split()[3]) == ("recall", "once")
     assert recall.split()[-2:] == ["75.0%", "50.0%"]
-    assert "\nsnapkv 64 recall 100.0%  25.0%" in text.partition("same as full   ")[2]
-    assert "reuse" not in show.table([plain, both[1]])
+    assert "\nsnapkv 64 recall  100.0%  25.0%" in text.partition("same as full  ")[2]
+    assert "reuse" not in results.table([plain, both[1]])
 
 
 # -- quality over budget ----------------------------------------------------------------------
 
 
-def scored(policy: str, budget: str, score: float, reuse: str = "once") -> cells.Cell:
+def scored(policy: str, budget: str, score: float, reuse: str = "once") -> results.Cell:
     decode = "none" if policy == "full" else "h2o"
     return cell("facts", policy, decode, budget, score=score, low=None, high=None, reuse=reuse)
 
@@ -236,7 +230,7 @@ def test_the_picture_has_every_policy_and_is_the_same_again(tmp_path: Path) -> N
     pytest.importorskip("matplotlib")
     first, second = tmp_path / "1.svg", tmp_path / "2.svg"
     for path in (first, second):
-        show.write(CELLS, {}, [("plot", path)])
+        pictures.quality(CELLS, path)
     assert first.read_bytes() == second.read_bytes()
     texts = {e.text for e in ElementTree.parse(first).iter("{http://www.w3.org/2000/svg}text")}
     assert {"adakv", "<keydiff>&", "full cache", "tokens per head", "128", "100%"} <= texts

@@ -1,10 +1,10 @@
-"""The result of a task under one policy and budget, as it is shown and written."""
+"""The result of a task under one policy and budget, and tables of results."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.eval import intervals
 from minikv.cli.eval.intervals import Rows
 from minikv.cli.eval.items import Item
-from minikv.cli.eval.names import CHATS
+from minikv.cli.eval.names import ANSWERED, CHATS
+from minikv.cli.screen import text
+from minikv.policies import default_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,9 @@ def cell(
 
     Perplexities of fewer than five documents have no interval: it would be wider than they say.
     """
-    numbers = task in ("ppl", "kl")
     rows, more = _rows(task, items, made, full)
     score = mean([value for row in rows for value in row])
-    low, high = intervals.of_means(rows) if numbers else intervals.of_shares(rows)
+    low, high = (intervals.of_means if task in ("ppl", "kl") else intervals.of_shares)(rows)
     if task == "ppl":
         score = _exp(score)
         few = len(rows) < 5
@@ -143,9 +144,8 @@ def _rows(
             [float(a.split() == b.split()) for a, b in zip(*both, strict=True)]
             for both in zip(made, full, strict=True)
         ]
-        low, high = intervals.of_shares(alike)
-        more |= {} if low is None or high is None else {"same_low": low, "same_high": high}
-        more["same"] = mean([x for row in alike for x in row])
+        more |= {"same": mean([x for row in alike for x in row])}
+        more |= _bounds("same", intervals.of_shares(alike))
         more["all_right"] = mean([float(mean(row) == 1.0) for row in rows])
         found["same_by_question"] = _columns(alike)
     return rows, found
@@ -154,9 +154,13 @@ def _rows(
 def _against(rows: Rows, full: Rows, *, shares: bool) -> dict[str, float]:
     """How much more than the full cache, in pairs, with its interval over documents."""
     less = [[a - b for a, b in zip(*both, strict=True)] for both in zip(rows, full, strict=True)]
-    low, high = (intervals.of_differences if shares else intervals.of_means)(less)
-    bounds = {} if low is None or high is None else {"against_low": low, "against_high": high}
-    return {"against": mean([x for row in less for x in row]), **bounds}
+    found = (intervals.of_differences if shares else intervals.of_means)(less)
+    return {"against": mean([x for row in less for x in row]), **_bounds("against", found)}
+
+
+def _bounds(name: str, found: intervals.Bounds) -> dict[str, float]:
+    low, high = found
+    return {} if low is None or high is None else {f"{name}_low": low, f"{name}_high": high}
 
 
 def mean(values: Sequence[float]) -> float:
@@ -183,3 +187,116 @@ def _grouped(
 
 def _exp(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+_UNIT = {"ppl": "perplexity", "agree": "same as full", "kl": "KL"}
+_MORE = {"tokens_before_difference": "tokens before difference"}
+_CHAT = {"same": "same as full", "all_right": "all right"}
+"""Further figures, with their headings. Of `agree`: the mean number of tokens up to the first that
+differs. Of a chat: the share of answers equal to the full cache's, and the share of chats without a
+wrong answer."""
+_HALF = 0.5  # of the questions, which the full cache must answer for a comparison to mean something
+
+
+def names(cells: Sequence[Cell]) -> list[str]:
+    """A short name of each cell: its policy and budget. If the decode policy of any cell is not its
+    policy's default, names include it. If the reuse of any cell is not "once", names include it."""
+    with_decode = any(not c.stride and c.decode != default_step(c.policy) for c in cells)
+    reused = any(c.reuse != "once" for c in cells)
+    found = []
+    for c in cells:
+        name = c.policy + (f" /{c.stride}" if c.stride else "")
+        if c.budget != "-":
+            name += (f" with {c.decode}" if with_decode and not c.stride else "") + f" {c.budget}"
+            name += f" {c.reuse}" if reused else ""
+        found.append(name)
+    return found
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """One block per task, the full cache's row first."""
+    blocks = []
+    for title in dict.fromkeys(cell.title for cell in cells):
+        mine = [cell for cell in cells if cell.title == title]
+        blocks.append("\n".join([title, _scores(mine), *_remarks(mine)]))
+        for heading, rows in (
+            ("by question", [_numbered(c.by_question) for c in mine]),
+            ("same as full", [_numbered(c.same_by_question) for c in mine]),
+            ("by group", [{f"{name} ({n:,})": s for name, s, n in c.by_group} for c in mine]),
+        ):
+            if heads := list(dict.fromkeys(head for row in rows for head in row)):
+                lines = [
+                    [name, *(f"{100 * row[head]:.1f}%" if head in row else "-" for head in heads)]
+                    for name, row in zip(names(mine), rows, strict=True)
+                ]
+                blocks.append(text.grid([[heading, *heads], *lines], "<" + ">" * len(heads)))
+    return "\n\n".join(blocks)
+
+
+def _numbered(shares: Sequence[float]) -> dict[str, float]:
+    return {f"Q{i}": share for i, share in enumerate(shares, 1)} if len(shares) > 1 else {}
+
+
+def _remarks(cells: Sequence[Cell]) -> Iterator[str]:
+    """What must be known before the figures are compared."""
+    first = cells[0]
+    if first.task in ANSWERED and first.score < _HALF:
+        share = _figure(first.task, first.score)
+        yield f"The full cache itself has {share}: the comparison means nothing with this model."
+    if first.task == "kl":
+        yield "KL is in nats a token, from the full cache."
+
+
+def _scores(cells: Sequence[Cell]) -> str:
+    """A line for each cell; a column where any of them has a value."""
+    task = cells[0].task
+    known, nats = {key for c in cells for key in c.more}, "nats" if task == "ppl" else task
+    columns: list[tuple[str, Callable[[Cell], str]]] = [
+        ("policy", lambda c: c.policy + (f" /{c.stride}" if c.stride else "")),
+        ("decode", lambda c: c.decode),
+        ("budget", lambda c: c.budget),
+    ]
+    if any(cell.reuse != "once" for cell in cells):
+        columns.append(("reuse", lambda c: c.reuse if c.budget != "-" else "-"))
+    left = len(columns)
+    columns += [
+        (_UNIT.get(task, "score"), lambda c: _figure(task, c.score)),
+        ("95 %", lambda c: _interval(task, c.low, c.high)),
+    ]
+    if "against" in known:
+        unit = "nats above full" if task == "ppl" else "against full"
+        columns += [
+            (unit, lambda c: "-" if c.budget == "-" else _figure(nats, c.more["against"], "+")),
+            ("95 %", lambda c: "-" if c.budget == "-" else _bounded(c, nats)),
+        ]
+    columns += [("n", lambda c: str(c.n)), ("held", lambda c: f"{c.held:.1%}")]
+    for key, head in (_MORE | ({} if task == "long" else _CHAT)).items():
+        if key in known:
+            columns.append((head, lambda c, key=key: _extra(c, key)))  # type: ignore[misc]
+    lines = [[head for head, _ in columns], *([get(c) for _, get in columns] for c in cells)]
+    return text.grid(lines, "<" * left + ">" * (len(columns) - left))
+
+
+def _bounded(c: Cell, unit: str) -> str:
+    return _interval(unit, c.more.get("against_low"), c.more.get("against_high"), "+")
+
+
+def _interval(task: str, low: float | None, high: float | None, sign: str = "") -> str:
+    if low is None or high is None:
+        return "-"
+    return f"{_figure(task, low, sign)} to {_figure(task, high, sign)}"
+
+
+def _figure(task: str, value: float, sign: str = "") -> str:
+    # z: no -0.0 after rounding
+    if task in ("ppl", "nats", "kl"):
+        return f"{value:{sign}z.{4 if task == 'kl' else 3}f}"
+    return f"{100 * value:{sign}z.1f}%"
+
+
+def _extra(cell: Cell, key: str) -> str:
+    if key not in cell.more:
+        return "-"
+    return f"{cell.more[key]:.1f}" if key in _MORE else f"{cell.more[key]:.1%}"

@@ -1,0 +1,86 @@
+"""What `minikv eval` is asked, as its flags say it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minikv.cli import completion
+from minikv.settings import ADVANCED, CACHE, OUTPUT
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What `minikv eval` is to do, as it was typed. Some strings are lists with commas."""
+
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="FILE", help="LongBench or RULER records, or texts"),
+    ] = None
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="comma-separated; default: facts; of FILEs the answers, or the ppl of texts",
+            autocompletion=completion.tasks,
+        ),
+    ] = ""
+    length: Annotated[
+        str, typer.Option(help="tokens of a document; for needle a comma-separated list")
+    ] = "2000"
+    count: Annotated[
+        int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
+    ] = 40
+    questions: Annotated[
+        int,
+        typer.Option(
+            help="questions of facts about each document, each asked as if it were the first",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = 1
+    reuses: Annotated[
+        str,
+        typer.Option(
+            "--reuse",
+            help="what later questions of a chat are answered from, comma-separated: once (the "
+            "tokens kept for the first one), refresh (all that was read, after reading it again), "
+            "blind (the tokens kept before any question was seen), recall (all that was read)",
+            rich_help_panel=CACHE,
+        ),
+    ] = "once"
+    truncate: Annotated[
+        str,
+        typer.Option(
+            help="records of FILEs that are too long: none (skip and count them) or middle (cut "
+            "the middle out, as LongBench does)",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = "none"
+    haystack: Annotated[
+        Path | None,
+        typer.Option(
+            help="put the facts of needle and facts into parts of this text, each of --length "
+            "tokens: a code, a word, a name and a place"
+        ),
+    ] = None
+    needles: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--needle", help="a fact for --haystack instead: 'SENTENCE | QUESTION | ANSWER'"
+        ),
+    ] = None
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="write the results and all answers here")
+    ] = None
+    heat: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--map",
+            help="draw needle by depth and length here, .png or .svg",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="draw quality over budget here, .png or .svg", rich_help_panel=OUTPUT),
+    ] = None
