@@ -1,5 +1,5 @@
-"""What `minikv eval` and `minikv bench` share: flags from a dataclass, checks of files, one line of
-progress, and JSON that keeps what a stopped run has measured."""
+"""What `minikv eval` and `minikv bench` share: flags from a dataclass, what is compared, checks of
+files, one line of progress, and JSON that keeps what a stopped run has measured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.cli.screen.progress import Live
 from minikv.cli.screen.terminal import Terminal
+from minikv.cli.values import read_count, read_list
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError, UsageError
 
@@ -52,6 +54,59 @@ def check_file(flag: str, path: Path, endings: Sequence[str] = ()) -> None:
         raise UsageError(f"{path} is a directory", f"{flag} takes a file")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"there is no directory {path.parent}")
+
+
+def choices(
+    policies: str,
+    budgets: str,
+    decodes: str,
+    seed: int = 0,
+    stride: int = 0,
+    options: Mapping[str, object] | None = None,
+) -> list[EvictionConfig]:
+    """The full cache, then every policy with every decode policy and budget, of lists with commas.
+
+    An option goes to each policy that has it. Raises UsageError, also for one that none has, for
+    options that contradict each other and for fewer tokens per head than the policies need.
+    """
+    given, known = dict(options or {}), set()
+    wanted = [EvictionConfig.read("full", "none")]
+    amounts, steps = read_list(budgets, "--budget"), read_list(decodes, "--decode")
+    for policy in read_list(policies, "--policy"):
+        for decode in steps:
+            if policy == "full" and not EvictionConfig.read(policy, decode).may_evict:
+                continue  # the first row
+            plain = EvictionConfig.read(policy, decode, "512", {}, seed, stride)
+            takes = {*plain.policy_options, *plain.decode_options}
+            known |= takes
+            mine = {name: value for name, value in given.items() if name in takes}
+            wanted += [
+                EvictionConfig.read(policy, decode, stated(budget), mine, seed, stride)
+                for budget in amounts
+            ]
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"none of these policies has an option {name!r}",
+                f"they take: {', '.join(sorted(known)) or 'no options'}",
+            )
+    for eviction in wanted:
+        least = eviction.least_rows()  # also refuses what contradicts itself
+        if eviction.evicts and eviction.budget.unit == "rows" and eviction.budget.value < least:
+            raise UsageError(
+                f"budget {eviction.budget} is too small for {eviction.pair}",
+                f"the smallest useful budget is {least} tokens per head",
+            )
+    return wanted
+
+
+def lengths(text: str, least: int, most: int) -> tuple[int, ...]:
+    """The numbers of tokens of --length, in the order given. Raises UsageError."""
+    found = tuple(dict.fromkeys(map(read_count, read_list(text, "--length"))))
+    for number in found:
+        if not least <= number <= most:
+            raise UsageError(f"--length must be {least} to {most:,}, got {number:,}")
+    return found
 
 
 class Results:

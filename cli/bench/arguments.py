@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from minikv.chat.eviction_config import EvictionConfig, stated
-from minikv.cli.values import read_count, read_list
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.cli.measure import choices, lengths
+from minikv.cli.values import read_list
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import WEIGHTS, Settings
@@ -17,6 +18,7 @@ from minikv.settings import WEIGHTS, Settings
 SHORTEST = 64
 """Fewest tokens of a prompt: shorter ones say nothing about a policy."""
 
+_LONGEST = 1 << 20
 _MODEL, _CACHE, _OUTPUT, _ADVANCED = "Model", "KV cache", "Output", "Advanced"
 
 
@@ -117,21 +119,8 @@ class Arguments:
     def evictions(self) -> tuple[EvictionConfig, ...]:
         """The full cache first, then every policy with every decode policy and budget. Raises
         UsageError."""
-        found = [EvictionConfig.read("full", "none")]
-        for policy in read_list(self.policy, "--policy"):
-            for decode in read_list(self.decode, "--decode"):
-                if (policy, decode) in (("full", "auto"), ("full", "none")):
-                    continue
-                for budget in read_list(self.budget, "--budget"):
-                    made = EvictionConfig.read(policy, decode, stated(budget))
-                    if made not in found:
-                        found.append(made)
-        return tuple(found)
+        return tuple(choices(self.policy, self.budget, self.decode))
 
     def lengths(self) -> tuple[int, ...]:
         """Tokens of the prompts, in the order given. Raises UsageError."""
-        parts = read_list(self.length, "--length")
-        found = tuple(dict.fromkeys(read_count(part) for part in parts))
-        if min(found) < SHORTEST:
-            raise UsageError(f"--length must be at least {SHORTEST}, got {min(found)}")
-        return found
+        return lengths(self.length, SHORTEST, _LONGEST)

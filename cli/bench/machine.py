@@ -124,14 +124,12 @@ def l2_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The machine's measured rates, in bytes and flops a second; None: not measured.
+    """The machine's measured rates, in bytes and flops a second.
 
-    read_1: reading with one thread (None on a GPU). read: with all threads. copy: bytes read plus
-    bytes written. matmul and matmul_fp32: products of large square matrices, in bfloat16 and
-    float32.
+    read: with all threads. copy: bytes read plus bytes written. matmul and matmul_fp32: products of
+    large square matrices, in bfloat16 and float32.
     """
 
-    read_1: float | None
     read: float
     copy: float
     matmul: float
@@ -157,15 +155,8 @@ def measure(device: torch.device, rounds: int = 5, small: bool = False) -> Rates
     )
     copied = copy_rate(device, size, rounds)
     if gpu:
-        return Rates(None, copied, copied, half, full, True)
-    count = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = read_rate(size, rounds)
-    finally:
-        torch.set_num_threads(count)
-    # Threads that share a busy machine may read slower than one alone.
-    return Rates(alone, max(alone, read_rate(size, rounds)), copied, half, full, False)
+        return Rates(copied, copied, half, full, True)
+    return Rates(read_rate(size, rounds), copied, half, full, False)
 
 
 def read_rate(size: int, rounds: int) -> float:
@@ -252,15 +243,12 @@ class Timing:
 
 
 def header(facts: Mapping[str, object], rates: Rates, about: str) -> str:
-    """The machine and its rates, three lines."""
+    """The machine and its rates, two lines."""
     plural = "" if facts["threads"] == 1 else "s"
     what = facts.get("gpu") or f"{facts['processor']}, {facts['threads']} thread{plural}"
-    speeds = f"copy {rate(rates.copy)}"
-    if rates.read_1 is not None:
-        alone = rate(rates.read_1)
-        speeds = f"read {rate(rates.read)}, {alone} with one thread · {speeds}"
+    speeds = f"copy {rate(rates.copy)}" if rates.on_gpu else f"read {rate(rates.read)}"
     products = f"products {flops(rates.matmul)} bf16, {flops(rates.matmul_fp32)} fp32"
-    return f"{about} on {what}\n{speeds}\n{products}"
+    return f"{about} on {what}\n{speeds} · {products}"
 
 
 def number(value: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from minikv.cache.stats import CacheStats
 from minikv.chat.report import size
 from minikv.cli.bench import machine, networks, systems
 from minikv.cli.bench.arguments import Arguments
@@ -28,29 +27,23 @@ _READ = 256 << 20  # bytes that are read before a turn on a CPU, to see how fast
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A system and its measurements. weights: the flag's value, of minikv's."""
+    """A system and its measurements. facts: of the cache after the prompt, and of a step."""
 
     system: Cached | Transformers
-    weights: str = "-"
     times: list[float] = field(default_factory=list)
-    stats: CacheStats | None = None
-    kv_bytes: float = 0.0  # that a step reads
-
-    @property
-    def own(self) -> Cached | None:
-        return self.system if isinstance(self.system, Cached) else None
-
-    @property
-    def full(self) -> bool:
-        return self.own is not None and not self.own.eviction.evicts
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        if self.own is None:
-            return systems.PEER
-        eviction = self.own.eviction
-        what = f"{eviction.policy} {eviction.budget}" if eviction.evicts else eviction.policy
-        return what if self.weights == "auto" else f"{what} {self.weights}"
+        """The system and what it runs under, in a few words."""
+        facts = self.system.facts
+        if facts["policy"] == "-":
+            return str(facts["system"])
+        decode, kv = facts["decode"], facts["kv"]
+        step = f"+{decode}" if decode not in ("none", facts["policy"], "-") else ""
+        parts = [facts["policy"] + step]
+        parts += [x for x in (facts["budget"], facts["weights"]) if x not in ("auto", "-")]
+        return " ".join([*parts, f"kv {kv}"] if kv != "auto" else parts)
 
 
 class Run:
@@ -118,7 +111,7 @@ class Run:
         UsageError for a budget that is too small."""
         ids = networks.prompt(length, self.sizes.vocab)
         every = [
-            Entry(Cached(net, eviction, self.asked.kernels, self.asked.kv), form)
+            Entry(Cached(net, eviction, self.asked.kernels, self.asked.kv, form))
             for form, net in self.nets.items()
             for eviction in self.asked.evictions()
         ]
@@ -138,8 +131,8 @@ class Run:
                 timings = [self._timing(length, entry, measured) for entry in measured]
                 self.results.record["rows"] += [timing.record() for timing in timings]
                 title = f"{self.kind}, {self.asked.name}, {length:,} tokens"
-                table = grid([_HEAD, *map(_line, timings)], "<" + ">" * (len(_HEAD) - 1))
-                self.results.show(f"{title}\n{table}")
+                lines = [_line(*each) for each in zip(measured, timings, strict=True)]
+                self.results.show(f"{title}\n{grid([_HEAD, *lines], '<>>>>>>')}")
             self.results.write()
             for entry in every:
                 entry.system.close()
@@ -153,10 +146,10 @@ class Run:
                 work(entry)
                 continue
             except Exception as error:
-                if entry.own is None:
-                    self.results.note(f"{what}, {entry.name}: {error}")
-                else:
+                if isinstance(entry.system, Cached):
                     self.results.fail(f"{what}, {entry.name}", error)
+                else:
+                    self.results.note(f"{what}, {entry.name}: {error}")
             # Outside, so that nothing of what failed is held by its traceback.
             entries.remove(entry)
             entry.system.close()
@@ -167,16 +160,23 @@ class Run:
         entry.system.close()
 
     def _read(self, entry: Entry, ids: list[int]) -> None:
-        seconds = entry.system.read(ids, self.room)
-        if entry.own is not None:
-            entry.stats = entry.own.stats()
+        system, seconds = entry.system, entry.system.read(ids, self.room)
+        if isinstance(system, Cached):
+            stats = system.stats()
+            entry.facts["kv_bytes"] = {
+                "held": stats.held_bytes,
+                "allocated": stats.allocated_bytes,
+                "full": stats.full_bytes,
+                "kept_mean": stats.kept_mean,
+                "kept_max": stats.kept_max,
+            }
         if not self.decode:
             entry.times.append(seconds)
-            entry.system.close()
+            system.close()
             return
-        entry.system.write(_WARM)
-        if entry.own is not None:
-            entry.kv_bytes = entry.own.step_kv_bytes()
+        system.write(_WARM)
+        if isinstance(system, Cached):
+            entry.facts["step_bytes"] = system.step_bytes()
 
     def _write(self, entry: Entry, ids: list[int]) -> None:
         if self.device.type == "cpu":  # whose memory is faster at one time than at another
@@ -200,80 +200,52 @@ class Run:
         whether it was one CUDA graph. kv_bytes: the cache after the prompt, with the tokens per
         head that it keeps.
         """
-        own, stats, seconds = entry.own, entry.stats, median(entry.times)
+        system, seconds = entry.system, median(entry.times)
 
-        def times_as_fast(found: Iterator[Entry]) -> float | None:
-            base = next(found, None)
-            return None if base is None else median(base.times) / seconds
+        def times_as_fast(**wanted: str) -> float | None:
+            for other in all_of:
+                if wanted.items() <= other.system.facts.items():
+                    return median(other.times) / seconds
+            return None
 
         facts: dict[str, Any] = {
             "kind": self.kind,
             "model": self.asked.name,
-            "system": systems.PEER if own is None else "minikv",
             "length": length,
             "tok_s": (1 if self.decode else length) / seconds,
-            "vs_full": times_as_fast(e for e in all_of if e.full),
-            "vs_transformers": times_as_fast(e for e in all_of if e.own is None),
-            **dict.fromkeys(("policy", "decode", "budget", "weights"), "-"),
-            "kv": "auto",
-            "step_bytes": {},
-            "kv_bytes": {},
-            "captured": None,
-            "read_bytes_s": None,
+            "vs_full": times_as_fast(policy="full", budget="-"),
+            "vs_transformers": times_as_fast(system=systems.PEER),
+            **system.facts,
+            **{"step_bytes": {}, "kv_bytes": {}, "captured": None, "read_bytes_s": None},
+            **entry.facts,
         }
-        if own is None or stats is None:
+        if not isinstance(system, Cached):
             return Timing(entry.times, None, facts)
-        for notice in own.notices:
+        for notice in system.engine.notices:
             self.results.note(notice)
-        facts |= {
-            "policy": own.eviction.policy,
-            "decode": own.eviction.decode,
-            "budget": str(own.eviction.budget) if own.eviction.evicts else "-",
-            "weights": entry.weights,
-            "kv": self.asked.kv,
-            "kv_bytes": {
-                "held": stats.held_bytes,
-                "allocated": stats.allocated_bytes,
-                "full": stats.full_bytes,
-                "kept_mean": stats.kept_mean,
-                "kept_max": stats.kept_max,
-            },
-        }
         if not self.decode:
             linear = self.sizes.linear_flops(length) / self.rates.product(self.dtype)
             attention = self.sizes.attention_flops(length) / self.attention
             return Timing(entry.times, linear + attention, facts)
-        read = {"weights": networks.step_bytes(own.net), "kv": entry.kv_bytes}
-        facts |= {"step_bytes": read, "captured": own.captured, "read_bytes_s": self.stream}
-        return Timing(entry.times, sum(read.values()) / self.stream, facts)
+        facts |= {"captured": system.engine.captured, "read_bytes_s": self.stream}
+        return Timing(entry.times, sum(facts["step_bytes"].values()) / self.stream, facts)
 
 
 _HEAD = ("system", "tok/s", "ms", "floor", "held", "x full", "x HF")
 
 
-def _line(timing: Timing) -> list[str]:
+def _line(entry: Entry, timing: Timing) -> list[str]:
     """A row of the table."""
     facts, held = timing.facts, timing.facts["kv_bytes"].get("held")
     beside = (facts["vs_full"], facts["vs_transformers"])
     return [
-        _called(facts),
+        entry.name,
         number(facts["tok_s"]),
         number(1e3 * timing.seconds),
         percent(timing.share),
         "-" if held is None else size(int(held)),
         *("-" if times is None else f"{times:.2f}" for times in beside),
     ]
-
-
-def _called(facts: Mapping[str, Any]) -> str:
-    """The system and what it runs under, in a few words."""
-    if facts["system"] != "minikv":
-        return str(facts["system"])
-    decode, kv = facts["decode"], facts["kv"]
-    step = f"+{decode}" if decode not in ("none", facts["policy"], "-") else ""
-    parts = [facts["policy"] + step]
-    parts += [x for x in (facts["budget"], facts["weights"]) if x not in ("auto", "-")]
-    return " ".join([*parts, f"kv {kv}"] if kv != "auto" else parts)
 
 
 def measure(

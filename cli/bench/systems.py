@@ -1,10 +1,15 @@
 """The systems that are measured: minikv under one policy, and transformers where it is installed.
-Only this file uses minikv's engine and imports transformers."""
+Only this file uses minikv's engine and imports transformers.
+
+Each reads a prompt, writes tokens, and says in `facts` what it ran under, for JSON.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from importlib import util
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,11 +31,24 @@ class Cached:
     """A network under one policy: reads a prompt, writes tokens, says what its cache holds."""
 
     def __init__(
-        self, net: Llama, eviction: EvictionConfig, kernels: str = "auto", kv: str = "auto"
+        self,
+        net: Llama,
+        eviction: EvictionConfig,
+        kernels: str = "auto",
+        kv: str = "auto",
+        weights: str = "auto",
     ) -> None:
-        """`kernels` and `kv` as the flags take them. Raises UsageError for a budget that is too
-        small."""
-        self.net, self.eviction, self.kernels, self.kv = net, eviction, kernels, kv
+        """`kernels`, `kv` and `weights` as the flags take them. Raises UsageError for a budget that
+        is too small."""
+        self.net, self.eviction, self.kv = net, eviction, kv
+        self.facts: dict[str, Any] = {
+            "system": "minikv",
+            "policy": eviction.policy,
+            "decode": eviction.decode,
+            "budget": str(eviction.budget) if eviction.evicts else "-",
+            "weights": weights,
+            "kv": kv,
+        }
         self.device, self.vocab = net.device, net.config.vocab
         self.engine = _engine(net, eviction, kernels, kv)
         self._clock = machine.Clock(net.device)
@@ -71,15 +89,9 @@ class Cached:
         each = coded if self.kv == "int8" else stats.row_bytes
         return stats.kept_mean * config.layers * config.kv_heads * each
 
-    @property
-    def captured(self) -> bool:
-        """Whether the last steps were one CUDA graph each."""
-        return self.engine.captured
-
-    @property
-    def notices(self) -> list[str]:
-        """Why something is slower than it could be."""
-        return self.engine.notices
+    def step_bytes(self) -> dict[str, float]:
+        """Bytes of weights and cache that a step reads."""
+        return {"weights": networks.step_bytes(self.net), "kv": self.step_kv_bytes()}
 
     def close(self) -> None:
         """Free the cache."""
@@ -119,6 +131,14 @@ class Transformers:
     Its loop is only the forward pass and an argmax, without the overhead of `generate`: the
     comparison favours transformers.
     """
+
+    facts: Mapping[str, Any] = MappingProxyType(
+        {
+            "system": PEER,
+            **dict.fromkeys(("policy", "decode", "budget", "weights"), "-"),
+            "kv": "auto",
+        }
+    )
 
     def __init__(self, spec: networks.Spec, net: Llama | None = None) -> None:
         """net: a random network whose tensors are to be the parameters; else they are made."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.checks import quoted
 from minikv.cli.documents.text import read_file
 from minikv.cli.eval import metrics, pictures, tasks
 from minikv.cli.eval.asked import Asked
@@ -20,9 +19,9 @@ from minikv.cli.eval.names import ANSWERED, BESIDE, TASKS
 from minikv.cli.eval.passes import PASSES, TRUNCATIONS, fitted
 from minikv.cli.eval.records import is_text, named, read_items
 from minikv.cli.eval.results import table
-from minikv.cli.eval.run import REUSES, Run, choices, passes
+from minikv.cli.eval.run import REUSES, Run, passes
 from minikv.cli.eval.tasks import CHATS, Haystack
-from minikv.cli.measure import Results, check_file
+from minikv.cli.measure import Results, check_file, choices, lengths
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.values import read_list
 from minikv.errors import ContextError, UsageError
@@ -41,13 +40,13 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     """
     files, wanted = asked.files or [], read_list(asked.tasks)
     wanted = wanted or (() if files else ("facts",))
-    lengths = _lengths(asked.length)
+    sizes = lengths(asked.length, 64, _LONGEST)
     reuses = read_list(asked.reuses, "--reuse")
-    _check_asked(asked, wanted, reuses, lengths[0])
+    _check_asked(asked, wanted, reuses, sizes[0])
     evictions = choices(
-        read_list(settings.policy, "--policy"),
-        read_list(settings.budget, "--budget"),
-        read_list(settings.decode, "--decode"),
+        settings.policy,
+        settings.budget,
+        settings.decode,
         settings.seed,
         settings.stride,
         settings.options,
@@ -68,8 +67,8 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     runs = [
         Run(chat, kinds, items, evictions, reuses, **told)
         for kinds, items, told in (
-            *_of_files(chat, read, wanted, lengths[0], asked),
-            *_of_made(chat, wanted, lengths, asked, settings, hay),
+            *_of_files(chat, read, wanted, sizes[0], asked),
+            *_of_made(chat, wanted, sizes, asked, settings, hay),
         )
     ]
     _check_runs(runs)
@@ -79,7 +78,7 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
         "model": chat.facts.model,
         "dtype": chat.facts.dtype,
         "device": chat.facts.device,
-        "lengths": lengths,
+        "lengths": sizes,
         "count": asked.count,
         "questions": asked.questions,
         "seed": settings.seed,
@@ -152,17 +151,6 @@ def _check_pictures(asked: Asked, wanted: Sequence[str]) -> None:
             raise UsageError(what, "pip install 'minikv[plot]'")
 
 
-def _lengths(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in read_list(text)]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 64 or max(numbers) > _LONGEST:
-        what = f"cannot read the lengths {quoted(text)}"
-        raise UsageError(what, "give tokens, as in 1000,2000,4000")
-    return numbers
-
-
 def _check_runs(runs: Sequence[Run]) -> None:
     """Raise UsageError or ContextError if something cannot be measured, before the first run."""
     for run in runs:
@@ -218,7 +206,7 @@ def _of_files(
 def _of_made(
     chat: ChatSession,
     wanted: Sequence[str],
-    lengths: Sequence[int],
+    sizes: Sequence[int],
     asked: Asked,
     settings: Settings,
     hay: Haystack | None,
@@ -231,14 +219,14 @@ def _of_made(
     beside = [name for name in names if name in BESIDE]
     alone = [] if "facts" in names else beside  # else they look at the same documents as facts
     if "needle" in names:
-        needles = tasks.needle(codec, lengths, count, seed, how=how, hay=hay)
+        needles = tasks.needle(codec, sizes, count, seed, how=how, hay=hay)
         made.append((["needle", *alone], needles))
     for name, task in CHATS.items():
         if name in names:
-            made.append(([name, *alone], task.items(codec, lengths[0], count, seed, how)))
+            made.append(([name, *alone], task.items(codec, sizes[0], count, seed, how)))
     if "facts" in names or (names and not made):
         documents, each = -(-count // asked.questions), asked.questions
-        facts = tasks.facts(codec, lengths[0], documents, seed, how, each, hay)
+        facts = tasks.facts(codec, sizes[0], documents, seed, how, each, hay)
         made.append(([name for name in names if name == "facts" or name in BESIDE], facts))
     for kinds, items in made:
         yield kinds, list(items), {"name": ", ".join(kinds)}

@@ -121,11 +121,6 @@ def _needs_to_answer(chat: ChatSession, item: Item) -> int:
     return max(map(needed, item.single()))
 
 
-def _opening(chat: ChatSession, item: Item) -> int:
-    """Tokens of the shortest first prompt: with a question, unless the chat is `blind`."""
-    return min(len(prompts(chat, one)[0]) for one in item.single())
-
-
 # -- beside the full cache --------------------------------------------------------------------
 
 Token = tuple[float, float, bool]
@@ -199,25 +194,18 @@ def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
 @dataclass(frozen=True, slots=True)
 class Pass:
     """run(chat, item, memory): measure a document: a list of answers, or of `Token`s. memory: that
-    of the document, empty for the first policy. needs: the most positions it takes. reads: tokens
-    of the first prompt, of which a budget may be a share.
-    asks: whether the result depends on `--reuse`."""
+    of the document, empty for the first policy. needs: the most positions it takes. asks: whether
+    the result depends on `--reuse`."""
 
     run: Callable[[ChatSession, Item, Memory], list[Any]]
     needs: Callable[[ChatSession, Item], int]
-    reads: Callable[[ChatSession, Item], int]
     asks: bool = True
 
 
 PASSES: Mapping[str, Pass] = {
-    "answers": Pass(answers, _needs_to_answer, _opening),
-    "beside": Pass(_beside, _needs_to_answer, _opening),
-    "text": Pass(
-        _text,
-        lambda chat, item: len(_scored(chat, item)[0]),
-        lambda chat, item: _scored(chat, item)[1],
-        asks=False,
-    ),
+    "answers": Pass(answers, _needs_to_answer),
+    "beside": Pass(_beside, _needs_to_answer),
+    "text": Pass(_text, lambda chat, item: len(_scored(chat, item)[0]), asks=False),
 }
 
 

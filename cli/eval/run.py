@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
-from minikv.chat.eviction_config import EvictionConfig, stated
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import PASSES, Memory
@@ -20,49 +20,6 @@ REUSES = ("once", "refresh", "blind", "recall")
 
 Progress = Callable[[int, int], None]
 """(done, total): documents under a policy."""
-
-
-def choices(
-    policies: Sequence[str],
-    budgets: Sequence[str],
-    decodes: Sequence[str],
-    seed: int,
-    stride: int = 0,
-    options: Mapping[str, object] | None = None,
-) -> list[EvictionConfig]:
-    """The full cache, then every policy with every decode policy and budget.
-
-    An option goes to each policy that has it. Raises UsageError, also for one that none has, for
-    options that contradict each other and for fewer tokens per head than the policies need.
-    """
-    given, known = dict(options or {}), set()
-    wanted = [EvictionConfig.read("full", "none")]
-    for policy in policies:
-        for decode in decodes:
-            if policy == "full" and not EvictionConfig.read(policy, decode).may_evict:
-                continue  # the first row
-            plain = EvictionConfig.read(policy, decode, "512", {}, seed, stride)
-            takes = {*plain.policy_options, *plain.decode_options}
-            known |= takes
-            mine = {name: value for name, value in given.items() if name in takes}
-            wanted += [
-                EvictionConfig.read(policy, decode, stated(budget), mine, seed, stride)
-                for budget in budgets
-            ]
-    for name in given:
-        if name not in known:
-            raise UsageError(
-                f"none of these policies has an option {name!r}",
-                f"they take: {', '.join(sorted(known)) or 'no options'}",
-            )
-    for eviction in wanted:
-        least = eviction.least_rows()  # also refuses what contradicts itself
-        if eviction.evicts and eviction.budget.unit == "rows" and eviction.budget.value < least:
-            raise UsageError(
-                f"budget {eviction.budget} is too small for {eviction.pair}",
-                f"the smallest useful budget is {least} tokens per head",
-            )
-    return wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,32 +97,6 @@ class Run:
                     f"with its answers, and this model was trained for {most:,} positions",
                     "nothing was measured; leave it out, choose a smaller --length or a model with "
                     "a longer context",
-                )
-        self._check_shares()
-
-    def _check_shares(self) -> None:
-        """Raise UsageError where a share of the shortest first prompt is less than is needed."""
-        shares = [c for c in self.wanted if c.evicts and c.budget.unit == "share"]
-        if not shares or not self.items:
-            return
-        every, before = chain.from_iterable(self._choices.values()), self.chat.reuse
-        self.chat.reuse = "blind" if any(c.reuse == "blind" for c in every) else "once"
-        tokens, number = min(
-            (PASSES[one].reads(self.chat, item), number)
-            for number, item in enumerate(self.items, 1)
-            for one in self._choices
-        )
-        self.chat.reuse = before
-        for eviction in shares:
-            each, least = eviction.budget.rows(tokens, 1, 1), eviction.least_rows()
-            if each < least:
-                percent = -(-100 * least // tokens)
-                raise UsageError(
-                    f"{self._called(number)}, the shortest: budget "
-                    f"{eviction.budget} of {tokens:,} tokens is {each} tokens per head, too small "
-                    f"for {eviction.pair}",
-                    f"nothing was measured; the smallest useful budget there is {least} tokens per "
-                    "head" + (f", or {percent}%" if percent <= 100 else ""),
                 )
 
     def _called(self, number: int) -> str:

@@ -160,7 +160,7 @@ class Bench:
             known["copy"] = machine.copy_rate(self.device, (1 if self.small else 2048) << 20, 5)
             side = 64 if self.small else 8192
             known["product"] = machine.product_rate(self.device, torch.bfloat16, side, 5)
-        return Rates(None, known["copy"], known["copy"], known["product"], known["product"], True)
+        return Rates(known["copy"], known["copy"], known["product"], known["product"], True)
 
     def tokens(self, thousands: float) -> int:
         """So many thousands of tokens; a few where nothing is measured."""
@@ -255,8 +255,8 @@ class Bench:
             wall_ms=median(one.walls) * 1e3,
             floor_ms=floor * 1e3,
             share=floor * 1e3 / one.ms,
-            captured=cached.captured,
-            notices=cached.notices,
+            captured=cached.engine.captured,
+            notices=cached.engine.notices,
             reserved=self.memory()["reserved"],
             **more,
         )
@@ -550,7 +550,7 @@ def memory(bench: Bench) -> None:
         first, second = (one.cached.write(bench.warm) * bench.warm for _ in range(2))
         recording.append(first - second)
         reserved.append(bench.memory()["reserved"])
-    captured_last = one.cached.captured
+    captured_last = one.cached.engine.captured
     bench.close(one)
     full = bench.start("full", "none", 512, bench.tokens(8))
     grown = [bench.memory()["reserved"]]

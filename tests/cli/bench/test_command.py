@@ -39,7 +39,7 @@ def test_lists_are_read_once_each_the_full_cache_first() -> None:
         ("decode --policy snapkw", "snapkw"),
         ("decode --policy ,", "--policy names nothing"),
         ("decode --decode snapkv", "snapkv"),
-        ("prefill --length 63", "at least 64"),
+        ("prefill --length 63", "--length must be 64 to"),
         ("prefill --length long", "number of tokens"),
         ("prefill --steps 3", "No such option"),
         ("decode --budget many", "budget"),
@@ -88,7 +88,7 @@ def test_all_is_steps_prompts_and_kernels_of_one_network(
         "notes",
     }
     assert made["complete"] is True
-    assert made["rates"]["read"] >= made["rates"]["read_1"] > 0
+    assert made["rates"]["read"] > 0
     assert made["wanted"]["dtype"] == "bfloat16"
     kinds = [(row["kind"], row["length"], row["policy"]) for row in made["rows"]]
     assert kinds == [

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 
 import pytest
 import torch
 
 import minikv
 from minikv.cache.attend import Attend
-from minikv.cache.budget import Budget
 from minikv.cache.prefill import Prefill
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.eval import passes, run, tasks
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.tasks import CHATS
+from minikv.cli.measure import choices
 from minikv.errors import ContextError, UsageError
 
 
 def test_every_policy_with_every_decode_policy() -> None:
-    wanted = run.choices(["adakv", "full", "snapkv"], ["64", "20%"], ["none", "roco"], 0)
+    wanted = choices("adakv,full,snapkv", "64,20%", "none,roco")
     assert [(c.policy, c.decode, str(c.budget)) for c in wanted[1:]] == [
         (p, d, b)
         for p, d in (
@@ -34,47 +33,18 @@ def test_every_policy_with_every_decode_policy() -> None:
         for b in ("64", "20%")
     ]
     for plain in ("auto", "none"):
-        assert len(run.choices(["full"], ["64"], [plain], 0)) == 1
-    assert len(run.choices(["full", "roco"], ["64"], ["auto"], 0, 32)) == 2
-    strided = run.choices(["roco", "tova"], ["64"], ["auto"], 0, 32)
+        assert len(choices("full", "64", plain)) == 1
+    assert len(choices("full,roco", "64", "auto", 0, 32)) == 2
+    strided = choices("roco,tova", "64", "auto", 0, 32)
     assert [(c.policy, c.decode, c.stride) for c in strided[1:]] == [
         ("roco", "roco", 32),
         ("tova", "tova", 32),
     ]
     with pytest.raises(UsageError, match=r"^roco has no option 'windov'"):
         EvictionConfig.read("roco", stride=32, options={"windov": 3})
-    few = run.choices(["snapkv", "l2"], ["64"], ["none"], 0, 0, {"window": "16"})
+    few = choices("snapkv,l2", "64", "none", 0, 0, {"window": "16"})
     assert few[1].policy_options["window"] == 16
     assert "window" not in few[2].policy_options
-
-
-@pytest.mark.parametrize("task", ["facts", "ppl", "kl"])
-def test_the_least_share_is_that_of_the_first_prompt(task: str) -> None:
-    """A share one row above what is refused works, and one row below is what the run would refuse,
-    whatever the task feeds first."""
-    chat = minikv.load(policy="full")
-    items = [
-        Item("word " * n, ("What?",), (("word",),), source=f"x.jsonl, line {n}") for n in (90, 60)
-    ]
-    tokens = passes.PASSES[run.pass_of(task, items)].reads(chat, items[1])
-    least = EvictionConfig.read("adakv").least_rows()
-
-    def share(rows: int) -> EvictionConfig:
-        return replace(
-            EvictionConfig.read("adakv", budget="50%"),
-            budget=Budget("share", Fraction(rows, tokens)),
-        )
-
-    small = run.Run(chat, [task], items, [*full(), share(least - 1)])
-    with pytest.raises(UsageError, match=r"^x.jsonl, line 60, the shortest: budget"):
-        small.check()
-    with pytest.raises(UsageError, match="is too small for adakv with h2o"):
-        small.measure(never)
-    assert small.completed == 1
-    enough = run.Run(chat, [task], items, [*full(), share(least)])
-    enough.check()
-    enough.measure(never)
-    assert enough.completed == 2
 
 
 def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
@@ -86,7 +56,7 @@ def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
 
 
 def full() -> list[EvictionConfig]:
-    return run.choices([], [], [], 0)
+    return choices("full", "64", "auto")
 
 
 def never(done: int, total: int) -> None:
@@ -274,23 +244,11 @@ def test_a_document_is_read_once_for_all_questions_that_have_not_seen_it(
 
     monkeypatch.setattr(chat.engine.network, "forward", counted)
     monkeypatch.setattr(Prefill, "complete", completed)
-    wanted = run.choices(["streaming"], ["48", "96"], ["auto"], 0)
+    wanted = choices("streaming", "48,96", "auto")
     run.Run(chat, ["facts"], [about], wanted, ["once", "blind"]).measure(never)
     assert sum(tokens > 300 and reuse == "once" for reuse, tokens in read) == 3
     assert sum(tokens > 300 and reuse == "blind" for reuse, tokens in read) == 1
     assert sum(tokens > 300 for tokens in evicted) == 3 * 3 + 2
-
-
-def test_the_least_share_is_of_what_is_evicted_before_the_question() -> None:
-    chat = minikv.load(policy="full")
-    item = Item("word " * 60, ("What is this long question of many words about?",), (("word",),))
-    tokens = passes.PASSES["answers"].reads(chat, item)
-    least = EvictionConfig.read("adakv").least_rows()
-    wanted = EvictionConfig.read("adakv", budget="50%")
-    wanted = replace(wanted, budget=Budget("share", Fraction(least, tokens)))
-    run.Run(chat, ["facts"], [item], [*full(), wanted], ["once"]).check()
-    with pytest.raises(UsageError, match="per head, too small for adakv"):
-        run.Run(chat, ["facts"], [item], [*full(), wanted], ["blind"]).check()
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "queryspan+global", "kvzip"])

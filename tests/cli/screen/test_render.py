@@ -16,6 +16,7 @@ from minikv.cli.eval import results, run
 from minikv.cli.eval.items import Item
 from minikv.cli.export import markdown, page
 from minikv.cli.export.facts import gather
+from minikv.cli.measure import choices
 from minikv.cli.screen import render
 from minikv.policies import registry
 
@@ -71,7 +72,7 @@ def test_a_measurement_holds_no_more_than_all() -> None:
     """`minikv eval` over a document that fits into the budget: every policy holds 100 %, also one
     with data of its own beside the tokens."""
     chat = minikv.load(policy="full")
-    wanted = run.choices(["adakv", "h2o"], ["128"], ["auto"], 0)
+    wanted = choices("adakv,h2o", "128", "auto")
     measured = run.Run(chat, ["facts"], [Item(SHORT, ("What?",), (("salt",),))], wanted)
     measured.measure(lambda done, total: None)
     cells = measured.cells()
