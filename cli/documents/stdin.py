@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import sys
+from typing import Any
 
 from minikv.cli.documents.text import MAX_BYTES, encoding_of, refuse_binary, refuse_formats
 from minikv.cli.screen.terminal import Terminal
@@ -42,7 +43,7 @@ class PipedLines:
 
     def __call__(self) -> str:
         if self._lines is None:
-            given = sys.stdin.buffer
+            given: Any = sys.stdin.buffer
             stream = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
             start = stream.peek(1)
             refuse_formats(start, STDIN)
