@@ -70,9 +70,7 @@ class Case:
     def is_missing(self, operations: Any) -> bool:
         """Whether these kernels do not have the operation."""
         name, _, policy = self.needs.partition(" ")
-        if not name:
-            return False
-        found = getattr(operations, name)
+        found = getattr(operations, name) if name else ()
         return found is None or (policy != "" and policy not in found)
 
 
@@ -169,44 +167,39 @@ def cases(sizes: Sizes, lengths: Sequence[int]) -> Iterator[Case]:
     """Every case in bfloat16 for heads of these sizes with so many tokens each."""
     heads, group, item = sizes.kv_heads, sizes.heads // sizes.kv_heads, 2
     row, every = 2 * sizes.head_dim * item, sizes.layers * heads  # bytes of a key and a value
+    width, every_head = sizes.head_dim * item, sizes.heads * sizes.head_dim
     for n in lengths:
-        both, most = heads * n * row, uneven(heads, n)
-        yield Case("sdpa decode", f"{n:,} rows", partial(_sdpa, sizes, n), both)
-        for case, each, logits in (
-            (f"{n:,} rows", [n] * heads, False),
-            (f"{n:,} mean, {max(most) / n:.0f}x most", most, False),
-            (f"{n:,} rows, logits", [n] * heads, True),
-        ):
-            written = heads * n * 4 * group if logits else 0
-            make = partial(_ragged, sizes, each, logits)
-            yield Case("ragged attention", case, make, both + written, 0, "ragged_attention")
-        moved, make = heads * (n * (2 + 4) + 3 * row), partial(_hash_append, sizes, n)
-        yield Case("hash append", f"{n:,} rows", make, moved, needs="append_evict hashevict")
-        for name, columns in _COLUMNS.items():
-            make = partial(_step, sizes, n, name, columns)
-            moved = every * n * (4 * group + 4 + 8 * columns)
-            yield Case(f"{name} step", f"{n:,} rows, all layers", make, moved, 0, f"evict {name}")
-        make = partial(_lowest, sizes, n)
-        yield Case("lowest", f"{n:,} rows, all layers", make, every * n * (4 + 8), 0, "lowest")
+        both, most, rows = heads * n * row, uneven(heads, n), f"{n:,} rows"
         few, new = min(64, n), min(256, n)
-        make = partial(_observe, sizes, n, few)
-        case = f"{few} queries, {n:,} rows"
-        yield Case("observe", case, make, heads * n * row, 0, "add_attention_mass")
-        yield Case(
-            "column sums",
-            f"{n:,} queries, causal",
-            partial(_observe, sizes, n, n),
-            heads * n * (sizes.head_dim * item + 4 * group + 4),
-            2 * sizes.heads * sizes.head_dim * (n * (n + 1) // 2),
-            "add_attention_mass",
-        )
-        flops = 4 * sizes.heads * sizes.head_dim * n * new
-        make = partial(_segments, sizes, most, new)
-        case = f"{new} new, {n:,} rows"
-        yield Case("segments attention", case, make, heads * n * row, flops, "ragged_prefill")
-        moved, make = heads * (n // 8) * (2 * row + 8), partial(_gather, sizes, n)
-        yield Case("gather rows", f"{n // 8:,} of {n:,} rows", make, moved, 0, "gather_rows")
-    moved, make = sizes.matrices // sizes.layers * item, partial(_rest, sizes)
+        yield Case("sdpa decode", rows, partial(_sdpa, sizes, n), both)
+        for case, each, logits in (
+            (rows, [n] * heads, False),
+            (f"{n:,} mean, {max(most) / n:.0f}x most", most, False),
+            (f"{rows}, logits", [n] * heads, True),
+        ):
+            moved, make = (
+                both + both // row * 4 * group * logits,
+                partial(_ragged, sizes, each, logits),
+            )
+            yield Case("ragged attention", case, make, moved, 0, "ragged_attention")
+        make, moved = partial(_hash_append, sizes, n), heads * (n * (2 + 4) + 3 * row)
+        yield Case("hash append", rows, make, moved, 0, "append_evict hashevict")
+        for name, columns in _COLUMNS.items():
+            moved = every * n * (4 * group + 4 + 8 * columns)
+            make = partial(_step, sizes, n, name, columns)
+            yield Case(f"{name} step", f"{rows}, all layers", make, moved, 0, f"evict {name}")
+        make = partial(_lowest, sizes, n)
+        yield Case("lowest", f"{rows}, all layers", make, every * n * (4 + 8), 0, "lowest")
+        make, needs = partial(_observe, sizes, n, few), "add_attention_mass"
+        yield Case("observe", f"{few} queries, {rows}", make, both, 0, needs)
+        make, moved = partial(_observe, sizes, n, n), heads * n * (width + 4 * group + 4)
+        flops = every_head * n * (n + 1)
+        yield Case("column sums", f"{n:,} queries, causal", make, moved, flops, needs)
+        make, flops = partial(_segments, sizes, most, new), 4 * every_head * n * new
+        yield Case("segments attention", f"{new} new, {rows}", make, both, flops, "ragged_prefill")
+        make, moved = partial(_gather, sizes, n), heads * (n // 8) * (2 * row + 8)
+        yield Case("gather rows", f"{n // 8:,} of {rows}", make, moved, 0, "gather_rows")
+    make, moved = partial(_rest, sizes), sizes.matrices // sizes.layers * item
     yield Case("rest of a layer", "1 token", make, moved, 0, "rest")
 
 
@@ -250,22 +243,10 @@ def _hash_append(sizes: Sizes, n: int, draw: Draw) -> Call:
     start, full = draw.range(heads) * n, torch.full((heads,), n, device=draw.device)
     free_slot, position = torch.full_like(full, -1), torch.tensor(n, device=draw.device)
     columns = {"k": draw(heads * n, size), "v": draw(heads * n, size), "pos": pos, "code": code}
-    new = NewRow(
-        0,
-        draw(heads, sizes.heads // heads, size),
-        draw(heads, size),
-        draw(heads, size),
-        start,
-        full,
-        full,
-        free_slot,
-        position,
-        columns,
-        width=n,
-        pinned=0,
-        shown=pos,
-        arrived=torch.zeros(heads, dtype=torch.int32, device=draw.device),
-    )
+    q, k, v = draw(heads, sizes.heads // heads, size), draw(heads, size), draw(heads, size)
+    arrived = torch.zeros(heads, dtype=torch.int32, device=draw.device)
+    segments: Any = (start, full, full, free_slot, position, columns)
+    new = NewRow(0, q, k, v, *segments, width=n, pinned=0, shown=pos, arrived=arrived)
 
     def call(ops: Any) -> None:
         free_slot.fill_(-1)  # so that a token has to leave in every call
