@@ -16,7 +16,6 @@ from minikv import pages
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import Shape
 from minikv.cli.bench import networks
-from minikv.cli.bench.networks import Sizes
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8
@@ -36,7 +35,9 @@ def test_matrices_lie_there_and_what_was_packed_is_gone(
     """`gate_up` and `down` are large enough for mappings of their own, in bfloat16 all are;
     the rest shares one. Of what was packed none is left, but where it was made at random each plain
     matrix that stays has one alone."""
-    sizes = Sizes(layers=2, hidden=2048, mlp=4096, heads=16, kv_heads=4, head_dim=128, vocab=500)
+    sizes = networks.llama(
+        layers=2, hidden=2048, mlp=4096, heads=16, kv_heads=4, head_dim=128, vocab=500
+    )
     if loaded:
         net = networks.plain(networks.Spec(sizes))
         save_file(dict(net.tensors()), tmp_path / "model.safetensors")

@@ -18,16 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.chat.report import size
-from minikv.cli.bench import machine
+from minikv.cli.bench import machine, networks
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates, Timing, flops, number, percent, rate
-from minikv.cli.bench.networks import Sizes
 from minikv.cli.measure import Results
 from minikv.cli.screen.text import grid
 from minikv.engine.capture import captured
 from minikv.errors import UsageError
 from minikv.kernels import NewRow, Queries, Rows, Segments, dispatch
 from minikv.kernels.product.matrix import Matrix
+from minikv.models.config import ModelConfig
 from minikv.policies.hashevict import HashEvict
 
 Call = Callable[[Any], object]
@@ -75,7 +75,7 @@ class Case:
 
 
 def measure(
-    sizes: Sizes, asked: Arguments, device: torch.device, rates: Rates, results: Results
+    sizes: ModelConfig, asked: Arguments, device: torch.device, rates: Rates, results: Results
 ) -> None:
     """Every case of the sizes and the lengths, which are tokens per head here."""
     operations, reason = dispatch.choose(device, asked.kernels, sizes.head_dim, torch.bfloat16)
@@ -163,7 +163,7 @@ _COLUMNS = {"h2o": 1, "roco": 3}
 """Numbers of float32 that a step policy reads and writes for every token."""
 
 
-def cases(sizes: Sizes, lengths: Sequence[int]) -> Iterator[Case]:
+def cases(sizes: ModelConfig, lengths: Sequence[int]) -> Iterator[Case]:
     """Every case in bfloat16 for heads of these sizes with so many tokens each."""
     heads, group, item = sizes.kv_heads, sizes.heads // sizes.kv_heads, 2
     row, every = 2 * sizes.head_dim * item, sizes.layers * heads  # bytes of a key and a value
@@ -199,7 +199,7 @@ def cases(sizes: Sizes, lengths: Sequence[int]) -> Iterator[Case]:
         yield Case("segments attention", f"{new} new, {rows}", make, both, flops, "ragged_prefill")
         make, moved = partial(_gather, sizes, n), heads * (n // 8) * (2 * row + 8)
         yield Case("gather rows", f"{n // 8:,} of {rows}", make, moved, 0, "gather_rows")
-    make, moved = partial(_rest, sizes), sizes.matrices // sizes.layers * item
+    make, moved = partial(_rest, sizes), networks.matrices(sizes) // sizes.layers * item
     yield Case("rest of a layer", "1 token", make, moved, 0, "rest")
 
 
@@ -214,14 +214,14 @@ def uneven(heads: int, mean: int) -> list[int]:
     return [*each[: others // 2], most, *each[others // 2 :]]
 
 
-def _sdpa(sizes: Sizes, n: int, draw: Draw) -> Call:
+def _sdpa(sizes: ModelConfig, n: int, draw: Draw) -> Call:
     """torch's own, where all heads have as much: a line to compare with, not a kernel of ours."""
     q = draw(1, sizes.heads, 1, sizes.head_dim)
     k, v = (draw(1, sizes.kv_heads, n, sizes.head_dim) for _ in range(2))
     return lambda ops: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def _ragged(sizes: Sizes, lengths: Sequence[int], logits: bool, draw: Draw) -> Call:
+def _ragged(sizes: ModelConfig, lengths: Sequence[int], logits: bool, draw: Draw) -> Call:
     heads, group, width = sizes.kv_heads, sizes.heads // sizes.kv_heads, max(lengths)
     length = torch.tensor(lengths, device=draw.device)
     start = length.cumsum(0) - length
@@ -234,7 +234,7 @@ def _ragged(sizes: Sizes, lengths: Sequence[int], logits: bool, draw: Draw) -> C
     return lambda ops: ops.ragged_attention(q, rows, out, arrived=arrived)
 
 
-def _hash_append(sizes: Sizes, n: int, draw: Draw) -> Call:
+def _hash_append(sizes: ModelConfig, n: int, draw: Draw) -> Call:
     heads, size, bits = sizes.kv_heads, sizes.head_dim, 16
     matrices = {0: draw(size, bits, dtype=torch.float32)}
     rule = HashEvict(sinks=4, recent=10, bits=bits, hash_with="query", seed=0, matrices=matrices)
@@ -255,7 +255,7 @@ def _hash_append(sizes: Sizes, n: int, draw: Draw) -> Call:
     return call
 
 
-def _step(sizes: Sizes, n: int, name: str, count: int, draw: Draw) -> Call:
+def _step(sizes: ModelConfig, n: int, name: str, count: int, draw: Draw) -> Call:
     """All heads of all layers with n tokens, of which n - 1 may stay."""
     layers, heads, group = sizes.layers, sizes.kv_heads, sizes.heads // sizes.kv_heads
     logits = draw(layers, heads, group, n, dtype=torch.float32)
@@ -269,14 +269,14 @@ def _step(sizes: Sizes, n: int, name: str, count: int, draw: Draw) -> Call:
     return lambda ops: ops.evict[name](logits, *given)
 
 
-def _lowest(sizes: Sizes, n: int, draw: Draw) -> Call:
+def _lowest(sizes: ModelConfig, n: int, draw: Draw) -> Call:
     heads = sizes.layers * sizes.kv_heads
     scores, start = draw(heads, n, dtype=torch.float32), draw.range(heads)
     pos, over = draw.range(n).repeat(heads, 1), torch.ones_like(start, dtype=torch.bool)
     return lambda ops: ops.lowest(scores, pos, start * n, over, torch.empty_like(start))
 
 
-def _observe(sizes: Sizes, n: int, queries: int, draw: Draw) -> Call:
+def _observe(sizes: ModelConfig, n: int, queries: int, draw: Draw) -> Call:
     """A prompt of n tokens, of which the last `queries` look back."""
     heads, size = sizes.kv_heads, sizes.head_dim
     group = sizes.heads // heads
@@ -289,7 +289,7 @@ def _observe(sizes: Sizes, n: int, queries: int, draw: Draw) -> Call:
     return lambda ops: ops.add_attention_mass(mass, squares, asked, (k, at[None]))
 
 
-def _segments(sizes: Sizes, lengths: Sequence[int], new: int, draw: Draw) -> Call:
+def _segments(sizes: ModelConfig, lengths: Sequence[int], new: int, draw: Draw) -> Call:
     """New tokens of a later prompt over the rows that earlier prompts left."""
     heads, size, width = sizes.kv_heads, sizes.head_dim, max(lengths)
     q = draw(heads, sizes.heads // heads, new, size)
@@ -300,7 +300,7 @@ def _segments(sizes: Sizes, lengths: Sequence[int], new: int, draw: Draw) -> Cal
     return lambda ops: ops.ragged_prefill(q, rows, free_slot)
 
 
-def _gather(sizes: Sizes, n: int, draw: Draw) -> Call:
+def _gather(sizes: ModelConfig, n: int, draw: Draw) -> Call:
     """An eighth of a prompt's tokens moves into the arena."""
     heads, size, stays = sizes.kv_heads, sizes.head_dim, n // 8
     index = draw(heads, n).argsort(1)[:, :stays].sort(1).values
@@ -312,7 +312,7 @@ def _gather(sizes: Sizes, n: int, draw: Draw) -> Call:
     return lambda ops: ops.gather_rows(index, count, start, fresh, None, into, places, stays)
 
 
-def _rest(sizes: Sizes, draw: Draw) -> Call:
+def _rest(sizes: ModelConfig, draw: Draw) -> Call:
     """What follows attention in a layer, and the next one's queries, keys and values."""
     attended = sizes.heads * sizes.head_dim
     shapes = (

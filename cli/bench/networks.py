@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,79 +32,64 @@ _STD = 0.02
 _MATRICES = ("qkv", "out", "gate_up", "down")
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a Llama-shaped network. `heads` are query heads, H * G."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    vocab: int
-    theta: float = 1e4
-    tied: bool = False
-
-    @staticmethod
-    def of(config: ModelConfig) -> Sizes:
-        """The sizes of a loaded model."""
-        c = config
-        heads = (c.heads, c.kv_heads, c.head_dim)
-        return Sizes(c.layers, c.hidden, *heads, c.mlp, c.vocab, c.rope.theta, c.tied)
-
-    @property
-    def matrices(self) -> int:
-        """Numbers in the matrices that every token of a prompt is multiplied with."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.layers * self.hidden * (2 * q + 2 * kv + 3 * self.mlp)
-
-    @property
-    def head(self) -> int:
-        """Numbers in the matrix that makes logits."""
-        return self.vocab * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights, a tied head counted once."""
-        norms = (2 * self.layers + 1) * self.hidden
-        return self.matrices + norms + self.head * (1 if self.tied else 2)
-
-    def attention_flops(self, tokens: int) -> int:
-        """Causal attention over a prompt: two products of every query with every row it sees."""
-        pairs = tokens * (tokens + 1) // 2
-        return 4 * self.layers * self.heads * self.head_dim * pairs
-
-    def linear_flops(self, tokens: int) -> int:
-        """The matrices over a prompt; logits of its last token only."""
-        return 2 * (self.matrices * tokens + self.head)
-
-    def config(self) -> ModelConfig:
-        """The configuration of a network of these sizes."""
-        own = asdict(self)
-        return ModelConfig(
-            family="llama",
-            norm_eps=1e-5,
-            rope=RopeConfig(theta=own.pop("theta")),
-            max_context=POSITIONS,
-            windows=(None,) * self.layers,
-            **own,
-        )
+def llama(
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mlp: int,
+    vocab: int,
+    theta: float = 1e4,
+    tied: bool = False,
+) -> ModelConfig:
+    """The configuration of a Llama-shaped network. `heads` are query heads, H * G."""
+    return ModelConfig(
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp=mlp,
+        vocab=vocab,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=theta),
+        max_context=POSITIONS,
+        windows=(None,) * layers,
+        tied=tied,
+    )
 
 
-SHAPES: Mapping[str, Sizes] = {
-    "llama-3-8b": Sizes(32, 4096, 32, 8, 128, 14336, 128256, 5e5),
-    "llama-2-7b": Sizes(32, 4096, 32, 32, 128, 11008, 32000),
-    "mistral-7b": Sizes(32, 4096, 32, 8, 128, 14336, 32768, 1e6),  # v0.3: no sliding window
-    "llama-3.2-1b": Sizes(16, 2048, 32, 8, 64, 8192, 128256, 5e5, tied=True),
-    "tinyllama": Sizes(22, 2048, 32, 4, 64, 5632, 32000),  # M of docs/measurements
-    "smollm2-135m": Sizes(30, 576, 9, 3, 64, 1536, 49152, 1e5, tied=True),
-    "s": Sizes(16, 768, 12, 4, 64, 2048, 32000, 5e5),  # S of docs/measurements
-    "tiny": Sizes(2, 64, 4, 2, 16, 128, 256),
+def matrices(c: ModelConfig) -> int:
+    """Numbers in the matrices that every token of a prompt is multiplied with."""
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    return c.layers * c.hidden * (2 * q + 2 * kv + 3 * c.mlp)
+
+
+def linear_flops(c: ModelConfig, tokens: int) -> int:
+    """The matrices over a prompt; logits of its last token only."""
+    return 2 * (matrices(c) * tokens + c.vocab * c.hidden)
+
+
+def attention_flops(c: ModelConfig, tokens: int) -> int:
+    """Causal attention over a prompt: two products of every query with every row it sees."""
+    return 2 * c.layers * c.heads * c.head_dim * tokens * (tokens + 1)
+
+
+SHAPES: Mapping[str, ModelConfig] = {
+    "llama-3-8b": llama(32, 4096, 32, 8, 128, 14336, 128256, 5e5),
+    "llama-2-7b": llama(32, 4096, 32, 32, 128, 11008, 32000),
+    "mistral-7b": llama(32, 4096, 32, 8, 128, 14336, 32768, 1e6),  # v0.3: no sliding window
+    "llama-3.2-1b": llama(16, 2048, 32, 8, 64, 8192, 128256, 5e5, tied=True),
+    "tinyllama": llama(22, 2048, 32, 4, 64, 5632, 32000),  # M of docs/measurements
+    "smollm2-135m": llama(30, 576, 9, 3, 64, 1536, 49152, 1e5, tied=True),
+    "s": llama(16, 768, 12, 4, 64, 2048, 32000, 5e5),  # S of docs/measurements
+    "tiny": llama(2, 64, 4, 2, 16, 128, 256),
 }
 
 
-def find(name: str) -> Sizes:
+def find(name: str) -> ModelConfig:
     """The sizes under a name, any case. Raises UsageError."""
     found = SHAPES.get(name.lower())
     if found is None:
@@ -119,7 +104,7 @@ class Spec:
     """Which network. `folder`: of a real model, instead of sizes; `weights`: a value of the flag
     --weights."""
 
-    sizes: Sizes | None = None
+    sizes: ModelConfig | None = None
     folder: Path | None = None
     dtype: str = "bfloat16"
     device: str = "cpu"
@@ -167,7 +152,7 @@ def plain(spec: Spec) -> Llama:
 
     # What will be packed must not share pages with what stays: its memory would stay, too.
     room = alone if packs(spec.weights) else None
-    return fill(Llama(spec.sizes.config(), device=device, dtype=dtype, room=room))
+    return fill(Llama(spec.sizes, device=device, dtype=dtype, room=room))
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class Run:
                 "model takes beside the steps that are measured",
                 "a smaller --length",
             )
-        self.sizes = networks.Sizes.of(net.config)
+        self.sizes = net.config
         self.dtype = str(net.dtype).removeprefix("torch.")
         self.peer = self._peer(replace(spec, dtype=self.dtype)) if asked.peer else None
         results.record["wanted"] = {
@@ -224,8 +224,8 @@ class Run:
         for notice in system.engine.notices:
             self.results.note(notice)
         if not self.decode:
-            linear = self.sizes.linear_flops(length) / self.rates.product(self.dtype)
-            attention = self.sizes.attention_flops(length) / self.attention
+            linear = networks.linear_flops(self.sizes, length) / self.rates.product(self.dtype)
+            attention = networks.attention_flops(self.sizes, length) / self.attention
             return Timing(entry.times, linear + attention, facts)
         facts |= {"captured": system.engine.captured, "read_bytes_s": self.stream}
         return Timing(entry.times, sum(facts["step_bytes"].values()) / self.stream, facts)

@@ -204,7 +204,7 @@ def _random(library: Any, spec: networks.Spec, net: Llama) -> Any:
         tie_word_embeddings=sizes.tied,
         rms_norm_eps=1e-5,
         attn_implementation="sdpa",
-        rope_parameters={"rope_type": "default", "rope_theta": sizes.theta},
+        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope.theta},
     )
     with torch.device("meta"):
         model = library.LlamaForCausalLM(config)

@@ -41,25 +41,18 @@ def panels(cells: Iterable[Cell]) -> list[Panel]:
         if cell.budget == "-":
             levels.setdefault(cell.title, cell.score)
             continue
+        own = cell.stride or cell.decode == default_step(cell.policy)
+        name = cell.policy + (f" /{cell.stride}" if cell.stride else "")
         lines = found.setdefault((cell.title, cell.task, cell.reuse), {})
-        point = (cell.budget, cell.score, cell.low, cell.high)
-        lines.setdefault(_called(cell), []).append(point)
-    reuses = {reuse for *_, reuse in found} - {"once"}
+        points = lines.setdefault(name if own else f"{name} with {cell.decode}", [])
+        points.append((cell.budget, cell.score, cell.low, cell.high))
+    told = any(reuse != "once" for *_, reuse in found)
     made = []
     for (title, task, reuse), lines in found.items():
-        more = ["lower is better"] if task in ("ppl", "kl") else []
-        more += [_SEEN.get(reuse, reuse)] if reuses else []
-        made.append(
-            Panel(", ".join([title, *more]), lines, levels.get(title), task not in ("ppl", "kl"))
-        )
+        shares = task not in ("ppl", "kl")
+        words = [title, *(["lower is better"] * (not shares)), *([_SEEN.get(reuse, reuse)] * told)]
+        made.append(Panel(", ".join(words), lines, levels.get(title), shares))
     return made
-
-
-def _called(cell: Cell) -> str:
-    if cell.stride:
-        return f"{cell.policy} /{cell.stride}"
-    own = cell.decode == default_step(cell.policy)
-    return cell.policy if own else f"{cell.policy} with {cell.decode}"
 
 
 def places(budgets: Iterable[str]) -> dict[str, float]:

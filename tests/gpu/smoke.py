@@ -630,8 +630,8 @@ def network(small: bool) -> Any:
     from minikv.cli.bench import networks
 
     if small:
-        return networks.Sizes(2, 64, 4, 2, 16, 128, 256)
-    return networks.Sizes(2, 4096, 32, 8, 128, 14336, 128256)
+        return networks.llama(2, 64, 4, 2, 16, 128, 256)
+    return networks.llama(2, 4096, 32, 8, 128, 14336, 128256)
 
 
 def captured(device: str, policy: str, decode: str, weights: str, *, small: bool) -> str:

@@ -26,7 +26,6 @@ import minikv
 import minikv.models as models
 from minikv import settings
 from minikv.cli.bench import networks as random_models
-from minikv.cli.bench.networks import Sizes
 from minikv.kernels.dispatch import Kernels
 from minikv.models import linear, weights
 from minikv.models.checkpoint import Checkpoint
@@ -403,7 +402,7 @@ def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: P
 def test_kernels_may_ask_for_more_rows_of_a_prompt(
     dtype: torch.dtype, given: int | None, asked: int | None, rows: int
 ) -> None:
-    config = Sizes(1, 64, 4, 2, 16, 64, 32).config()
+    config = random_models.llama(1, 64, 4, 2, 16, 64, 32)
     made = Llama(config, dtype=dtype, rows=given)
     before = made.rows
     ops = Kernels()
@@ -440,13 +439,13 @@ def test_a_head_with_odd_rows_stays_plain(tied: bool, tmp_path: Path) -> None:
 
 def test_a_random_network_of_the_bench_has_a_packed_head_too() -> None:
     for tied in (True, False):
-        sizes = Sizes(1, 64, 4, 2, 16, 128, 256, tied=tied)
+        sizes = random_models.llama(1, 64, 4, 2, 16, 128, 256, tied=tied)
         net = random_models.network(random_models.Spec(sizes, weights="int8+head"))
         assert isinstance(net.head, Int8)
         assert (net.embedding is net.head) == tied
         assert net.weight_bytes == weights.weight_bytes(net.config, torch.bfloat16, "int8+head")
         # A byte a weight and two a row: the matrices of the layer, then the head; three norms.
-        layer = sizes.matrices + 2 * (128 + 64 + 256 + 64)
+        layer = random_models.matrices(sizes) + 2 * (128 + 64 + 256 + 64)
         assert random_models.step_bytes(net) == layer + 256 * 64 + 2 * 256 + 2 * 3 * 64
 
 

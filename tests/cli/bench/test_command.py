@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from minikv.cli.bench import networks, speed, systems
+from minikv.cli.bench import networks, systems
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.main import _resume_alone, app
 from minikv.errors import ContextError, UsageError
@@ -153,22 +153,3 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(
     out = bench("decode", "--shape", "llama-3-8b", "--no-peer")
     assert out.exit_code == 4
     assert "need 15.0 GiB, and 3.0 GiB are free" in out.stderr
-
-
-def test_an_interrupted_run_keeps_the_rounds_that_it_has(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    turn, calls = speed.Run._each, list[str]()
-
-    def stops(self: speed.Run, what: str, entries: Any, work: Any) -> None:
-        calls.append(what)
-        turn(self, what, entries[:1] if "round 2" in what else entries, work)
-        if "round 2" in what:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(speed.Run, "_each", stops)
-    path = tmp_path / "x.json"
-    flags = ("--policy", "snapkv", "--length", "64", "--steps", "2", "--no-peer", "--repeat", "3")
-    assert bench("decode", *FLAGS, *flags, "--json", str(path)).exit_code == 130
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["policy"], len(row["times"])) for row in rows] == [("full", 2), ("snapkv", 1)]

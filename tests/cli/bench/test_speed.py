@@ -11,7 +11,6 @@ import torch
 from minikv.cli.bench import machine, networks, speed, systems
 from minikv.cli.bench.arguments import Arguments
 from minikv.cli.bench.machine import Rates
-from minikv.cli.bench.networks import Sizes
 from minikv.cli.bench.systems import Cached
 from minikv.cli.measure import Results
 from minikv.cli.screen.terminal import Terminal
@@ -37,20 +36,17 @@ def rows(**flags: Any) -> list[dict[str, Any]]:
 
 
 def test_sizes_flops_and_floors() -> None:
-    for name in ("tiny", "s", "llama-3.2-1b"):
-        sizes = networks.find(name)
-        config = sizes.config()
-        assert sizes.parameters == config.parameters
-        assert Sizes.of(config) == sizes
     # 4,096 x (2 x 4,096 + 2 x 1,024) of attention and 3 x 4,096 x 14,336 of MLP, 32 times.
-    assert networks.find("LLAMA-3-8B").matrices == 32 * (4096 * 10_240 + 3 * 4096 * 14_336)
+    assert networks.matrices(networks.find("LLAMA-3-8B")) == 32 * (
+        4096 * 10_240 + 3 * 4096 * 14_336
+    )
     assert round(networks.SHAPES["llama-3-8b"].parameters / 1e9, 2) == 8.03
-    one = Sizes(1, 8, 2, 1, 4, 16, 32)
-    assert one.matrices == 8 * (2 * 8 + 2 * 4 + 3 * 16)
+    one = networks.llama(1, 8, 2, 1, 4, 16, 32)
+    assert networks.matrices(one) == 8 * (2 * 8 + 2 * 4 + 3 * 16)
     # Three tokens: every matrix thrice, the head once.
-    assert one.linear_flops(3) == 2 * (3 * 576 + 32 * 8) == 3968
+    assert networks.linear_flops(one, 3) == 2 * (3 * 576 + 32 * 8) == 3968
     # Query 0 sees one token, 1 two, 2 three: six pairs, two products of size 4 each, two heads.
-    assert one.attention_flops(3) == 6 * 2 * 2 * (4 + 4) == 192
+    assert networks.attention_flops(one, 3) == 6 * 2 * 2 * (4 + 4) == 192
     assert (RATES.stream, RATES.product("bfloat16"), RATES.product("float32")) == (1e10, 2e11, 1e11)
     assert Rates(3e12, 4e12, 8e14, 5e13, on_gpu=True).stream == 4e12
 
@@ -86,7 +82,7 @@ def test_rows_of_steps(seen: list[float], monkeypatch: pytest.MonkeyPatch) -> No
     for row in (full, evicting):
         assert len(row["times"]) == 2
         assert row["kv_bytes"]["full"] == 128 * 2 * 2 * (2 * 16 * 2 + 4)
-        assert row["step_bytes"]["weights"] == 2 * (TINY.parameters - TINY.head)
+        assert row["step_bytes"]["weights"] == 2 * (TINY.parameters - TINY.vocab * TINY.hidden)
         assert row["read_bytes_s"] == max(1e10, *seen)
         assert row["floor_s"] == sum(row["step_bytes"].values()) / row["read_bytes_s"]
         assert row["tok_s"] == 1 / row["seconds"]
@@ -94,7 +90,7 @@ def test_rows_of_steps(seen: list[float], monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_rows_of_prompts() -> None:
     full, evicting = rows(decode=False, policy="streaming", length="600")
-    linear, attention = TINY.linear_flops(600), TINY.attention_flops(600)
+    linear, attention = networks.linear_flops(TINY, 600), networks.attention_flops(TINY, 600)
     assert full["floor_s"] == evicting["floor_s"] == (linear + attention) / 2e11
     assert full["tok_s"] == pytest.approx(600 / full["seconds"])
     nothing = ({}, None, None)
@@ -111,7 +107,10 @@ def test_int8_weights_and_cache_are_measured_beside_plain_ones() -> None:
         ("int8", "int8"),
     ]
     # A byte a weight in the layers' matrices, with a scale a row; the head stays as it is.
-    assert small["step_bytes"]["weights"] < plain["step_bytes"]["weights"] - TINY.matrices // 2
+    assert (
+        small["step_bytes"]["weights"]
+        < plain["step_bytes"]["weights"] - networks.matrices(TINY) // 2
+    )
     assert small["vs_full"] == pytest.approx(plain["seconds"] / small["seconds"])
     assert small["step_bytes"]["kv"] == (64 + 3) * 4 * 2 * (16 + 4)  # 16 codes and a scale, twice
 

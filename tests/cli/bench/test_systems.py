@@ -41,7 +41,7 @@ def test_a_block_that_is_smaller_than_a_matrix_fills_it(monkeypatch: pytest.Monk
 def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> None:
     net = networks.network(networks.Spec(TINY))
     assert net.weight_bytes == 2 * TINY.parameters
-    assert networks.step_bytes(net) == 2 * (TINY.parameters - TINY.head)
+    assert networks.step_bytes(net) == 2 * (TINY.parameters - TINY.vocab * TINY.hidden)
     tied = replace(TINY, tied=True)
     net = networks.network(networks.Spec(tied))
     assert networks.step_bytes(net) == net.weight_bytes == 2 * tied.parameters

@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli.eval import command, passes, run
+from minikv.cli.eval import command, passes
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import PASSES
 from minikv.cli.main import app
-from minikv.cli.measure import choices
 from minikv.errors import ContextError
 
 
@@ -131,22 +130,6 @@ def test_a_package_or_a_field_that_is_missing_is_named_before_a_model_is_loaded(
     (tmp_path / "wrong.jsonl").write_text(json.dumps(record))
     monkeypatch.setitem(sys.modules, package, None)
     assert says in evaluate(arguments.format(tmp_path), code=2).stderr
-
-
-def test_recall_beside_the_rest(tmp_path: Path) -> None:
-    """One run: the full cache, then every reuse; recall answers as refresh does."""
-    out = tmp_path / "out.json"
-    flags = "--tasks followup --policy adakv --budget 48 --length 500 -n 6"
-    result = evaluate(flags, "--reuse", "once,refresh,blind,recall", "--json", out)
-    written = json.loads(out.read_text())
-    assert written["facts"]["reuse"] == ["once", "refresh", "blind", "recall"]
-    full, once, refresh, blind, recall = written["cells"]
-    names = [c["reuse"] for c in (full, once, refresh, blind, recall)]
-    assert names == ["once", "once", "refresh", "blind", "recall"]
-    assert recall["by_question"] == refresh["by_question"]
-    assert recall["more"]["same"] > once["more"]["same"]
-    assert recall["by_question"][0] == full["by_question"][0]
-    assert "same as full" in result.stdout
 
 
 def test_a_decode_policy_beside_the_full_cache_is_measured() -> None:
@@ -316,20 +299,6 @@ def test_the_middle_is_cut_out_as_longbench_does() -> None:
     # A question that is longer than half of the room cannot be cut.
     long = words(400, questions=(" why" * 300,))
     assert passes.fitted(chat, [long], needs, "middle") == ([], 0, 1)
-
-
-def test_a_line_says_what_was_left_out() -> None:
-    chat, wanted = minikv.load(policy="full"), choices("full", "64", "auto")
-
-    def said(**given: int) -> str:
-        items = [words(20, questions=("?",) * 6, right=((),) * 6, apart=True)]
-        return run.Run(chat, ["file"], items, wanted, name="x", is_file=True, **given).left_out()
-
-    assert said() == ""
-    assert said(skipped=3) == "x: of 9 records 3 too long and skipped"
-    assert (
-        said(skipped=1, cut=2) == "x: of 7 records 1 too long and skipped and 2 cut in the middle"
-    )
 
 
 def test_a_record_that_is_too_long_does_not_end_a_run(
