@@ -7,7 +7,6 @@ be finite and differ, since equal heads would share a budget evenly.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.chat.report import size
+from minikv.checks import guess
 from minikv.errors import MemoryShortError, UsageError
 from minikv.models.config import ModelConfig
 from minikv.models.linear import TORCH, Int8, Plain, kept, packs, split
@@ -93,9 +93,8 @@ def find(name: str) -> ModelConfig:
     """The sizes under a name, any case. Raises UsageError."""
     found = SHAPES.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name.lower(), SHAPES, n=1)
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"unknown shape {name!r}", f"{guess}shapes: {', '.join(SHAPES)}")
+        hint = f"{guess(name.lower(), SHAPES)}shapes: {', '.join(SHAPES)}"
+        raise UsageError(f"unknown shape {name!r}", hint)
     return found
 
 

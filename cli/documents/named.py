@@ -163,7 +163,7 @@ def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[lis
                 text = reader.file(entry.path)
             except UsageError as error:
                 why = "unreadable"
-                unreadable = unreadable or str(error)
+                unreadable = unreadable or f"{error}; {error.hint}".removesuffix("; ")
             else:
                 size += len(text.text.encode("utf-8", "replace"))
                 if size > MAX_BYTES:

@@ -46,7 +46,7 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
     assert found.notes == (
         f"{tmp_path}: 5 documents, in the order of their paths; skipped 2 hidden (.env, .git), "
         "1 binary (x.bin), 1 empty (empty.txt), 1 unreadable (latin.txt): "
-        f"{tmp_path}/latin.txt is not valid UTF-8: byte 3 (0xe9)",
+        f"{tmp_path}/latin.txt is not valid UTF-8: byte 3 (0xe9); {documents.REMEDY}",
         *(f"  {text.name}: {len(text.text)} characters" for text in found.texts),
     )
     # With the flag for it, invalid bytes are let in, as for a file.
