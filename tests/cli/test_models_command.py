@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 import pytest
-from forked import Forked
 from test_hub import REPO, FakeHub, cache, files, put_in_cache, written  # noqa: F401
 from typer.testing import CliRunner, Result
 
@@ -150,25 +149,6 @@ def test_rm_removes_one_gguf_file_and_with_the_last_the_model(cache: Path) -> No
     assert f"{REPO}:Q8_0" in run().stdout
     assert f"removed {REPO}:Q8_0" in run("rm", f"{REPO}:Q8_0", "--yes").stderr
     assert not root.exists()
-
-
-@pytest.mark.parametrize(("typed", "gone"), [("n\n", False), ("yes\n", True)])
-def test_rm_asks_on_a_terminal(
-    cache: Path,  # noqa: F811
-    files: dict[str, bytes],  # noqa: F811
-    typed: str,
-    gone: bool,
-) -> None:
-    put_in_cache(cache, files)
-    env = {"TERM": "xterm", "HF_HUB_CACHE": str(cache)}
-    terminal = Forked("models", "rm", REPO, env=env)
-    try:
-        assert f"remove {REPO}, " in terminal.until("[y/N] ")
-        terminal.type(typed)
-        assert terminal.code() == 0
-    finally:
-        terminal.close()
-    assert (cache / "models--owner--some-model").exists() != gone
 
 
 def put_packed(model: str, folder: Path, size: int = 3 << 20) -> Path:
