@@ -132,7 +132,7 @@ class Planner:
 
         from minikv.chat.fitting import Machine, likely, tier_beside
         from minikv.loader import shape_of
-        from minikv.models import config_of, weights
+        from minikv.models import config_of, dtype_of, weights
         from minikv.models.packed import LEAST
 
         self.settings, self.memory, self.folder = (
@@ -145,7 +145,9 @@ class Planner:
         self.device = _device(settings.device, here=memory is None)
         self.gpu, form = self.device.type == "cuda", settings.weights
         self.packed = bool(weights.packed_forms(self.config, form))
-        self.dtype = _dtype(self.folder, settings, self.device, self.config.form, self.notes)
+        asked = settings.dtype == "auto" and form in ("auto", "plain")
+        stored = _stored(self.folder, self.config.form, self.notes) if asked else None
+        self.dtype = dtype_of(settings.dtype, stored, self.device, form)
         weights.check_form(form, self.device, self.dtype, self.config)
         self.notes += weights.form_notes(self.config, form)
         self.weights = weights.weight_bytes(self.config, self.dtype, form)
@@ -354,31 +356,23 @@ def _device(name: str, *, here: bool) -> torch.device:
     return device
 
 
-def _dtype(
-    folder: Path, settings: Settings, device: torch.device, own: str, notes: list[str]
-) -> torch.dtype:
-    """The dtype that the loader would choose, from the configuration: the weights may not be here
-    yet. own: what the files' form is called, if they are quantised."""
+def _stored(folder: Path, form: str, notes: list[str]) -> torch.dtype | None:
+    """The number format of the files, from the configuration: the weights may not be here yet. None
+    if they are quantised, in `form`."""
     import torch
 
+    from minikv.models.checkpoint import DTYPES
     from minikv.models.files import read_json
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if settings.dtype != "auto":
-        return known[settings.dtype]
-    if own or settings.weights not in ("auto", "plain"):
-        return torch.bfloat16
-    stored: object = None
+    if form:
+        return None
     if folder.is_file():
         from minikv.models.gguf import Gguf
 
-        stored = str(Gguf(folder).checkpoint().dtype).removeprefix("torch.")
-    elif (folder / "config.json").exists():
-        raw = read_json(folder / "config.json")
-        stored = raw.get("dtype", raw.get("torch_dtype"))
-    if not isinstance(stored, str) or stored not in known:
-        notes.append("the configuration names no number format: bfloat16 is assumed (--dtype)")
-        stored = "bfloat16"
-    if stored == "float16" and device.type == "cpu":
-        stored = "float32"  # as the loader does
-    return known[stored]
+        return Gguf(folder).checkpoint().dtype
+    raw = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    named = getattr(torch, str(raw.get("dtype", raw.get("torch_dtype"))), None)
+    if named in DTYPES.values():
+        return named
+    notes.append("the configuration names no number format: bfloat16 is assumed (--dtype)")
+    return torch.bfloat16

@@ -142,7 +142,7 @@ def load(
             config,
             device=where,
             form=weights,
-            dtype=_dtype(dtype, stored, where, weights),
+            dtype=dtype_of(dtype, stored, where, weights),
             progress=None if progress is None else progress.weights,
             packing=packing or TORCH,
             packed=packed,
@@ -198,10 +198,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(
+def dtype_of(
     name: str, stored: torch.dtype | None, device: torch.device, weights: str = "auto"
 ) -> torch.dtype:
-    """The dtype of a network. stored: None: the files are quantised."""
+    """The dtype of a network that is loaded with these values of --dtype and --weights. stored:
+    None: the files are quantised. Raises UnsupportedModel."""
     import torch
 
     from minikv.models.errors import UnsupportedModel

@@ -514,7 +514,7 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ModelError, match=r'"int4\+head"`: no kernel'):  # the head is in eight bits
         weights.check_form("int4+head", cpu, bf16)
     for form in ("int8", "int8+head", "int4+head"):
-        assert models._dtype("auto", torch.float32, cpu, form) == bf16
+        assert models.dtype_of("auto", torch.float32, cpu, form) == bf16
 
 
 def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -673,11 +673,13 @@ def test_a_head_of_another_shape_than_a_tied_embedding_is_not_tied(tmp_path: Pat
 def test_what_dtype_auto_means(
     name: str, stored: torch.dtype, device: str, wants: torch.dtype
 ) -> None:
-    assert models._dtype(name, stored, torch.device(device)) == wants
+    assert models.dtype_of(name, stored, torch.device(device)) == wants
 
 
 def test_unknown_dtypes_and_devices_are_refused() -> None:
-    assert refused(lambda: models._dtype("int4", torch.float32, torch.device("cpu"))).exit_code == 3
+    assert (
+        refused(lambda: models.dtype_of("int4", torch.float32, torch.device("cpu"))).exit_code == 3
+    )
     for name in ("tpu", "meta", "mps", "cuda:99", "cuda:x", ""):
         assert refused(lambda name=name: models._device(name)).exit_code == 3
     assert models._device("cpu") == torch.device("cpu")
