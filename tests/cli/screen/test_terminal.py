@@ -199,6 +199,19 @@ def test_what_a_terminal_may_be_shown(
     assert Terminal().plain  # nobody says what the terminal can do
 
 
+@pytest.mark.parametrize("colour", [True, False])
+def test_code_in_an_answer_has_a_colour_unless_the_user_wants_none(
+    screens: Use, monkeypatch: pytest.MonkeyPatch, colour: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "" if colour else "1")
+    out, _ = screens()
+    made = Terminal()
+    with made.answering():
+        made.answer("a `word`\n\n")
+        made.end_answer()
+    assert ("\x1b[36mword" in out.getvalue()) == colour
+
+
 def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
     out, _ = screens()
     made = Terminal()
