@@ -159,9 +159,17 @@ def test_logits_equal_transformers(spec: Spec, tmp_path: Path) -> None:
     assert difference(network.forward(ids, kv), theirs[-1]) <= LIMIT
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-def test_bfloat16_agrees_where_the_choice_is_clear(family: str, tmp_path: Path) -> None:
-    spec = Spec(family=family, heads=4, kv_heads=2, window=None, seed=5)
+PLAIN = [(family, {}) for family in ("llama", "mistral", "qwen2")]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [*PLAIN, *(pytest.param(*one, marks=pytest.mark.soak) for one in OTHERS)],
+)
+def test_bfloat16_agrees_where_the_choice_is_clear(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    spec = Spec(family=family, seed=5, **settings)
     oracle = write(spec, tmp_path).bfloat16()
     network = network_of(tmp_path, torch.bfloat16)
     agree = clear = 0
