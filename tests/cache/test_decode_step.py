@@ -29,7 +29,6 @@ from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels, TorchOnCPU, choose
 from minikv.models.llama import Llama
 from minikv.policies.base import StepView
-from minikv.policies.l2 import norms
 from minikv.policies.tova import Tova
 
 FIRST = ("hashevict", "l2", "random", "streaming")  # these evict before attention
@@ -195,40 +194,6 @@ def test_a_new_row_inherits_nothing_from_the_row_it_overwrites() -> None:
     assert int(new.sum()) == 6 * made.kv.arena.length.numel()
     assert not bool(columns[own][new].any())
     assert bool((columns[own][~new] == 7.0).any())
-
-
-@pytest.mark.parametrize(
-    ("kv", "windows", "prompt"),
-    [
-        (None, (None, 16), "full"),
-        (torch.int8, (None, 16), "full"),
-        (None, None, "snapkv+turns"),
-        (torch.int8, None, "snapkv+turns"),
-    ],
-)
-def test_norms_are_those_of_the_rows(
-    kv: torch.dtype | None, windows: tuple[int | None, ...] | None, prompt: str
-) -> None:
-    """After every step."""
-    made = engine(network(layers=2, windows=windows), None, prompt, "l2", 44, kv=kv)
-    for turn in range(2):
-        made.prompt(ids(60, turn))
-        first = made.kv.position
-        for token in range(12):
-            made.step(token)
-            # Those of a prompt in int8 were computed before its keys were converted.
-            _check_norms(made.kv._arena, first if kv is not None else 0)
-
-
-def _check_norms(arena: Arena, first: int) -> None:
-    """The rows of all heads at positions from `first` on have the norms of their keys."""
-    for layer in range(len(arena.start)):
-        index, live = arena.index(layer)
-        rows = index[live]
-        rows = rows[arena.columns["pos"][rows] >= first]
-        key = arena.read(Kernels(), "k", rows)
-        assert len(rows)
-        assert torch.equal(arena.columns["norm"][rows], norms(key))
 
 
 # -- what a policy is shown ----------------------------------------------------------------------

@@ -377,17 +377,3 @@ def test_matrices_that_it_does_not_take() -> None:
     assert layers.rest(biased, gate_up, down, None, norm, norm, 1e-5) is None
     odd = (Matrix(rows, n, torch.zeros(rows, n).bfloat16()) for rows, n in ((80, 32), (32, 40)))
     assert layers.rest(square, *odd, None, norm, norm, 1e-5) is None
-
-
-def test_what_is_read_is_kept() -> None:
-    """C has addresses; the function keeps every tensor that they are of."""
-    parts = [torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((32, 32), (128, 32), (32, 64))]
-    norms = [torch.ones(32, dtype=torch.bfloat16) for _ in range(2)]
-    made = layers.rest(*(Matrix(*part.shape, part) for part in parts), None, *norms, 1e-5)
-    alive = [weakref.ref(tensor) for tensor in (*parts, *norms)]
-    del parts, norms
-    gc.collect()
-    assert all(tensor() is not None for tensor in alive)
-    del made
-    gc.collect()
-    assert all(tensor() is None for tensor in alive)

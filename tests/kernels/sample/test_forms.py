@@ -70,20 +70,6 @@ def test_what_the_filters_leave(form: Form, how: dict[str, float], last: int, ke
 
 
 @pytest.mark.parametrize("form", forms("drawn"))
-def test_of_equal_logits_the_smaller_id_comes_first(form: Form) -> None:
-    equal = torch.tensor([0.0, -0.0, 5.0, 0.0, 5.0, -0.0])
-    for tokens, how in (
-        ([2, 4, 0, 1, 3, 5], {"temperature": 1e9}),
-        ([2, 4], {"top_p": 0.9}),
-        ([2, 4, 0], {"temperature": 1e9, "top_k": 3}),
-        ([2, 4], {"min_p": 1.0}),
-    ):
-        for i, token in enumerate(tokens):
-            for point in (i / len(tokens) + 1e-6, (i + 1) / len(tokens) - 1e-6):
-                assert Draw(equal, point=point, **how).by(form) == token  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("form", forms("drawn"))
 @pytest.mark.parametrize("size", [1, 4, 64, 1 << 14, 300_000])
 def test_equal_logits_have_exact_edges(form: Form, size: int) -> None:
     logits = torch.full((size,), -3.25)
