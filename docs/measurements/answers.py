@@ -37,6 +37,7 @@ from torch import Tensor
 
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules
 from minikv.cache.second_pass import SecondPass
 from minikv.chat.reading import wording
@@ -240,8 +241,8 @@ class Tape:
         ops = kv.ops
         kv.ops = self._remembering(ops)
         kv.begin(len(self.ids), room)
-        if kv.begin_probs():
-            kv.end_probs(self._predicted())
+        if isinstance(kv.reading, Prefill) and kv.reading.glancing:
+            kv.reading.predict(self._predicted())
         for layer, chunks in enumerate(self.chunks):
             for q, k, v, norms in chunks:
                 if kv.watch is not None:
@@ -252,8 +253,9 @@ class Tape:
             first = self._scored.setdefault(kv.rules.prompt.scorer, kv.reading)
             if first is not kv.reading:
                 kv.reading.score_as(first)
-        for repeat in kv.second_pass(self.ids):
-            self.model.network.forward(self.model.ids(repeat.ids), kv.text(repeat))
+            for repeat, text in kv.reading.texts(self.ids):
+                self.model.network.forward(self.model.ids(repeat.ids), text)
+                del text
         kv.advance(len(self.ids))
         kv.ops = ops
 

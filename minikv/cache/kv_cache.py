@@ -11,7 +11,7 @@ never changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,7 +24,7 @@ from minikv.cache.fidelity import LastToken
 from minikv.cache.plan import PassCost, Prompt, RowsBefore, Setup, peak, plan_prompt, repeats
 from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules
-from minikv.cache.second_pass import SecondPass, TextPass
+from minikv.cache.second_pass import SecondPass
 from minikv.cache.snapshot import CacheSnapshot, SharedSnapshot, State
 from minikv.cache.stats import (
     CacheStats,
@@ -39,7 +39,7 @@ from minikv.kernels.dispatch import Kernels, choose
 from minikv.policies.base import StepPolicy
 from minikv.policies.moments import Rotation
 from minikv.policies.parts import policy_columns
-from minikv.policies.repeats import Repeat, Wording
+from minikv.policies.repeats import Wording
 
 _ROOM = 256  # rows that a full head gains when there is no step policy
 _MUCH = 64 << 20  # bytes
@@ -289,24 +289,6 @@ class KVCache:
         self._coming = State(plan.end, tuple(plan.turns), plan.pinned, rows, most)
         self._evicting, self.reading = Stopwatch(self.device), reading
 
-    def second_pass(self, ids: Sequence[int]) -> Sequence[Repeat]:
-        """Texts to feed after the prompt of these ids went through the network and before
-        `advance`: each to its own `text`. Empty if there is no second pass."""
-        reading = self.reading
-        if not isinstance(reading, SecondPass) or reading.scored:
-            return ()
-        first = max(0, self.rules.first_rows(self.pinned) - reading.plan.position)
-        left = self.shape.max_context - reading.end
-        return reading.prompt.scorer.second_pass(ids, first, self.words, left)
-
-    def text(self, repeat: Repeat) -> TextPass:
-        """`Attend` for a text of `second_pass`. Raises TierError if the prompt's rows could not be
-        kept."""
-        reading = self.reading
-        assert isinstance(reading, SecondPass)
-        work, progress = reading.work, self.progress
-        return reading.text(repeat, lambda done: progress(done, work) if progress else None)
-
     def scoring_cost(self, tokens: int, position: int, *, asks: bool) -> PassCost:
         """What the second pass costs for a prompt of `tokens` tokens at this position; all 0 if
         there is none. Raises as `begin`."""
@@ -318,20 +300,6 @@ class KVCache:
     def scoring(self) -> bool:
         """Whether a second pass is scoring the prompt that was read."""
         return isinstance(self.reading, SecondPass) and self.reading.scoring
-
-    def begin_probs(self) -> bool:
-        """Whether the prompt that was begun must first be fed once before `end_probs`, only to get
-        the network's probability of each of its tokens. That forward is not ended by `advance`."""
-        reading = self.reading
-        if not isinstance(reading, Prefill) or not reading.foresees:
-            return False
-        reading.glancing = True
-        return True
-
-    def end_probs(self, predicted: Tensor) -> None:
-        """predicted: the probabilities of the prompt's tokens, float32 [T]."""
-        assert isinstance(self.reading, Prefill)
-        self.reading.predict(predicted)
 
     @property
     def watch(self) -> Callable[[Tensor], None] | None:

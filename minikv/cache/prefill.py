@@ -48,8 +48,9 @@ class Prefill:
         self._all = setup.rules.observe == ALL  # sums are taken chunk by chunk
         assert not plan.given or not self._all, "queries of tokens that are not read are not known"
         self._observed, last = plan.observed(setup.rules)
-        self.glancing = False
-        """The tokens are read only to get the network's probability of each of them."""
+        self.glancing = evidence.predicted and plan.evicts_any
+        """The tokens are first fed only to get the network's probability of each; then `predict`
+        is called, and they are fed again."""
         self._moments: Moments | None = None
         self._shared: dict[object, Any] = {}
         self._mass: Tensor | None = None
@@ -122,11 +123,6 @@ class Prefill:
         self.tier, self.plan = tier, replace(self.plan, given=given - given % chunk)
         self._key, self._value = tier.stage(0, tokens)
         return self.plan.given
-
-    @property
-    def foresees(self) -> bool:
-        """Whether the policy needs `Plan.predicted`. It does not if no row must leave."""
-        return self._evidence.predicted and self.plan.evicts_any
 
     def predict(self, predicted: Tensor) -> None:
         """The forward for probabilities is over. predicted: the probabilities of the prompt's

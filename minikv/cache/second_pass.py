@@ -11,7 +11,7 @@ and after.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,8 +29,8 @@ from minikv.policies.repeats import Repeat, RepeatView
 
 
 class SecondPass:
-    """Has the methods of `Prefill` for the prompt itself. Then each further text is fed to a
-    `text`; at last `complete` chooses.
+    """Has the methods of `Prefill` for the prompt itself. Then `texts` are fed; at
+    last `complete` chooses.
 
     tier: keeps the prompt's rows. scores: float32 [H, T] by layer, of the prompt's rows. scoring:
     whether the prompt was read, and its rows are scored.
@@ -93,12 +93,18 @@ class SecondPass:
 
     # -- the further texts ------------------------------------------------------------------------
 
-    def text(self, repeat: Repeat, progress: Callable[[int], None]) -> TextPass:
-        """`Attend` for a text. progress(done): called with a number of the tokens of `work`. Raises
-        TierError if the prompt's rows could not be kept."""
-        self._reread()
-        done = self.plan.tokens + self.fed
-        return TextPass(self, repeat, lambda fed: progress(done + fed))
+    def texts(
+        self, ids: Sequence[int], progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[tuple[Repeat, TextPass]]:
+        """After a prompt of these ids was read: the further texts, and the `Attend` of each, in
+        turn. None if the rows have their scores. Raises TierError if the prompt's rows could not be
+        kept. progress: as of `KVCache`."""
+        if self.scored:
+            return
+        first, left = max(0, self.first - self.plan.position), self.shape.max_context - self.end
+        for repeat in self.prompt.scorer.second_pass(ids, first, self.setup.words, left):
+            self._reread()
+            yield repeat, TextPass(self, repeat, progress)
 
     def _reread(self) -> None:
         """The prompt was read: from now on the tier gives all of its rows."""
@@ -146,7 +152,12 @@ class TextPass:
     """`Attend` for one text behind the prompt, which scores rows of the prompt: each keeps the
     largest score that it got."""
 
-    def __init__(self, twice: SecondPass, repeat: Repeat, progress: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        twice: SecondPass,
+        repeat: Repeat,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
         shape, size = twice.shape, len(repeat.ids)
         wide = (2, shape.kv_heads, size, shape.head_dim)
         self.position = twice.end
@@ -183,7 +194,9 @@ class TextPass:
         window = twice.shape.windows[layer]
         mixed, lse = self._mixed(query, at, hi, window)
         self._score(layer, query, at, hi, window, lse)
-        self._progress((layer * self._size + hi) // twice.shape.layers)
+        if self._progress is not None:
+            done = (layer * self._size + hi) // twice.shape.layers
+            self._progress(twice.plan.tokens + twice.fed + done, twice.work)
         return mixed.permute(2, 0, 1, 3).reshape(q.shape)
 
     def advance(self, tokens: int) -> None:

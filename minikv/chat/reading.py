@@ -290,7 +290,7 @@ def _loss(figures: PromptFigures, *, gaps: bool) -> Loss:
 
 def foreseen(kv: KVCache, plan: PromptPlan) -> int:
     """How many tokens of the prompts are read once before, because the policy needs their
-    probabilities: those of the prompts after which it must evict (see `KVCache.begin_probs`).
+    probabilities: those of the prompts after which it must evict (see `Prefill.predict`).
     Raises UsageError if the budget is too small."""
     rules, shape = kv.rules, kv.shape
     if rules.prompt is None or not rules.prompt.evidence.predicted:

@@ -13,6 +13,8 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.cache.fidelity import divergence
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.prefill import Prefill
+from minikv.cache.second_pass import SecondPass
 from minikv.cache.stats import Fidelity
 from minikv.engine.capture import Capture, CudaGraphs
 from minikv.engine.decode_loop import DecodeLoop, Network
@@ -93,12 +95,15 @@ class Engine:
         with self._whole(progress):
             space = min(room, max(1, left - len(ids)))
             kv.begin(len(ids), space, asks=asks, turn_tokens=turn_tokens)
-            if kv.begin_probs():
-                kv.end_probs(self._predicted(ids))
+            reading = kv.reading
+            if isinstance(reading, Prefill) and reading.glancing:
+                reading.predict(self._predicted(ids))
             logits = self.network.forward(self._tensor(ids), _Withheld(kv))
             _check(logits, "reading the prompt")
-            for repeat in kv.second_pass(ids):
-                self.network.forward(self._tensor(repeat.ids), kv.text(repeat))
+            texts = reading.texts(ids, progress) if isinstance(reading, SecondPass) else ()
+            for repeat, text in texts:
+                self.network.forward(self._tensor(repeat.ids), text)
+                del text  # before the next one is made
             kv.advance(len(ids))
         return logits
 

@@ -23,6 +23,7 @@ from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
+from minikv.cache.second_pass import SecondPass
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
@@ -660,10 +661,10 @@ def test_all_of_a_later_prompt_is_scored_by_a_second_pass() -> None:
     run = engine(network(), "kvzip", "none", 20)
     for first in (4, 0):
         run.kv.begin(60)
-        texts = run.kv.second_pass(ids(60))
+        assert isinstance(run.kv.reading, SecondPass)
+        texts = [repeat for repeat, _ in run.kv.reading.texts(ids(60))]
         assert [texts[0].begin, texts[-1].end] == [first, 60]
         run.kv.abandon()
-        assert run.kv.second_pass(ids(60)) == ()
         run.prompt(ids(60))
 
 

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.prefill import Prefill
+from minikv.cache.second_pass import SecondPass
 
 CHUNK = 24
 """Tokens of a chunk: few, as what a chunk takes is the network's work space."""
@@ -75,12 +77,13 @@ def measured(
         for column in kv.arena.columns.values():
             watch.note(column)
         begin()
-        if kv.begin_probs():
+        reading = kv.reading
+        if isinstance(reading, Prefill) and reading.glancing:
             feed(kv, fed)
-            kv.end_probs(torch.rand(fed, generator=made))
+            reading.predict(torch.rand(fed, generator=made))
         feed(kv, fed)
-        for repeat in kv.second_pass(range(fed)):
-            text = kv.text(repeat)
+        texts = reading.texts(range(fed)) if isinstance(reading, SecondPass) else ()
+        for repeat, text in texts:
             feed(text, len(repeat.ids))
             text.advance(len(repeat.ids))
             del text
