@@ -638,16 +638,6 @@ class KVCache:
         rows = int(self.arena.held.sum())
         return self.arena.coded or rows < full_cache_rows(self.shape, self.position)
 
-    def attended(self, layer: int, head: int) -> Tensor:
-        """Positions, int64 [n], of the rows that the head's query attends to in the step under way.
-        Only for a layer that the step has been through."""
-        begin, count = (
-            int(self._arena.start[layer, head]),
-            int(self.decode.eviction.count[layer, head]),
-        )
-        pos = self._arena.columns["pos"][begin : begin + count]
-        return pos.to(torch.int64)
-
     @property
     def _allocated(self) -> int:
         """Bytes of the arenas and of the steps' working memory."""

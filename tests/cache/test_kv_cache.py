@@ -453,24 +453,6 @@ def test_what_is_told_of_a_prompt_under_way_and_after_it() -> None:
     assert kv.last_prompt.lost_layer == lost.index(kv.last_prompt.lost_max)
 
 
-def test_what_the_query_of_a_step_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the head holds, and the step's own token."""
-    monkeypatch.setattr(KVCache, "attend_unrotated", None)
-    run = engine(network(), "tova", "roco", 20)
-    run.prompt(ids(60))
-    attend, seen = run.kv.attend, []
-
-    def listen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(layer, q, k, v)
-        seen.append(sorted(run.kv.attended(layer, 1).tolist()))
-        return out
-
-    before = [run.kv.kept(layer, 1).tolist() for layer in range(3)]
-    run.kv.attend = listen  # type: ignore[method-assign]
-    run.step(5)
-    assert seen == [[*held, 60] for held in before]
-
-
 @pytest.mark.parametrize("window", [None, 30, 90])
 @pytest.mark.parametrize("step", ["none", "roco", "streaming"])
 def test_a_cut_cache_has_never_seen_the_rest(step: str, window: int | None) -> None:
