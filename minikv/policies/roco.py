@@ -126,8 +126,8 @@ class RoCo(StepPolicy):
         "statistics begin with the last 32 queries of the prompt; the release begins with the "
         "first token of the answer",
         "those of the prompt are pooled over neighbours and count 100 times: short answers then "
-        "show no loss beside --decode none, which exceeds the budget (docs/results.md); pool=1 and "
-        "lead=1 count every query alike, as the paper does",
+        "show no loss beside --decode none, which exceeds the budget; pool=1 and lead=1 "
+        "count every query alike, as the paper does",
         "with --stride statistics begin with the first block; the release's begin with the first "
         "block over the budget (its keep_attention=False)",
         "the first 4 and the newest 10 tokens are protected by position; the paper protects none, "

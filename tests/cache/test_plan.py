@@ -187,7 +187,7 @@ CASES: list[tuple[str, str, int, torch.dtype | None, tuple[int | None, ...]]] = 
 LOOSE = {
     ("roco", "auto", 32, None, NOTHING): (1.05, 1.07),
     ("adakv", "none", 0, torch.int8, NOTHING): (1.05, 1.07),
-    ("queryspan", "none", 0, None, NOTHING): (1.05, 1.08),  # with larger blocks all is needed
+    ("queryspan", "none", 0, None, NOTHING): (1.06, 1.08),  # with larger blocks all is needed
     ("defensive+global", "none", 0, None, NOTHING): (1.08, 1.08),
 }
 
