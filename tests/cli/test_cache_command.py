@@ -49,6 +49,8 @@ def test_the_second_question_about_a_document_reads_only_itself(home: Path) -> N
     (row,) = json.loads(run("cache", "--json").stdout)
     assert (row["model"], row["documents"]) == ("bundled", "sample.txt")
     assert row["bytes"] == sum(path.stat().st_size for path in home.glob("*/*"))
+    planned = json.loads(run("plan", "--tokens", str(row["tokens"]), "--json").stdout)
+    assert planned["remembered"] == sum(path.stat().st_size for path in home.glob("*/rows"))
     _, line = run("cache").stdout.splitlines()
     assert line.split()[0] == row["name"]
     assert line.endswith("bundled  sample.txt")
