@@ -77,8 +77,11 @@ _COMMANDS = (
     ("chats", "saved.chats:chats", None, "list, show and remove saved chats"),
     ("cache", "cache_command:cache", _MORE, "prompts that were read and need not be read again"),
 )
-_GONE = {"verify": "hf cache verify NAME compares the files of a model in the hub's cache"}
-"""Commands of earlier versions, with what to use instead."""
+_GONE = {
+    "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
+    "--csv": "--json has every figure",
+}
+"""Commands and flags of earlier versions that are no settings, with what to use instead."""
 
 
 def _later(place: str) -> Callable[[], typer.Typer]:
@@ -129,7 +132,7 @@ def _told(message: str) -> str:
 
     name = unknown[1]
     words = GONE.get(name.removeprefix("--").replace("-", "_")) if name[:2] == "--" else None
-    words = words or (_GONE.get(name) if name == sys.argv[1] else None)
+    words = words or (_GONE.get(name) if name[:2] == "--" or name == sys.argv[1] else None)
     return f"{name} is gone: {worded(words)}" if words else message
 
 

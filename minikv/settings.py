@@ -33,7 +33,6 @@ GONE: Mapping[str, str] = {
     "quality": "choose `budget`; the record of a turn says what eviction loses",
     "preset": '`policy="kvzip"` makes one cache for all questions',
     "refresh_every": '`policy="global-span"` keeps what the whole answer needs',
-    "csv": "--json has every figure of `minikv eval`",
     "reread_limit": 'a chat asks once before a long reading; `reuse="once"` never reads again',
 }
 """Settings of earlier versions, with what to use instead."""
