@@ -396,10 +396,10 @@ def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
     if screen.width >= NARROWEST and width >= _COLUMN:
         cells = [("", *(one.label for one in runs))]
         cells += [(name, *(row[name] for row in rows)) for name in rows[0]]
-        lines += _set(cells, [_LABEL, *[width - 2] * len(runs)], screen)
+        lines += _set(cells, width, screen)
     else:
         for one, row in zip(runs, rows, strict=True):
-            table = _set([*row.items()], [_LABEL, screen.width - _LABEL - 4], screen)
+            table = _set([*row.items()], screen.width - _LABEL - 3, screen)
             lines += [one.label, *(f"  {line}" for line in table)]
     notes = [
         "each run is a fresh conversation: the chat's documents and this question, greedy; the "
@@ -412,17 +412,19 @@ def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
     return lines + [line for note in notes for line in folded(note, screen.width, "  ")]
 
 
-def _set(rows: Sequence[Sequence[str]], widths: Sequence[int], screen: Screen) -> list[str]:
-    """Rows of cells as lines, in columns of these widths."""
+def _set(rows: Sequence[Sequence[str]], width: int, screen: Screen) -> list[str]:
+    """Rows of cells as lines: a name, and columns of this width with two blanks at their ends."""
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for width in widths:
-        table.add_column(width=width, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(shown(cell, screen.encoding)) for cell in row))
+    table = Table(box=None, show_header=False, pad_edge=False, padding=0)
+    for size in (_LABEL + 1, *[width] * (len(rows[0]) - 1)):
+        table.add_column(width=size, overflow="fold")
+    for name, *cells in rows:
+        texts = (Text(shown(cell, screen.encoding)) for cell in cells)
+        table.add_row(name, *(Padding(text, (0, 2, 0, 0)) for text in texts))
     console = Console(width=screen.width, color_system=None)
     lines = console.render_lines(table)
     return ["".join(segment.text for segment in line).rstrip() for line in lines]
