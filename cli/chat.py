@@ -230,8 +230,8 @@ def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
     """Ask whether `--reuse auto` may read so much again. Ctrl-C and Ctrl-D mean no."""
     session, terminal = context.session, context.terminal
     terminal.say(
-        f"for the best answer, {session.reads_again:,} tokens are read again, and so for each "
-        "later question; from the cache as it is, the answer may miss what question "
+        f"for the best answer, {session.reads_again:,} tokens are read again, now and for each "
+        "later question; without that, the answer may miss what question "
         f"{session.evicted_for_turn} did not need"
     )
     while True:

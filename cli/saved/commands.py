@@ -223,7 +223,7 @@ def left(context: Context) -> str:
         return ""
     name = context.keeper.kept(context.session)
     if name is None:
-        return "  the chat so far was not saved, and is gone"
+        return "  the chat so far was not saved and is lost"
     return f"  the chat so far is saved as {name}; /load {name} goes back to it"
 
 

@@ -72,7 +72,7 @@ def test_a_long_reading_is_asked_about_once(
     assert modes(session) == ["once", later, later]
     assert [turn.question for turn in session.turns] == ["Who?", "n", "And?"]
     err = capsys.readouterr().err
-    assert err.count("tokens are read again, and so for each later") == bool(answers)
+    assert err.count("tokens are read again, now and for each later") == bool(answers)
     assert ("may miss what question 1 did not need" in err) or not answers
 
 

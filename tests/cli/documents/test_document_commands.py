@@ -161,7 +161,7 @@ def test_drop_of_a_read_document_starts_anew_without_it(
     assert said == (
         "a.txt had been read, and cannot be taken out of the cache: new conversation with the "
         "other 2 documents, read again with your next question\n"
-        "  the chat so far was not saved, and is gone\n"
+        "  the chat so far was not saved and is lost\n"
     )
     assert [d.name for d in session.pending] == ["b.txt", "c.txt"]
     assert (session.turn, session.documents, session.fed) == (0, [], [])

@@ -212,9 +212,7 @@ def test_a_new_conversation_says_where_the_old_one_is(
     assert f"  the chat so far is saved as {name}; /load {name} goes back to it" in lines
     said("Other?", command, f"/load {name}", "Why?")
     assert [turn.question for turn in world.session.turns] == ["Who?", "Why?"]
-    assert "  the chat so far was not saved, and is gone" in said(
-        "Who?", command, flags="--no-save"
-    )
+    assert "  the chat so far was not saved and is lost" in said("Who?", command, flags="--no-save")
     assert not any("the chat so far" in line for line in said(command))
 
 
