@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import (
@@ -31,7 +32,7 @@ from minikv.models.files import (
     unreadable,
     weight_map,
 )
-from minikv.models.stored import Stored
+from minikv.models.stored import Steps, Stored
 
 HEADER_LIMIT = 16 * 2**20  # bytes
 STAGING = 32 * 2**20
@@ -39,6 +40,11 @@ STAGING = 32 * 2**20
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+READ = {
+    **DTYPES,
+    **{"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn},
+}
+"""The dtypes of plain weights, and of all tensors that are read."""
 _BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8},
     **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -57,8 +63,8 @@ _COMPUTED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in a file. dtype: as safetensors names it. start and end: byte offsets in the
-    file."""
+    """One tensor in a file, a `Stored`. dtype: as safetensors names it. start and end: byte offsets
+    in the file."""
 
     name: str
     dtype: str
@@ -71,6 +77,28 @@ class Entry:
     def size(self) -> int:
         """Bytes in the file."""
         return self.end - self.start
+
+    @property
+    def form(self) -> str:
+        """See `Stored`."""
+        return "plain"
+
+    @property
+    def group(self) -> None:
+        """See `Stored`."""
+        return None
+
+    def rows(self, start: int, end: int) -> Tensor:
+        """The rows from `start` to `end`, in the file's dtype. Raises ModelError."""
+        made = torch.empty((end - start, *self.shape[1:]), dtype=READ[self.dtype])
+        with open_regular(self.path) as file:
+            file.seek(self.start + start * (self.size // max(1, self.shape[0])))
+            read_into(file, memory(made), self.path)
+        return made
+
+    def steps(self, start: int, end: int) -> Steps:
+        """See `Stored`."""
+        raise AssertionError("it is plain")
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -161,6 +189,11 @@ def _check_cover(entries: list[Entry], base: int, size: int, path: Path) -> None
         )
 
 
+def memory(tensor: Tensor) -> memoryview:
+    """The writable memory of a contiguous CPU tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def read_exactly(file: BinaryIO, count: int, path: Path) -> bytearray:
     """The next bytes of a file. Raises CorruptModel or ModelUnavailable."""
     data = bytearray(count)
@@ -191,7 +224,7 @@ class Checkpoint:
     """All tensors of a model folder, by their Hugging Face names, without those that a network
     computes. It keeps no file open."""
 
-    entries: Mapping[str, Entry | Stored]
+    entries: Mapping[str, Stored]
     original: bool
     """Whether query and key rows are in rotary pairs (Mistral's own layout)."""
 

@@ -315,7 +315,7 @@ class Gguf:
             finally:
                 self._data = bytearray()
 
-    def _whole_header(self) -> tuple[dict[str, Any], dict[str, Entry | Stored]]:
+    def _whole_header(self) -> tuple[dict[str, Any], dict[str, Stored]]:
         try:
             return self._header()
         except (struct.error, IndexError):
@@ -326,7 +326,7 @@ class Gguf:
 
     # -- the header -------------------------------------------------------------------------
 
-    def _header(self) -> tuple[dict[str, Any], dict[str, Entry | Stored]]:
+    def _header(self) -> tuple[dict[str, Any], dict[str, Stored]]:
         if self._data[:4] != b"GGUF":
             refuse_text(bytes(self._data[:1024]), self.path.name)
             raise self._bad("not a GGUF file")
@@ -380,7 +380,7 @@ class Gguf:
         self._at += least
         return list(struct.unpack_from(f"<{count}{one}", self._data, self._at - least))
 
-    def _places(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Entry | Stored]:
+    def _places(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Stored]:
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
             raise self._bad(f"general.alignment is {quote(align)}")
@@ -394,7 +394,7 @@ class Gguf:
             found[name] = (shape, *struct.unpack_from("<IQ", self._data, self._at))
             self._at += 12
         base = -(-self._at // align) * align
-        tensors: dict[str, Entry | Stored] = {}
+        tensors: dict[str, Stored] = {}
         spans = []
         for name, (shape, number, offset) in found.items():
             where, kind = quote(name), KINDS.get(number)

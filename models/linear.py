@@ -108,7 +108,7 @@ def row_product(x: Tensor, weight: Tensor) -> Tensor:
 def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
     """The `PackInt8` of torch. A row's scale is its largest magnitude divided by 127. The weight
     may be on another device."""
-    for start, end in packed_blocks(weight.shape):
+    for start, end in _packed_blocks(weight.shape):
         part = weight[start:end].to(codes.device).float()
         steps = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
         scale[start:end] = steps.to(torch.bfloat16)
@@ -118,7 +118,7 @@ def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) -> None:
     """The `PackInt4` of torch. It packs in the layout of this processor, whatever `half` is."""
-    for start, end in packed_blocks(weight.shape):
+    for start, end in _packed_blocks(weight.shape):
         steps = _sixteen_steps(weight[start:end], scales[:, start:end]).flatten(1).to(torch.int32)
         tiles = -(-end // _TILE) * _TILE
         steps = F.pad(steps, (0, 0, 0, tiles - end))
@@ -129,7 +129,7 @@ def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:
     """Pack weight [m, n], on any device, as a GPU has it: into packed uint8 [m, n / 2] and scales
     bfloat16 [n / group, m, 2]. Byte i of a row's group has column i in its lower four bits, and
     column group / 2 + i in the upper ones."""
-    for start, end in packed_blocks(weight.shape):
+    for start, end in _packed_blocks(weight.shape):
         steps = _sixteen_steps(weight[start:end].to(packed.device), scales[:, start:end])
         packed[start:end] = _in_rows(steps.to(torch.uint8).flatten(1), len(scales))
 
@@ -304,7 +304,7 @@ class PackedMatrix:
         return _biased(made, self.bias)
 
     def pack(self, start: int, weight: Tensor) -> None:
-        """Pack weight [n, in] as the rows from `start` to `start` + n."""
+        """Pack weight [n, in] as the rows from `start` to `start` + n. start: a multiple of 64."""
         raise NotImplementedError
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
@@ -411,15 +411,15 @@ class Int4(PackedMatrix):
         self.unpack = ops.unpack_int4_rows if self.packing is None else ops.unpack_int4
 
     def pack(self, start: int, weight: Tensor) -> None:
-        """Pack all rows, weight [out, in]. start: must be 0."""
-        assert start == 0
-        assert weight.shape == self.shape
+        """See `PackedMatrix`."""
+        end = start + len(weight)
         if self.packing is None:
-            return pack_int4_rows(weight, self.packed, self.scales)
-        self.scales[:, len(weight) :] = 0
-        half = half_tile()
+            return pack_int4_rows(weight, self.packed[start:end], self.scales[:, start:end])
+        tiles, half = -(-end // _TILE) * _TILE, half_tile()
+        self.scales[:, end:tiles] = 0
         pack = pack_int4 if half is None else self.packing.int4
-        return pack(_dense(weight), self.packed, self.scales, half)
+        rows = slice(start, tiles)
+        return pack(_dense(weight), self.packed[rows], self.scales[:, rows], half)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
         """See `PackedMatrix`."""
@@ -561,7 +561,7 @@ def packing_bytes(columns: int) -> int:
     return 48 * max(PACKED * torch.get_num_threads(), _TILE * columns)
 
 
-def packed_blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
+def _packed_blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
     """Ranges (start, end) of rows, each of which is packed at once."""
     return blocks(shape, PACKED * torch.get_num_threads())
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from minikv.models import packed_files
-from minikv.models.checkpoint import Checkpoint, Entry, header_of, read_into
+from minikv.models.checkpoint import Checkpoint, Entry, header_of, memory, read_into
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.files import open_regular
@@ -264,7 +264,7 @@ def _parts(network: Llama) -> Iterator[tuple[str, Tensor]]:
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     """The memory of a contiguous tensor, in pieces of `PIECE` bytes."""
-    data = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    data = memory(tensor)
     for start in range(0, len(data), PIECE):
         yield data[start : start + PIECE]
 

@@ -20,19 +20,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minikv.models.checkpoint import DTYPES, SMALL, Checkpoint, Entry, read_into
+from minikv.models.checkpoint import DTYPES, READ, SMALL, Checkpoint, Entry
 from minikv.models.config import ModelConfig, OwnForm, Quantisation, quantised
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.files import open_regular, parse_json
+from minikv.models.files import parse_json
 from minikv.models.linear import GROUPS, fits_int8
 from minikv.models.llama import Llama
 from minikv.models.stored import Steps, paired, together
 from minikv.pages import Pages
 
-_READ = {
-    **DTYPES,
-    **{"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn},
-}
 _IGNORED = re.compile(
     r"((in|out)put_(global_)?scale|(in|out)put_zero_point|(input_)?activation_scale|[kqv]_scale"
     r"|weight_shape|weight_format|weight\.(quant_map|nested_.*|quant_state\..*))"
@@ -104,7 +100,7 @@ class _Part:
 
     def per(self) -> int:
         """How many codes a word or byte has."""
-        return 8 * _READ[self.entry.dtype].itemsize // self.bits
+        return 8 * READ[self.entry.dtype].itemsize // self.bits
 
     def rows(self, start: int, end: int) -> Tensor:
         """The rows from `start` to `end`, with all columns of the last word."""
@@ -137,13 +133,9 @@ class _Part:
 
 def _read(entry: Entry, first: int = 0, last: int | None = None) -> Tensor:
     """A tensor of a file, at least two-dimensional; or some of its rows."""
-    shape = entry.shape if len(entry.shape) > 1 else (*entry.shape, 1, 1)[:2]
-    last = shape[0] if last is None else last
-    made = torch.empty((last - first, *shape[1:]), dtype=_READ[entry.dtype])
-    with open_regular(entry.path) as file:
-        file.seek(entry.start + first * (entry.size // max(1, shape[0])))
-        read_into(file, memoryview(made.view(-1).view(torch.uint8).numpy()), entry.path)  # type: ignore[arg-type]
-    return made
+    if len(entry.shape) < 2:
+        entry = replace(entry, shape=(*entry.shape, 1, 1)[:2])
+    return entry.rows(first, entry.shape[0] if last is None else last)
 
 
 @dataclass(slots=True)

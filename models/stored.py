@@ -42,7 +42,7 @@ class Stored(Protocol):
     "int4", the form that loses least. group: how many columns share a scale; None: a whole row.
 
     `steps` is only called for int4, and for int8 without a group. These are kept as they are. Other
-    matrices are read through `rows`, and quantised by row if they are kept in eight bits.
+    tensors are read through `rows`, and quantised by row if they are kept in eight bits.
     """
 
     @property
@@ -61,7 +61,7 @@ class Stored(Protocol):
     def group(self) -> int | None: ...
 
     def rows(self, start: int, end: int) -> Tensor:
-        """The rows from `start` to `end`, float32 [n, in]. Raises ModelError."""
+        """The rows from `start` to `end`, [n, in], as numbers. Raises ModelError."""
         ...
 
     def steps(self, start: int, end: int) -> Steps:

@@ -1,7 +1,7 @@
 """Reads safetensors files into a network's tensors: every tensor exactly once, without memory maps.
 
-Each tensor is read directly into its place, so peak memory is one copy of the weights and a small
-staging buffer. A matrix that is to be packed is packed as soon as its last part was read.
+A tensor is read directly into its place, or some rows at a time, which are converted or packed. So
+peak memory is one copy of the weights, and some rows.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minikv.models.checkpoint import DTYPES, STAGING, Checkpoint, Entry, read_into, same
+from minikv.models.checkpoint import DTYPES, STAGING, Checkpoint, Entry, memory, read_into, same
 from minikv.models.config import ModelConfig, OwnForm
 from minikv.models.errors import (
     CorruptModel,
@@ -38,7 +38,6 @@ from minikv.models.linear import (
     kept,
     kept_bytes,
     lacks,
-    packed_blocks,
     packing_bytes,
     packs,
     split,
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from minikv.models.packed import Packed
 
 TAKEN = 1 << 20
-"""How many weights of a quantised matrix are read at a time."""
+"""How many weights are read at a time, unless they stay as they are."""
 
 
 def load_network(
@@ -120,7 +119,7 @@ def load_network(
     return network
 
 
-_Part = tuple[str, Entry | Stored, Place]
+_Part = tuple[str, Stored, Place]
 
 
 class _Filling:
@@ -138,9 +137,6 @@ class _Filling:
         self.layers, self.logits = split(form)
         self.packing = packing if network.device.type == "cpu" else None
         self.room = Pages(network.device).empty
-        # One buffer for all tensors: buffers of different sizes would leave holes in the heap.
-        self.staging = torch.empty(STAGING, dtype=torch.uint8)
-        self.passing: Tensor | None = None  # memory for a matrix until it is packed
         self.names = {id(layer): f"layers.{i}" for i, layer in enumerate(network.layers)}
         self.done = self.total = 0
 
@@ -160,16 +156,21 @@ class _Filling:
         """Read a tensor or a matrix from its parts in the files, and pack it if it is to be."""
         in_layer = isinstance(owner, Layer)
         name = f"{self.names[id(owner)]}.{slot}" if in_layer else "head"
-        stored = self._stored(parts)
-        made = self._packed(owner, slot, stored)
-        if made is None:
+        weights = sorted(
+            (part for part in parts if part[2].kind != "bias"),
+            key=lambda part: part[2].rows.start or 0,  # not as in the file
+        )
+        found = [self._turned(name, entry) for name, entry, _ in weights]
+        stored = Fused(found) if len(found[0].shape) == 2 else None
+        made = None if stored is None else self._packed(owner, slot, stored)
+        if stored is None or made is None:
             self._allocate(owner, slot)
             self._read(parts)
             return
-        exact = stored is not None and stored.exact and made.form == stored.form
+        exact = stored.exact and made.form == stored.form
         if packed is not None and made.packing is not None and packed.fill(name, made):
             self.tell(sum(entry.size for _, entry, _ in parts))
-        elif stored is not None and (exact or isinstance(made, Int8)):
+        else:
             if made.bias is not None:
                 setattr(owner, slot, Plain(getattr(owner, slot).weight, made.bias))
                 self._read([part for part in parts if part[2].kind == "bias"])
@@ -179,44 +180,28 @@ class _Filling:
                 else:
                     made.pack(start, stored.rows(start, end))
                 self._tell_rows(stored, start, end)
-        elif in_layer:
-            weight = self._passing()[: made.shape.numel()].view(made.shape)
-            setattr(owner, slot, Plain(weight, made.bias))
-            self._read(parts)
-            made.pack(0, weight)
-        else:
-            self._pack_head(made, parts[0][1])
         if in_layer:
             setattr(owner, slot, made)
         else:
             self.network.keep_packed(slot, made)
 
-    def _stored(self, parts: list[_Part]) -> Fused | None:
-        """The matrix of these parts as the files store it; None if any is plain."""
-        weights = [part for part in parts if part[2].kind != "bias"]
-        weights.sort(key=lambda part: part[2].rows.start or 0)  # not as in the file
-        found = [self._turned(name, entry) for name, entry, _ in weights]
-        quantised = [entry for entry in found if not isinstance(entry, Entry)]
-        return Fused(quantised) if len(quantised) == len(found) else None
-
-    def _turned(self, name: str, entry: Entry | Stored) -> Entry | Stored:
-        """A quantised matrix with its rows in the order of the network."""
+    def _turned(self, name: str, entry: Stored) -> Stored:
+        """A tensor with its rows in the order of the network."""
         heads = _pairs(name, self.network.config) if self.pairs else 0
-        return entry if isinstance(entry, Entry) or not heads else Unpaired(entry, heads)
+        return Unpaired(entry, heads) if heads else entry
 
     def _tell_rows(self, part: Fused | Stored, start: int, end: int) -> None:
         rows = part.shape[0]
         self.tell(part.size * end // rows - part.size * start // rows)
 
-    def _packed(self, owner: Llama | Layer, slot: str, stored: Fused | None) -> Int8 | Int4 | None:
+    def _packed(self, owner: Llama | Layer, slot: str, stored: Fused) -> Int8 | Int4 | None:
         """An empty packed matrix for a plain one without memory; None if it stays plain."""
         part, asked = getattr(owner, slot), self.layers
         if owner is self.network:
             last = slot == "head" or (slot == "embedding" and self.network.config.tied)
             asked = self.logits if last or self.logits == "plain" else "auto"
-        own, group = ("plain", 0) if stored is None else (stored.form, stored.group)
-        form = own if asked == "auto" else asked
-        group = group if form == own else 0
+        form = stored.form if asked == "auto" else asked
+        group = stored.group if form == stored.form else 0
         if slot == "embedding":
             part, form = Plain(part), form.replace("int4", "int8")  # single rows are taken of it
         if not isinstance(part, Plain) or not suits(form, part.shape[1], group):
@@ -225,14 +210,6 @@ class _Filling:
         made = kept(Plain(part.weight, bias), form, self.room, self.packing, group)
         assert isinstance(made, Int8 | Int4)
         return made
-
-    def _passing(self) -> Tensor:
-        """Memory for the largest matrix of a layer. Each matrix is read into it before it is
-        packed, so that the system maps this memory only once."""
-        if self.passing is None:
-            size = largest_matrix(self.network.config)
-            self.passing = Pages(torch.device("cpu")).empty((size,), self.network.dtype)
-        return self.passing
 
     def _allocate(self, owner: Llama | Layer, slot: str) -> None:
         """Allocate memory for a tensor or a matrix that has none."""
@@ -250,31 +227,20 @@ class _Filling:
 
     def _read(self, parts: list[_Part]) -> None:
         for name, entry, place in parts:
-            if not isinstance(entry, Entry):
-                part, into = self._turned(name, entry), place.tensor()
-                assert not isinstance(part, Entry)
-                for start, end in blocks(into.shape, TAKEN):
-                    into[start:end] = part.rows(start, end)
-                    self._tell_rows(part, start, end)
+            part, into = self._turned(name, entry), place.tensor()
+            same = isinstance(part, Entry) and into.dtype == DTYPES[part.dtype]
+            if same and into.device.type == "cpu":
+                with open_regular(entry.path) as file:
+                    file.seek(entry.start)
+                    read_into(file, memory(into), entry.path, self.tell)
                 continue
-            heads = _pairs(name, self.network.config) if self.pairs else 0
-            with open_regular(entry.path) as file:
-                _fill(file, entry, place.tensor(), heads, self.staging, self.tell)
-
-    def _pack_head(self, made: Int8 | Int4, entry: Entry | Stored) -> None:
-        """Read and pack lm_head a block of rows at a time, so that it never exists as a whole in
-        the network's dtype."""
-        assert isinstance(entry, Entry)
-        with open_regular(entry.path) as file:
-            file.seek(entry.start)
-            for start, end in packed_blocks(made.shape):
-                part = torch.empty(end - start, made.shape[1], dtype=DTYPES[entry.dtype])
-                read_into(file, _bytes(part), entry.path, self.tell)
-                made.pack(start, part.to(self.network.dtype))
+            for start, end in blocks(torch.Size((*into.shape, 1)[:2]), TAKEN):
+                into[start:end] = part.rows(start, end)
+                self._tell_rows(part, start, end)
 
 
 def _together_read(
-    entries: Mapping[str, Entry | Stored], places: dict[str, Place]
+    entries: Mapping[str, Stored], places: dict[str, Place]
 ) -> list[tuple[Llama | Layer, str, list[_Part]]]:
     """The tensors in the order of the files, grouped by the tensor of the network that they fill:
     (owner, slot, parts). So only one matrix at a time is not packed yet, wherever its parts are."""
@@ -391,7 +357,7 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
     return notes
 
 
-def _account(entries: Mapping[str, Entry | Stored], places: dict[str, Place]) -> None:
+def _account(entries: Mapping[str, Stored], places: dict[str, Place]) -> None:
     """Check that the checkpoint has exactly the expected tensors, with their shapes and an allowed
     dtype. Raises CorruptModel or UnsupportedModel."""
     missing = [name for name in places if name not in entries]
@@ -420,43 +386,6 @@ def _pairs(name: str, config: ModelConfig) -> int:
     if ".q_proj." in name:
         return config.heads
     return config.kv_heads if ".k_proj." in name else 0
-
-
-def _fill(
-    file: BinaryIO,
-    entry: Entry,
-    place: Tensor,
-    pair_heads: int,
-    staging: Tensor,
-    tell: Callable[[int], None],
-) -> None:
-    """Read one tensor into `place`, and convert its dtype, device and row order. Conversion goes
-    through pieces that fit `staging`, a tensor of bytes. pair_heads: see `_pairs`."""
-    file.seek(entry.start)
-    stored = DTYPES[entry.dtype]
-    if place.device.type == "cpu" and place.dtype == stored and not pair_heads:
-        read_into(file, _bytes(place), entry.path, tell)
-        return
-    if pair_heads:
-        # Rows of a head: (x0, y0, x1, y1, ...) in the file, (x0, x1, ..., y0, y1, ...) here.
-        whole = torch.empty(entry.shape, dtype=stored)
-        read_into(file, _bytes(whole), entry.path, tell)
-        half = entry.shape[0] // pair_heads // 2
-        rest = entry.shape[1:]
-        whole = whole.view(pair_heads, half, 2, *rest).transpose(1, 2)
-        place.view(pair_heads, 2, half, *rest).copy_(whole)
-        return
-    flat, pieces = place.view(-1), staging.view(stored)
-    for start in range(0, flat.numel(), pieces.numel()):
-        part = flat[start : start + pieces.numel()]
-        source = pieces[: part.numel()]
-        read_into(file, _bytes(source), entry.path, tell)
-        part.copy_(source)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The writable memory of a contiguous CPU tensor."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str) -> None:
@@ -493,13 +422,10 @@ def _shown(size: int) -> str:
 
 
 def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
-    """The peak of bytes while loading: the weights, a staging buffer, and the matrix that is being
-    packed (of lm_head a block)."""
-    plain = 0
-    if packed_forms(config, form):
-        widest = max(columns for _, columns in matrices(config).values())
-        plain = largest_matrix(config) * dtype.itemsize + packing_bytes(widest)
-    return weight_bytes(config, dtype, form) + STAGING + plain
+    """The peak of bytes while loading: the weights, and the rows that are read and packed."""
+    widest = max(columns for _, columns in matrices(config).values())
+    packing = packing_bytes(widest) if packed_forms(config, form) else 0
+    return weight_bytes(config, dtype, form) + STAGING + packing
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -169,7 +169,7 @@ def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int) -> None:
     """weight bfloat16 [n, in] -> packed uint8 [N, in / 2] and scales bfloat16 [in / group, N, 2],
-    which are written to, as `int4_product` reads them.
+    which are written to, as `int4_product` reads them, or rows of these from the first of a tile.
 
     A group's smallest and largest value are the first and the last of 16 steps. Scales of rows
     beyond n are left as they are.
@@ -177,14 +177,17 @@ def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int) -> None
     rows, columns = weight.shape
     groups, padded, _ = scales.shape
     group = columns // groups
-    assert plain(torch.bfloat16, weight, scales)
+    assert plain(torch.bfloat16, weight)
+    assert scales.dtype is torch.bfloat16
+    assert scales.device == weight.device
+    assert scales.stride()[1:] == (2, 1)
     assert plain(torch.uint8, packed)
     assert padded == -(-rows // _TILE) * _TILE
     assert packed.shape == (padded, columns // 2)
     assert group * groups == columns
     assert group <= _GROUPS[-1]
     assert half in (16, 32)
-    _pack_int4(rows, columns, group, half, padded, weight, packed, scales)
+    _pack_int4(rows, columns, group, half, scales.stride(0) // 2, weight, packed, scales)
 
 
 def unpack_int4(packed: Tensor, scales: Tensor, half: int, out: Tensor) -> None:

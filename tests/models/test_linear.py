@@ -128,7 +128,7 @@ def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(linear, "BLOCK", 192 * 64)
             monkeypatch.setattr(linear, "PACKED", 1)  # tiles
             assert len(list(linear.blocks(torch.Size((200, 192))))) == 4
-            assert len(list(linear.packed_blocks(torch.Size((200, 192))))) == 4
+            assert len(list(linear._packed_blocks(torch.Size((200, 192))))) == 4
             assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
             assert right(whole, x, whole(x))
 

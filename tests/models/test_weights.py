@@ -28,6 +28,7 @@ import minikv.models as models
 import minikv.models.checkpoint as checkpoint
 import minikv.models.weights as weights
 from minikv.cli.bench import machine as devices
+from minikv.models import checkpoint as checkpoint_module
 from minikv.models.checkpoint import Checkpoint, read_header
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
@@ -545,7 +546,7 @@ def test_every_pair_of_dtypes_converts_as_torch_does(
 ) -> None:
     oracle = write(Spec(bias=True), tmp_path)
     edit_tensors(tmp_path / "model.safetensors", lambda t: {k: v.to(stored) for k, v in t.items()})
-    monkeypatch.setattr(weights, "STAGING", 1000)  # tensors cross the staging in many pieces
+    monkeypatch.setattr(weights, "TAKEN", 1)  # tensors are read in many pieces
     network = network_of(tmp_path, wanted)
     dtype = wanted or stored
     assert network.dtype == dtype
@@ -627,7 +628,7 @@ def test_a_head_beside_a_tied_embedding_is_compared_with_it(
     same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces, the last of which is a short one, and where only the last number differs."""
-    monkeypatch.setattr(weights, "STAGING", 1000)
+    monkeypatch.setattr(checkpoint_module, "STAGING", 1000)
     write(Spec(tied=True), tmp_path)
     before = network_of(tmp_path)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,32 @@ def model(folder: Path, spec: Spec, kinds: dict[str, str] | None = None) -> Path
             made.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
     closed(made)
     return path
+
+
+def random_model(path: Path, sizes: dict[str, int], kind: Callable[[str, int], str]) -> None:
+    """A Llama of random blocks in which layers share their numbers. sizes: of a config.json.
+    kind(name, layer): the type of a matrix."""
+    raw = {**sizes, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+    made, hidden, mlp = begun(path, "llama", raw, raw["vocab_size"]), *[*sizes.values()][:2]
+    kv = hidden * sizes["num_key_value_heads"] // sizes["num_attention_heads"]
+    rows = {"attn_q": hidden, "attn_k": kv, "attn_v": kv, "attn_output": hidden}
+    rows |= {"ffn_gate": mlp, "ffn_up": mlp, "ffn_down": hidden}
+    ones, drawn = np.ones(hidden, np.float32), cache(blocks)
+
+    def add(place: str, name: str, count: int, layer: int) -> None:
+        one = kind(name, layer)
+        data = drawn(one, count, mlp if name == "ffn_down" else hidden)
+        made.add_tensor(f"{place}{name}.weight", data, raw_dtype=GGMLQuantizationType[one])
+
+    made.add_tensor("output_norm.weight", ones)
+    for name in ("token_embd", "output"):
+        add("", name, sizes["vocab_size"], 0)
+    for layer in range(sizes["num_hidden_layers"]):
+        for name in ("attn_norm", "ffn_norm"):
+            made.add_tensor(f"blk.{layer}.{name}.weight", ones)
+        for name, count in rows.items():
+            add(f"blk.{layer}.", name, count, layer)
+    closed(made)
 
 
 def tokenizer(path: Path, version: str) -> Path:

@@ -27,7 +27,7 @@ def highest():
 folder, dtype, form, small = sys.argv[1:]
 dtype = getattr(torch, dtype)
 if int(small):
-    linear.PACKED = weights.STAGING = int(small)
+    linear.PACKED = weights.TAKEN = weights.STAGING = int(small)
 checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
 if form == "auto":
     torch.set_num_threads(1)  # a thread's stack is memory, too
