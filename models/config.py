@@ -623,7 +623,12 @@ def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
             thetas[key] = inner.number("rope_theta", 1.0, 1e15)
         scalings[key] = _scaling(inner, read, family, max_context)
     if len(set(thetas.values())) > 1:
-        raise _disagreeing(thetas, spellings, read)
+        stated = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
+        taken = max(thetas, key=("rope_theta", "rope_parameters", "rope_scaling").index)
+        raise CorruptModel(
+            f"{read.where}: rotary base frequencies disagree: {stated}",
+            f"transformers takes that of {taken}; if it is right, delete the others",
+        )
     if len(set(scalings.values())) > 1:
         raise CorruptModel(
             f"{read.where}: rope_parameters and rope_scaling disagree",
@@ -634,25 +639,6 @@ def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
     if scaling.kind == "yarn" and theta <= 1.0:
         raise CorruptModel(f"{read.where}: yarn needs a rope_theta above 1, got {theta:g}")
     return replace(scaling, theta=theta)
-
-
-def _disagreeing(
-    thetas: Mapping[str, float], tables: Mapping[str, Mapping[str, Any]], read: _Reader
-) -> CorruptModel:
-    """The error for two base frequencies, with the lines to delete."""
-    stated = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
-    taken = next(key for key in ("rope_scaling", "rope_parameters", "rope_theta") if key in thetas)
-    lines = " and ".join(
-        f'"rope_theta": {quote(tables[key]["rope_theta"])} in {key}'
-        if key in tables
-        else f'"rope_theta": {quote(read.raw[key])} outside of {taken}'
-        for key, value in thetas.items()
-        if value != thetas[taken]
-    )
-    return CorruptModel(
-        f"{read.where}: rotary base frequencies disagree: {stated}",
-        f"transformers takes that of {taken}; if it is right, delete {lines}",
-    )
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
