@@ -265,7 +265,7 @@ def _scales_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(blocks: Tensor) -> Steps:
     # The lower four bits of 32 bytes are a group, and the upper ones the next.
-    first, second = _split(blocks[..., 16:], (4, 32)).split(16, -1)
+    first, second = torch.split(_split(blocks[..., 16:], (4, 32)), 16, -1)
     both = (first & 15) | (second << 4), (first >> 4) | (second & 0xF0)
     return torch.stack(both, -2), *_scales_k(blocks)
 
@@ -564,13 +564,14 @@ class Gguf:
         ]
         words = self._told("model") == "llama"
         if words:
-            ranked = self._by_score(vocab)
+            merges = joined(self._by_score(vocab), vocab)
             prefix = bool(self._told("add_space_prefix", True))
-            merges = joined(ranked, vocab)
             made = pieces_of_words(vocab, merges, added, named.get("unk_token"), prefix)
         else:
-            cuts, merges = self._cuts(), self._texts("merges")
-            made = byte_level(vocab, merges, cuts.patterns, added, cuts.whole, cuts.composes)
+            cuts = self._cuts()
+            made = byte_level(
+                vocab, self._texts("merges"), cuts.patterns, added, cuts.whole, cuts.composes
+            )
         vocabulary = JsonVocabulary(made, self.path.name)
         return Tokenizer(
             vocabulary,
