@@ -58,30 +58,31 @@ def rotate_append(qkv: Tensor, cos: Tensor, sin: Tensor, new: Slots) -> tuple[Te
 
 
 class Advancing(NamedTuple):
-    """The heads of all layers between two steps: int64 [L, H]; position int64 []: tokens so far."""
+    """The heads of all layers between two steps: int64 [L, H]; position int64 []: tokens so far.
+    used: rows in use with the new one, as of the step that ends."""
 
     start: Tensor
     length: Tensor
     cap: Tensor
     free_slot: Tensor
     position: Tensor
-    count: Tensor
+    used: Tensor
     slot: Tensor
 
 
 def advance(heads: Advancing, *, before: bool) -> None:
     """Count the token of a decode step, then choose the rows of the next one, in place.
 
-    length = count, position += 1. Then a head with free_slot >= 0 does not grow. With `before`
-    (eviction before attention) a full head, length >= cap, does not grow either. count = length,
+    length = used, position += 1. Then a head with free_slot >= 0 does not grow. With `before`
+    (eviction before attention) a full head, length >= cap, does not grow either. used = length,
     plus one where a head grows. slot = free_slot where that is >= 0, else start + length, which has
     no meaning in a full head.
     """
-    start, length, cap, free_slot, position, count, slot = heads
-    length.copy_(count)
+    start, length, cap, free_slot, position, used, slot = heads
+    length.copy_(used)
     position.add_(1)
     grows = free_slot < 0
     slot.copy_(torch.where(grows, start + length, free_slot))
     if before:
         grows &= length < cap
-    count.add_(grows)
+    used.add_(grows)
