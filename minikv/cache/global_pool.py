@@ -62,7 +62,7 @@ class GlobalPool:
         into, row = _listed(~stays[:size], wide, self._owned), _listed(enters, wide, 0)
         extra = {"pos": pos} | dict(extra)
         most = max(1, AT_ONCE // staged["k"].shape[2])
-        for slots, rows in zip(into.split(most), row.split(most), strict=True):
+        for slots, rows in zip(torch.split(into, most), torch.split(row, most), strict=True):
             head, place = rows // count, rows % count
             self._copy(slots, head, place, count, staged, earlier)
             for name, values in extra.items():
@@ -123,7 +123,8 @@ class GlobalPool:
         source.index_copy_(0, torch.where(inside, destination, self._owned), order)
         source[-1] = self._owned
         for column in target.columns.values():
-            for part in column.view(len(column), -1).split(max(1, AT_ONCE // len(column)), 1):
+            wide, most = column.view(len(column), -1), max(1, AT_ONCE // len(column))
+            for part in torch.split(wide, most, 1):
                 part.copy_(part[source])
         share = torch.zeros(layers + 1, device=held.device)
         share.scatter_add_(0, owner // heads, self._share[:size])
