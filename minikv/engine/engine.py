@@ -95,16 +95,22 @@ class Engine:
         with self._whole(progress):
             space = min(room, max(1, left - len(ids)))
             kv.begin(len(ids), space, asks=asks, turn_tokens=turn_tokens)
-            reading = kv.reading
-            if isinstance(reading, Prefill) and reading.glancing:
-                reading.predict(self._predicted(ids))
-            logits = self.network.forward(self._tensor(ids), _Withheld(kv))
-            _check(logits, "reading the prompt")
-            texts = reading.texts(ids, progress) if isinstance(reading, SecondPass) else ()
-            for repeat, text in texts:
-                self.network.forward(self._tensor(repeat.ids), text)
-                del text  # before the next one is made
+            logits = self._read(ids, progress)
             kv.advance(len(ids))
+        return logits
+
+    def _read(self, ids: Sequence[int], progress: Callable[[int, int], None] | None) -> Tensor:
+        """Feed a prompt that was begun, and all that its reader wants to be fed beside it. Returns
+        the logits of its last token. Nothing here outlives the call: the reader holds an arena."""
+        reading = self.kv.reading
+        if isinstance(reading, Prefill) and reading.glancing:
+            reading.predict(self._predicted(ids))
+        logits = self.network.forward(self._tensor(ids), _Withheld(self.kv))
+        _check(logits, "reading the prompt")
+        texts = reading.texts(ids, progress) if isinstance(reading, SecondPass) else ()
+        for repeat, text in texts:
+            self.network.forward(self._tensor(repeat.ids), text)
+            del text  # before the next one is made
         return logits
 
     def recall(

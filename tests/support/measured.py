@@ -87,5 +87,6 @@ def measured(
             feed(text, len(repeat.ids))
             text.advance(len(repeat.ids))
             del text
+        del reading, texts
         kv.advance(fed)
     return watch.peak
