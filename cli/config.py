@@ -43,7 +43,8 @@ PREFIX = "MINIKV_"
 _LIMIT = 1 << 20  # bytes
 _DOTS = 1000  # in a line of a file; ten times as many in all lines
 _LINES = 5000
-_OTHERS = (paths.HOME, "MINIKV_NATIVE")  # no settings; see `kernels.native.build`
+_OTHERS = (paths.HOME, "MINIKV_NATIVE", "MINIKV_API_KEY")
+"""Variables that are no settings; see `kernels.native.build` and `minikv serve`."""
 SAVED = "Saved chats"
 """A panel of --help-all."""
 

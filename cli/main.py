@@ -60,6 +60,7 @@ def main(
 _COMMANDS = (
     ("ask", "arguments:ask", None, "one question, one answer; made for pipes"),
     ("chat", "arguments:chat", None, "questions and answers over documents, on a terminal"),
+    ("serve", "serve.arguments:serve", None, "answers for other programs, as OpenAI's API does"),
     ("demo", "arguments:demo", None, "a guided chat of two minutes, with the bundled model"),
     (
         "eval",

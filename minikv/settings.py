@@ -36,7 +36,7 @@ GONE: Mapping[str, str] = {
     "reread_limit": 'a chat asks once before a long reading; `reuse="once"` never reads again',
 }
 """Settings of earlier versions, with what to use instead."""
-_CHAT = ("ask", "chat")
+_CHAT = ("ask", "chat", "serve")
 _LARGEST = 1 << 64  # of whole numbers
 _KEY = "setting"
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)

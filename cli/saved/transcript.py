@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import clipped, size
-from minikv.chat.transcript import OVERFLOWS, REUSES
+from minikv.chat.transcript import OVERFLOWS, REUSES, Message, system_messages
 from minikv.cli.paths import chats_folder
 from minikv.cli.records import checked, report_of
 from minikv.cli.saved.database import (
@@ -65,9 +65,9 @@ class Saved:
         return tuple(document for turn in self.turns for document in turn.documents)
 
     @property
-    def opened_with(self) -> str:
-        """The system prompt at the beginning; "" if there was none."""
-        return str(self.facts["opened_with"])
+    def opened_with(self) -> tuple[Message, ...]:
+        """The system prompt at the beginning, if there was one."""
+        return system_messages(str(self.facts["opened_with"]))
 
     @property
     def curve(self) -> tuple[tuple[int, int, int], ...]:

@@ -1,8 +1,9 @@
 """What of a conversation a question continues (`continued`), and a word before its context is full.
 
 A template may write what was said otherwise than it was read: without the thoughts of the last
-answer, or, if that was stopped in them, with their end. And with `overflow="drop"` the oldest turns
-leave a full context. The tokens from there on are then not used any more.
+answer, or, if that was stopped in them, with their end. With `overflow="drop"` the oldest turns
+leave a full context. Or another conversation has begun (`ChatSession.follow`). The tokens from there
+on are then not used any more.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Continuing:
         thought = now.report is not None and now.report.tokens.thoughts > 0
         # A thought that never ended is one that the template writes with its end.
         if base.log.cut or (thought and (self.forgets or not now.turns[-1].answer)):
-            ids = now.log.ids
-            count = shared(ids, self.composer.opening(messages))
+            ids, whole = now.log.ids, self.composer.opening(messages)
+            count = min(shared(ids, whole), len(whole) - 1)  # something is read
             seen = self.kv.holds(min(count, now.log.seen))
             if base is not now and (not seen or self.kv.stats().gaps):
                 count = seen = 0  # as a chat that never had the others

@@ -61,7 +61,7 @@ class History:
     @staticmethod
     def of(turns: Sequence[Turn], log: TokenLog) -> History:
         if not turns:
-            return History(log.fed, log.unfed, log.known)
+            return History(log.fed, log.unfed, log.known, cut=log.cut)
         documents, last = [turn.documents for turn in turns], turns[-1].report.tokens
         read = last.prompt_reused + last.prompt_new
         read, seen = (min(count, len(log.ids)) for count in (read, last.seen_total))
@@ -72,7 +72,8 @@ class History:
 class Question:
     """The next question. messages: the conversation with it. documents: those that come with it.
     ids: the tokens of `messages` that the cache has not seen, up to where the answer begins;
-    `compose` makes them. opening, following: see `Template`."""
+    `compose` makes them. opening, following: see `Template`. begins: the position at which its turn
+    begins, if there are no earlier turns, but messages (`ChatSession.follow`)."""
 
     messages: Sequence[Message]
     documents: Sequence[Document]
@@ -80,6 +81,7 @@ class Question:
     compose: Compose
     opening: Compose
     following: Compose
+    begins: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,8 @@ def _from_the_beginning(
     recalled = recalls(history, held, tier, settings) and tier.room
     if recalled and history.known:
         ids = [*history.known, *question.following(question.messages)]
-    whole = PromptPlan(fresh, (ids,), True, settings.pinned, begins=_last_turn(history, ids))
+    begins = _last_turn(history, question, ids)
+    whole = PromptPlan(fresh, (ids,), True, settings.pinned, begins=begins)
     if recalled:
         given = tier.gives(ids)
         return replace(whole, reuse="recall" if given else fresh, recalled=True, given=given)
@@ -235,7 +238,14 @@ def _behind_what_is_there(
         mode, lost = "recall" if given else "refresh", not given or given < history.read
         stop = stop if auto and lost else None
         return PromptPlan(
-            mode, (whole,), True, recalled=True, given=given, begins=fed, auto=auto, instead=stop
+            mode,
+            (whole,),
+            True,
+            recalled=True,
+            given=given,
+            begins=fed if question.begins is None else question.begins,
+            auto=auto,
+            instead=stop,
         )
     mode, why, chose = "refresh" if settings.rereads else settings.reuse, "", False
     if mode in ("auto", "recall"):  # there is no tier
@@ -243,7 +253,7 @@ def _behind_what_is_there(
         chose = True
     if mode == "refresh":
         ids = question.opening(question.messages)
-        begins = _last_turn(history, ids)
+        begins = _last_turn(history, question, ids)
         again = PromptPlan("refresh", (ids,), True, settings.pinned, begins=begins)
         if not chose:
             return again
@@ -309,9 +319,11 @@ def reads_again(history: History, held: CacheStats, tier: Stored, settings: Plan
     return len(ids) if again else 0
 
 
-def _last_turn(history: History, ids: Sequence[int]) -> int:
+def _last_turn(history: History, question: Question, ids: Sequence[int]) -> int:
     """The position at which the last turn begins in `ids`, the whole conversation: how many of its
     tokens are those that earlier turns read and wrote."""
+    if question.begins is not None:
+        return question.begins
     return shared((history.fed or history.known)[: history.seen], ids)
 
 
@@ -463,8 +475,12 @@ class Composer:
             return [*history.unfed, *following(messages)]
 
         compose = new if history.fed else self.opening
-        ids = compose(messages)
-        return Question(messages, documents, ids, compose, self.opening, following)
+        ids, first = compose(messages), None
+        if history.cut and not history.documents:
+            answered = any(message.role == "assistant" for message in messages)
+            whole = len(history.fed) + len(ids)
+            first = whole - len(self.following(messages)) if answered else 0
+        return Question(messages, documents, ids, compose, self.opening, following, first)
 
     def _ids(
         self, compose: Compose, messages: Sequence[Message], new: Sequence[Message]

@@ -511,6 +511,13 @@ class Recall:
         """Use this copy, which `write` returned, as the tier."""
         self._take(rows, self.ids)
 
+    def exchange(self, tier: Tier | None) -> Tier | None:
+        """Use `tier`, which an earlier call returned, in place of the present one; return that."""
+        was, self._kv.tier = self._kv.tier, None
+        self.leave()
+        self._kv.tier = tier
+        return was
+
     def leave(self) -> None:
         """Drop the tier. The file of a saved chat stays."""
         self.scored()

@@ -62,6 +62,7 @@ from minikv.chat.transcript import (
     OVERFLOWS,
     REUSES,
     Document,
+    Message,
     OneOf,
     Source,
     Stored,
@@ -69,6 +70,7 @@ from minikv.chat.transcript import (
     Tokenizer,
     TokenLog,
     Turn,
+    system_messages,
     user_message,
 )
 from minikv.engine.engine import Engine
@@ -80,7 +82,7 @@ _PUBLIC = (
     *("ask", "ask_async", "attach", "baseline_tok_s", "cancel", "check", "close", "configure"),
     *("continuable", "continue_answer", "conversation", "curve", "documents", "evicted_for_turn"),
     *("eviction", "fidelity", "finish", "fits", "kept", "keeps_cache", "known", "max_context"),
-    *("messages", "overflow", "pending", "reads_again", "recalls", "refresh"),
+    *("follow", "messages", "overflow", "pending", "reads_again", "recalls", "refresh"),
     *("report", "reports", "rereading", "rereads", "reset", "restore", "reuse", "room", "seed"),
     *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
     *("forgets", "verified", "verify"),
@@ -184,8 +186,47 @@ class ChatSession(ConversationView):
         self._told_auto: object = None  # what `auto` did when the user was last told
         self._cancelling.forget()
         self._now = Conversation(
-            self.conversation + 1, self.system, pending=documents, noticed=self._now.noticed
+            self.conversation + 1,
+            system_messages(self.system),
+            pending=documents,
+            noticed=self._now.noticed,
         )
+
+    @changes
+    def follow(self, messages: Sequence[Message]) -> None:
+        """Make `messages` the conversation: the next question comes after them. It reads only
+        those of their tokens that are in neither the cache nor the tier; if rows were evicted and
+        no tier has them, all. The first turns of this chat whose messages they are stay.
+        """
+        kv, left = self.engine.kv, len(self.messages) - len(messages)
+        same = left >= 0 and _texts(self.messages[: len(messages)]) == _texts(messages)
+        finished, odd = divmod(2 * len(self.turns) - left, 2)
+        if kv.stats().gaps and not (self.recalls and self.recall.tokens):
+            # What stayed was chosen for another question.
+            if same and not left and (self.reuse == "once" or self._plan_settings().blind):
+                return
+            log = TokenLog(cut=True)
+            self.engine.reset()
+            self.recall.clear()
+        elif same and not left:
+            return
+        elif same and not odd and finished > 0 and (ids := self._tokens_of(finished)):
+            kv.cut(min(len(ids), self.reports[finished - 1].tokens.seen_total))
+            log, turns = TokenLog(ids, kv.position), self.turns[:finished]
+            curve = self.curve[: 2 * finished]
+            self._now = replace(self._now, turns=turns, log=log, curve=curve, undone=[], copies={})
+            return
+        else:
+            log = TokenLog(self.log.ids, self.log.seen, cut=True)
+        now = Conversation(self.conversation + 1, tuple(messages), pending=self.pending, log=log)
+        self._now = replace(now, noticed=self._now.noticed)
+        self.verified = self._told_auto = None
+        self.keeps_cache = False
+
+    def _tokens_of(self, finished: int) -> tuple[int, ...]:
+        """The tokens of the first `finished` turns; () if that is not clear."""
+        now = self._now.snapshot(None, self.eviction, self.seed)
+        return now.before(finished, self.template).tokens
 
     @changes
     def refresh(self, *, wanted: bool = True) -> None:
@@ -515,7 +556,10 @@ class ChatSession(ConversationView):
         self.guard.question = question
         chosen, known, tokens = self.eviction, self.engine.kv.stats(), settings.max_tokens
         most, text = self.max_context, user_message(self.pending, question).content
-        seen, room = (0, most) if self.overflow == "drop" else (self.log.seen, self.room)
+        if self.log.cut:
+            text = "".join([*(message.content for message in self.messages), text])
+        anew = self.log.cut or self.overflow == "drop"
+        seen, room = (0, most) if anew else (self.log.seen, self.room)
         self._min_tokens.refuse(text, seen, room, most)
         try:  # after an error in here, the chat is as it was
             base, new = self._continuing.continued(self._now, question, tokens)
@@ -806,6 +850,10 @@ class ChatSession(ConversationView):
         if eviction != self.eviction:
             self.engine.kv.configure(eviction.rules())
             self.eviction = eviction
+
+
+def _texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in messages]
 
 
 _LOST = "a step failed, and nothing is cached: the next question reads or recalls everything again"

@@ -32,15 +32,15 @@ class ChatSnapshot:
     """A chat between two turns.
 
     held: its cache, which has seen the first of its tokens; None if the next question reads the
-    whole conversation again, or recalls it from the tier. opened_with: the system prompt at the
-    beginning. tokens: of the conversation, as they were read and written, as far as they are known.
-    The other fields are those of `ChatSession`.
+    whole conversation again, or recalls it from the tier. opened_with: the messages before its
+    turns: the system prompt, or those of `follow`. tokens: of the conversation, as they were read
+    and written, as far as they are known. The other fields are those of `ChatSession`.
     """
 
     held: CacheSnapshot | None
     eviction: EvictionConfig
     seed: int
-    opened_with: str = ""
+    opened_with: tuple[Message, ...] = ()
     turns: tuple[Turn, ...] = ()
     pending: tuple[Document, ...] = ()
     tokens: tuple[int, ...] = ()
@@ -91,7 +91,7 @@ class Conversation:
     """
 
     conversation: int
-    opened_with: str = ""
+    opened_with: tuple[Message, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     pending: list[Document] = field(default_factory=list)
     log: TokenLog = field(default_factory=TokenLog)

@@ -81,10 +81,14 @@ class Turn:
         return user_message(self.documents, self.question), answer
 
 
-def said(system: str, turns: Iterable[Turn]) -> list[Message]:
-    """The messages of a conversation that begins with this system prompt, or with none."""
-    opening = [Message("system", system)] if system else []
-    return [*opening, *(message for turn in turns for message in turn.messages())]
+def system_messages(system: str) -> tuple[Message, ...]:
+    """With what a conversation with this system prompt, or without one, begins."""
+    return (Message("system", system),) if system else ()
+
+
+def said(before: Iterable[Message], turns: Iterable[Turn]) -> list[Message]:
+    """The messages of a conversation. before: those before its turns."""
+    return [*before, *(message for turn in turns for message in turn.messages())]
 
 
 def rendered(documents: Iterable[Document]) -> str:

@@ -1,0 +1,280 @@
+"""One chat that serves many conversations, one answer at a time.
+
+A request has its whole conversation. `Conversations` finds the one of a few that it continues, and
+the chat reads what is new in it (`ChatSession.follow`). `Desk` has requests wait for their turn,
+and answers them in one thread: OpenMP keeps a pool for every thread that computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from minikv.cache.tier import Tier
+from minikv.cache.tier_file import FileRows
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.session import ChatSession
+from minikv.chat.snapshot import ChatSnapshot
+from minikv.chat.transcript import Message, Turn, shared
+from minikv.cli.serve.request import Request, RequestError, eviction_of
+from minikv.errors import Interrupted, MinikvError, UsageError
+from minikv.settings import Settings
+
+HELD = 3
+"""Conversations that are held beside the one in the cache."""
+_SHARE = 4  # they take at most one part in so many of the free memory
+_AGAIN = 0.02  # seconds between two calls of `cancel`
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """So many answers come before."""
+
+    before: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """So many tokens of the prompt were read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of the answer, or of the thoughts before it."""
+
+    text: str
+    thought: bool = False
+
+
+Event = Waits | Reads | Piece | Turn | Exception
+"""What happens to a request; the last is a Turn or an exception."""
+Tell = Callable[[Event], object]
+
+
+class Stopping(MinikvError):
+    """The server stops, or the client has left."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping")
+
+
+class Full(MinikvError):
+    """Too many requests wait."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests are waiting already")
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A conversation that is not in the cache. under: policy and budget, as requests name them."""
+
+    text: str
+    under: tuple[str, str]
+    snapshot: ChatSnapshot
+    tier: Tier | None
+
+    def leave(self) -> None:
+        """Remove its tier."""
+        if self.tier is not None and isinstance(self.tier.rows, FileRows):
+            self.tier.rows.close()
+
+
+class Conversations:
+    """The conversations of a chat. names: of its model. log(line): tells the user of the server."""
+
+    def __init__(
+        self,
+        session: ChatSession,
+        settings: Settings,
+        names: Sequence[str],
+        log: Callable[[str], None],
+    ) -> None:
+        self.session, self.names, self.log = session, names, log
+        self._settings, self._eviction = settings, session.eviction
+        self._under = ("", "")
+        self._held: list[_Held] = []  # the last used one comes last
+
+    def eviction(self, under: tuple[str, str]) -> EvictionConfig:
+        """The policy and the budget of a request. Raises RequestError."""
+        policy, budget = under
+        if not policy:
+            return self._eviction
+        budget = budget or self._settings.budget
+        try:
+            return EvictionConfig.read(policy, budget=budget, seed=self._settings.seed)
+        except UsageError as error:
+            raise RequestError(f"{error}", "model", "model_not_found", 404) from None
+
+    def turn_to(self, request: Request) -> None:
+        """Make the chat's conversation the one of the request: that of which it shares the most
+        text, if that is at least half of it; else a new one. Raises UsageError."""
+        session, under = self.session, eviction_of(request.model, self.names)
+        eviction, text = self.eviction(under), _text(request.messages)
+        session.check(eviction)
+        known = [
+            *((one.text, one.under) for one in self._held),
+            (_text(session.messages), self._under),
+        ]
+        found = [(shared(was, text), n) for n, (was, of) in enumerate(known) if of == under]
+        most, number = max(found, default=(0, 0))
+        if not most or 2 * most < len(known[number][0]):
+            self._put_aside()
+            session.reset()
+            session.configure(eviction)
+        elif number < len(self._held):
+            held = self._held.pop(number)
+            self._put_aside()
+            session.restore(held.snapshot)
+            session.recall.exchange(held.tier)
+        self._under = under
+        session.follow(request.messages[:-1])
+
+    def _put_aside(self) -> None:
+        """Hold the conversation in the cache, if there is room for it."""
+        session, room = self.session, self.session.recall.free()
+        if not session.turns:  # nothing was read, or it was given up
+            session.recall.leave()
+            return
+        size = session.engine.kv.stats().held_bytes
+        limit = size if room is None else room // _SHARE
+        while self._held and (
+            len(self._held) >= HELD or size + sum(h.snapshot.nbytes for h in self._held) > limit
+        ):
+            self._held.pop(0).leave()
+        if size <= limit:
+            snapshot, text = session.snapshot(), _text(session.messages)
+            tier = session.recall.exchange(None)
+            self._held.append(_Held(text, self._under, snapshot, tier))
+        session.recall.leave()
+
+    def answer(self, request: Request, tell: Tell, left: Callable[[], bool]) -> Turn:
+        """Answer a request, in this thread. left(): nobody waits for the answer any more. Raises
+        Stopping, and what `ask` raises."""
+        session = self.session
+
+        def going_on() -> None:
+            if left():
+                session.cancel()
+
+        def reads(done: int, total: int) -> None:
+            going_on()
+            tell(Reads(done, total))
+
+        def thinks(text: str, tokens: int) -> None:
+            going_on()
+            tell(Piece(text, thought=True))
+
+        if left():
+            raise Stopping
+        self.turn_to(request)
+        session.seed = secrets.randbits(31) if request.seed is None else request.seed
+        how: dict[str, Any] = asdict(request.generation)
+        try:
+            asked = request.messages[-1].content
+            how |= {"progress": reads, "notice": self.log, "thinking": thinks}
+            for piece in session.ask(asked, **how):
+                going_on()
+                tell(Piece(piece))
+        except Interrupted:
+            raise Stopping from None
+        if left():
+            raise Stopping
+        for line in session.turns[-1].report.lines():
+            self.log(line)
+        return session.turns[-1]
+
+    def close(self) -> None:
+        """Remove the files of all conversations."""
+        for held in self._held:
+            held.leave()
+        self.session.close()
+
+
+class Desk:
+    """Answers requests one after another. most: so many may wait."""
+
+    def __init__(self, conversations: Conversations, most: int) -> None:
+        self.conversations, self.most = conversations, most
+        self._one = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "minikv-serve")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, request: Request, tell: Tell) -> asyncio.Task[None]:
+        """Answer a request when its turn comes; call `tell` with what happens. Cancelling the task
+        gives it up. Raises Full."""
+        before = len(self._tasks)
+        if before > self.most:
+            raise Full(self.most)
+        if before:
+            tell(Waits(before))
+        task = asyncio.create_task(self._answer(request, tell))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _answer(self, request: Request, tell: Tell) -> None:
+        try:
+            async with self._one:
+                tell(await self._in_thread(request, tell))
+        except asyncio.CancelledError:
+            tell(Stopping())
+            raise
+        except Exception as error:
+            tell(error)
+
+    async def _in_thread(self, request: Request, tell: Tell) -> Turn:
+        loop, left = asyncio.get_running_loop(), False
+
+        def tell_here(event: Event) -> None:
+            loop.call_soon_threadsafe(tell, event)
+
+        work: Future[Turn] = self._thread.submit(
+            self.conversations.answer, request, tell_here, lambda: left
+        )
+        done = asyncio.wrap_future(work)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            left = True
+            while not done.done():  # repeatedly, because a turn that begins ignores earlier calls
+                self.conversations.session.cancel()
+                await asyncio.wait([done], timeout=_AGAIN)
+            done.exception()  # or the loop would report it
+            raise
+
+    def stop(self) -> None:
+        """Give up all requests."""
+        for task in self._tasks:
+            task.cancel()
+
+    def close(self) -> None:
+        self._thread.submit(self.conversations.close).result()
+        self._thread.shutdown()
+
+
+def record(turn: Turn) -> dict[str, object]:
+    """The cost of an answer, as OpenAI's usage has it, and as `--json` of the command line has it
+    under `minikv`."""
+    report, tokens = turn.report, turn.report.tokens
+    prompt = tokens.prompt_reused + tokens.prompt_new
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": tokens.generated,
+        "total_tokens": prompt + tokens.generated,
+        "prompt_tokens_details": {"cached_tokens": tokens.prompt_reused},
+        "completion_tokens_details": {"reasoning_tokens": tokens.thoughts},
+        "minikv": report.to_dict(),
+    }
+
+
+def _text(messages: Sequence[Message]) -> str:
+    """A conversation as one text, to compare it with others."""
+    return "".join(f"\0{message.role}\0{message.content}\0" for message in messages)

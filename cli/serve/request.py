@@ -1,0 +1,192 @@
+"""A request for an answer, as OpenAI's chat completions have it: read from JSON and checked.
+
+What minikv does not do is refused in a sentence, not ignored, where leaving it out would change the
+answer. Keys that no one knows are ignored, because clients send many.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minikv import checks
+from minikv.chat.transcript import Message
+from minikv.checks import quoted
+from minikv.cli.config import SETTINGS
+from minikv.cli.json_limits import refuse_many
+from minikv.errors import UsageError
+from minikv.settings import Generation, settings_of
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_NO_TOOLS = "minikv gives a model no tools"
+_NO_PROBABILITIES = "minikv returns no probabilities"
+_USE_PENALTY = "minikv has repeat_penalty instead"
+_UNSUPPORTED: Mapping[str, str] = {
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "response_format": "minikv writes text, and checks no format",
+    "logprobs": _NO_PROBABILITIES,
+    "top_logprobs": _NO_PROBABILITIES,
+    "logit_bias": "minikv changes no single token's probability",
+    "frequency_penalty": _USE_PENALTY,
+    "presence_penalty": _USE_PENALTY,
+    "n": "minikv writes one answer to a request",
+    "modalities": "minikv writes text only",
+    "audio": "minikv writes text only",
+    "prediction": "minikv takes no predicted answer",
+    "web_search_options": "minikv does not use the network",
+}
+_STOPS = 16
+"""The most stop texts: each is looked for after every token."""
+_NOTHING: tuple[object, ...] = (
+    None,
+    False,
+    0,
+    "",
+    [],
+    {},
+    "none",
+    "auto",
+    {"type": "text"},
+    ["text"],
+)
+"""Values with which a key asks for nothing. For `n`, 1 does."""
+
+
+class RequestError(UsageError):
+    """A request that cannot be answered. param: the key; code: a word for programs."""
+
+    def __init__(self, message: str, param: str = "", code: str = "", status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request. messages: the last one is the question. seed: None if it names none. stream: the
+    answer is sent piece by piece; usage: then with its cost at the end."""
+
+    model: str
+    messages: tuple[Message, ...]
+    generation: Generation
+    seed: int | None
+    stream: bool
+    usage: bool
+
+
+def read(data: bytes, defaults: Generation) -> Request:
+    """The request in the body `data`. defaults: what it does not say. Raises RequestError."""
+    try:
+        refuse_many(data)
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {str(error)[:80]}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    for key, why in _UNSUPPORTED.items():
+        value = body.get(key)
+        if value not in _NOTHING and not (key == "n" and value == 1):
+            raise RequestError(f"{key} is not supported: {why}", key, "unsupported_parameter")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise RequestError("stream_options must be an object", "stream_options")
+    model = body.get("model")
+    if not isinstance(model, str):
+        raise RequestError("model must be a text", "model")
+    messages = _messages(body.get("messages"))
+    if messages[-1].role != "user":
+        raise RequestError("the last message must be the user's", "messages")
+    generation = _generation(body, defaults)
+    seed = body.get("seed")
+    return Request(
+        model,
+        messages,
+        generation,
+        None if seed is None else int(_checked("seed", seed, "seed")),
+        stream=_truth(body, "stream"),
+        usage=_truth(options, "include_usage"),
+    )
+
+
+def _generation(body: Mapping[str, Any], defaults: Generation) -> Generation:
+    """`defaults`, with what the body says. Its names are those of the flags; OpenAI has another one
+    for `max_tokens`."""
+    given = {name: body[name] for name in settings_of(Generation) if body.get(name) is not None}
+    if body.get("max_completion_tokens") is not None:
+        given["max_tokens"] = body["max_completion_tokens"]
+    made = {name: _checked(name, value, name) for name, value in given.items() if value != []}
+    if len(made.get("stop", ())) > _STOPS:
+        raise RequestError(f"stop has more than {_STOPS} texts", "stop")
+    return replace(defaults, **made)
+
+
+def _checked(name: str, value: object, key: str) -> Any:
+    try:
+        return SETTINGS[name].read(value, key)
+    except UsageError as error:
+        raise RequestError(str(error), key) from None
+
+
+def _truth(body: Mapping[str, Any], key: str) -> bool:
+    value = body.get(key)
+    if not isinstance(value, bool | None):
+        raise RequestError(f"{key} must be true or false, got {quoted(value)}", key)
+    return bool(value)
+
+
+def _messages(given: object) -> tuple[Message, ...]:
+    if not isinstance(given, list) or not given:
+        raise RequestError("messages must be a list of at least one message", "messages")
+    return tuple(_message(each, f"messages[{number}]") for number, each in enumerate(given))
+
+
+def _message(given: object, where: str) -> Message:
+    if not isinstance(given, dict):
+        raise RequestError(f"{where} must be an object", where)
+    role, content = given.get("role"), given.get("content")
+    if given.get("tool_calls") or role in ("tool", "function"):
+        raise RequestError(f"{where} is of a tool: {_NO_TOOLS}", where, "unsupported_parameter")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise RequestError(
+            f"{where}.role must be system, developer, user or assistant, got {quoted(role)}", where
+        )
+    if content is None and role == "assistant":
+        content = ""
+    if isinstance(content, list):
+        content = "\n".join(_part(part, f"{where}.content[{n}]") for n, part in enumerate(content))
+    try:
+        checks.unicode(f"{where}.content", content)
+    except UsageError as error:
+        raise RequestError(str(error), where) from None
+    return Message(_ROLES[role], str(content))
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = quoted(part.get("type") if isinstance(part, dict) else part)
+        raise RequestError(f"{where} must be a part of type text, got {kind}", where)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.text must be a text", where)
+    return text
+
+
+def eviction_of(model: str, names: Sequence[str]) -> tuple[str, str]:
+    """The policy and the budget that a request's model asks for, as in NAME@adakv:512; "" for those
+    of the server. names: of the server's model. Raises RequestError."""
+    if model in names:
+        return "", ""
+    name, at, what = model.rpartition("@")
+    if not at or name not in names:
+        raise RequestError(
+            f"the model {quoted(model)} is not here; this server has {names[0]}",
+            "model",
+            "model_not_found",
+            404,
+        )
+    policy, _, budget = what.partition(":")
+    return policy, budget
