@@ -245,8 +245,8 @@ def _hash_append(sizes: ModelConfig, n: int, draw: Draw) -> Call:
     columns = {"k": draw(heads * n, size), "v": draw(heads * n, size), "pos": pos, "code": code}
     q, k, v = draw(heads, sizes.heads // heads, size), draw(heads, size), draw(heads, size)
     arrived = torch.zeros(heads, dtype=torch.int32, device=draw.device)
-    segments: Any = (start, full, full, free_slot, position, columns)
-    new = NewRow(0, q, k, v, *segments, width=n, pinned=0, shown=pos, arrived=arrived)
+    segments = (start, full, full, free_slot, position, columns)
+    new = NewRow(0, q, k, v, *segments, n, 0, shown=pos, arrived=arrived)
 
     def call(ops: Any) -> None:
         free_slot.fill_(-1)  # so that a token has to leave in every call

@@ -2,8 +2,8 @@
 
 A template may write what was said otherwise than it was read: without the thoughts of the last
 answer, or, if that was stopped in them, with their end. With `overflow="drop"` the oldest turns
-leave a full context. Or another conversation has begun (`ChatSession.follow`). The tokens from there
-on are then not used any more.
+leave a full context. Or another conversation has begun (`ChatSession.follow`). The tokens from
+there on are then not used any more.
 """
 
 from __future__ import annotations
