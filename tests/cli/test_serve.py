@@ -32,6 +32,7 @@ from minikv.chat.store import Store
 from minikv.cli.serve import app, command
 from minikv.loader import build
 from minikv.models import BUNDLED
+from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Generation, Settings
 
 DOCUMENT = "The mill by the river is run by Ada. " * 8
@@ -87,7 +88,7 @@ def test_an_answer_is_that_of_ask(toy: Served, under: str, parts: bool) -> None:
         assert whole.usage is not None
         assert chunks[-1].usage is not None
         assert whole.usage.total_tokens == chunks[-1].usage.total_tokens > 400
-        assert whole.usage.model_dump()["minikv"]["policy"] == (policy or "adakv")
+        assert whole.usage.model_dump()["minikv"]["policy"] == (policy or DEFAULT_PROMPT)
 
 
 @pytest.mark.parametrize("where", ["system", "user"])
