@@ -15,6 +15,7 @@ from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.store import Store
+from minikv.chat.transcript import system_messages
 from minikv.errors import ContextError, Interrupted, UsageError
 
 CONTEXT = 1040
@@ -50,7 +51,8 @@ def anew(session: ChatSession, folder: Path, left: int, question: str, **given: 
     if turns:
         turns[0] = replace(turns[0], documents=tuple(documents[: len(documents)]))
     waits = () if turns else tuple(documents)
-    held = ChatSnapshot(None, session.eviction, session.seed, "Be brief.", tuple(turns), waits)
+    opened = system_messages("Be brief.")
+    held = ChatSnapshot(None, session.eviction, session.seed, opened, tuple(turns), waits)
     given.pop("store", None)
     other = talk(folder, **given)
     other.restore(held)
