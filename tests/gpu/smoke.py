@@ -660,11 +660,11 @@ def captured(device: str, policy: str, decode: str, weights: str, *, small: bool
             one.write(1)
             tokens[name].append(one._token)
         if name == "graph" and device != "cpu":
-            assert one.captured, f"not captured: {one.notices}"
+            assert engine.captured, f"not captured: {engine.notices}"
             one.read(ids, 256)
             one.write(4)
             seconds = one.write(steps)
-        assert not one.notices, one.notices
+        assert not engine.notices, engine.notices
         one.close()
     assert tokens["uncaptured"] == tokens["graph"], f"the graph writes something else: {tokens}"
     pairs = enumerate(zip(tokens["graph"], tokens["host"], strict=True))
