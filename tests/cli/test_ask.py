@@ -117,7 +117,7 @@ def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -
     for words in (("ask", "q", str(tmp_path)), ("chat", str(tmp_path / "*.txt"))):
         result = world.run(*words, input="q\n" if words[0] == "chat" else None)
         assert result.exit_code == 0
-        told = f"{tmp_path}: 2 documents; skipped 1 binary"
+        told = f"{tmp_path}: 2 documents, in the order of their paths; skipped 1 binary (x.bin)"
         assert (told in result.stderr) == (words[0] == "ask")
         both = "Document: a.txt\n\none\n\nDocument: b.txt\n\ntwo\n\nq"
         assert world.session.messages[0].content == both

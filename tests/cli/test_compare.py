@@ -525,5 +525,7 @@ def test_the_count_on_the_live_line_goes_on_behind_thoughts() -> None:
     shown: list[int] = []
     session = scripted("so and so\n</think>\n\nYes, it is.", opens=True)
     question = Question("Why?", (), 1)
-    compare.run(session, "full", question, 60, lambda _, of, n: shown.append(n), compare.Stop())
+    compare.run(
+        session, "full", question, Generation(60), lambda _, of, n: shown.append(n), compare.Stop()
+    )
     assert shown[-1] == max(shown) > len("Yes, it is.")

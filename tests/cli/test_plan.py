@@ -42,6 +42,7 @@ from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError, ModelUnavailable
 from minikv.models.packed import _parts
 from minikv.models.weights import packed_bytes
+from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Generation, Settings, settings_of
 
 # Every kind of reading: nothing observed, the last queries, all queries, none; blocks; a decode
@@ -584,7 +585,7 @@ def test_what_is_suggested_fits(
     # Planned for itself, it needs what was said.
     named = flags.split()
     given = dict(zip((word.removeprefix("--") for word in named[::2]), named[1::2], strict=True))
-    given.setdefault("policy", "adakv")
+    given.setdefault("policy", DEFAULT_PROMPT)
     stride = int(given.pop("stride", 0))
     (row,) = record(llama, tokens, stride=stride, **settings | given)["rows"]
     assert row["fits"] is True
@@ -598,7 +599,7 @@ def test_what_cannot_be_helped_is_said(llama: str) -> None:
     assert "still needs " in text
     # Weights that the user did not ask for are not suggested.
     hint = record(llama, "4k", memory="6GiB", weights="int8")["suggestion"]
-    assert (hint["fits"], hint["flags"]) == (False, "--weights int8")
+    assert (hint["fits"], hint["flags"]) == (False, "--weights int8 --policy roco --stride 32")
     # Nor anything for a document that the model cannot read at all.
     assert record(llama, "200k", memory="4GiB")["suggestion"] is None
     assert "minikv chat" not in run(llama, "200k", memory="80GiB")
