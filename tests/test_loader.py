@@ -424,7 +424,7 @@ def test_an_answer_is_as_long_from_python_as_on_the_command_line() -> None:
 def test_a_tier_in_ram_leaves_less_to_the_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = build(Settings(model=str(folder), kernels="torch", device="cpu"))
+    chat = build(Settings(model=str(folder), policy="adakv", kernels="torch", device="cpu"))
     kv, kept = chat.engine.kv, list[int]()
     config: Any = chat.engine.network.config  # type: ignore[attr-defined]
     machine = Machine(

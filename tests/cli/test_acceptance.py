@@ -324,7 +324,7 @@ def test_06_budgets_around_the_prompt_and_the_window(program: Program) -> None:
         assert wide.out == full.out
         assert "(nothing evicted)" in wide.err
         assert "answer     as without eviction" in wide.err
-    narrow = ("story.txt", "--decode", "none", "-o", "window=16", "--json")
+    narrow = ("story.txt", "--policy", "adakv", "--decode", "none", "-o", "window=16", "--json")
     refused = program.ask(*narrow, "--budget", "16")
     assert refused.code == 2
     assert "the smallest useful budget here is 17 tokens per head" in refused.err
