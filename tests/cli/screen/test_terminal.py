@@ -19,6 +19,7 @@ from typed import Tty
 from minikv.cli.screen import terminal
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.screen.text import clean
+from minikv.errors import UsageError
 
 
 class Broken(io.StringIO):
@@ -322,6 +323,44 @@ def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
     made.out = Broken(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OutputError, match="cannot write the output: No space left on device"):
         made.data("x")
+
+
+def test_messages_that_a_full_disk_refuses_cost_no_answer(streams: Use) -> None:
+    out, _ = streams()
+    made = Terminal()
+    made.err = Broken(OSError(errno.ENOSPC, "No space left on device"))
+    made.say("a message")
+    made.answer("the answer")
+    assert out.getvalue() == "the answer"
+
+
+def test_quiet_silences_notes_and_no_errors(streams: Use) -> None:
+    _, err = streams()
+    made = Terminal(quiet=True)
+    made.note("a note")
+    made.warn("a warning")
+    made.say("said")
+    made.fail("wrong")
+    assert err.getvalue() == "said\nerror: wrong\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "agreed"),
+    [("y\n", True), (" YES \n", True), ("\n", False), ("n\n", False), ("", False)],
+)
+def test_nothing_is_removed_without_a_yes(
+    monkeypatch: pytest.MonkeyPatch, screens: Use, typed: str, agreed: bool
+) -> None:
+    _, err = screens()
+    stdin = Tty(typed)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    made = Terminal()
+    assert made.confirmed("remove \x1ball?", yes=False) is agreed
+    assert err.getvalue().startswith("remove all? [y/N] ")
+    assert made.confirmed("?", yes=True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    with pytest.raises(UsageError, match="no terminal to answer on"):
+        made.confirmed("?", yes=False)
 
 
 def test_closed_streams_are_replaced_in_the_order_of_their_numbers(
