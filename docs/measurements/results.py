@@ -44,8 +44,8 @@ RUNS = {
     "stride-more": f"--tasks facts --stride 32 --policy {STEP} --budget 64,256,512 --length 1000"
     " -n 200",
     "stride-32": f"--tasks facts --stride 16 --policy {STEP} --budget 32 --length 1000 -n 200",
-    "followup-reuse": "--tasks followup --policy adakv --budget 128 --length 2000"
-    " --reuse recall,once,blind -n 600",
+    "followup-reuse": "--tasks followup --policy global-span,adakv --budget 128 --length 2000"
+    " --reuse recall,once -n 600",
     "decode-default": f"--tasks ppl --policy snapkv --decode {WRITING} --budget {BUDGETS} -n 10",
 }
 WHERE = {
@@ -270,19 +270,23 @@ def told(row: Row) -> str:
 
 def later_tables() -> list[str]:
     """Later questions of a chat, and one cache for many questions."""
+    cells = load("followup-reuse")
+
+    def later(policy: str, reuse: str) -> str:
+        cell = next(c for c in cells if c["policy"] == policy and c["reuse"] == reuse)
+        return f"{100 * sum(cell['by_question'][1:]) / 5:.1f}"
+
     lines = [
-        "Six questions in one chat about a document of 2,000 tokens, `adakv` at 128: % exact",
-        "answers to questions 2 to 6. `recall` is the default of a chat:",
+        "Six questions in each of 100 chats about documents of 2,000 tokens, at a budget of 128:",
+        "% exact answers to questions 2 to 6. `recall`, the default of a chat, reads each question",
+        "with all that was read before; `once` with the tokens kept for the first question:",
         "",
-        "| later questions are answered from | exact answers | the full cache's answer |",
+        "| policy | recall | once |",
         "|---|---|---|",
+        f"| full cache | {later('full', 'once')} | |",
     ]
-    where = {"once": "the tokens kept for the first question", "recall": "all that was read"}
-    where["blind"] = "the tokens kept before any question was seen"
-    for cell in load("followup-reuse"):
-        later, same = (100 * sum(cell[n][1:]) / 5 for n in ("by_question", "same_by_question"))
-        name = "full cache" if cell["budget"] == "-" else f"{cell['reuse']}: {where[cell['reuse']]}"
-        lines.append(f"| {name} | {later:.1f} | {same:.1f} |")
+    for name in ("global-span", "adakv"):
+        lines.append(f"| {name} | {later(name, 'recall')} | {later(name, 'once')} |")
     lines += [
         "",
         "The document was evicted before a question was seen (one cache, many questions): % exact",
