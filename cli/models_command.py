@@ -172,13 +172,17 @@ def remove(
 
 
 def _remove_file(link: Path) -> None:
-    """Remove a GGUF file of the cache, and its model if it was the last one."""
+    """Remove a GGUF file of the cache in all revisions, and its model if it was the last one."""
     from minikv.models.files import is_gguf
 
     repo = link.parents[2]
+    links = list(repo.glob(f"snapshots/*/{link.name}"))
+    blobs = {path.resolve() for path in links}
     with contextlib.suppress(OSError):
-        link.resolve().unlink()
-        link.unlink(missing_ok=True)
+        for path in links:
+            path.unlink()
+        for blob in blobs - {path.resolve() for path in repo.glob("snapshots/*/*")}:
+            blob.unlink(missing_ok=True)
     if not any(is_gguf(path.name) for path in repo.glob("snapshots/*/*")):
         shutil.rmtree(repo, ignore_errors=True)
 
@@ -262,7 +266,11 @@ def _ggufs(repo: Any) -> list[Model]:
     if any(one.file_name in CONFIGS for one in files):
         return []
     named = [one.file_path for one in files if is_gguf(one.file_name)]
-    return [_file(f"{repo.repo_id}:{re.split('[-.]', path.stem)[-1]}", path) for path in named]
+    forms = [re.split("[-.]", path.stem)[-1] for path in named]
+    return [
+        _file(f"{repo.repo_id}:{form if forms.count(form) == 1 else path.stem}", path)
+        for form, path in zip(forms, named, strict=True)
+    ]
 
 
 def _file(name: str, path: Path) -> Model:

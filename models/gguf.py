@@ -330,7 +330,7 @@ class Gguf:
         if self._data[:4] != b"GGUF":
             refuse_text(bytes(self._data[:1024]), self.path.name)
             raise self._bad("not a GGUF file")
-        self._at = 4
+        self._at, self._items = 4, 0
         version = self._number("<I")
         if version not in (2, 3):
             raise UnsupportedModel(f"{self.path.name}: version {version} of GGUF is not read")
@@ -371,7 +371,8 @@ class Gguf:
         one = _NUMBERS.get(inner, "Q")  # of a text its length
         least = count * struct.calcsize("<" + one)
         known = inner == _STRING or inner in _NUMBERS
-        if not known or count > ITEMS_LIMIT:
+        self._items += count
+        if not known or self._items > ITEMS_LIMIT:
             raise self._bad(f"{quote(key)} claims {count:,} items of type {inner}")
         if least > len(self._data) - self._at:
             raise IndexError
@@ -541,6 +542,8 @@ class Gguf:
             if match and (own := (_TABLES if match[1] is None else inside).get(match[2])):
                 layer = "" if match[1] is None else f"model.layers.{match[1]}."
                 name = f"{layer}{own}.{match[3]}"
+            if name in entries:
+                raise self._bad(f"{quote(name)} is there under two names")
             if name != _FACTORS:
                 entries[name] = entry
         return Checkpoint(entries, about.paired)

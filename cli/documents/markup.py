@@ -21,6 +21,9 @@ MODULE = "minikv.cli.documents.markup"
 ZIP = b"PK\x03\x04"
 _CHARSET = re.compile(rb"<meta[^>]+charset=[\"']?([\w-]+)", re.I)
 
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?(\s|<\?xml[^>]*>|<!--.*?-->)*<(!doctype )?html", re.I | re.S)
+_RAISED = {"sup": "^", "sub": "_"}  # else 1<sup>2</sup> would be 12
+
 _HIDDEN = frozenset("script style template noscript svg iframe object".split())
 _LINES = frozenset(
     "address article aside body br caption dd details dialog div dl dt fieldset figcaption figure "
@@ -33,13 +36,17 @@ _NONE = -1  # as a gap: breaks before the next text do not count
 
 def is_word(data: bytes) -> bool:
     """Whether data is a Word file (.docx), perhaps a damaged one."""
-    return data.startswith(ZIP) and b"word/document.xml" in data
+    return data.startswith(ZIP) and re.search(rb"word/document\d*\.xml", data) is not None
 
 
 def is_html(data: bytes) -> bool:
     """Whether data begins as a page does."""
-    start = data[:100].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    return start.startswith((b"<!doctype html", b"<html"))
+    return _PAGE.match(data[:4096]) is not None
+
+
+def _number(text: str | None) -> int:
+    """Of an attribute; 0 if it is no positive number."""
+    return int(text) if text and re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def as_utf8(data: bytes) -> bytes:
@@ -85,15 +92,20 @@ class _Page(HTMLParser):
         self._hidden = self._pre = 0  # how many of these are open
         self._lists: list[int | None] = []  # the last number of each open list
         self._first = True  # whether the next cell is its row's first
+        self._mark = ""  # before the next text, if that is a number or a word
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._hidden += tag in _HIDDEN
         self._pre += tag == "pre"
         self._break(tag)
+        self._mark = _RAISED.get(tag, "")
+        given = next((_number(v) for k, v in attrs if k in ("start", "value")), 0)
         if tag in ("ol", "ul"):
-            self._lists.append(0 if tag == "ol" else None)
+            self._lists.append(max(given, 1) - 1 if tag == "ol" else None)
         elif tag == "li":
             number = self._lists.pop() if self._lists else None
+            if number is not None and given:
+                number = given - 1
             self._lists.append(None if number is None else number + 1)
             mark = "-" if number is None else f"{number + 1}."
             self._put("  " * (min(len(self._lists), 9) - 1) + mark + " ", max(self._gap, 1))
@@ -123,8 +135,10 @@ class _Page(HTMLParser):
             if self._gap or self.text[-1].endswith(" "):
                 data = data.lstrip(" ")
         if data:
+            if self._mark and self._gap == 0 and data[0].isalnum():
+                data = self._mark + data
             self._put(data, self._gap)
-            self._gap = 0
+            self._gap, self._mark = 0, ""
 
     def _break(self, tag: str) -> None:
         if self._gap != _NONE:

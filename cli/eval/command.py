@@ -61,7 +61,8 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     if any(item.metric is metrics.rouge_l for _, items in read.values() for item in items):
         metrics.rouge()
     terminal.status("loading the model")
-    plain: Any = {"budget": "512", "decode": "auto", "stride": 0, "options": {}, "reuse": "once"}
+    plain: Any = {"budget": "512", "decode": "auto", "stride": 0, "options": {}}
+    plain |= {"reuse": "once", "remember": "off"}
     chat = build(replace(settings, policy=DEFAULT_PROMPT, **plain))  # each run sets its own
     terminal.status("looking whether all documents fit")
     runs = [

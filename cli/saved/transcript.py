@@ -34,7 +34,7 @@ from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
 from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old, locked
 from minikv.cli.turn import thoughts_of
 from minikv.errors import UsageError
-from minikv.settings import Settings
+from minikv.settings import WEIGHTS, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -154,6 +154,8 @@ def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str
     """The settings to build a saved chat's session with: those it was run with, except for the
     fields that the user stated (`given`). `Keeper.load` sets the policy and its budget."""
     fields = {name: value for name, value in header["run"].items() if name not in given}
+    if fields.get("weights", "auto") not in WEIGHTS:  # a form of the file's own, in older chats
+        fields["weights"] = "auto"
     if not set(given) & {"policy", "decode", "budget", "stride", "options"}:
         fields |= {"policy": "full", "decode": "auto"}  # any budget will do until then
     if "model" in given:
@@ -366,5 +368,5 @@ def _run(session: ChatSession) -> dict[str, object]:
         "system": session.system,
         "pin_system": session.pin_system,
         "kv": "int8" if facts.kv == "int8" else "auto",
-        "weights": facts.weights,
+        "weights": facts.weights if facts.weights in WEIGHTS else "auto",  # else the file's own
     }

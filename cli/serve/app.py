@@ -34,7 +34,7 @@ from minikv.cli.serve.request import Request, RequestError, eviction_of, read
 from minikv.errors import ContextError, UsageError
 from minikv.settings import Generation
 
-BODY = 32 << 20
+BODY = 8 << 20
 """Bytes of a request's body; no supported model can read that much text."""
 BODY_S, SEND_S, QUIET_S = 60.0, 60.0, 10.0
 """Seconds: in which a body must come, and a client must take what it is sent; and after which a
@@ -105,6 +105,7 @@ class Door:
     key: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = _within(send)
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif (no := self._refusal(Http(scope))) is not None:
@@ -117,7 +118,7 @@ class Door:
         if not self.key and not is_loopback(_name(host)):
             return Failed(403, "the header Host must be localhost, 127.0.0.1 or [::1]")
         same = origin in (f"http://{host}", f"https://{host}")
-        if origin is not None and not same and not is_loopback(urlsplit(origin).hostname or ""):
+        if origin is not None and not same and not is_loopback(_name(origin.partition("//")[2])):
             return Failed(403, "pages of other sites may not ask (the header Origin)")
         if not self.key or http.url.path == "/health":
             return None
@@ -164,7 +165,7 @@ class Reply:
             return
         sending = self._stream if self._request.stream else self._whole
         tasks: list[asyncio.Task[Any]] = [
-            asyncio.create_task(sending(events, scope, receive, _within(send))),
+            asyncio.create_task(sending(events, scope, receive, send)),
             asyncio.create_task(_gone(receive)),
         ]
         try:

@@ -10,7 +10,7 @@ from minikv.errors import UsageError
 from minikv.settings import ADVANCED, Generation, Settings
 
 _SERVED = (
-    f"{MODEL} keep_packed policy budget decode stride kv reuse tier tier_dtype remember overflow "
+    f"{MODEL} keep_packed policy budget decode stride kv reuse tier tier_dtype remember "
     "fidelity options seed threads kernels"
 )
 """The settings of a server: the others are of one conversation."""

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minikv.cli.flags import Call
-from minikv.cli.serve.app import application, is_loopback
+from minikv.cli.serve.app import SEND_S, application, is_loopback
 from minikv.cli.serve.conversations import Conversations, Desk
 from minikv.cli.turn import open_chat
 from minikv.cli.wording import worded
@@ -47,6 +47,8 @@ def serve(
             f"--host {host} lets other machines ask, and there is no API key",
             "set MINIKV_API_KEY, or leave out --host",
         )
+    if not key.isascii():
+        raise UsageError("an API key is ASCII: a header cannot bring other characters")
     if "key" in call.given:
         terminal.warn("--api-key can be seen in the list of processes; MINIKV_API_KEY cannot")
     refuse_without_torch()
@@ -130,9 +132,14 @@ class _Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a client that does not read keeps its place
+            own = transport.get_extra_info("socket")
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
         self._late = self.loop.call_later(HEAD_S, self._close_unasked)
 
     def on_response_complete(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:  # it was answered before its body came
+            self.transport.close()
         self._late = self.loop.call_later(HEAD_S, self._close_unasked)
         super().on_response_complete()
 
@@ -144,5 +151,4 @@ class _Protocol(H11Protocol):
 
     def _close_unasked(self) -> None:
         self._late = None
-        if not self.transport.is_closing():
-            self.transport.close()
+        self.transport.abort()  # what it does not read would be waited for

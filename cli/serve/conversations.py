@@ -132,7 +132,11 @@ class Conversations:
         elif number < len(self._held):
             held = self._held.pop(number)
             self._put_aside()
-            session.restore(held.snapshot)
+            try:
+                session.restore(held.snapshot)
+            except BaseException:
+                held.leave()
+                raise
             session.recall.exchange(held.tier)
         self._under = under
         session.follow(request.messages[:-1])

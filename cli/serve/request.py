@@ -126,6 +126,8 @@ def _generation(body: Mapping[str, Any], defaults: Generation) -> Generation:
 
 def _checked(name: str, value: object, key: str) -> Any:
     try:
+        for text in value if isinstance(value, list) else ():
+            checks.unicode(key, text)
         return SETTINGS[name].read(value, key)
     except UsageError as error:
         raise RequestError(str(error), key) from None
@@ -189,4 +191,6 @@ def eviction_of(model: str, names: Sequence[str]) -> tuple[str, str]:
             404,
         )
     policy, _, budget = what.partition(":")
+    if not policy:
+        raise RequestError(f"the model {quoted(model)} names no policy: {name}@adakv:512", "model")
     return policy, budget

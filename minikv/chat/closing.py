@@ -170,7 +170,11 @@ def prompt_report(
         time_s=Seconds(
             facts.load_s, None, 0.0, read.seconds, read.evict_s, 0.0, 0.0, fidelity=read.fidelity_s
         ),
-        rate=Rates(plan.tokens / read.seconds if read.seconds else None, None, baseline_tok_s),
+        rate=Rates(
+            plan.tokens / read.seconds if plan.tokens and read.seconds else None,
+            None,
+            baseline_tok_s,
+        ),
         loss=read.loss,
         shaped_by_turn=shaped_by,
         stop_reason="",

@@ -383,10 +383,11 @@ def too_long(
         choices.insert(0, "a new conversation (`chat.reset()`)")
     if seen and not drops:
         choices.insert(0, 'one without its oldest turns (`chat.overflow = "drop"`)')
+    some, last = ", ".join(choices[:-1]), choices[-1]
     return ContextError(
         f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
         f"for {max_context:,} positions{by_chat}",
-        f"eviction does not extend that, and nothing was cut; choose {', '.join(choices)}",
+        f"eviction does not extend that, and nothing was cut; choose {some} or {last}",
     )
 
 

@@ -12,8 +12,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import ggufs
 import pytest
 import torch
+from checkpoints import Spec
 from typed import Tty, World, answer_of, context, fake_chat, invoke, said, screen
 
 import minikv.cli.turn
@@ -227,6 +229,15 @@ def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
     assert len(file.read_bytes()) == len(before)
     assert world.run("ask", "Who runs it?", document).exit_code == 0  # another takes its place
     assert world.run("ask", "-c", "Since when?").exit_code == 0
+
+
+def test_a_file_with_forms_of_its_own_is_continued(home: Path, tmp_path: Path) -> None:
+    """The form that a report shows is no value of --weights."""
+    spec = Spec(hidden=256, heads=4, kv_heads=2, head_dim=64, vocab=320)
+    path = ggufs.model(tmp_path, spec, {"attn_q": "Q4_0"})
+    for words, piped in ((("Who?", "-m", str(path)), "A mill."), (("-c", "Where?"), "")):
+        result = invoke("ask", *words, "-n", "4", input=piped)
+        assert result.exit_code == 0, result.stderr
 
 
 def told(world: World) -> list[str]:

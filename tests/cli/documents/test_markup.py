@@ -57,6 +57,8 @@ def as_text(data: bytes) -> str:
         ("</ul></li></script>a</td></pre>", "a"),
         ("<div>" * 10_000 + "deep", "deep"),
         ("<ul>" * 99 + "<li>deep", "- deep"),
+        ("<ol start=5><li>a<li>b<li value=9>c<li>d</ol>", "5. a\n6. b\n9. c\n10. d"),
+        ("1<sup>2</sup> H<sub>2</sub>O a<sup>[1]</sup>", "1^2 H_2O a[1]"),
     ],
 )
 def test_the_text_of_a_page(html: str, text: str) -> None:
