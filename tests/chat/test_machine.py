@@ -839,12 +839,12 @@ def run(runs: int, steps: int, seed: int) -> Counter[str]:
     return STEPS
 
 
-@pytest.mark.parametrize("seed", [5, 6, 7])
+@pytest.mark.parametrize("seed", [9, 11, 13])
 def test_any_order_of_operations(seed: int) -> None:
     done = run(50, 20, seed)
     assert done["steps"] > 750
-    kinds = ("ask", "cancel", "stop", "undo", "load", "refused", "fault")
-    assert min(done[name] for name in kinds) > 0
+    assert done["fault"] > 30
+    assert min(done[name] for name in ("ask", "cancel", "stop", "undo", "load", "refused")) > 5
 
 
 SEEDS = range(*(int(end) for end in os.environ.get("MACHINE_SEEDS", "0:20").split(":")))
