@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minikv.chat.report import size
-from minikv.cli.flags import Call, Json, Yes, command, group
 from minikv.cli.paths import cache_folder
 from minikv.cli.saved.chats import age
 from minikv.cli.screen.text import clean, grid
+from minikv.cli.settings.flags import Call, Json, Yes, command, group
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ import typer
 import minikv
 from minikv.chat.report import size
 from minikv.cli import selftest
-from minikv.cli.config import Interface
-from minikv.cli.flags import Call, Only, alone, json_flag
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.screen.text import folded
+from minikv.cli.settings.config import Interface
+from minikv.cli.settings.flags import Call, Only, alone, json_flag
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError
 from minikv.models import refuse_without_torch
@@ -265,7 +265,7 @@ def screen(terminal: Terminal) -> Check:
 
 def config_state() -> Check:
     """The configuration files and variables, read as a chat would."""
-    from minikv.cli import config
+    from minikv.cli.settings import config
 
     try:
         made = config.load()

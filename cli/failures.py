@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import typer
 
-from minikv.cli.interrupt import Terminated, ending
+from minikv.cli.chat.interrupt import Terminated, ending
 from minikv.cli.screen.terminal import OutputError, Terminal, hush
 from minikv.cli.screen.text import clean
 from minikv.cli.wording import worded

@@ -46,8 +46,8 @@ def main(
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
     elif context.invoked_subcommand not in ("config", "doctor", "policies"):
-        from minikv.cli import config
         from minikv.cli.failures import guard
+        from minikv.cli.settings import config
 
         terminal = Terminal()
         with guard(terminal, debug=False):
@@ -58,10 +58,10 @@ def main(
 
 
 _COMMANDS = (
-    ("ask", "arguments:ask", None, "one question, one answer; made for pipes"),
-    ("chat", "arguments:chat", None, "questions and answers over documents, on a terminal"),
+    ("ask", "chat.arguments:ask", None, "one question, one answer; made for pipes"),
+    ("chat", "chat.arguments:chat", None, "questions and answers over documents, on a terminal"),
     ("serve", "serve.arguments:serve", None, "answers for other programs, as OpenAI's API does"),
-    ("demo", "arguments:demo", None, "a guided chat of two minutes, with the bundled model"),
+    ("demo", "chat.arguments:demo", None, "a guided chat of two minutes, with the bundled model"),
     (
         "eval",
         "eval.arguments:app",
@@ -70,10 +70,10 @@ _COMMANDS = (
     ),
     ("plan", "plan:plan", None, "will it fit in memory? and what to do if not"),
     ("doctor", "doctor:doctor", None, "what this machine offers, and a self-test"),
-    ("report", "arguments:report", _MORE, "make a page from an exported chat; loads no model"),
+    ("report", "chat.arguments:report", _MORE, "make a page from an exported chat; loads no model"),
     ("policies", "policies_command:policies", _MORE, "the eviction methods, one line each"),
     ("bench", "bench.command:app", _MORE, "measure speed, and compare with the hardware's limits"),
-    ("config", "config_command:config", _MORE, "settings from files and MINIKV_* variables"),
+    ("config", "settings.command:config", _MORE, "settings from files and MINIKV_* variables"),
     ("models", "models_command:models", None, "list, download and remove models"),
     ("chats", "saved.chats:chats", None, "list, show and remove saved chats"),
     ("cache", "cache_command:cache", _MORE, "prompts that were read and need not be read again"),

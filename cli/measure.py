@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.cli.screen.progress import Live
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.values import read_count, read_list
+from minikv.cli.settings.values import read_count, read_list
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError, UsageError
 

@@ -17,12 +17,12 @@ import typer
 
 from minikv.chat.report import size
 from minikv.checks import guess
-from minikv.cli.config import BUNDLED
-from minikv.cli.flags import Call, Json, Only, Yes, command, group
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.screen.progress import Loading
 from minikv.cli.screen.terminal import window
 from minikv.cli.screen.text import clean, cut, grid
+from minikv.cli.settings.config import BUNDLED
+from minikv.cli.settings.flags import Call, Json, Only, Yes, command, group
 from minikv.errors import UsageError
 from minikv.models import packed_files, places
 from minikv.models.packed_files import PackedFile

@@ -12,11 +12,11 @@ from typing import Annotated
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
-from minikv.cli.config import Interface
-from minikv.cli.flags import MODEL, Call, Only, alone, flag, json_flag, list_of
 from minikv.cli.forecast import Forecast, Planner, Row, Suggestion
 from minikv.cli.screen.text import clean, folded
-from minikv.cli.values import read_count
+from minikv.cli.settings.config import Interface
+from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag, json_flag, list_of
+from minikv.cli.settings.values import read_count
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import DEFAULT_PROMPT

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from minikv.checks import guess, quoted
-from minikv.cli import completion
-from minikv.cli.flags import Call, Json, command, group
 from minikv.cli.screen.text import grid
-from minikv.cli.values import text
+from minikv.cli.settings import completion
+from minikv.cli.settings.flags import Call, Json, command, group
+from minikv.cli.settings.values import text
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import Option, find, part_names, prompt_names, registry, step_names

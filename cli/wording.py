@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from minikv.cli.config import SETTINGS
+from minikv.cli.settings.config import SETTINGS
 
 _CODE = re.compile(r"`([^`\n]+)`")
 _CALL = re.compile(r"chat\.(\w+)\(([^()]*)\)")

@@ -261,15 +261,16 @@ def test_light_commands_load_no_torch() -> None:
 def test_flags_are_imported_only_when_a_command_is_typed() -> None:
     for typed in ("", "report", "ask"):
         loaded = loaded_after(f"{_GO}go(*'{typed} --help'.split())")
-        assert ("minikv.cli.arguments" in loaded) == ("minikv.settings" in loaded) == bool(typed)
-        assert not loaded & {"minikv.cli.plan", "minikv.cli.ask", "minikv.cli.eval.arguments"}
+        imported = {"minikv.cli.chat.arguments", "minikv.settings"} & loaded
+        assert len(imported) == (2 if typed else 0)
+        assert not loaded & {"minikv.cli.plan", "minikv.cli.chat.ask", "minikv.cli.eval.arguments"}
     for typed in ("plan", "doctor", "models", "chats", "cache", "policies", "config"):
         assert "torch" not in loaded_after(f"{_GO}go(*'{typed} --help'.split())"), typed
 
 
 def test_nothing_is_imported_under_a_bare_name() -> None:
     loaded = loaded_after(
-        "import minikv.cli.main, minikv.cli.chat, minikv.chat.session, minikv.models, "
+        "import minikv.cli.main, minikv.cli.chat.command, minikv.chat.session, minikv.models, "
         "minikv.kernels"
     )
     assert not loaded & {"models", "kernels", "cli", "transformers"}

@@ -10,7 +10,7 @@ import typer
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.measure import choices, lengths
-from minikv.cli.values import read_list
+from minikv.cli.settings.values import read_list
 from minikv.errors import UsageError
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import WEIGHTS, Settings

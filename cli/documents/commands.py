@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.cli.command import Command, Context
+from minikv.cli.chat.kept import counted
+from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.named import Reader, read
 from minikv.cli.documents.text import distinct
-from minikv.cli.kept import counted
 from minikv.cli.saved.commands import left
 from minikv.errors import UsageError
 

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from minikv.cli.config import SETTINGS, Interface
 from minikv.cli.eval.asked import Asked
-from minikv.cli.flags import MODEL, Call, Only, command, list_of
 from minikv.cli.measure import with_flags
+from minikv.cli.settings.config import SETTINGS, Interface
+from minikv.cli.settings.flags import MODEL, Call, Only, command, list_of
 from minikv.settings import Settings
 
 app = typer.Typer(rich_markup_mode="rich", add_completion=False)

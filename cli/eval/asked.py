@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from minikv.cli import completion
+from minikv.cli.settings import completion
 from minikv.settings import ADVANCED, CACHE, OUTPUT
 
 

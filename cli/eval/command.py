@@ -23,7 +23,7 @@ from minikv.cli.eval.run import REUSES, Run, passes
 from minikv.cli.eval.tasks import CHATS, Haystack
 from minikv.cli.measure import Results, check_file, choices, lengths
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.values import read_list
+from minikv.cli.settings.values import read_list
 from minikv.errors import ContextError, UsageError
 from minikv.loader import build
 from minikv.policies import DEFAULT_PROMPT

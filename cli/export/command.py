@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import size
-from minikv.cli.command import Command, Context
+from minikv.cli.chat.slash import Command, Context
 from minikv.cli.saved import files
 from minikv.cli.saved.listing import listing
 from minikv.cli.screen.terminal import Terminal

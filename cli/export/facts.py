@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import minikv
 from minikv.chat.report import TurnReport, thought_for
-from minikv.cli.kept import Spans, spell
+from minikv.cli.chat.kept import Spans, spell
 from minikv.cli.screen.render import budget_words, pair_words
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ import typer
 from minikv.cache.budget import Budget
 from minikv.chat.report import size, thought_for
 from minikv.checks import quoted
-from minikv.cli import completion
-from minikv.cli.config import Interface
-from minikv.cli.flags import Call, Json, Only, Yes, command, flag, group
+from minikv.cli.chat.turn import record
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere
 from minikv.cli.saved.files import check_name
@@ -27,7 +25,9 @@ from minikv.cli.saved.old import is_old, locked
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import cells, clean, cut, grid, padded
-from minikv.cli.turn import record
+from minikv.cli.settings import completion
+from minikv.cli.settings.config import Interface
+from minikv.cli.settings.flags import Call, Json, Only, Yes, command, flag, group
 from minikv.errors import UsageError
 
 _UNITS = {

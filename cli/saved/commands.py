@@ -8,17 +8,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.cli import completion
-from minikv.cli.command import Command, Context
-from minikv.cli.config import SETTINGS
+from minikv.cli.chat.settings_commands import reseeded
+from minikv.cli.chat.slash import Command, Context
+from minikv.cli.chat.turn import note_report, run_turn
 from minikv.cli.documents.origin import changes
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.listing import Entry, listing
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.screen import render
 from minikv.cli.screen.text import cut, grid
-from minikv.cli.settings_commands import reseeded
-from minikv.cli.turn import note_report, run_turn
+from minikv.cli.settings import completion
+from minikv.cli.settings.config import SETTINGS
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minikv.cli.config import short
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage, renew
@@ -24,6 +23,7 @@ from minikv.cli.saved.identity import POLICY, differences, identity, model_ident
 from minikv.cli.saved.tier import TIER, find, place, settle
 from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, texts_of, write_to
 from minikv.cli.screen.terminal import Terminal
+from minikv.cli.settings.config import short
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import clipped, size
 from minikv.chat.transcript import OVERFLOWS, REUSES, Message, system_messages
+from minikv.cli.chat.turn import thoughts_of
 from minikv.cli.paths import chats_folder
 from minikv.cli.records import checked, report_of
 from minikv.cli.saved.database import (
@@ -32,7 +33,6 @@ from minikv.cli.saved.files import LAST, check_name
 from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
 from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
 from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old, locked
-from minikv.cli.turn import thoughts_of
 from minikv.errors import UsageError
 from minikv.settings import WEIGHTS, Settings
 

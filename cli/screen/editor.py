@@ -31,7 +31,7 @@ from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
-from minikv.cli.interrupt import Terminated, ends
+from minikv.cli.chat.interrupt import Terminated, ends
 from minikv.cli.screen.history import HistoryFile
 from minikv.cli.screen.keyboard import Keyboard, Lines
 from minikv.cli.screen.terminal import Terminal

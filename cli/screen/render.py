@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
+from minikv.cli.chat.turn import TOY, is_toy
 from minikv.cli.screen.text import grid
-from minikv.cli.turn import TOY, is_toy
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession

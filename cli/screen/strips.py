@@ -16,7 +16,7 @@ from minikv.cli.screen.text import clipped, folded
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.cli.kept import Kept
+    from minikv.cli.chat.kept import Kept
 
 MOST_SLICES = 64
 MOST_DOCUMENTS = 8
@@ -51,7 +51,7 @@ def strips(
     """What the cache holds, as strips of at most `width` columns (40 at the least); "" before the
     first turn. `plain` draws in ASCII; `reports` are the turns of the chat, where they are known.
     """
-    from minikv.cli import kept
+    from minikv.cli.chat import kept
 
     facts = kept.read(session)
     if not session.fed:

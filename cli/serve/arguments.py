@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from minikv.cli.config import Interface
-from minikv.cli.flags import MODEL, Call, Only, alone, flag
+from minikv.cli.settings.config import Interface
+from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag
 from minikv.errors import UsageError
 from minikv.settings import ADVANCED, Generation, Settings
 

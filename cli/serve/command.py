@@ -13,10 +13,10 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from minikv.cli.flags import Call
+from minikv.cli.chat.turn import open_chat
 from minikv.cli.serve.app import SEND_S, application, is_loopback
 from minikv.cli.serve.conversations import Conversations, Desk
-from minikv.cli.turn import open_chat
+from minikv.cli.settings.flags import Call
 from minikv.cli.wording import worded
 from minikv.errors import MinikvError, UsageError
 from minikv.models import refuse_without_torch

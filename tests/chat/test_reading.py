@@ -20,9 +20,9 @@ from minikv.chat import reading
 from minikv.chat.recall import Place, Recall
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.chat.turn import run_turn
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.turn import run_turn
 from minikv.errors import Interrupted, MemoryShortError, UsageError
 from minikv.settings import Generation
 
@@ -341,7 +341,7 @@ def test_the_bar_says_that_it_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(self: Any, done: int, total: int) -> None:
         labels.append(self.label)
 
-    monkeypatch.setattr("minikv.cli.turn.Live.__call__", shown)
+    monkeypatch.setattr("minikv.cli.chat.turn.Live.__call__", shown)
     run_turn(session, "Who?", Generation(max_tokens=4), Terminal(), Interrupts(), show=False)
     assert list(dict.fromkeys(labels)) == ["reading", "scoring what was read"]
 

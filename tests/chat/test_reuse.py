@@ -17,7 +17,7 @@ from test_session import make
 from typer.testing import CliRunner
 
 import minikv
-import minikv.cli.turn
+import minikv.cli.chat.turn
 from minikv.chat import plan
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import UNKNOWN

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typed import World
 
-import minikv.cli.turn
+import minikv.cli.chat.turn
 
 TEXT = "The mill is run by Ada."
 
@@ -22,7 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    monkeypatch.setattr(minikv.cli.turn, "build", made.build)
+    monkeypatch.setattr(minikv.cli.chat.turn, "build", made.build)
     return made
 
 

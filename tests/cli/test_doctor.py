@@ -18,10 +18,10 @@ from typed import body, printed, screen
 from minikv.cache.kv_cache import KVCache
 from minikv.cli import doctor as examination
 from minikv.cli import selftest
-from minikv.cli.config import Config, Interface
 from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, policies
-from minikv.cli.flags import Call
 from minikv.cli.selftest import attempt, tiny
+from minikv.cli.settings.config import Config, Interface
+from minikv.cli.settings.flags import Call
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.native import build, choice
 from minikv.policies.roco import RoCo

@@ -20,7 +20,7 @@ from exports import HEADS, HOSTILE, LAYERS, chat, large
 from fakes import END, ByteTokenizer, ThinkML
 
 from minikv.chat.session import ChatSession
-from minikv.cli.command import Context
+from minikv.cli.chat.slash import Context
 from minikv.cli.export import command, markdown, page
 from minikv.cli.export.facts import ChatFacts, Point, gather
 from minikv.cli.export.read import parse, read_file

@@ -28,12 +28,12 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine
 from minikv.chat.report import TurnReport, size
 from minikv.chat.session import ChatSession
-from minikv.cli.config import Config, Interface
-from minikv.cli.flags import Call
 from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan, read_bytes
 from minikv.cli.selftest import one_thread
-from minikv.cli.values import read_count
+from minikv.cli.settings.config import Config, Interface
+from minikv.cli.settings.flags import Call
+from minikv.cli.settings.values import read_count
 from minikv.engine.engine import logits_nbytes
 from minikv.errors import UsageError
 from minikv.loader import shape_of

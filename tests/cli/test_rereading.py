@@ -10,9 +10,9 @@ import pytest
 from small_chat import chat
 from typed import context
 
-import minikv.cli.chat
+import minikv.cli.chat.command
 from minikv.chat.session import ChatSession
-from minikv.cli.chat import converse
+from minikv.cli.chat.command import converse
 from minikv.cli.screen.terminal import Terminal
 from minikv.settings import Generation
 
@@ -65,7 +65,7 @@ def test_a_long_reading_is_asked_about_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(minikv.cli.chat, "LONG", limit)
+    monkeypatch.setattr(minikv.cli.chat.command, "LONG", limit)
     session = chat(reuse="auto")
     taken = talk(session, ["Who?", "n", *answers, "And?"], typed=typed)
     assert taken == 3 + sum(isinstance(answer, str) for answer in answers)

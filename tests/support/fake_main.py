@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import minikv.cli.turn
+import minikv.cli.chat.turn
 from minikv.cli.main import run
 from minikv.settings import Settings
 
@@ -49,7 +49,7 @@ def use_fake(pace: float) -> None:
             max_context=4096,
         )  # type: ignore[arg-type]
 
-    minikv.cli.turn.build = build
+    minikv.cli.chat.turn.build = build
 
 
 if __name__ == "__main__":

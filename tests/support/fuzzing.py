@@ -417,7 +417,7 @@ def _chats(folder: Path) -> list[Target]:
 
     from minikv.cache.tier_file import FileRows, header_of, sealed
     from minikv.cache.tier_rows import TierError
-    from minikv.cli import kept
+    from minikv.cli.chat import kept
     from minikv.cli.saved.database import damage
     from minikv.cli.saved.keeper import Keeper
     from minikv.cli.saved.listing import listing
@@ -517,12 +517,12 @@ def _chats(folder: Path) -> list[Target]:
 def _texts(folder: Path) -> list[Target]:
     from exports import chat
 
-    from minikv.cli import config
     from minikv.cli.eval.records import read_items
     from minikv.cli.export import markdown, page
     from minikv.cli.export.facts import gather
     from minikv.cli.export.read import read_file
     from minikv.cli.screen.history import HistoryFile
+    from minikv.cli.settings import config
     from minikv.errors import UsageError
 
     refusals = (UsageError,)

@@ -18,14 +18,14 @@ from typed import context, fake_chat
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.command import Context
-from minikv.cli.config import SETTINGS
+from minikv.cli.chat.slash import Context
+from minikv.cli.chat.turn import run_turn
 from minikv.cli.saved import commands
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
-from minikv.cli.turn import run_turn
+from minikv.cli.settings.config import SETTINGS
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.settings import Generation
 

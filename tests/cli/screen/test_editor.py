@@ -17,7 +17,7 @@ from prompt_toolkit.document import Document
 from small_chat import chat
 from terminals import Terminals
 
-from minikv.cli.interrupt import Terminated
+from minikv.cli.chat.interrupt import Terminated
 from minikv.cli.screen import editor, history, render
 from minikv.cli.screen.editor import Commands, Help
 from minikv.cli.screen.history import ENTRIES, HistoryFile

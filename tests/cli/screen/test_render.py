@@ -11,7 +11,7 @@ from typed import invoke
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import compare
+from minikv.cli.chat import compare
 from minikv.cli.eval import results, run
 from minikv.cli.eval.items import Item
 from minikv.cli.export import markdown, page

@@ -12,7 +12,7 @@ from test_kept import HOSTILE, STORY, chat, facts
 
 from minikv.cache.snapshot import Outcome
 from minikv.chat.report import UNKNOWN
-from minikv.cli.kept import Part
+from minikv.cli.chat.kept import Part
 from minikv.cli.screen import strips
 from minikv.cli.screen.terminal import ASCII
 

@@ -9,10 +9,10 @@ import pyte
 import pytest
 from small_chat import scripted
 
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.chat.turn import record, run_turn
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.thoughts import Thinking
-from minikv.cli.turn import record, run_turn
 from minikv.settings import Generation
 
 THOUGHTS = (

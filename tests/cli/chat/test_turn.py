@@ -9,12 +9,12 @@ import pytest
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli import demo
+from minikv.cli.chat import demo
+from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.chat.turn import TOY, run_turn
 from minikv.cli.eval.tasks import CHATS
-from minikv.cli.interrupt import Interrupts
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.turn import TOY, run_turn
 from minikv.models import BUNDLED
 from minikv.settings import Generation
 

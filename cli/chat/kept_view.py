@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
-from minikv.cli import kept
-from minikv.cli.command import Command, Context
-from minikv.cli.kept import Kept
+from minikv.cli.chat import kept
+from minikv.cli.chat.kept import Kept
+from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.strips import along, level, percent, strip
 from minikv.cli.screen.terminal import Screen
 from minikv.cli.screen.text import broken, clipped, folded, shown

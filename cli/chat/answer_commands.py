@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from minikv.cli.command import Command, Context
-from minikv.cli.turn import continue_turn, note_report
+from minikv.cli.chat.slash import Command, Context
+from minikv.cli.chat.turn import continue_turn, note_report
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:

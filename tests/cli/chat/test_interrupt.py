@@ -21,10 +21,10 @@ from pairwise import some_by_day
 from terminals import Terminals
 from typed import answer_of, context
 
-from minikv.cli.chat import converse
+from minikv.cli.chat.command import converse
 from minikv.cli.saved.listing import listing
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 ANSWER = answer_of("The mill is run by Ada.", "first?")[:3]
 
 
@@ -56,7 +56,7 @@ def test_a_piped_chat_that_waits_for_a_line_ends_with_ctrl_c(document: str) -> N
 _ECHO = """
 import os, sys, termios
 from fakes import ByteTokenizer, ChatML, FakeEngine
-import minikv.cli.turn
+import minikv.cli.chat.turn
 from minikv.cli.main import run
 from minikv.chat.session import ChatSession
 
@@ -76,7 +76,7 @@ def build(settings, progress=None):
     engine.hook = lambda fed: note("reading")
     return ChatSession(engine, tokenizer, ChatML(tokenizer), settings, max_context=4096)
 
-minikv.cli.turn.build = build
+minikv.cli.chat.turn.build = build
 run()
 """
 
@@ -180,7 +180,7 @@ def test_a_sent_question_begins_the_count_anew(
     monkeypatch: pytest.MonkeyPatch, typed: bool
 ) -> None:
     """Of lines from a pipe none is sent by the user, who presses twice to leave all of them."""
-    monkeypatch.setattr("minikv.cli.interrupt.TWICE", 1e9)
+    monkeypatch.setattr("minikv.cli.chat.interrupt.TWICE", 1e9)
     session = small_chat.chat()
     prompt = session.engine.prompt
 

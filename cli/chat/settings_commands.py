@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.cli import completion
-from minikv.cli.command import Command, Context
-from minikv.cli.config import SETTINGS
-from minikv.cli.context_command import count_tokens
+from minikv.cli.chat.context_command import count_tokens
+from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.text import read_file
 from minikv.cli.screen import render
-from minikv.cli.values import listed, read_pairs, text
+from minikv.cli.settings import completion
+from minikv.cli.settings.config import SETTINGS
+from minikv.cli.settings.values import listed, read_pairs, text
 from minikv.cli.wording import worded
 from minikv.errors import UsageError
 from minikv.settings import GONE, Generation, settings_of, spelled

@@ -22,9 +22,9 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
-from minikv.cli import compare
-from minikv.cli.compare import Question, Run, Stop
-from minikv.cli.kept_view import Screen
+from minikv.cli.chat import compare
+from minikv.cli.chat.compare import Question, Run, Stop
+from minikv.cli.chat.kept_view import Screen
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import ContextError, Interrupted, UsageError

@@ -18,9 +18,9 @@ import torch
 from checkpoints import Spec
 from typed import Tty, World, answer_of, context, fake_chat, invoke, said, screen
 
-import minikv.cli.turn
+import minikv.cli.chat.turn
 from minikv.chat.session import ChatSession
-from minikv.cli import answer_commands
+from minikv.cli.chat import answer_commands
 from minikv.cli.saved.database import ChatFile
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
@@ -295,13 +295,13 @@ def test_ask_continues_as_one_chat(
 ) -> None:
     """The bundled model, and a document that is read again, or of which it is remembered what was
     read: the same rows and answers as in a chat."""
-    made, real = list[ChatSession](), minikv.cli.turn.build
+    made, real = list[ChatSession](), minikv.cli.chat.turn.build
 
     def build(*given: Any) -> ChatSession:
         made.append(real(*given))
         return made[-1]
 
-    monkeypatch.setattr(minikv.cli.turn, "build", build)
+    monkeypatch.setattr(minikv.cli.chat.turn, "build", build)
     text, path = (BUNDLED / "sample.txt").read_text(), tmp_path / "text.txt"
     path.write_text(text[: 12_000 if "LONG" in flags else 3_000])
     words = ["--budget", "64", *flags[: 2 if "LONG" in flags else None]]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from minikv.cli.command import Command, Context
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.progress import FRAME
 from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.cli.screen.text import clipped, folded

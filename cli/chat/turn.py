@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.documents.text import Text, distinct
-from minikv.cli.interrupt import Interrupts
 from minikv.cli.screen.progress import Live, Loading
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.thoughts import Thinking

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked import Forked
 
-from minikv.cli import demo
+from minikv.cli.chat import demo
 from minikv.cli.screen.terminal import Terminal
 
 

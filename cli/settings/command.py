@@ -15,8 +15,12 @@ import tomlkit
 import typer
 from tomlkit.exceptions import TOMLKitError
 
-from minikv.cli import completion
-from minikv.cli.config import (
+from minikv.cli.paths import config_file
+from minikv.cli.saved.files import private, write
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clean
+from minikv.cli.settings import completion
+from minikv.cli.settings.config import (
     ALIASES,
     BUNDLED,
     LOCAL,
@@ -28,12 +32,8 @@ from minikv.cli.config import (
     short,
     user_file,
 )
-from minikv.cli.flags import Call, Json, command, group
-from minikv.cli.paths import config_file
-from minikv.cli.saved.files import private, write
-from minikv.cli.screen.terminal import Terminal
-from minikv.cli.screen.text import clean
-from minikv.cli.values import listed, text
+from minikv.cli.settings.flags import Call, Json, command, group
+from minikv.cli.settings.values import listed, text
 from minikv.errors import UsageError
 from minikv.settings import Plain, refuse_gone, spelled
 

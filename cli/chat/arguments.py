@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from minikv.cli import completion
-from minikv.cli.config import SAVED, Interface
-from minikv.cli.flags import Call, Only, alone, flag, json_flag
+from minikv.cli.settings import completion
+from minikv.cli.settings.config import SAVED, Interface
+from minikv.cli.settings.flags import Call, Only, alone, flag, json_flag
 from minikv.settings import OUTPUT, Generation, Settings
 
 Files = Annotated[
@@ -64,7 +64,7 @@ def ask(
     `-`. As the QUESTION, `-` reads the whole message from stdin, as it is but for the line end that
     `echo` adds.
     """
-    from minikv.cli.ask import ask as run
+    from minikv.cli.chat.ask import ask as run
 
     run(
         question,
@@ -130,7 +130,7 @@ def chat(
     While an answer is written, the cache holds only the tokens that its question needs. For the
     next question they are chosen again from all that was read: see --reuse and --tier.
     """
-    from minikv.cli.chat import chat as run
+    from minikv.cli.chat.command import chat as run
 
     run(
         files or [],
@@ -154,7 +154,7 @@ def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> No
     Five questions about the bundled document: which tokens are kept, what that saves, a follow-up
     that goes wrong, and what to do about it. It needs no files. Enter continues, q leaves.
     """
-    from minikv.cli.demo import demo as run
+    from minikv.cli.chat.demo import demo as run
 
     run(call.terminal, debug=interface.debug)
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.cli import commands
-from minikv.cli.command import Context, Leave
-from minikv.cli.config import Interface
+from minikv.cli.chat import slash_commands
+from minikv.cli.chat.interrupt import Interrupts, Terminated
+from minikv.cli.chat.slash import Context, Leave
+from minikv.cli.chat.turn import note_report, open_chat, run_turn
+from minikv.cli.chat.verify import check
 from minikv.cli.documents.named import opened
 from minikv.cli.documents.origin import changes
 from minikv.cli.documents.stdin import PipedLines, piped_document
 from minikv.cli.documents.text import distinct
 from minikv.cli.failures import explain, show
-from minikv.cli.flags import Call
-from minikv.cli.interrupt import Interrupts, Terminated
 from minikv.cli.paths import history_file
 from minikv.cli.saved.chats import read_limit, warn_of
 from minikv.cli.saved.commands import origins_of, summary
@@ -31,8 +31,8 @@ from minikv.cli.saved.listing import newest
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import OutputError, Terminal
-from minikv.cli.turn import note_report, open_chat, run_turn
-from minikv.cli.verify import check
+from minikv.cli.settings.config import Interface
+from minikv.cli.settings.flags import Call
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.models import refuse_without_torch
@@ -172,8 +172,8 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             continue
         if not line.strip():
             continue
-        before, command = session.turn, commands.is_command(line)
-        report, literal = session.report, commands.literal(line)
+        before, command = session.turn, slash_commands.is_command(line)
+        report, literal = session.report, slash_commands.literal(line)
         if typed:
             interrupts.forget()  # a line was sent since: an earlier Ctrl-C does not count
         else:
@@ -183,7 +183,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             try:
                 if command:
                     with terminal.silent():
-                        commands.execute(context, line)
+                        slash_commands.execute(context, line)
                 else:
                     if typed and not asked and session.fed and session.reads_again > LONG:
                         asked = True
@@ -266,6 +266,8 @@ def _help(session: ChatSession) -> Help:
     from minikv.cli.screen.editor import Help
 
     def words(typed: Sequence[str]) -> Sequence[str]:
-        return commands.following(session, typed) if len(typed) > 1 else commands.names()
+        return (
+            slash_commands.following(session, typed) if len(typed) > 1 else slash_commands.names()
+        )
 
-    return Help(words, commands.takes_files, lambda columns: render.toolbar(session, columns))
+    return Help(words, slash_commands.takes_files, lambda columns: render.toolbar(session, columns))

@@ -16,10 +16,10 @@ from typed import context
 from minikv.chat.answer import Verification
 from minikv.chat.report import AgainstFull
 from minikv.chat.session import ChatSession
-from minikv.cli import commands
-from minikv.cli.interrupt import Interrupts
+from minikv.cli.chat import slash_commands
+from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.chat.verify import check, shown
 from minikv.cli.screen.terminal import Screen, Terminal
-from minikv.cli.verify import check, shown
 from minikv.errors import Interrupted, UsageError
 
 PARTS, LATER, SAME = 48, 300, 320
@@ -34,7 +34,7 @@ def asked(**given: Any) -> ChatSession:
 
 
 def verified(session: ChatSession, line: str = "/verify") -> None:
-    commands.execute(context(session, Terminal()), line)
+    slash_commands.execute(context(session, Terminal()), line)
 
 
 def test_the_same_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,14 +95,14 @@ def saved(incomplete: str = "") -> list[str]:
 
 def keys(incomplete: str) -> list[str]:
     """The keys that `minikv config set` takes."""
-    from minikv.cli.config import SETTINGS
+    from minikv.cli.settings.config import SETTINGS
 
     return list(SETTINGS)
 
 
 def keys_set(incomplete: str) -> list[str]:
     """The keys that `minikv config unset` takes."""
-    from minikv.cli import config
+    from minikv.cli.settings import config
 
     with contextlib.suppress(UsageError):
         made, own = config.load({}), config.user_file()
@@ -115,14 +115,14 @@ def keys_set(incomplete: str) -> list[str]:
 
 def key_values(ctx: typer.Context, incomplete: str) -> list[str]:
     """The values that `minikv config set` takes after a key."""
-    from minikv.cli.config import SETTINGS
+    from minikv.cli.settings.config import SETTINGS
 
     setting = SETTINGS.get(str(ctx.params.get("key")))
     return list(values(setting, incomplete)) if setting else []
 
 
 def _aliases(incomplete: str) -> list[str]:
-    from minikv.cli import config
+    from minikv.cli.settings import config
 
     with contextlib.suppress(UsageError):
         return list(config.load().aliases)

@@ -18,11 +18,11 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from minikv.checks import quoted
-from minikv.cli import completion, config
-from minikv.cli.config import SETTINGS, Config
 from minikv.cli.failures import guard
 from minikv.cli.help import Group
 from minikv.cli.screen.terminal import Terminal
+from minikv.cli.settings import completion, config
+from minikv.cli.settings.config import SETTINGS, Config
 from minikv.errors import UsageError
 from minikv.settings import CACHE, Setting, settings_of, spelled
 
@@ -207,7 +207,7 @@ _WORDS: Mapping[type, str] = {int: "N", float: "N", str: "TEXT", tuple: "TEXT"}
 def _read(values: Mapping[str, Any], known: Mapping[str, Setting], call: Call) -> dict[str, Any]:
     """The values of the fields: a text is parsed, an alias becomes its model, @FILE its text, -o a
     mapping. Raises UsageError."""
-    from minikv.cli.values import read_pairs
+    from minikv.cli.settings.values import read_pairs
 
     made: dict[str, Any] = {}
     for name, value in values.items():

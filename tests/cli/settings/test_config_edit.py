@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from test_hub import cache  # noqa: F401
 from typed import invoke
 
-import minikv.cli.ask
-from minikv.cli import completion
-from minikv.cli.config import load, short
-from minikv.cli.config_command import edited, literal
+import minikv.cli.chat.ask
+from minikv.cli.settings import completion
+from minikv.cli.settings.command import edited, literal
+from minikv.cli.settings.config import load, short
 from minikv.errors import UsageError
 from minikv.settings import Plain
 
@@ -219,7 +219,7 @@ def test_a_wrong_model_names_the_file_that_it_is_from(
         assert done.exit_code == 3
         assert f"error: {begin.format(file=short(file))}model 'nosuch' not found" in done.stderr
     # A saved chat says itself which model it is.
-    monkeypatch.setattr(minikv.cli.ask, "header", lambda name: name)
+    monkeypatch.setattr(minikv.cli.chat.ask, "header", lambda name: name)
     gone = partial(replace, model="gone")
-    monkeypatch.setattr(minikv.cli.ask, "resumed", lambda settings, *saved: gone(settings))
+    monkeypatch.setattr(minikv.cli.chat.ask, "resumed", lambda settings, *saved: gone(settings))
     assert "error: model 'gone' not found" in invoke("ask", "Who?", "-c").stderr

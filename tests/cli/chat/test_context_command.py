@@ -7,8 +7,8 @@ from typed import context, fake_chat, run
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli import context_command, kept
-from minikv.cli.context_command import usage
+from minikv.cli.chat import context_command, kept
+from minikv.cli.chat.context_command import usage
 from minikv.cli.documents import commands as document_commands
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.checks import guess
-from minikv.cli import (
+from minikv.cli.chat import (
     answer_commands,
     compare,
     context_command,
@@ -16,7 +16,7 @@ from minikv.cli import (
     settings_commands,
     verify,
 )
-from minikv.cli.command import Command, Context, Leave
+from minikv.cli.chat.slash import Command, Context, Leave
 from minikv.cli.documents import commands as documents
 from minikv.cli.export import command as export
 from minikv.cli.saved import commands as saved

@@ -21,12 +21,13 @@ import minikv
 from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli import config, context_command, settings_commands
-from minikv.cli.command import Context
-from minikv.cli.commands import execute
-from minikv.cli.config import SETTINGS, Config, Interface, load
-from minikv.cli.flags import Call, _file_text, command
+from minikv.cli.chat import context_command, settings_commands
+from minikv.cli.chat.slash import Context
+from minikv.cli.chat.slash_commands import execute
 from minikv.cli.main import app
+from minikv.cli.settings import config
+from minikv.cli.settings.config import SETTINGS, Config, Interface, load
+from minikv.cli.settings.flags import Call, _file_text, command
 from minikv.cli.wording import worded
 from minikv.errors import UsageError
 from minikv.settings import GONE, Generation, Settings

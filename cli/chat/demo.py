@@ -6,15 +6,15 @@ import re
 import sys
 from dataclasses import dataclass
 
-from minikv.cli import commands
-from minikv.cli.command import Context
+from minikv.cli.chat import slash_commands
+from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.chat.slash import Context
+from minikv.cli.chat.turn import note_report, open_chat, run_turn
 from minikv.cli.documents.text import read_file
-from minikv.cli.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import folded
-from minikv.cli.turn import note_report, open_chat, run_turn
 from minikv.errors import Interrupted
 from minikv.settings import Generation, Settings
 
@@ -158,7 +158,7 @@ def _run(context: Context, step: Step, document: str) -> None:
 def _command(context: Context, line: str) -> None:
     context.terminal.say(f"\n› {line}", "head")
     with context.interrupts.stopping(lambda: None), context.terminal.silent():
-        commands.execute(context, line)
+        slash_commands.execute(context, line)
 
 
 def _said(document: str, step: Step) -> str:

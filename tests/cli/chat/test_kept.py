@@ -21,9 +21,9 @@ from typed import context
 
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
-from minikv.cli import kept, kept_view
-from minikv.cli.kept import Kept, Part
-from minikv.cli.kept_view import SHADES
+from minikv.cli.chat import kept, kept_view
+from minikv.cli.chat.kept import Kept, Part
+from minikv.cli.chat.kept_view import SHADES
 from minikv.cli.screen.terminal import Screen
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING
 import typer
 
 from minikv.chat.report import percent_saved
-from minikv.cli.config import Interface
+from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.chat.question import sorted_out
+from minikv.cli.chat.turn import open_chat, run_turn, thoughts_of
+from minikv.cli.chat.verify import check
 from minikv.cli.documents.named import opened
 from minikv.cli.documents.origin import changes
 from minikv.cli.documents.stdin import STDIN, read_stdin
 from minikv.cli.documents.text import Text, decode, distinct, read_bytes, read_file
-from minikv.cli.flags import Call
-from minikv.cli.interrupt import Interrupts
-from minikv.cli.question import sorted_out
 from minikv.cli.saved.files import LAST
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import header, resumed
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import cut
-from minikv.cli.turn import open_chat, run_turn, thoughts_of
-from minikv.cli.verify import check
+from minikv.cli.settings.config import Interface
+from minikv.cli.settings.flags import Call
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings

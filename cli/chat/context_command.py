@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minikv.cli.command import Command, Context
-from minikv.cli.kept import counted
+from minikv.cli.chat.kept import counted
+from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.text import cells, cut_middle, padded
 
 if TYPE_CHECKING:

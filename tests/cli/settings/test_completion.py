@@ -15,12 +15,12 @@ from prompt_toolkit.document import Document
 from small_chat import chat
 
 from minikv.chat.session import ChatSession
-from minikv.cli import commands
-from minikv.cli.chat import _help
-from minikv.cli.command import Command
-from minikv.cli.config import SETTINGS
+from minikv.cli.chat import slash_commands
+from minikv.cli.chat.command import _help
+from minikv.cli.chat.slash import Command
 from minikv.cli.paths import chats_folder
 from minikv.cli.screen.editor import Commands
+from minikv.cli.settings.config import SETTINGS
 from minikv.policies import prompt_names, step_names
 
 Offers = Callable[[str], list[str]]
@@ -95,7 +95,7 @@ def test_what_follows_the_other_commands(tab: Offers) -> None:
     assert tab("/none ") == tab("/stats ") == []
 
 
-@pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda command: command.words[0])
+@pytest.mark.parametrize("command", slash_commands.COMMANDS, ids=lambda command: command.words[0])
 def test_every_command_that_takes_words_of_ours_offers_them(tab: Offers, command: Command) -> None:
     """What a command's usage writes in small letters, Tab offers."""
     words = re.findall(r"(?<![\w\"=.])(?:--)?[a-z]{3,}", command.takes.split("FILE")[0])
@@ -154,6 +154,6 @@ def test_the_shell_completes_values_without_torch(saved: Path) -> None:
     found = json.loads(done.stdout)
     assert {line: said for line, (said, _) in zip(lines, found, strict=True)} == lines
     *others, (_, loaded) = found
-    assert {"minikv.cli.completion", "torch"} <= {*loaded}
+    assert {"minikv.cli.settings.completion", "torch"} <= {*loaded}
     for _, loaded in others:
         assert not {*loaded} & {"torch", "numpy", "transformers", "huggingface_hub"}

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import Rates, Tokens, TurnReport, ratio
-from minikv.cli import completion
-from minikv.cli.command import Command, Context
+from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.progress import FRAME, Live
 from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.cli.screen.text import clipped, folded, shown
+from minikv.cli.settings import completion
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
 from minikv.settings import Generation, Settings
