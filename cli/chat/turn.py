@@ -31,6 +31,8 @@ _SAMPLE = 20_000  # characters of a document that are looked at
 _FOREIGN = 3.2
 """Characters a token: in texts of that world there are more, at least 4.5, and in others fewer, at
 most 2.2 (English, code, Markdown)."""
+_SPARE = ("kept ", "first token ")
+"""Figures under an answer that a narrow terminal does not show."""
 
 
 def is_toy(session: ChatSession) -> bool:
@@ -49,9 +51,14 @@ def _warn_of_toy(session: ChatSession, terminal: Terminal) -> None:
 
 
 def note_report(report: TurnReport, terminal: Terminal) -> None:
-    """The short lines under an answer."""
-    for line in report.lines():
-        terminal.note(f"  {worded(line)}")
+    """The short lines under an answer. On a terminal, a line that would wrap is written without
+    what is wanted least."""
+    screen = terminal.screen
+    for line in map(worded, report.lines()):
+        short = line.replace(" tokens per head", "")
+        bare = " · ".join(item for item in short.split(" · ") if not item.startswith(_SPARE))
+        fit = [form for form in (line, short) if not screen.rows or len(form) + 2 <= screen.width]
+        terminal.note(f"  {(fit or [bare])[0]}")
 
 
 def open_chat(

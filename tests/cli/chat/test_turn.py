@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typed import Tty, screen
+from typed import said as told
 
 import minikv
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import demo
 from minikv.cli.chat.interrupt import Interrupts
-from minikv.cli.chat.turn import TOY, run_turn
+from minikv.cli.chat.turn import TOY, note_report, run_turn
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
@@ -95,3 +98,34 @@ def test_it_is_said_once_a_document_in_the_header_and_at_the_end_of_the_demo(
         "The bundled model is a toy that knows only its own made-up world: your documents need "
         "-m NAME."
     )
+
+
+@pytest.mark.parametrize(
+    ("columns", "kept"), [(120, " of 512 tokens per head"), (72, " of 512 ·"), (50, "")]
+)
+def test_the_figures_under_an_answer_fit_on_a_line(
+    session: ChatSession, columns: int, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without those that are wanted least, where they do not; a file has them all."""
+    session.reset()
+    session.configure(EvictionConfig.read("adakv", budget=64))
+    session.attach(Path(BUNDLED / "sample.txt").read_text()[:2200])
+    list(session.ask("Who?", max_tokens=1))
+    report = session.report
+    assert report is not None
+    grown = replace(report.tokens, seen_total=512, generated=9)
+    report = replace(report, tokens=grown, stop_reason="length")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal, file = screen(), screen()
+    terminal.err = Tty()
+    note_report(report, terminal)
+    note_report(report, file)
+    speed, memory = told(terminal).splitlines()
+    assert max(len(speed), len(memory)) <= columns
+    assert speed.startswith("  9 tokens · ")
+    assert "stopped by" in speed
+    assert memory.endswith("not checked")
+    assert kept in memory
+    assert ("kept" in memory) == bool(kept)
+    assert " · first token" in told(file)
+    assert " of 512 tokens per head" in told(file)
