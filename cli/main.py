@@ -70,7 +70,6 @@ _COMMANDS = (
     ),
     ("plan", "plan:plan", None, "will it fit in memory? and what to do if not"),
     ("doctor", "doctor:doctor", None, "what this machine offers, and a self-test"),
-    ("report", "chat.arguments:report", _MORE, "make a page from an exported chat; loads no model"),
     ("policies", "policies_command:policies", _MORE, "the eviction methods, one line each"),
     ("bench", "bench.command:app", _MORE, "measure speed, and compare with the hardware's limits"),
     ("config", "settings.command:config", _MORE, "settings from files and MINIKV_* variables"),
@@ -79,6 +78,7 @@ _COMMANDS = (
     ("cache", "cache_command:cache", _MORE, "prompts that were read and need not be read again"),
 )
 _GONE = {
+    "report": "minikv chat --resume NAME, then /export report.html",
     "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
     "--csv": "--json has every figure",
 }

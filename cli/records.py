@@ -1,4 +1,4 @@
-"""Records of turns and chats, from files that may come from anywhere: every key is checked."""
+"""Records of turns, from files that may come from anywhere: every key is checked."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def fields_of(kind: Callable[..., _T], value: object, where: str) -> _T:
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]
         if field.name in record or field.default is dataclasses.MISSING  # keys that came later
     ]
-    places = {name: f"{where}.{name}".lstrip(".") for name in names}
-    return kind(**{n: _typed(hints[n], key(record, n, where), places[n]) for n in names})
+    if missing := [name for name in names if name not in record]:
+        raise Wrong(f"no key {where}.{missing[0]}")
+    return kind(**{n: _typed(hints[n], record[n], f"{where}.{n}") for n in names})
 
 
 def _typed(hint: Any, value: object, where: str) -> object:
@@ -61,26 +62,12 @@ def _typed(hint: Any, value: object, where: str) -> object:
             return None
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     origin = typing.get_origin(hint)
-    if hint is TurnReport:
-        return report_of(value)
     if dataclasses.is_dataclass(hint):
         return fields_of(typing.cast(type, hint), value, where)
     if origin is tuple:
         item = typing.get_args(hint)[0]  # of tuple[item, ...]
         return tuple(_typed(item, one, where) for one in checked(list, value, where))
-    if hasattr(hint, "_fields"):  # a NamedTuple of counts, as a list
-        counts = [count(number, where) for number in checked(list, value, where)]
-        if len(counts) != len(hint._fields):
-            raise Wrong(f"{where} has {len(counts)} numbers, not {len(hint._fields)}")
-        return hint(*counts)
     return checked(dict if origin is Mapping else hint, value, where)
-
-
-def key(record: Mapping[str, object], name: str, where: str = "") -> object:
-    """The value under a key that must be there."""
-    if name not in record:
-        raise Wrong(f"no key {where + '.' if where else ''}{name}")
-    return record[name]
 
 
 def checked(kind: type[_T], value: object, where: str) -> _T:
@@ -89,11 +76,3 @@ def checked(kind: type[_T], value: object, where: str) -> _T:
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
         raise Wrong(f"{where} is no {_NAMES[kind]}")
     return kind(value)  # type: ignore[call-arg]
-
-
-def count(value: object, where: str) -> int:
-    """The value, if it is a whole number and not negative."""
-    number = checked(int, value, where)
-    if number < 0:
-        raise Wrong(f"{where} is negative")
-    return number

@@ -67,8 +67,8 @@ FOUND = [
 
 
 def test_a_place_that_is_none_is_refused(targets: list[fuzzing.Target]) -> None:
-    """Of a report whose turns had a tier in a place that is none."""
-    (target,) = [one for one in targets if one.name == "report"]
+    """Of a turn that had a tier in a place that is none."""
+    (target,) = [one for one in targets if one.name == "a turn's facts"]
     (data,) = target.seeds
     assert b'"tier": ""' in data
     with pytest.raises(target.refusals, match=r"record\.tier"):

@@ -1,4 +1,4 @@
-"""The flags and arguments of `ask`, `chat`, `demo` and `report`, which are slow to import; the
+"""The flags and arguments of `ask`, `chat` and `demo`, which are slow to import; the
 docstring of each is its help. The other commands have theirs beside them.
 
 `main` imports this only when one of them is typed, and a command imports what it runs only when it
@@ -157,21 +157,3 @@ def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> No
     from minikv.cli.chat.demo import demo as run
 
     run(call.terminal, debug=interface.debug)
-
-
-@alone
-def report(
-    call: Call,
-    source: Annotated[str, typer.Argument(metavar="CHAT.json")],
-    out: Annotated[
-        str | None, flag("--out", "file to write: .html, .md or .json", letters=["-o"])
-    ] = None,
-    force: Annotated[bool, flag("--force", "replace a file that exists")] = False,
-) -> None:
-    """minikv report chat.json -o report.html
-
-    Make a report from what /export chat.json wrote in a chat. No model is needed.
-    """
-    from minikv.cli.export.command import report as run
-
-    run(source, out, force, call.terminal)

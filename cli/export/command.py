@@ -1,4 +1,4 @@
-"""`/export FILE` and `minikv report`: a chat as a file, in the format that its name says."""
+"""`/export FILE`: the chat as a page, as Markdown or as JSON, as the file's name says."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from minikv.chat.report import size
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.saved import files
-from minikv.cli.saved.listing import listing
-from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
@@ -22,6 +20,13 @@ if TYPE_CHECKING:
     from minikv.cli.export.facts import ChatFacts
 
 _FORCE = "--force"
+_FORMATS = {
+    ".html": "page",
+    ".htm": "page",
+    ".md": "markdown",
+    ".markdown": "markdown",
+    ".json": "json",
+}
 
 
 def export(context: Context, arguments: list[str]) -> None:
@@ -34,67 +39,49 @@ def export(context: Context, arguments: list[str]) -> None:
         )
     path = Path(os.path.expanduser(names[0]))
     # Refuse before reading the cache.
-    kind = _format(path)
-    refuse(path, _FORCE in arguments)
-    if not context.session.turns:
-        raise UsageError("there is nothing to export yet", "ask a question first")
-    from minikv.cli.export.facts import gather
-
-    written = write(path, _rendered(gather(context.session), kind), _FORCE in arguments)
-    context.terminal.say(f"{clean(str(path))}: {size(written)}")
-
-
-def report(source: str, out: str | None, force: bool, terminal: Terminal) -> None:
-    """`minikv report CHAT.json [-o FILE]`: write a JSON export in another format, without loading a
-    model. out: the file; by default the source's name with .html. Raises UsageError."""
-    if not os.path.exists(source) and source in {entry.name for entry in listing()}:
-        raise UsageError(
-            f"{source} is a saved chat, and this takes an exported one",
-            f"minikv chat --resume {source}, then /export chat.json",
-        )
-    path = Path(out) if out is not None else Path(source).with_suffix(".html")
-    kind = _format(path)
-    refuse(path, force)
-    from minikv.cli.export.read import read_file
-
-    written = write(path, _rendered(read_file(source), kind), force)
-    terminal.say(f"{clean(str(path))}: {size(written)}")
-
-
-_FORMATS = {
-    ".html": "page",
-    ".htm": "page",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".json": "json",
-}
-
-
-def _format(path: Path) -> str:
     kind = _FORMATS.get(path.suffix.lower())
     if kind is None:
         raise UsageError(
             f"cannot tell from {clean(path.name)!r} what to write",
             f"the name must end in one of {', '.join(_FORMATS)}",
         )
-    return kind
+    _refuse(path, _FORCE in arguments)
+    if not context.session.turns:
+        raise UsageError("there is nothing to export yet", "ask a question first")
+    from minikv.cli.export.facts import gather
+
+    data = rendered(gather(context.session), kind).encode()
+    _refuse(path, _FORCE in arguments)
+    try:
+        files.write(path.parent, path.name, data, 0o666)
+    except OSError as error:
+        raise _cannot(path, error) from None
+    context.terminal.say(f"{clean(str(path))}: {size(len(data))}")
 
 
-def _rendered(facts: ChatFacts, kind: str) -> str:
+def rendered(facts: ChatFacts, kind: str) -> str:
+    """The text of a file: "json", or a "page" or "markdown" in which nothing is invisible."""
     from minikv.cli.export import markdown, page
 
     if kind == "json":
         return json.dumps(facts.to_dict(), indent=1) + "\n"
-    return page.render(facts) if kind == "page" else markdown.render(facts)
+    return _visible(page.render(facts) if kind == "page" else markdown.render(facts))
 
 
-def _after_export(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return (_FORCE,) if word.startswith("-") else ()
+def _visible(text: str) -> str:
+    """`text` with names in place of what `clean` drops (controls, bidi overrides, tags, lone
+    surrogates), because an export shows every token."""
+    return "".join(c if clean(c) else _name(ord(c)) for c in text) if clean(text) != text else text
 
 
-def refuse(path: Path, force: bool) -> None:
-    """Raise UsageError if `write` would not start: the path exists, is no regular file, or has no
-    directory."""
+def _name(code: int) -> str:
+    if code < 0x20:
+        return chr(0x2400 + code)  # Unicode's control pictures, e.g. for ESC
+    return f"⟨U+{code:04X}⟩"
+
+
+def _refuse(path: Path, force: bool) -> None:
+    """Raise UsageError if the path exists, is no regular file, or has no directory."""
     shown = clean(str(path))
     try:
         mode = os.lstat(path).st_mode
@@ -110,22 +97,14 @@ def refuse(path: Path, force: bool) -> None:
         raise UsageError(f"{shown} exists", "--force replaces it, or choose another name")
 
 
-def write(path: Path, text: str, force: bool = False) -> int:
-    """Write `text` as UTF-8; return the number of bytes. Raises UsageError, and then no file has
-    changed."""
-    refuse(path, force)
-    data = text.encode()
-    try:
-        files.write(path.parent, path.name, data, 0o666)
-    except OSError as error:
-        raise _cannot(path, error) from None
-    return len(data)
-
-
 def _cannot(path: Path, error: OSError) -> UsageError:
     return UsageError(
         f"cannot write {clean(str(path))}: {error.strerror or error}", "nothing was written"
     )
+
+
+def _after_export(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
+    return (_FORCE,) if word.startswith("-") else ()
 
 
 COMMANDS = (

@@ -1,4 +1,4 @@
-"""The facts of a chat that a report shows: gathered from a session, and as JSON.
+"""The facts of a chat that an export shows: gathered from a session, and as JSON.
 
 The JSON of `/export chat.json`, version 1. The version is raised when a key changes its meaning.
 
@@ -12,8 +12,7 @@ The JSON of `/export chat.json`, version 1. The version is raised when a key cha
     system      the system prompt, "" if none
     documents   [{name (or null), characters}]
     turns       [{question, answer, documents: indices into documents, record, thoughts}]; `record`
-                is the turn record of `minikv ask --json`, or null if none is known; thoughts: ""
-                or missing if there are none
+                is the turn record of `minikv ask --json`; thoughts: "" if there are none
     tokens      {text, sections}: every token that was fed, in order. text[i] is what token i added
                 to the text: "" if it is the beginning of a character that a later token completes,
                 null for a control token. sections: [{kind, label, start, end}], kind is document,
@@ -33,23 +32,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import minikv
-from minikv.chat.report import TurnReport, thought_for
 from minikv.cli.chat.kept import Spans, spell
 from minikv.cli.screen.render import budget_words, pair_words
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
 
+    from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
-    from minikv.chat.transcript import Turn as Asked
+    from minikv.chat.transcript import Turn
 
-FORMAT = "minikv chat"
-VERSION = 1
 _PATH = re.compile(r"(?<![\w/:.])(?:~|/[^\s/'\"`(),;:]+)(?:/[^\s/'\"`(),;:]+)*/([^\s/'\"`(),;:]+)")
-KINDS = ("document", "question", "answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,31 +79,6 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
-    """A document. Its text is in the tokens."""
-
-    name: str | None
-    characters: int
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A question and its answer. documents: indices into those of the chat. record: what was
-    measured, or None."""
-
-    question: str
-    answer: str
-    documents: tuple[int, ...]
-    record: TurnReport | None
-    thoughts: str = ""
-
-    @property
-    def folded(self) -> str:
-        """ "thought for 312 tokens"."""
-        return thought_for(self.record.tokens.thoughts) if self.record else "thoughts"
-
-
-@dataclass(frozen=True, slots=True)
 class Section:
     """Tokens [start, end) that are a document's, a question's or an answer's text."""
 
@@ -117,54 +88,85 @@ class Section:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """What each token added to the text, and the texts that they are."""
-
-    text: tuple[str | None, ...]
-    sections: tuple[Section, ...]
-
-
-class Point(NamedTuple):
-    """Bytes of KV cache held after so many tokens, and what a full cache would hold."""
-
-    tokens: int
-    held: int
-    full: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ChatFacts:
-    """All that a report shows: the keys of the JSON."""
+    """All that an export shows. text, sections: as in `tokens` of the JSON. held: bool [L, H, T].
+    curve: (tokens seen, bytes held, bytes of a full cache)."""
 
-    minikv: str
     made: str
     model: Model
     policy: Policy
     system: str
-    documents: tuple[Attached, ...]
     turns: tuple[Turn, ...]
-    tokens: Tokens
-    kept: tuple[tuple[str, ...], ...]
-    curve: tuple[Point, ...]
+    text: tuple[str | None, ...]
+    sections: tuple[Section, ...]
+    held: np.ndarray
+    curve: tuple[tuple[int, int, int], ...]
 
     @property
-    def last(self) -> TurnReport | None:
-        """The newest turn record; None if there is none."""
-        return next((turn.record for turn in reversed(self.turns) if turn.record), None)
+    def last(self) -> TurnReport:
+        """The newest turn record."""
+        return self.turns[-1].report
+
+    def attached(self) -> list[list[tuple[str, int]]]:
+        """Name and characters of each document of each turn. One without a name has its number."""
+        numbers = iter(range(1, 1 + sum(len(turn.documents) for turn in self.turns)))
+        return [
+            [
+                (document.name or f"document {number}", len(document.text))
+                for document, number in zip(turn.documents, numbers, strict=False)
+            ]
+            for turn in self.turns
+        ]
 
     def to_dict(self) -> dict[str, object]:
         """What `json.dumps` writes as documented above."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        import numpy as np
+
+        documents: list[object] = []
+        turns = []
+        for turn in self.turns:
+            before = len(documents)
+            documents += [{"name": d.name, "characters": len(d.text)} for d in turn.documents]
+            turns.append(
+                {
+                    "question": turn.question,
+                    "answer": turn.answer,
+                    "documents": list(range(before, len(documents))),
+                    "record": turn.report.to_dict(),
+                    "thoughts": turn.thoughts,
+                }
+            )
+        bitmaps = np.packbits(self.held, axis=2, bitorder="little")
+        return {
+            "format": "minikv chat",
+            "version": 1,
+            "minikv": minikv.__version__,
+            "made": self.made,
+            "model": asdict(self.model),
+            "policy": asdict(self.policy),
+            "system": self.system,
+            "documents": documents,
+            "turns": turns,
+            "tokens": {"text": self.text, "sections": [asdict(one) for one in self.sections]},
+            "kept": [
+                [base64.b64encode(bits.tobytes()).decode() for bits in layer] for layer in bitmaps
+            ],
+            "curve": self.curve,
+        }
 
 
 def gather(session: ChatSession) -> ChatFacts:
     """The facts of a chat between two turns. Reads the cache, changes nothing."""
+    import numpy as np
+
     facts, eviction, shape = session.facts, session.eviction, session.engine.kv.shape
     spans = spell(session.tokenizer, session.fed)
-    documents = [document for turn in session.turns for document in turn.documents]
+    held = np.zeros((shape.layers, shape.kv_heads, len(session.fed)), dtype=bool)
+    for layer in range(shape.layers):
+        for head in range(shape.kv_heads):
+            held[layer, head, session.kept(layer, head).cpu().numpy()] = True
     return ChatFacts(
-        minikv=minikv.__version__,
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         model=Model(
             name=_without_folder(facts.model),
@@ -181,20 +183,11 @@ def gather(session: ChatSession) -> ChatFacts:
             eviction.policy, eviction.decode, eviction.options_record(), eviction.budget_record()
         ),
         system=session.system,
-        documents=tuple(Attached(d.name, len(d.text)) for d in documents),
-        turns=_turns(session.turns),
-        tokens=Tokens(
-            _pieces(spans, len(session.fed)),
-            _sections(spans, session.turns, forgets=session.forgets),
-        ),
-        kept=tuple(
-            tuple(
-                bitmap(session.kept(layer, head), len(session.fed))
-                for head in range(shape.kv_heads)
-            )
-            for layer in range(shape.layers)
-        ),
-        curve=tuple(Point(*point) for point in session.curve),
+        turns=tuple(map(_without_paths, session.turns)),
+        text=_pieces(spans, len(session.fed)),
+        sections=_sections(spans, session.turns, forgets=session.forgets),
+        held=held,
+        curve=tuple(session.curve),
     )
 
 
@@ -205,13 +198,10 @@ def _without_folder(name: str) -> str:
     return (path.name or path.resolve().name) if local else name
 
 
-def bitmap(positions: Tensor, tokens: int) -> str:
-    """A set of positions below `tokens` (LongTensor [n]), in the format of `kept` of the JSON."""
-    import numpy as np
-
-    held = np.zeros(tokens, dtype=bool)
-    held[positions.cpu().numpy()] = True
-    return base64.b64encode(np.packbits(held, bitorder="little").tobytes()).decode()
+def _without_paths(turn: Turn) -> Turn:
+    """The turn; of an absolute path in a warning, only the last part stays."""
+    warnings = tuple(_PATH.sub(r"\1", line) for line in turn.report.warnings)
+    return replace(turn, report=replace(turn.report, warnings=warnings))
 
 
 def _pieces(spans: Spans, tokens: int) -> tuple[str | None, ...]:
@@ -224,23 +214,7 @@ def _pieces(spans: Spans, tokens: int) -> tuple[str | None, ...]:
     return tuple(pieces)
 
 
-def _turns(turns: Sequence[Asked]) -> tuple[Turn, ...]:
-    """The turns, with their documents as indices into those of the chat, in the same order. Of an
-    absolute path in a warning, only the last part stays."""
-    shown: list[Turn] = []
-    before = 0
-    for turn in turns:
-        brought = range(before, before + len(turn.documents))
-        before = brought.stop
-        lines = tuple(_PATH.sub(r"\1", line) for line in turn.report.warnings)
-        record = replace(turn.report, warnings=lines)
-        shown.append(Turn(turn.question, turn.answer, tuple(brought), record, turn.thoughts))
-    return tuple(shown)
-
-
-def _sections(
-    spans: Spans, turns: Sequence[Asked], *, forgets: bool = False
-) -> tuple[Section, ...]:
+def _sections(spans: Spans, turns: Sequence[Turn], *, forgets: bool = False) -> tuple[Section, ...]:
     """The token ranges of the texts of the conversation, found by searching the text of each turn.
 
     forgets: the template leaves out the thoughts of earlier turns. A text that the template changed
@@ -261,13 +235,13 @@ def _sections(
         """Where the text of the tokens from position `token` on begins."""
         return (*spans.start, len(text))[bisect_left(spans.token, token)]
 
-    count = 0
+    count = before = 0
     for number, turn in enumerate(turns, 1):
-        # Search where the record says the turn was read: a short text may also occur elsewhere.
+        # Search the end of the prompt of this turn: a short text may also occur elsewhere.
         spent = turn.report.tokens
         end = place(spent.prompt_reused + spent.prompt_new)
         message = turn.messages()[0].content
-        at = text.rfind(message.strip(), place(spent.prompt_reused), end)
+        at, before = text.rfind(message.strip(), before, end), end
         if at < 0:
             at = len(text)  # the message was not found, so nothing is marked
         at -= len(message) - len(message.lstrip())

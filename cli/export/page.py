@@ -9,21 +9,20 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from markdown_it import MarkdownIt
-
-from minikv.chat.report import percent_saved, size
-from minikv.cli.export.facts import ChatFacts, Point
-from minikv.cli.export.safe import visible
-from minikv.cli.screen.render import budget_words, figures
+import minikv
+from minikv.chat.report import percent_saved, size, thought_for
+from minikv.cli.screen.render import figures
 from minikv.cli.screen.strips import percent
 from minikv.cli.wording import worded
 
 if TYPE_CHECKING:
     import numpy as np
+    from markdown_it import MarkdownIt
+
+    from minikv.cli.export.facts import ChatFacts
 
 LEVELS = 10  # shades, as many as classes s1 to s10 in page.css
 _BARS = 120  # of the strip above the text
-_WIDE, _HIGH = 420, 200  # of the chart, as in page.html
 _FOREIGN = ("link", "image", "autolink", "html_inline", "html_block", "reference", "entity")
 
 
@@ -37,13 +36,21 @@ def render(facts: ChatFacts) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(figures=figures, formatted=formatted, worded=worded)
+    environment.filters.update(
+        figures=figures, formatted=formatted, worded=worded, size=size, thoughts=thought_for
+    )
     # The browser refuses every script, and every style but this one.
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    values = {**_header(facts), **_text(facts), **_memory(facts.curve)}
-    return visible(
-        environment.from_string(page).render(facts=facts, policy=policy, style=style, **values)
+    return environment.from_string(page).render(
+        facts=facts,
+        version=minikv.__version__,
+        style=style,
+        allowed=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; "
+        "form-action 'none'",
+        cards=_cards(facts),
+        machine=_machine(facts),
+        curve=_curve(facts),
+        **_text(facts),
     )
 
 
@@ -63,51 +70,58 @@ def formatted(text: str) -> str:
 
 @cache
 def _parser() -> MarkdownIt:
+    from markdown_it import MarkdownIt
+
     return (
         MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("table").disable(_FOREIGN)
     )
 
 
-def _header(facts: ChatFacts) -> Mapping[str, object]:
-    """What the page begins and ends with: model, policy, machine, the figures of the last turn."""
-    model, policy, report = facts.model, facts.policy, facts.last
-    cards = []
-    share = None
-    if report is not None:
-        tokens, kv = report.tokens, report.kv_bytes
-        saved = percent_saved(kv.saved) if kv.saved > 0 else "–"
-        kept = f"of {tokens.seen_total:,}, min {tokens.kept_min:,}, max {tokens.kept_max:,}"
-        cards = [
-            ("KV cache saved", saved, report.memory),
-            ("Tokens kept per head", f"{tokens.kept_mean:,.0f}", kept),
-            ("First token", f"{report.time_s.first_token:.2f} s", "after the last question"),
-        ]
-        if (rate := report.rate.decode_tok_s) is not None:
-            cards.append(("Writing", f"{rate:.1f} tok/s", "measured, last answer"))
-        share = round(100 * (1 - kv.saved)) if kv.full else None
+def _cards(facts: ChatFacts) -> Sequence[tuple[str, str, str]]:
+    """The figures of the last turn: name, figure, meaning."""
+    tokens, kv, rate = facts.last.tokens, facts.last.kv_bytes, facts.last.rate.decode_tok_s
+    saved = percent_saved(kv.saved) if kv.saved > 0 else "–"
+    kept = f"of {tokens.seen_total:,}, min {tokens.kept_min:,}, max {tokens.kept_max:,}"
+    cards = [
+        ("KV cache saved", saved, facts.last.memory),
+        ("Tokens kept per head", f"{tokens.kept_mean:,.0f}", kept),
+        ("First token", f"{facts.last.time_s.first_token:.2f} s", "after the last question"),
+    ]
+    if rate is not None:
+        cards.append(("Writing", f"{rate:.1f} tok/s", "measured, last answer"))
+    return cards
+
+
+def _machine(facts: ChatFacts) -> Sequence[tuple[str, str]]:
+    model = facts.model
     options = [
         f"{name}={value}"
-        for name, value in policy.options.items()
+        for name, value in facts.policy.options.items()
         if isinstance(value, str | int | float)
     ]
-    chips = [f"policy {policy.name}", f"while answering {policy.decode}"]
-    chips.append(budget_words(policy.budget))
-    return {
-        "title": f"{model.name.rstrip('/').rsplit('/', 1)[-1]}: {policy.name}",
-        "chips": [*chips, *([f"revision {model.revision[:12]}"] if model.revision else [])],
-        "cards": cards,
-        "share": share,
-        "machine": [
-            ("Model", model.name),
-            ("Revision", model.revision or "none"),
-            ("Weights", f"{size(model.weight_bytes)}, {model.dtype}"),
-            ("Shape", f"{model.layers} layers × {model.kv_heads} KV heads"),
-            ("Context", f"{model.max_context:,} tokens"),
-            ("Ran on", f"{model.device}, {model.kernels} kernels"),
-            ("Policy", policy.words),
-            ("Options", ", ".join(options) or "none"),
-        ],
-    }
+    return [
+        ("Model", model.name),
+        ("Revision", model.revision or "none"),
+        ("Weights", f"{size(model.weight_bytes)}, {model.dtype}"),
+        ("Shape", f"{model.layers} layers × {model.kv_heads} KV heads"),
+        ("Context", f"{model.max_context:,} tokens"),
+        ("Ran on", f"{model.device}, {model.kernels} kernels"),
+        ("Policy", facts.policy.words),
+        ("Options", ", ".join(options) or "none"),
+    ]
+
+
+def _curve(facts: ChatFacts) -> Sequence[tuple[str, str, str, str, float, float]]:
+    """The rows of the table of memory: tokens, bytes held, those of a full cache, what is saved,
+    and both as a share of the most, in percent."""
+    most = max([1, *(max(held, full) for _, held, full in facts.curve)])
+    rows = []
+    for tokens, held, full in facts.curve:
+        share = 1 - held / full if full else 0
+        saved = percent_saved(share) if share > 0 else "nothing"
+        bars = round(100 * held / most, 1), round(100 * full / most, 1)
+        rows.append((f"{tokens:,}", size(held), size(full), saved, *bars))
+    return rows
 
 
 def _text(facts: ChatFacts) -> Mapping[str, object]:
@@ -115,66 +129,44 @@ def _text(facts: ChatFacts) -> Mapping[str, object]:
     tokens each head holds."""
     import numpy as np
 
-    count, heads = len(facts.tokens.text), facts.model.layers * facts.model.kv_heads
-    if not count or not heads:
+    layers, heads, count = facts.held.shape
+    if not count:
         return {"parts": []}
-    held = np.zeros(count, dtype=np.int64)  # by how many heads
-    rows = np.zeros((facts.model.layers, facts.model.kv_heads), dtype=np.int64)
-    for layer, bitmaps in enumerate(facts.kept):
-        for head, bitmap in enumerate(bitmaps):
-            packed = np.frombuffer(base64.b64decode(bitmap), dtype=np.uint8)
-            bits = np.unpackbits(packed, count=count, bitorder="little")
-            held += bits
-            rows[layer, head] = bits.sum()
-    some = int(np.count_nonzero(held))
+    by = facts.held.sum(axis=(0, 1))  # how many heads hold each token
     bars = min(count, _BARS)
     edges = np.arange(bars + 1) * count // bars
-    shares = np.add.reduceat(held, edges[:-1]) / (heads * np.diff(edges))
+    shares = np.add.reduceat(by, edges[:-1]) / (layers * heads * np.diff(edges))
     largest = float(shares.max())
+    mean = percent(float(facts.held.mean()))
     return {
-        "parts": _parts(facts, held, heads),
+        "parts": _parts(facts, by, layers * heads),
         "strip": [
-            {
-                "height": round(50 * share / largest, 1) if share else 0,
-                "words": f"tokens {begin:,} to {end - 1:,}: {percent(share)} kept",
-            }
+            (
+                round(50 * share / largest, 1) if share else 0,
+                f"tokens {begin:,} to {end - 1:,}: {percent(share)} kept",
+            )
             for share, begin, end in zip(
                 shares.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True
             )
         ],
-        "bands": [
-            {
-                "kind": section.kind,
-                "x": round(section.start / count * bars, 2),
-                "width": round((section.end - section.start) / count * bars, 2),
-                "words": f"{section.label}: tokens {section.start:,} to {section.end - 1:,}",
-            }
-            for section in facts.tokens.sections
-        ],
-        "most": percent(largest),
-        "kept": (
-            f"A head holds {percent(float(rows.mean()) / count)} of the tokens on average; "
-            f"{some:,} of {count:,} tokens are held by at least one head."
-        ),
-        "map": _map(rows, count),
+        "scale": bars / count,
+        "kept": f"The tallest bar is {percent(largest)}. A head holds {mean} of the tokens on "
+        f"average; {np.count_nonzero(by):,} of {count:,} tokens are held by at least one head.",
+        "map": _map(facts.held.sum(axis=2), count),
     }
 
 
-def _parts(facts: ChatFacts, held: np.ndarray, heads: int) -> Sequence[Mapping[str, object]]:
+def _parts(facts: ChatFacts, by: np.ndarray, heads: int) -> Sequence[Mapping[str, object]]:
     """The tokens, from one beginning of a document, question or answer to the next."""
-    looks = ["mark " * (not piece) for piece in facts.tokens.text]
-    levels = -(-LEVELS * held // heads)
     tokens = [
-        {
-            "look": f"{look}s{level}",
-            "words": f"token {i:,}: {by:,} of {heads:,} heads",
-            "text": "·" if piece is None else piece,
-        }
-        for i, (piece, look, level, by) in enumerate(
-            zip(facts.tokens.text, looks, levels.tolist(), held.tolist(), strict=True)
+        (
+            f"{'mark ' * (not piece)}s{-(-LEVELS * held // heads)}",
+            f"token {i:,}: {held:,} of {heads:,} heads",
+            "·" if piece is None else piece,
         )
+        for i, (piece, held) in enumerate(zip(facts.text, by.tolist(), strict=True))
     ]
-    labels = {0: ""} | {section.start: section.label for section in facts.tokens.sections}
+    labels = {0: ""} | {section.start: section.label for section in facts.sections}
     starts = sorted(labels)
     return [
         {"label": labels[begin], "tokens": tokens[begin:end]}
@@ -182,65 +174,18 @@ def _parts(facts: ChatFacts, held: np.ndarray, heads: int) -> Sequence[Mapping[s
     ]
 
 
-def _map(rows: np.ndarray, count: int) -> Mapping[str, object]:
-    """A table of heads by layers. Its shades go from the fewest tokens of a head to the most."""
+def _map(rows: np.ndarray, count: int) -> Sequence[Sequence[tuple[str, str, str]]]:
+    """A row of cells for each head, one for each layer: class, words, text. The shades go from the
+    fewest tokens of a head to the most."""
     low, high = int(rows.min()), int(rows.max())
 
-    def cell(layer: int, head: int) -> Mapping[str, object]:
-        kept = int(rows[layer, head])
-        level = 1 + round((LEVELS - 1) * (kept - low) / (high - low)) if high > low else 6
+    def cell(layer: int, head: int, kept: int) -> tuple[str, str, str]:
+        level = 1 + round((LEVELS - 1) * (kept - low) / max(high - low, 1))
         place = f"layer {layer}, KV head {head}"
-        return {
-            "level": level if kept else 0,
-            "words": f"{place}: {kept:,} of {count:,} tokens kept ({percent(kept / count)})",
-            "text": f"{kept:,}" if layers <= 12 else "",
-        }
+        words = f"{place}: {kept:,} of {count:,} tokens kept ({percent(kept / count)})"
+        return f"s{level if kept else 0}", words, f"{kept:,}" if len(rows) <= 12 else ""
 
-    layers, heads = rows.shape
-    return {
-        "rows": [[cell(layer, head) for layer in range(layers)] for head in range(heads)],
-        "step": -(-layers // 8),
-        "words": f"{low:,} to {high:,} tokens" if high > low else f"{low:,} tokens each",
-    }
-
-
-def _memory(curve: Sequence[Point]) -> Mapping[str, object]:
-    """The chart of bytes held and bytes of a full cache, and its table."""
-    far = max([1, *(point.tokens for point in curve)])
-    most = max([1, *(max(point.held, point.full) for point in curve)])
-
-    def place(tokens: int, size: int) -> tuple[float, float]:
-        return round(_WIDE * tokens / far, 1), round(_HIGH - _HIGH * size / most, 1)
-
-    def line(values: Sequence[tuple[int, int]]) -> str:
-        return " ".join("{},{}".format(*place(*value)) for value in [(0, 0), *values])
-
-    points = []
-    for point in curve:
-        held, full = size(point.held), size(point.full)
-        share = 1 - point.held / point.full if point.full else 0
-        saved = percent_saved(share) if share > 0 else "nothing"
-        (x, high), (_, above) = (
-            place(point.tokens, point.held),
-            place(point.tokens, point.full),
-        )
-        points.append(
-            {
-                "x": x,
-                "held": high,
-                "full": above,
-                "cells": (f"{point.tokens:,}", held, full, saved),
-                "words": f"after {point.tokens:,} tokens: {held} held, {full} in a full cache, "
-                f"{saved} saved",
-            }
-        )
-    return {
-        "curve": points,
-        "chart": {
-            "most": size(most),
-            "half": size(most // 2),
-            "tokens": f"{far:,}",
-            "held": line([(point.tokens, point.held) for point in curve]),
-            "full": line([(point.tokens, point.full) for point in curve]),
-        },
-    }
+    return [
+        [cell(layer, head, kept) for layer, kept in enumerate(column)]
+        for head, column in enumerate(rows.T.tolist())
+    ]

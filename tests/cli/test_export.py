@@ -1,4 +1,4 @@
-"""/export and minikv report: true figures, inert text, whole files or none."""
+"""/export: true figures, inert text, whole files or none."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from fakes import END, ByteTokenizer, ThinkML
 from minikv.chat.session import ChatSession
 from minikv.cli.chat.slash import Context
 from minikv.cli.export import command, markdown, page
-from minikv.cli.export.facts import ChatFacts, Point, gather
-from minikv.cli.export.read import parse, read_file
-from minikv.cli.screen.terminal import Terminal
+from minikv.cli.export.command import rendered
+from minikv.cli.export.facts import ChatFacts, gather
 from minikv.errors import UsageError
 
 
@@ -43,33 +42,33 @@ def facts() -> ChatFacts:
     return gather(spoken())
 
 
-def as_json(facts: ChatFacts) -> bytes:
-    return json.dumps(facts.to_dict()).encode()
-
-
 def bits(text: str) -> list[int]:
     data = base64.b64decode(text)
     return [i for i in range(8 * len(data)) if data[i >> 3] >> (i & 7) & 1]
 
 
-def test_facts_are_those_of_the_chat() -> None:
+def test_the_json_has_the_facts_of_the_chat() -> None:
     session = spoken()
-    facts = gather(session)
-    assert [(t.question, t.answer, t.documents) for t in facts.turns] == [
-        ("who?", session.messages[2].content, (0, 1)),
-        ("why?", session.messages[4].content, ()),
+    made: Any = json.loads(rendered(gather(session), "json"))
+    assert [(t["question"], t["answer"], t["documents"]) for t in made["turns"]] == [
+        ("who?", session.messages[2].content, [0, 1]),
+        ("why?", session.messages[4].content, []),
     ]
-    assert [t.record for t in facts.turns] == session.reports
-    assert [(d.name, d.characters) for d in facts.documents] == [("story.txt", 12), (None, 8)]
-    assert len(facts.tokens.text) == len(session.fed)
-    assert "".join(p or "" for p in facts.tokens.text) == session.tokenizer.decode(session.fed)
-    assert facts.tokens.text[0] is None, "a control token has no text"
-    assert [[bits(head) for head in layer] for layer in facts.kept] == [
+    assert [t["record"] for t in made["turns"]] == [r.to_dict() for r in session.reports]
+    assert made["documents"] == [
+        {"name": "story.txt", "characters": 12},
+        {"name": None, "characters": 8},
+    ]
+    text = made["tokens"]["text"]
+    assert len(text) == len(session.fed)
+    assert "".join(piece or "" for piece in text) == session.tokenizer.decode(session.fed)
+    assert text[0] is None, "a control token has no text"
+    assert [[bits(head) for head in layer] for layer in made["kept"]] == [
         [session.kept(i, h).tolist() for h in range(HEADS)] for i in range(LAYERS)
     ]
-    assert [(p.tokens, p.held, p.full) for p in facts.curve] == session.curve
-    assert len(facts.curve) == 4
-    assert facts.last == session.report
+    assert [tuple(point) for point in made["curve"]] == session.curve
+    assert len(made["curve"]) == 4
+    assert (made["format"], made["version"]) == ("minikv chat", 1)
 
 
 def test_thoughts_are_folded_and_their_text_is_not_taken_for_the_answer() -> None:
@@ -80,25 +79,21 @@ def test_thoughts_are_folded_and_their_text_is_not_taken_for_the_answer() -> Non
     list(session.ask("who?"))
     list(session.ask("really?"))
     facts = gather(session)
-    assert parse(as_json(facts)) == facts
     assert [turn.thoughts for turn in facts.turns] == ["Is it Ada? Yes, <b>Ada</b>."] * 2
-    spans = {s.label: (s.start, s.end) for s in facts.tokens.sections}
+    spans = {s.label: (s.start, s.end) for s in facts.sections}
     for number in (1, 2):
         begin, end = spans[f"answer {number}"]
-        shown = "".join(piece or "" for piece in facts.tokens.text[begin:end])
+        shown = "".join(piece or "" for piece in facts.text[begin:end])
         assert (shown, session.fed[end : end + 1]) == ("Ada", [END] if number == 1 else [])
     folded = f"<details><summary>thought for {len(text) - 5} tokens</summary>"
     assert page.render(facts).count(folded) == markdown.render(facts).count(folded) == 2
-    old = json.loads(as_json(facts))
-    del old["turns"][0]["thoughts"]
-    assert parse(json.dumps(old).encode()).turns[0].thoughts == ""
 
 
 def test_sections_hold_the_texts() -> None:
     facts = gather(spoken())
     found = {
-        (s.kind, s.label): "".join(p or "" for p in facts.tokens.text[s.start : s.end])
-        for s in facts.tokens.sections
+        (s.kind, s.label): "".join(p or "" for p in facts.text[s.start : s.end])
+        for s in facts.sections
     }
     assert found == {
         ("document", "story.txt"): "a long störy",
@@ -115,114 +110,28 @@ def test_a_section_begins_with_the_first_byte_of_its_first_character() -> None:
     session.attach("é is é")
     list(session.ask("q"))
     facts = gather(session)
-    document = facts.tokens.sections[0]
-    assert facts.tokens.text[document.start : document.end] == ("", "é", *" is ", "", "é")
+    document = facts.sections[0]
+    assert facts.text[document.start : document.end] == ("", "é", *" is ", "", "é")
 
 
 def test_a_short_text_is_not_found_in_what_came_before() -> None:
     session = chat(system="q and a and q")
     list(session.ask("q"))
-    question = gather(session).tokens.sections[0]
+    question = gather(session).sections[0]
     # bos and system before the prompt, its end and user after it
     assert question.start == len("q and a and q") + 4
+    # Nor where the record says that all of it was read before.
+    turn = session.turns[0]
+    spent = turn.report.tokens
+    reused = replace(spent, prompt_reused=spent.prompt_reused + spent.prompt_new, prompt_new=0)
+    session.turns[0] = replace(turn, report=replace(turn.report, tokens=reused))
+    assert gather(session).sections[0] == question
     # The answer is a text that its own question begins with.
     session = chat()
     session.engine.script = [ord("w")] * 12  # type: ignore[attr-defined]
     list(session.ask("wwwwwwwwwwwwww"))
-    answer = gather(session).tokens.sections[1]
+    answer = gather(session).sections[1]
     assert (answer.start, answer.end) == (len(session.fed) - 12, len(session.fed))
-
-
-def test_the_json_reads_back_as_it_was(facts: ChatFacts) -> None:
-    again = parse(as_json(facts))
-    assert again == facts
-    assert page.render(again) == page.render(facts)
-    assert markdown.render(again) == markdown.render(facts)
-
-
-GONE = object()
-WRONG = [
-    ("version", 2, "version 2"),
-    ("format", "another", "format"),
-    ("kept.0", [], "kept"),
-    ("kept.2.1", "AAAA", "another length"),
-    ("kept.2.1", "é", "base64"),
-    ("model.layers", 1 << 53, "kept"),
-    ("model.layers", True, "whole number"),
-    ("model.name", ["x"], "text"),
-    ("tokens.text.3", 7, "text"),
-    ("tokens.sections.0.end", 1 << 40, "section"),
-    ("tokens.sections.0.start", -1, "section"),
-    ("tokens.sections.0.kind", "onclick", "section"),
-    ("turns.0.documents", [9], "document"),
-    ("turns.0.documents", [-1], "not there"),
-    ("turns.0.record.stop_reason", "boredom", "stop_reason"),
-    ("turns.0.record.reuse", "auto", "reuse"),  # a record says what was read
-    ("turns.0.record.rate.decode_tok_s", "fast", "number"),
-    ("turns.0.record.tokens", None, "object"),
-    ("curve.0", [1, 2], "2 numbers, not 3"),
-    ("curve.0", [1, -2, 3], "negative"),
-    ("documents", "none", "list"),
-    *(
-        (key, GONE, key.rsplit(".", 1)[-1])
-        for key in (
-            *("format", "version", "minikv", "made", "model", "policy", "system", "documents"),
-            *("turns", "tokens", "kept", "curve", "model.layers", "policy.budget"),
-            *("documents.0.name", "turns.0.question", "turns.0.documents", "turns.0.record"),
-            *("tokens.text", "tokens.sections", "tokens.sections.0.end"),
-            *("turns.0.record.tokens.kept_mean", "turns.0.record.warnings"),
-        )
-    ),
-]
-
-
-def changed(facts: ChatFacts, path: str, value: object) -> bytes:
-    """The JSON of a chat with another value, or none, under a key."""
-    record: Any = json.loads(as_json(facts))
-    inner, (*outer, last) = record, [int(k) if k.isdigit() else k for k in path.split(".")]
-    for key in outer:
-        inner = inner[key]
-    inner[last] = value
-    if value is GONE:
-        del inner[last]
-    return json.dumps(record).encode()
-
-
-@pytest.mark.parametrize(("path", "value", "said"), WRONG)
-def test_what_is_wrong_in_a_file_is_named(
-    facts: ChatFacts, path: str, value: object, said: str
-) -> None:
-    with pytest.raises(ValueError, match=said):
-        parse(changed(facts, path, value))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"a": NaN}',
-        b'{"a": 1e999}',
-        b'{"a": ' + b"9" * 30 + b"}",
-        b'{"a": ' + b"9" * 9999 + b"}",
-    ],
-)
-def test_what_is_no_export_is_refused(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(data)
-    with pytest.raises(UsageError, match="not a chat that minikv exported"):
-        read_file(str(path))
-
-
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.json")
-    for name in ("pipe.json", "absent.json", "."):
-        with pytest.raises(UsageError):
-            read_file(str(tmp_path / name))
 
 
 # The page ------------------------------------------------------------------------------------
@@ -293,18 +202,16 @@ def test_the_page_runs_and_loads_nothing_whatever_its_text(facts: ChatFacts) -> 
 
 
 def test_no_character_of_foreign_text_is_hidden_or_acts(facts: ChatFacts) -> None:
-    """Nor does a lone surrogate, which JSON can hold, reach a file."""
-    surrogates = [
-        parse(changed(facts, *change))
-        for change in (("turns.0.answer", "a \ud800 b"), ("tokens.text.3", "\ud800"))
-    ]
+    """Nor does a lone surrogate, which a model's tokens can give, reach a file."""
+    turn = replace(facts.turns[0], answer="a \ud800 b")
+    lone = replace(facts, turns=(turn,), text=("\ud800", *facts.text[1:]))
     acting = "[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-    for made in (hostile(), *surrogates):
-        assert not re.search(acting, page.render(made))
-        assert not re.search(acting, markdown.render(made))
-    assert "⟨U+D800⟩" in markdown.render(surrogates[0])
-    assert "⟨U+D800⟩" in page.render(surrogates[1])
-    text = Elements(page.render(hostile())).text
+    for made in (hostile(), lone):
+        for kind in ("page", "markdown"):
+            assert not re.search(acting, rendered(made, kind))
+    assert "⟨U+D800⟩" in rendered(lone, "markdown")
+    assert rendered(lone, "page").count("⟨U+D800⟩") == 2
+    text = Elements(rendered(hostile(), "page")).text
     assert "␛]0;owned␇" in text
     assert "⟨U+202E⟩gnp.exe" in text
     assert "{{ 7 * 7 }} {% raw %}⟨U+2028⟩" in text
@@ -335,14 +242,14 @@ def test_every_token_and_every_head_is_shaded_by_what_is_held() -> None:
         assert f"<h3><bdi>{label}</bdi></h3>" in page.render(facts)
 
 
-def test_the_chart_has_the_curve(facts: ChatFacts) -> None:
-    given = replace(facts, curve=(Point(50, 1024, 4096), Point(100, 2048, 2048)))
-    html = page.render(given)
-    assert 'class="held" points="0.0,200.0 210.0,150.0 420.0,100.0"' in html
-    assert 'class="full" points="0.0,200.0 210.0,0.0 420.0,100.0"' in html
+def test_the_table_of_memory_has_the_curve(facts: ChatFacts) -> None:
+    html = page.render(replace(facts, curve=((50, 1024, 4096), (100, 2048, 2048))))
     for row in ("50</td><td>1.0 KiB</td><td>4.0 KiB</td><td>75.0%", "2.0 KiB</td><td>nothing"):
         assert row in html
-    assert "after 50 tokens: 1.0 KiB held, 4.0 KiB in a full cache, 75.0% saved" in html
+    assert re.findall(r'class="(\w+)"\s+width="([\d.]+)" height="4"', html) == [
+        *(("rail", "100.0"), ("bar", "25.0")),
+        *(("rail", "50.0"), ("bar", "50.0")),
+    ]
 
 
 def test_a_page_of_eight_thousand_tokens_and_256_heads_is_small(facts: ChatFacts) -> None:
@@ -355,8 +262,7 @@ def test_a_chat_that_is_not_read_again_yet_still_has_its_conversation() -> None:
     session.engine.reset()
     session.refresh(wanted=False)
     facts = gather(session)
-    assert parse(as_json(facts)) == facts
-    assert facts.tokens.sections == ()
+    assert facts.sections == ()
     assert facts.turns[0].answer in Elements(page.render(facts)).text
 
 
@@ -383,7 +289,7 @@ def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> Non
     html = page.render(replace(facts, turns=(turn, *facts.turns[1:])))
     assert made in html
     tags = Elements(html).tags
-    assert not [one for one in tags if one[0] in ("img", "a") and "skip" not in one[1].values()]
+    assert not [tag for tag, _ in tags if tag in ("img", "a")]
     assert not [name for _, names in tags for name in names if name in ("style", "onload")]
 
 
@@ -392,8 +298,7 @@ def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> Non
 
 def test_the_transcript_has_the_words_and_the_figures(facts: ChatFacts) -> None:
     text = markdown.render(facts)
-    report = facts.turns[1].record
-    assert report is not None
+    report = facts.turns[1].report
     assert f"> {facts.turns[1].answer}\n" in text
     assert f"| kept | {report.tokens.kept_mean:,.1f} of" in text
     assert f"({report.saved})" in text
@@ -514,18 +419,6 @@ def test_a_failed_write_leaves_what_was_there(
     assert os.listdir(tmp_path) == ["a.md"]
 
 
-def test_report_writes_beside_the_export_or_where_it_is_told(
-    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(context, tmp_path / "chat.json")
-    monkeypatch.chdir(tmp_path)
-    for out in (None, "other.md"):
-        command.report("chat.json", out, False, Terminal())
-    facts = read_file("chat.json")
-    assert Path("chat.html").read_text("utf-8") == page.render(facts)
-    assert Path("other.md").read_text("utf-8") == markdown.render(facts)
-
-
 PATHS = ("/home/ada/models/Some-3B", "~/models/Some-3B", "./Some-3B", "../models/Some-3B/")
 
 
@@ -542,11 +435,10 @@ def test_no_export_names_a_folder_of_this_machine(model: str, tmp_path: Path) ->
     session.turns[-1] = replace(turn, report=replace(turn.report, warnings=told))
     facts = gather(session)
     assert facts.model.name == ("owner/Some-3B" if model == "owner/Some-3B" else "Some-3B")
-    for made in (page.render(facts), markdown.render(facts), json.dumps(facts.to_dict())):
+    for made in (rendered(facts, kind) for kind in ("page", "markdown", "json")):
         for part in ("/home", "~/", "../", str(tmp_path), "/models"):
             assert part not in made.replace("\\", "")
-    assert facts.turns[-1].record is not None
-    first, second, third = facts.turns[-1].record.warnings
+    first, second, third = facts.turns[-1].report.warnings
     assert first == "the tier is damaged: tier.kv is damaged from token 9 on"
     assert second.endswith("No space left on device; /docs, a/b, 1/2")
     assert third == "see https://example.org/a/b or y.log"

@@ -9,7 +9,6 @@ import pytest
 
 from minikv.cli import json_limits
 from minikv.cli.eval.records import read_items
-from minikv.cli.export.read import read_file
 from minikv.cli.json_limits import CONTAINERS, ITEMS, refuse_many
 from minikv.errors import UsageError
 
@@ -67,19 +66,9 @@ def test_many_short_texts_cost_little_to_leave_out(monkeypatch: pytest.MonkeyPat
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("read", ["report", "eval"])
-def test_such_files_are_refused_in_one_line(read: str, tmp_path: Path) -> None:
+def test_such_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "many.json"
     path.write_bytes(b"[" + OPEN * CONTAINERS + b"{}]")
     with pytest.raises(UsageError, match="are too many") as caught:
-        read_file(str(path)) if read == "report" else list(read_items(path))
+        list(read_items(path))
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-def test_a_report_in_another_encoding_is_refused(encoding: str, tmp_path: Path) -> None:
-    """In UTF-16, this letter has the byte of a quotation mark, behind which nothing counts."""
-    path = tmp_path / "x.json"
-    path.write_bytes('{"a": "\u2200", "b": [[], []]}'.encode(encoding))
-    with pytest.raises(UsageError, match="no JSON"):
-        read_file(str(path))

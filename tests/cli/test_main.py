@@ -105,6 +105,7 @@ def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> No
         ("chat --reread-limit=3", "error: --reread-limit is gone: a chat asks once before"),
         ("eval --csv x", "error: --csv is gone: --json has every figure"),
         ("verify -m x", "error: verify is gone: hf cache verify NAME"),
+        ("report chat.json", "error: report is gone: minikv chat --resume NAME, then"),
         ("ask q --xyzzy", "error: No such option: --xyzzy"),
         ("nonsense", "error: No such command 'nonsense'"),
         ("config", "Usage: minikv config"),  # without the command below it

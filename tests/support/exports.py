@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import replace
 
+import numpy as np
 import torch
 from fakes import ByteTokenizer, ChatML, FakeEngine, FakeKv
 from small_chat import chat_over
@@ -13,7 +13,7 @@ from minikv.cache.stats import Shape
 from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.export.facts import ChatFacts, Section, Tokens
+from minikv.cli.export.facts import ChatFacts, Section
 
 LAYERS, HEADS = 3, 2
 HOSTILE = (
@@ -48,21 +48,11 @@ def chat(system: str = "") -> ChatSession:
 
 def large(facts: ChatFacts, layers: int, heads: int, tokens: int) -> ChatFacts:
     """`facts` with made-up tokens and kept sets of that size: a page as large as they get."""
-    draw = torch.Generator().manual_seed(0)
-    size = (tokens + 7) // 8
-    mask = 255 >> (-tokens % 8)  # no bits beyond the last token
-
-    def bits() -> str:
-        data = torch.randint(256, (size,), generator=draw, dtype=torch.uint8)
-        data[-1] &= mask
-        return base64.b64encode(bytes(data.tolist())).decode()
-
+    draw = np.random.default_rng(0)
     return replace(
         facts,
         model=replace(facts.model, layers=layers, kv_heads=heads),
-        tokens=Tokens(
-            tuple(f" word{i % 1000}" if i % 40 else "\n" for i in range(tokens)),
-            (Section("document", "report.pdf", 10, tokens - 10),),
-        ),
-        kept=tuple(tuple(bits() for _ in range(heads)) for _ in range(layers)),
+        text=tuple(f" word{i % 1000}" if i % 40 else "\n" for i in range(tokens)),
+        sections=(Section("document", "report.pdf", 10, tokens - 10),),
+        held=draw.random((layers, heads, tokens)) < 0.5,
     )

@@ -515,21 +515,12 @@ def _chats(folder: Path) -> list[Target]:
 
 
 def _texts(folder: Path) -> list[Target]:
-    from exports import chat
-
     from minikv.cli.eval.records import read_items
-    from minikv.cli.export import markdown, page
-    from minikv.cli.export.facts import gather
-    from minikv.cli.export.read import read_file
     from minikv.cli.screen.history import HistoryFile
     from minikv.cli.settings import config
     from minikv.errors import UsageError
 
     refusals = (UsageError,)
-    session = chat("be brief")
-    session.attach("A mill stands by the river.", "mill.txt")
-    list(session.ask("Who?", 4))
-    exported = json.dumps(gather(session).to_dict()).encode()
     toml = (
         b'budget = "20%"\ntemperature = 0.7\nseed = 7\npolicy = "adakv"\nquiet = true\n'
         b'stop = ["a", "b"]\nmodel = "fast"\nthreads = 2\n'
@@ -553,10 +544,6 @@ def _texts(folder: Path) -> list[Target]:
     def items(name: str) -> Callable[[bytes], object]:
         return _putting(folder / name, lambda: list(read_items(folder / name)))
 
-    def report() -> object:
-        facts = read_file(str(folder / "chat.json"))
-        return page.render(facts), markdown.render(facts), json.dumps(facts.to_dict())
-
     def typed(data: bytes) -> object:
         path = folder / "history"
         path.write_bytes(data)
@@ -573,7 +560,6 @@ def _texts(folder: Path) -> list[Target]:
         ),
         Target("LongBench records", (b"".join(rows),), items("x.jsonl"), refusals, lines=True),
         Target("RULER records", (ruler,), items("niah_single_1.jsonl"), refusals, lines=True),
-        Target("report", (exported,), _putting(folder / "chat.json", report), refusals, 0.5),
         Target("history", (b'"a"\n"b c"\n"\\u00e9"\n',), typed, (), 0.3, False),
     ]
 

@@ -160,22 +160,6 @@ def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "messages"),
-    [
-        ("x", ["minikv chat --resume x, then /export chat.json"]),
-        ("nope", ["cannot read nope: No such file", "in a chat, /export chat.json writes one"]),
-    ],
-)
-def test_a_report_of_what_is_no_export_says_how_to_make_one(
-    world: World, document: str, name: str, messages: list[str]
-) -> None:
-    world.run("chat", document, input="q\n/save x\n")
-    result = world.run("report", name)
-    assert result.exit_code == 2
-    assert all(message in result.stderr for message in messages)
-
-
 # -- slash commands -------------------------------------------------------------------------
 
 
