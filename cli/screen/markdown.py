@@ -1,12 +1,12 @@
-"""An answer in Markdown on a terminal: text is written as it comes, and a block is formatted when
-it ends.
+"""An answer in Markdown on a terminal: text is written as it comes, and a line of it is formatted
+when it ends.
 
-A block is a paragraph, a heading, one item of a list, a quote or a table. It is first written as
-plain text, broken between words here, so that the number of its rows is known. If all of it is
-still on the screen when it ends, its rows are erased and it is written again with styles; otherwise
-it stays as it is. Nothing above the current block is changed, so the scrollback holds everything
-exactly once. Code is written as it comes and never broken. A line of code that fits on one row is
-written again in colours when it ends, if its language is known.
+A line is a paragraph, a heading, an item or a line of a quote, as models write them. It is first
+written as plain text, broken between words here, so that the number of its rows is known. If all of
+it is still on the screen when it ends, its rows are erased and it is written again with styles;
+otherwise it stays as it is. A table is formatted when its last line has ended, code line by line,
+in colours if its language is known. Code is never broken. Nothing above is changed, so the
+scrollback holds everything exactly once.
 
 rich draws the styles, the tables and the colours of code; markdown-it, its parser, reads what is
 inside a line. rich.markdown was tried for whole blocks and is not used: it writes a document at
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from markdown_it import MarkdownIt
@@ -37,18 +37,10 @@ if TYPE_CHECKING:
     from minikv.cli.screen.code import Code
 
 _NEAR = 24  # columns before the margin from which on a word waits until it is whole
-_CODE = ("fence", "indented")
-# The start of a line that can still become several kinds of block.
-_OPEN = re.compile(r"(?:([-*_])(?: *\1)* *|\+|\d{1,9}[.)]?|#{1,6}|`{1,2}|~{1,2}|(?:`{3}|~{3}).*)?")
-_KINDS = {
-    "rule": re.compile(r"([-*_]) *(?:\1 *){2,}$"),
-    "fence": re.compile(r"`{3,}[^`]*$|~{3,}"),
-    "item": re.compile(r"(?:[-*+]|\d{1,9}[.)])(?:[ \t]|$)"),
-    "heading": re.compile(r"#{1,6}(?:[ \t]|$)"),
-    "quote": re.compile(">"),
-    "table": re.compile(r"\|"),
-    "text": re.compile(""),
-}
+_FENCE = re.compile(r"(`{3,})([^`]*)$|(~{3,})(.*)$")
+_RULE = re.compile(r"([-*_]) *(?:\1 *){2,}$")
+_ITEM = re.compile(r"([-*+]|\d{1,9}[.)])(?:[ \t]+|$)")
+_HEADING = re.compile(r"(#{1,6})[ \t]+")
 _PROSE = re.compile(r"[^\\`*_~\[\]<>&|#]*")  # text without any sign of Markdown
 # What formatting takes away or adds: ASCII signs, bullets and lines.
 _ORNAMENT = re.compile(r"[\x00-\x2f\x3a-\x40\x5b-\x60\x7b-\x7f\u2022\u2500-\u257f\s]+")
@@ -58,23 +50,23 @@ class Answer:
     """One answer while it streams. Every method returns what to write.
 
     `size` gives columns and rows of the terminal. It is asked at every piece: after a resize the
-    current block stays as it is.
+    current line or table stays as it is.
     """
 
     def __init__(self, size: Callable[[], tuple[int, int]], *, colour: bool, ascii: bool) -> None:
         self._size = size
         self._formatter = _Formatter(colour=colour, ascii=ascii)
         self._window = size()
-        self._rows = Rows(self._window[0] - 1)
-        self._kind = ""  # of the current block; empty between two blocks
-        self._source = ""  # its Markdown; of code, the current line
+        self._rows = Rows(self._window[0] - 1)  # of what can be erased: the line, or the table
+        self._line = ""  # the current line
+        self._begun = False  # whether it is on the screen: blanks at its start wait
+        self._raw = False  # whether it is code, which is never broken
+        self._table: list[str] = []  # the lines of the table before it
         self._fence = ""  # the marks that opened the code
         self._code: Code | None = None  # its colours, if it has any
         self._in_list = False  # indented lines belong to a list, they are not code
-        self._blanks = 0  # empty lines since the last line with text
-        self._last = ""  # the kind of the last block, empty before the first
-        self._line = ""  # the start of the current line, as long as its kind is not known
-        self._decided = False  # whether its kind is known
+        self._blank = False  # whether an empty line came, which is written before the next one
+        self._any = False  # whether anything was written
 
     def push(self, piece: str) -> str:
         """What to write for a piece of text that went through `clean`."""
@@ -87,23 +79,23 @@ class Answer:
 
     def resume(self, text: str) -> str:
         """What to write before an answer continues after `text`, which was written before: the last
-        block again if it is not complete, from the start of a line. Code is not written again."""
+        line or table again if it is not complete. Code is not written again."""
         self.push(text)
-        if not self._kind or self._kind in _CODE or not self._source:
+        if self._raw or not (self._begun or self._table):
             return ""
         self._rows = Rows(self._window[0] - 1)
-        return self._rows.write(self._source)
+        return self._rows.write("\n".join([*self._table, self._line]))
 
     def finish(self) -> str:
         """What to write at the end. The cursor is then at the start of a line."""
         self._look()
-        out = self._end_line() if self._line or self._decided else ""
-        out += self._end_block()
-        return out if self._last else "\n"
+        out = self._end_line() if self._begun else ""
+        out += self._end_table()
+        return out if self._any else "\n"
 
     def disturb(self) -> None:
-        """Call when the window was resized or other output was written to it: the current block
-        then stays as it is."""
+        """Call when the window was resized or other output was written to it: the current line or
+        table then stays as it is."""
         self._window = self._size()
         self._rows.width = self._window[0] - 1
         self._rows.known = False
@@ -114,95 +106,70 @@ class Answer:
 
     def _more(self, text: str) -> str:
         """The next characters of the current line."""
-        if self._decided:
-            return self._show(text)
         self._line += text
-        return self._decide(self._line_kind(self._line)) if text else ""
+        if self._begun:
+            return text if self._raw else self._rows.write(text)
+        bare = self._line.lstrip(" \t")
+        if not self._line or not (bare or self._fence):
+            return ""
+        out = "" if bare.startswith("|") else self._end_table()
+        if self._blank and self._any:
+            out += "\n"
+        self._begun, self._blank, self._any = True, False, True
+        if not self._table:
+            self._window = self._size()
+            self._rows = Rows(self._window[0] - 1)
+        deep = len(self._line.expandtabs(4)) - len(bare.expandtabs(4))
+        self._in_list = self._in_list and deep >= 2
+        self._raw = bool(self._fence) or (deep >= 4 and not self._in_list)
+        return out + (self._line if self._raw else self._rows.write(self._line))
 
     def _end_line(self) -> str:
-        out = "" if self._decided else self._decide(self._line_kind(self._line, whole=True))
-        self._decided = False
-        if self._kind in _CODE:
-            return out + self._end_code_line()
-        return out + (self._end_block() if self._kind in ("heading", "rule") else "")
-
-    def _line_kind(self, line: str, whole: bool = False) -> str:
-        """What the current line is: the kind of block that it begins, "more" of the current block,
-        "blank", or "closing" a fence. Empty while that depends on characters that follow."""
-        text, inside = line.lstrip(" \t"), self._kind
-        if inside == "fence":
-            marks = text.rstrip()
-            if set(marks) <= {self._fence[0]}:  # a closing fence, or nothing yet
-                return ("closing" if len(marks) >= len(self._fence) else "more") if whole else ""
-            return "more"
-        if not text:
-            return "blank" if whole else ""
-        if not whole and _OPEN.fullmatch(text):
-            return ""
-        kind = next(kind for kind, begin in _KINDS.items() if begin.match(text))
-        deep = len(line.expandtabs(4)) - len(text.expandtabs(4)) >= 4 and not self._in_list
-        if deep and inside in ("", "indented", "table"):
-            return "more" if inside == "indented" else "indented"
-        if kind == "text":
-            return "more" if inside in ("text", "item", "quote") else "text"
-        return "more" if kind == inside in ("quote", "table") else kind
-
-    def _decide(self, kind: str) -> str:
-        """Write the start of the current line, now that its kind is known."""
-        if not kind:
-            return ""
-        line, self._line, self._decided = self._line, "", True
-        if kind == "blank":
-            self._blanks += 1
-            return self._end_block()
-        if kind == "more":
-            return self._show(line if self._kind in _CODE else f"\n{line}")
-        if kind == "closing":
-            self._kind, self._last = "", "closed"
-            return f"\x1b[2m{line}\x1b[0m\n"
-        return self._begin(kind, line)
-
-    def _begin(self, kind: str, line: str) -> str:
-        out = self._end_block()
-        if self._blanks and self._last:
-            out += "\n" * (self._blanks if kind == self._last == "indented" else 1)
-        text = line.lstrip(" \t")
-        self._in_list = kind == "item" or (self._in_list and len(line) - len(text) >= 2)
-        self._kind, self._last, self._source, self._blanks = kind, kind, "", 0
-        self._window = self._size()
-        self._rows = Rows(self._window[0] - 1)
-        self._fence, self._code = "", None
-        if kind != "fence":
-            return out + self._show(line)
-        self._fence = text[: len(text) - len(text.lstrip(text[0]))]
-        self._code = self._formatter.code(text.lstrip(text[0]))
-        return f"{out}\x1b[2m{line}\x1b[0m"
-
-    def _show(self, text: str) -> str:
-        self._source += text if self._kind else ""
-        return text if self._kind in _CODE else self._rows.write(text) if self._kind else ""
-
-    def _end_code_line(self) -> str:
-        """End a line of code, in colours if all of it is on the current row."""
-        line, self._source = self._source, ""
-        found = self._code.line(line) if self._code is not None and line else None
-        fits, self._rows.known = self._rows.known, True
-        if found is None or not fits or most_cells(found.plain) > self._rows.width:
+        line, self._line = self._line, ""
+        begun, self._begun = self._begun, False
+        bare = line.lstrip(" \t")
+        if self._fence:
+            return self._end_code_line(line, bare.rstrip())
+        if not begun:
+            self._blank = True
+            return self._end_table()
+        if self._raw:
             return "\n"
-        return f"\r\x1b[K{self._formatter.styled(found)}\n"
+        if bare.startswith("|"):
+            self._table.append(line)
+            return self._rows.write("\n")
+        self._in_list = self._in_list or bool(_ITEM.match(bare))
+        if opened := _FENCE.match(bare):
+            self._fence, language = [group for group in opened.groups() if group is not None]
+            self._code = self._formatter.code(language)
+            return self._again(f"\x1b[2m{line}\x1b[0m")
+        return self._again(self._formatter.line(line, self._rows.width))
 
-    def _end_block(self) -> str:
-        """Format the block if all of it can still be erased; else end its last line."""
-        kind, self._kind = self._kind, ""
-        if not kind or kind in _CODE:
-            return ""
+    def _end_code_line(self, line: str, marks: str) -> str:
+        """End a line of code, in colours if all of it is on the current row."""
+        self._any = True
+        if not line:
+            self._rows = Rows(self._window[0] - 1)
+        if len(marks) >= len(self._fence) and set(marks) == {self._fence[0]}:
+            self._fence, self._code = "", None
+            return self._again(f"\x1b[2m{line}\x1b[0m")
+        found = self._code.line(line) if self._code is not None and line else None
+        if found is None or most_cells(found.plain) > self._rows.width:
+            return "\n"
+        return self._again(self._formatter.styled(found))
+
+    def _end_table(self) -> str:
+        lines, self._table = self._table, []
+        formatted = self._formatter.table("\n".join(lines), self._rows.width) if lines else None
+        return "" if formatted is None else self._again(formatted, "")
+
+    def _again(self, formatted: str | None, otherwise: str = "\n") -> str:
+        """Write the line or table anew if all of it can still be erased; else end it."""
         rows = self._rows
-        if rows.known and rows.count < self._window[1]:
-            formatted = self._formatter.format(kind, self._source, rows.width)
-            if formatted is not None:
-                up = f"\x1b[{rows.count - 1}A" if rows.count > 1 else ""
-                return f"\r{up}\x1b[J{formatted}\n"
-        return rows.flush() + "\n"
+        if formatted is None or not rows.known or rows.count >= self._window[1]:
+            return rows.flush() + otherwise
+        up = f"\x1b[{rows.count - 1}A" if rows.count > 1 else ""
+        return f"\r{up}\x1b[J{formatted}\n"
 
 
 class Rows:
@@ -261,11 +228,11 @@ class Rows:
         return out
 
 
-# -- blocks with styles ---------------------------------------------------------------------------
+# -- with styles ----------------------------------------------------------------------------------
 
 
 class _Formatter:
-    """Turns a block of Markdown into text with styles, if that can show all its words."""
+    """Turns Markdown into text with styles, if that can show all its words; else into None."""
 
     def __init__(self, *, colour: bool, ascii: bool) -> None:
         self._parser = MarkdownIt("commonmark", {"html": False})
@@ -288,54 +255,34 @@ class _Formatter:
         """A line with its styles."""
         return _ansi(line.render(self._console))
 
-    def format(self, kind: str, source: str, width: int) -> str | None:
-        """`source` for `width` columns, without a last newline; None if it stays as it is."""
-        if kind == "text" and _PROSE.fullmatch(source):
-            return None  # nothing would change
-        try:
-            rows = self._table(source, width) if kind == "table" else self._set(kind, source, width)
-        except (_Unknown, RecursionError):
-            return None
-        text = "\n".join(_ansi(row).rstrip(" ") for row in rows)
-        plain = "".join(segment.text for row in rows for segment in row)
-        return text if plain.strip() and _letters(plain) == _letters(source) else None
-
-    def _set(self, kind: str, source: str, width: int) -> list[list[Segment]]:
-        """The rows of any block but a table: text behind a margin. Raises _Unknown."""
-        body = source.lstrip(" \t")
-        indent = " " * (len(source) - len(body))
+    def line(self, source: str, width: int) -> str | None:
+        """A line for `width` columns, without a newline at its end."""
+        body = source.strip(" \t")
+        indent = " " * (len(source) - len(source.lstrip(" \t")))
         style, first, later = _NONE, "", ""
-        if kind == "rule":
-            return [[Segment(indent), Segment(self._dash * (width - len(indent)), _DIM)]]
-        if kind == "heading":
-            level = len(body) - len(body.lstrip("#"))
-            body, style = body.strip("# \t"), _TITLE if level <= 2 else _BOLD
-        elif kind == "item":
-            mark, body = [*body.split(None, 1), ""][:2]
-            first = f"{self._bullet if mark in '-*+' else mark} "
-            later = " " * len(first)
-        elif kind == "quote":
+        if _RULE.match(body):
+            return f"{indent}{_DIM.render(self._dash * (width - len(indent)))}"
+        if heading := _HEADING.match(body):
+            body = body[heading.end() :].rstrip("# \t")
+            style = _TITLE if len(heading[1]) <= 2 else _BOLD
+        elif item := _ITEM.match(body):
+            first = f"{self._bullet if item[1] in '-*+' else item[1]} "
+            body, later = body[item.end() :], " " * len(first)
+        elif body.startswith(">"):
             first = later = f"{self._bar} "
-            body = re.sub(r"(?m)^[ \t]*> ?", "", body)
-        if not body.strip():
-            raise _Unknown
-        body = re.sub(r"(?m)^[ \t]+", "", body)
-        return [
-            [Segment(indent + (later if number else first)), *row]
-            for number, row in enumerate(self._wrapped(body, style, width - len(indent + first)))
-        ]
-
-    def _wrapped(self, source: str, style: Style, width: int) -> Iterator[list[Segment]]:
-        text = self._inline(source, style)
-        if any(len(word) > width for word in text.plain.split() if word.isascii()):
-            raise _Unknown  # an address should stay whole
-        for begin, end in broken(text.plain, max(width, 8)):
-            line = text[begin:end]
-            line.rstrip()
-            yield list(line.render(self._console))
-
-    def _inline(self, source: str, style: Style) -> Text:
-        return self._styled(self._parser.parseInline(source)[0].children or (), style)
+            body = body.removeprefix(">").removeprefix(" ")
+        elif _PROSE.fullmatch(body):
+            return None  # nothing would change
+        text = self._styled(self._parser.parseInline(body)[0].children or (), style)
+        room = width - len(indent + first)
+        if not body or any(len(word) > room for word in text.plain.split() if word.isascii()):
+            return None  # an address should stay whole
+        rows = []
+        for begin, end in broken(text.plain, max(room, 8)):
+            row = text[begin:end]
+            row.rstrip()
+            rows.append([Segment(indent + (later if rows else first)), *row.render(self._console)])
+        return _whole(rows, source)
 
     def _styled(self, tokens: Sequence[Token], style: Style) -> Text:
         """The text inside a line, with its styles."""
@@ -354,8 +301,6 @@ class _Formatter:
             elif token.type == "code_inline":
                 mark, own = ("", _CYAN) if self._colour else (token.markup, _NONE)
                 shown = f"{mark}{token.content}{mark}"
-            elif token.type in ("softbreak", "hardbreak"):
-                shown = "\n"
             elif token.type in _EMPHASIS:
                 # In x**2 + y**2 and __init__ the rules of Markdown see emphasis.
                 sides = text.plain[-1:] + tokens[at + 1].content[:1]
@@ -374,13 +319,11 @@ class _Formatter:
                 shown = "" if text.plain[link[0] :] == link[1] else f" ({link[1]})"
             elif token.type == "image":
                 shown = f"{token.content} ({token.attrs['src']})"
-            else:
-                raise _Unknown
             text.append(shown, Style.combine([own, *styles]))
         return text
 
-    def _table(self, source: str, width: int) -> list[list[Segment]]:
-        """The rows of a table, if no word has to be broken for it. Raises _Unknown."""
+    def table(self, source: str, width: int) -> str | None:
+        """A table, if no word has to be broken for it, without a newline at its end."""
         rows: list[list[Text]] = []
         side = ""
         for token in self._parser.parse(source):
@@ -399,17 +342,14 @@ class _Formatter:
         ]
         longest = [max(map(most_cells, column), default=1) for column in words]
         if not rows or sum(longest) + 3 * len(longest) + 1 > width:
-            raise _Unknown
+            return None
         table = Table(box=self._box, border_style=_DIM, header_style=_NONE)
         for head, least in zip(rows[0], longest, strict=True):
             table.add_column(head, min_width=least)
         for row in rows[1:]:
             table.add_row(*row)
-        return self._console.render_lines(table, self._console.options.update(width=width))
-
-
-class _Unknown(Exception):
-    """Something that is not formatted, but stays as it was written."""
+        options = self._console.options.update(width=width)
+        return _whole(self._console.render_lines(table, options), source)
 
 
 _NONE, _BOLD, _DIM, _CYAN = Style.null(), Style(bold=True), Style(dim=True), Style(color="cyan")
@@ -425,6 +365,14 @@ _SIDES: dict[str, Literal["left", "center", "right"]] = {"center": "center", "ri
 def _ansi(row: Iterable[Segment]) -> str:
     """A row with its styles."""
     return "".join(s.style.render(s.text) if s.style else s.text for s in row)
+
+
+def _whole(rows: Sequence[Iterable[Segment]], source: str) -> str | None:
+    """The rows with their styles; None if a letter of the source is missing in them."""
+    plain = "".join(segment.text for row in rows for segment in row)
+    if not plain.strip() or _letters(plain) != _letters(source):
+        return None
+    return "\n".join(_ansi(row).rstrip(" ") for row in rows)
 
 
 def _letters(text: str) -> Counter[str]:

@@ -102,7 +102,7 @@ LOOKS: dict[str, str] = {
     ),
     "文の**太字**と": "文の太字と",
     "- a\n\n    - b **c**\n\n      d **e**\n": "• a\n\n    • b c\n\n      d e",
-    "Run:\n\n    a  *b*  c\n\n\n    d\n\nor **x**": "Run:\n\n    a  *b*  c\n\n\n    d\n\nor x",
+    "Run:\n\n    a  *b*  c\n\n\n    d\n\nor **x**": "Run:\n\n    a  *b*  c\n\n    d\n\nor x",
     "a\n\n    - b **c**\n": "a\n\n    - b **c**",
     LISTED.format("**"): LISTED.format(""),
     TABLE: (
