@@ -143,9 +143,7 @@ def _stats(context: Context, arguments: list[str]) -> None:
     from minikv.cli.screen.strips import strips
 
     screen = terminal.screen
-    drawn = strips(
-        context.session, screen.width, plain=not screen.blocks, reports=context.session.reports
-    )
+    drawn = strips(context.session, screen.width, screen.signs)
     terminal.say(f"{render.stats(report)}\n\n{drawn}".rstrip())
 
 

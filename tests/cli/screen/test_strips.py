@@ -10,11 +10,9 @@ import torch
 from rich.cells import cell_len
 from test_kept import HOSTILE, STORY, chat, facts
 
-from minikv.cache.snapshot import Outcome
-from minikv.chat.report import UNKNOWN
 from minikv.cli.chat.kept import Part
 from minikv.cli.screen import strips
-from minikv.cli.screen.terminal import ASCII
+from minikv.cli.screen.terminal import ASCII, BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -77,18 +75,6 @@ def test_layers_in_equal_groups_where_they_do_not_fit() -> None:
     assert "layers 0 to 31" in strips.by_head([[1.0] * 8] * 32, 80)
 
 
-def test_lost_per_layer() -> None:
-    text = strips.by_layer([0.0, 0.01, None, 0.04, 0.08], 80)
-    assert text == (
-        "lost per layer: █ is 8.0% of the last window's attention, an estimate\n  | ▁?▄█|"
-    )
-    assert strips.by_layer([None, None], 80) == ""
-    assert strips.by_layer([], 80) == ""
-    folded = strips.by_layer([0.5] * 80, 40).split("\n")
-    assert sum(line.count("█") for line in folded if line.startswith("  |")) == 80
-    assert all(len(line) <= 40 for line in folded)
-
-
 # -- along the document, along the chat -----------------------------------------------------
 
 
@@ -130,25 +116,6 @@ def test_many_documents_with_hostile_names(width: int) -> None:
     assert all(line.isascii() for line in lines)
 
 
-def test_memory_along_the_chat() -> None:
-    session = chat(budget=48)
-    session.attach(STORY)
-    for question in ("a?", "b?"):
-        list(session.ask(question, 3))
-    report = session.report
-    assert report is not None
-    turns = [
-        replace(report, turn=n, kv_bytes=replace(report.kv_bytes, held=h, full=f))
-        for n, h, f in ((1, 10, 40), (2, 10, 80))
-    ]
-    assert strips.over_time(turns, 80) == (
-        "KV after each turn, turns 1 to 2: █ is 80 B\n  held |▁▁|\n  full |▄█|"
-    )
-    assert strips.over_time(turns[:1], 80) == ""
-    many = strips.over_time(turns * 40, 40).split("\n")
-    assert [len(line) for line in many[-2:]] == [40, 40]
-
-
 # -- the whole ------------------------------------------------------------------------------
 
 
@@ -156,12 +123,10 @@ def test_memory_along_the_chat() -> None:
 @pytest.mark.parametrize("plain", [False, True])
 def test_strips_of_a_chat(width: int, plain: bool) -> None:
     session = chat()
-    assert strips.strips(session, width) == ""
+    assert strips.strips(session, width, BLOCKS) == ""
     session.attach(STORY + HOSTILE, "story.txt")
     list(session.ask("Who?", 3))
-    kv = session.engine.kv
-    kv.state = replace(kv.state, outcome=Outcome((0.5, None, 0.25)))
-    text = strips.strips(session, width, plain=plain)
+    text = strips.strips(session, width, ASCII if plain else BLOCKS)
     lines = text.split("\n")
     assert all(cell_len(line) <= width for line in lines)
     assert "\x1b" not in text
@@ -169,20 +134,5 @@ def test_strips_of_a_chat(width: int, plain: bool) -> None:
     joined = " ".join(text.split())
     sign = "@" if plain else "█"
     assert f"{sign} is {max(rows)} tokens, the most in one" in joined
-    assert f"lost per layer: {sign} is 50.0% of" in joined
-    assert ("  |@?+|" if plain else "  |█?▄|") in lines
     assert "kept along story.txt" in joined
     assert text.isascii() == plain
-
-
-def test_what_is_lost_is_not_drawn_where_earlier_tokens_had_left() -> None:
-    session = chat(reuse="once")
-    session.attach(STORY, "story.txt")
-    for question in ("Who?", "And why?"):
-        list(session.ask(question, 3))
-    assert session.report is not None
-    assert session.report.loss.method == UNKNOWN
-    assert any(share is not None for share in session.engine.kv.lost)
-    text = strips.strips(session, 80, reports=session.reports)
-    assert "kept per layer" in text
-    assert "lost per layer" not in text
