@@ -223,7 +223,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             context.keeper.keep(session)
         # As in a shell: stopping an answer also drops what was typed ahead.
         if interrupts.pressed() and terminal.keyboard is not None:
-            terminal.keyboard.ahead.take()
+            terminal.keyboard.take()
 
 
 def _rereads(context: Context, read_line: Callable[[], str]) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import Application
@@ -23,17 +24,12 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import InMemoryHistory
-from prompt_toolkit.input import Input
-from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
-from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-from prompt_toolkit.key_binding.key_processor import KeyPress
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
 from minikv.cli.chat.interrupt import Terminated, ends
 from minikv.cli.screen.history import HistoryFile
-from minikv.cli.screen.keyboard import Keyboard, Lines
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
 
@@ -59,14 +55,12 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
     nothing is stored after the chat.
 
     The function raises EOFError at the end of the input and KeyboardInterrupt on Ctrl-C. In the
-    line editor, Ctrl-C on a line with text returns "". Everything is shown on stderr. If the
-    terminal does not support escape sequences, Python's `input()` reads the lines.
+    line editor, Ctrl-C on a line with text returns "". Everything is shown on stderr. A plain
+    terminal has no line editor: the terminal edits lines itself.
     """
     keyboard = terminal.keyboard
-    assert keyboard is not None, "a chat on a terminal has a keyboard"
-    if not keyboard.editor:
-        lines = keyboard.ahead = Lines()
-        return lambda: _input(terminal, keyboard, lines)
+    if keyboard is None:
+        return lambda: _input(terminal.err)
     toolbar = help.toolbar
     output = create_output(stdout=terminal.err)
     session: PromptSession[str] = PromptSession(
@@ -85,8 +79,7 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
         tempfile_suffix=".md",
         enable_suspend=True,
     )
-    keyboard.ahead = Presses(session.input)
-    keyboard.ahead.put(keyboard.ahead.read(keyboard.early))
+    keyboard.serve(session.input)
 
     def read() -> str:
         try:
@@ -127,25 +120,6 @@ def _ending(app: Application[str]) -> Iterator[None]:
             raise Terminated
 
 
-class Presses:
-    """Keys for the line editor. prompt_toolkit stores them between two prompts."""
-
-    def __init__(self, input: Input) -> None:
-        self._input = input
-
-    def take(self) -> list[KeyPress]:
-        return get_typeahead(self._input)
-
-    def put(self, held: list[KeyPress]) -> None:
-        later = get_typeahead(self._input)
-        store_typeahead(self._input, [*held, *later])
-
-    def read(self, text: str) -> list[KeyPress]:
-        found: list[KeyPress] = []
-        Vt100Parser(found.append).feed_and_flush(text)
-        return found
-
-
 def message(text: str) -> str:
     """The typed text as a message. A block loses its quotation marks and is never a command."""
     stripped = text.strip()
@@ -162,20 +136,11 @@ def unfinished(text: str) -> bool:
     return stripped.startswith(BLOCK) and not closed
 
 
-def _input(terminal: Terminal, keyboard: Keyboard, lines: Lines) -> str:
+def _input(err: TextIO) -> str:
     def line(sign: str) -> str:
-        # A line that was typed before the prompt was not shown then.
-        unseen = bool(lines.waiting) or keyboard.waiting()
-        terminal.err.write(sign)
-        terminal.err.flush()
-        if lines.waiting:
-            text = lines.waiting.pop(0)
-        else:
-            with keyboard.asking():
-                text = input()
-        if unseen:
-            terminal.say(text)
-        return text
+        err.write(sign)
+        err.flush()
+        return input()
 
     text = line("> ")
     while unfinished(text):

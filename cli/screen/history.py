@@ -14,8 +14,7 @@ from minikv.cli.saved.files import opened, private, write
 
 ENTRIES = 1000
 """Messages that the file keeps."""
-_LARGEST = 16 << 20  # bytes that are read, the newest
-_LONGEST = 1 << 20  # bytes of a line; a longer message is not kept
+_LONGEST = 1 << 16  # bytes of a line; a longer message is not kept
 
 
 class HistoryFile(History):
@@ -32,29 +31,23 @@ class HistoryFile(History):
 
     def load_history_strings(self) -> Iterable[str]:
         """The newest messages, newest first."""
-        try:
-            with opened(self._path) as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - _LARGEST))
-                found = file.read(_LARGEST).decode(errors="replace").split("\n")
-        except OSError:
-            return []
-        lines = [line for line in found[size > _LARGEST :] if line]  # the first may be a part
-        messages = []
-        for line in lines[-ENTRIES:]:
+        messages, lines = [], []
+        with contextlib.suppress(OSError), opened(self._path) as file:
+            lines = file.read().decode(errors="replace").split("\n")
+        for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry, str):
                     messages.append(entry)
-        if len(lines) > ENTRIES or size > _LARGEST:
+        if len(messages) > ENTRIES:
+            del messages[:-ENTRIES]
             with contextlib.suppress(OSError):  # another chat reads the old file or the new one
-                text = "".join(map(_line, messages))
-                write(self._path.parent, self._path.name, text.encode())
+                write(self._path.parent, self._path.name, b"".join(map(_line, messages)))
         return reversed(messages)
 
     def store_string(self, string: str) -> None:
         """Add a message to the file."""
-        line = _line(string).encode()
+        line = _line(string)
         if len(line) > _LONGEST:
             return
         with contextlib.suppress(OSError):
@@ -65,5 +58,5 @@ class HistoryFile(History):
                 file.write(line)
 
 
-def _line(text: str) -> str:
-    return json.dumps(text) + "\n"
+def _line(text: str) -> bytes:
+    return json.dumps(text).encode() + b"\n"

@@ -3,8 +3,7 @@
 A terminal that edits lines itself turns Enter into Ctrl-J, which is a new line for the line editor.
 So while a chat works, its terminal passes keys on unchanged. Ctrl-C, Ctrl-Z and Ctrl-\\ stay
 signals, which prompt_toolkit's own raw mode would turn into keys. A paste keeps its marks, so that
-it stays one message. Without the line editor, the terminal still edits lines, but does not show
-them.
+it stays one message.
 """
 
 from __future__ import annotations
@@ -16,58 +15,30 @@ import select
 import signal
 import termios
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from prompt_toolkit.input import Input
+    from prompt_toolkit.key_binding.key_processor import KeyPress
 
 Mode = list[Any]
 _INPUT, _LOCAL, _SIGNS = 0, 3, 6  # places in what tcgetattr gives
 _MARKED, _UNMARKED = "\x1b[?2004h", "\x1b[?2004l"  # the marks of a paste
 
 
-class Ahead(Protocol):
-    """Input that a reader of lines took from the terminal and has not returned yet."""
-
-    def take(self) -> list[Any]:
-        """Return all of it; nothing is left."""
-
-    def put(self, held: list[Any]) -> None:
-        """Put it back."""
-
-    def read(self, text: str) -> list[Any]:
-        """A text from the terminal, in the form that `take` returns."""
-
-
-class Lines:
-    """Lines for `input()`."""
-
-    def __init__(self) -> None:
-        self.waiting: list[str] = []
-
-    def take(self) -> list[str]:
-        held, self.waiting = self.waiting, []
-        return held
-
-    def put(self, held: list[str]) -> None:
-        self.waiting = [*held, *self.waiting]
-
-    def read(self, text: str) -> list[str]:
-        return text.splitlines()
-
-
 class Keyboard:
-    """The terminal of a chat, from `open` to `close`. `editor`: its lines are read by the line
-    editor, otherwise by `input()`.
+    """The terminal of a chat whose lines the line editor reads, from `open` to `close`.
 
-    `early` is what was typed before, as the line editor would have got it. `ahead` is what the
-    reader of lines holds.
+    prompt_toolkit holds the keys that came behind an Enter; `input` is where, once there is a line
+    editor.
     """
 
-    def __init__(self, stdin: TextIO, err: TextIO, *, editor: bool) -> None:
-        self.editor = editor
-        self.early = ""
-        self.ahead: Ahead = Lines()
+    def __init__(self, stdin: TextIO, err: TextIO) -> None:
         self._number = stdin.fileno()
         self._err = err
+        self._early = ""  # what was typed before there was a line editor
+        self._input: Input | None = None
         self._asks = False
         self._before = _mode(self._number)
         self._open = contextlib.ExitStack()
@@ -78,15 +49,17 @@ class Keyboard:
         # A shell that continues the chat may have changed the terminal.
         self._open.enter_context(_resuming(self._resumed))
         self._wait()
-        if self.editor:  # until now an Enter was a Ctrl-J
-            self.early = re.sub(r"\r?\n", "\r", self._typed())
+        self._early = re.sub(r"\r?\n", "\r", self._typed())  # until now an Enter was a Ctrl-J
+
+    def serve(self, input: Input) -> None:
+        """From now on, a line editor reads from `input`. It gets what was typed before."""
+        self._input = input
+        self._put(_keys(self._early))
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Around the reading of a line. `input()` gets the terminal in its original mode."""
+        """Around the reading of a line."""
         self._asks = True
-        if not self.editor:
-            _set(self._number, self._before)
         try:
             yield
         finally:
@@ -96,11 +69,24 @@ class Keyboard:
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
         """Around a question of minikv: what was typed before does not answer it, and is kept."""
-        held = [*self.ahead.take(), *self.ahead.read(self._typed())]
+        held = [*self.take(), *_keys(self._typed())]
         try:
             yield
         finally:
-            self.ahead.put(held)
+            self._put(held)
+
+    def take(self) -> list[KeyPress]:
+        """Take all keys that no line has had yet."""
+        from prompt_toolkit.input.typeahead import get_typeahead
+
+        return [] if self._input is None else get_typeahead(self._input)
+
+    def _put(self, held: Sequence[KeyPress]) -> None:
+        from prompt_toolkit.input.typeahead import store_typeahead
+
+        later = self.take()
+        if self._input is not None:
+            store_typeahead(self._input, [*held, *later])
 
     def close(self) -> None:
         """Restore the terminal's mode."""
@@ -109,8 +95,7 @@ class Keyboard:
         _set(self._number, self._before)
 
     def waiting(self) -> bool:
-        """Whether something was typed that has not been read: a key, or a line where the terminal
-        edits lines itself."""
+        """Whether a key was typed that has not been read."""
         return bool(select.select([self._number], [], [], 0)[0])
 
     def _resumed(self) -> None:
@@ -121,17 +106,15 @@ class Keyboard:
         if self._before is None:
             return
         mode = [*self._before]
-        mode[_LOCAL] &= ~termios.ECHO
-        if self.editor:
-            mode[_LOCAL] &= ~termios.ICANON
-            mode[_INPUT] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)
-            mode[_SIGNS] = [*mode[_SIGNS]]
-            mode[_SIGNS][termios.VMIN], mode[_SIGNS][termios.VTIME] = 1, 0
-            self._mark(_MARKED)
+        mode[_LOCAL] &= ~(termios.ECHO | termios.ICANON)
+        mode[_INPUT] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR)
+        mode[_SIGNS] = [*mode[_SIGNS]]
+        mode[_SIGNS][termios.VMIN], mode[_SIGNS][termios.VTIME] = 1, 0
+        self._mark(_MARKED)
         _set(self._number, mode)
 
     def _mark(self, sign: str) -> None:
-        if self.editor and _in_front(self._number):
+        if _in_front(self._number):
             with contextlib.suppress(OSError, ValueError):
                 self._err.write(sign)
                 self._err.flush()
@@ -145,6 +128,15 @@ class Keyboard:
             ):
                 found += data
         return found.decode("utf-8", "replace")
+
+
+def _keys(text: str) -> list[KeyPress]:
+    """A text from the terminal as keys."""
+    from prompt_toolkit.input.vt100_parser import Vt100Parser
+
+    found: list[KeyPress] = []
+    Vt100Parser(found.append).feed_and_flush(text)
+    return found
 
 
 @contextlib.contextmanager

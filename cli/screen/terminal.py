@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import sys
+import termios
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
@@ -84,10 +85,11 @@ class Terminal:
         return Screen(width, _encoding(self.err), blocks, self.colour, rows if tall else 0)
 
     def open_keyboard(self) -> None:
-        """Until `close`, keep what is typed while no prompt is shown, without showing it."""
-        editor = not self.plain and _is_tty(self.err)
-        self.keyboard = Keyboard(sys.stdin, self.err, editor=editor)
-        self.keyboard.open()
+        """Until `close`, keep what is typed while no prompt is shown, without showing it. On a
+        plain terminal that is left to the terminal."""
+        if not self.plain and _is_tty(self.err):
+            self.keyboard = Keyboard(sys.stdin, self.err)
+            self.keyboard.open()
 
     def close(self) -> None:
         """Restore the terminal: remove the live line, and restore its handling of keys."""
@@ -97,8 +99,13 @@ class Terminal:
             self.keyboard = None
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Around a question of minikv: what was typed before does not answer it, and is kept."""
-        return self.keyboard.set_aside() if self.keyboard else contextlib.nullcontext()
+        """Around a question of minikv: what was typed before does not answer it, and is kept; on a
+        plain terminal it is dropped."""
+        if self.keyboard:
+            return self.keyboard.set_aside()
+        with contextlib.suppress(termios.error):
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
