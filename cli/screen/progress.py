@@ -57,46 +57,41 @@ class Live:
         self._announced = announced
         # When so much was done; the first is what a resumed download had already.
         self._done: deque[tuple[float, int]] = deque()
-        self._told: tuple[float, int] | None = None  # when the last line was written, and at what
 
     def __call__(self, done: int, total: int) -> None:
-        now = self._clock()
-        if not self._terminal.live:
-            self._line(now, done, total)
-            return
+        now, first = self._clock(), not self._done
         self._done.append((now, done))
         while now - self._done[0][0] > RECENT:
             self._done.popleft()
-        if now - self._last >= FRAME:
+        if self._terminal.live:
+            if now - self._last >= FRAME:
+                self._last = now
+                self._terminal.status(self._drawn(done, total))
+        elif first:
             self._last = now
-            self._terminal.status(self._drawn(now, done, total))
-
-    def _line(self, now: float, done: int, total: int) -> None:
-        """Write a line if it is time for one. The time left is by the rate since the last one."""
-        if self._told is None:
-            self._told = now, done
             if not self._announced and total >= LARGE.get(self._unit, total + 1):
                 amount = size_of(total) if self._unit == "B" else f"{total:,} tokens"
                 self._terminal.note(f"{self.label}: {amount}")
-            return
-        then, before = self._told
-        if now - then >= SELDOM and done < total:
-            self._told = now, done
-            rest = (total - done) * (now - then) / (done - before) if done > before else None
-            if rest is not None and rest < 1:
-                return
-            left = "" if rest is None else f", {duration(rest)} left"
-            self._terminal.note(f"{self.label}: {amounts(done, total, self._unit)}{left}")
+        elif now - self._last >= SELDOM and done < total and total - done >= self._rate():
+            self._last = now  # and nothing for the last second
+            line = [f"{self.label}: {amounts(done, total, self._unit)}", self._left(done, total)]
+            self._terminal.note(", ".join(filter(None, line)))
 
-    def _drawn(self, now: float, done: int, total: int) -> str:
+    def _rate(self) -> float:
+        (then, before), (now, done) = self._done[0], self._done[-1]
+        return (done - before) / (now - then) if now > then and done > before else 0.0
+
+    def _left(self, done: int, total: int) -> str:
+        rate = self._rate()
+        return f"{duration((total - done) / rate)} left" if rate else ""
+
+    def _drawn(self, done: int, total: int) -> str:
         """The line. What does not fit is left out, the rate first."""
-        then, before = self._done[0]
-        rate = (done - before) / (now - then) if now > then and done > before else 0.0
+        rate, left = self._rate(), self._left(done, total)
         count = amounts(done, total, self._unit)
-        speed = _per_second(rate, self._unit) if rate and rate >= 1 else ""
-        left = f"{duration((total - done) / rate)} left" if rate else ""
+        speed = f"{size_of(int(rate)) if self._unit == 'B' else f'{rate:,.0f} {self._unit}'}/s"
         spare = self._terminal.screen.width - 1 - len(self.label) - 4  # the last column would wrap
-        for figures in ((count, speed, left), (count, left), (count,)):
+        for figures in ((count, speed if rate >= 1 else "", left), (count, left), (count,)):
             text = "  ".join(filter(None, figures))
             room = min(spare - len(text), _WIDEST)
             if room >= _NARROWEST:
@@ -187,7 +182,3 @@ def duration(seconds: float) -> str:
     if whole < 100 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return "a long time"
-
-
-def _per_second(rate: float, unit: str) -> str:
-    return f"{size_of(int(rate))}/s" if unit == "B" else f"{rate:,.0f} {unit}/s"

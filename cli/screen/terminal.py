@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import termios
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -75,7 +75,8 @@ class Terminal:
         self.ascii = not _writes(self.err, "›•│─█")
         self.keyboard: Keyboard | None = None
         self._status = False
-        self._answer: Answer | _Plain = _Plain()
+        self._answer: Answer | None = None  # only on a terminal
+        self._held = ""  # newlines at the end of what an answer has so far
 
     @property
     def screen(self) -> Screen:
@@ -103,7 +104,7 @@ class Terminal:
         plain terminal it is dropped."""
         if self.keyboard:
             return self.keyboard.set_aside()
-        with contextlib.suppress(termios.error):
+        with contextlib.suppress(termios.error, OSError):
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
         return contextlib.nullcontext()
 
@@ -118,12 +119,12 @@ class Terminal:
         from minikv.cli.screen.markdown import Answer  # with rich and a parser
 
         colour, ascii = not os.environ.get("NO_COLOR"), not _writes(self.out, "•│─")
-        self._answer = Answer(lambda: window(self.out), colour=colour, ascii=ascii)
+        self._answer = answer = Answer(lambda: window(self.out), colour=colour, ascii=ascii)
         try:
-            with unechoed(self.out, self._answer.disturb):
+            with unechoed(self.out, answer.disturb):
                 yield
         finally:
-            self._answer = _Plain()
+            self._answer = None
 
     def silent(self) -> contextlib.AbstractContextManager[None]:
         """Around work that shows a live line: keys are not echoed."""
@@ -131,21 +132,31 @@ class Terminal:
 
     def answer(self, piece: str) -> None:
         """Write a piece of the answer at once; newlines at its end only once more text follows."""
-        self._answered(self._answer.push, piece)
+        self.clear_status()
+        text = self._passed(piece)
+        if self._answer is not None:
+            shown = self._answer.push(text)
+        else:
+            text = self._held + text
+            shown = text.rstrip("\n")
+            self._held = text[len(shown) :]
+        self._write(self.out, shown)
 
     def resume_answer(self, text: str) -> None:
-        """Call before the pieces of an answer that continues after `text`. With Markdown, the block
+        """Call before the pieces of an answer that continues after `text`. With Markdown, the line
         that was not complete is written again."""
-        self._answered(self._answer.resume, text)
+        if self._answer is not None:
+            self.clear_status()
+            self._write(self.out, self._answer.resume(self._passed(text)))
 
     def end_answer(self) -> None:
         """End the answer with exactly one newline."""
         self.clear_status()
-        self._write(self.out, self._answer.finish())
+        self._held = ""
+        self._write(self.out, "\n" if self._answer is None else self._answer.finish())
 
-    def _answered(self, act: Callable[[str], str], text: str) -> None:
-        self.clear_status()
-        self._write(self.out, act(encodable(clean(text), _encoding(self.out))))
+    def _passed(self, text: str) -> str:
+        return encodable(clean(text), _encoding(self.out))
 
     def data(self, text: str) -> None:
         """Write an output that is not an answer (a table, JSON) to stdout, with a newline."""
@@ -155,7 +166,8 @@ class Terminal:
     def say(self, text: str, style: str = "") -> None:
         """A line on stderr."""
         self.clear_status()
-        self._answer.disturb()
+        if self._answer is not None:
+            self._answer.disturb()
         line = clean(text)
         if _is_tty(self.err):
             width = window(self.err)[0]
@@ -245,30 +257,6 @@ class Terminal:
             # If messages cannot be written, the answer must still be.
             if stream is self.out:
                 raise OutputError(f"cannot write the output: {error.strerror}") from None
-
-
-class _Plain:
-    """An answer without a terminal, as `markdown.Answer` is with one: written as it comes,
-    but for newlines at its end."""
-
-    def __init__(self) -> None:
-        self._held = ""
-
-    def push(self, piece: str) -> str:
-        text = self._held + piece
-        shown = text.rstrip("\n")
-        self._held = text[len(shown) :]
-        return shown
-
-    def resume(self, text: str) -> str:
-        return ""
-
-    def finish(self) -> str:
-        self._held = ""
-        return "\n"
-
-    def disturb(self) -> None:
-        pass
 
 
 # -- streams --------------------------------------------------------------------------------------
