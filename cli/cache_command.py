@@ -59,7 +59,7 @@ def listed(call: Call, as_json: Json = False) -> None:
         )
         for one in entries
     ]
-    terminal.data(grid(lines, "<>>><<"))
+    terminal.data(grid(lines, "<>>><<"), fold=True)
     count = "1 prompt" if len(entries) == 1 else f"{len(entries):,} prompts"
     terminal.say(f"{count}, {size(taken(entries))}")
 

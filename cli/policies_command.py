@@ -38,7 +38,7 @@ policies = group("minikv policies show global-span\n\nThe eviction methods, one 
 def listed(call: Call, as_json: Json = False) -> None:
     refuse_without_torch()
     records = [_policy_record(info) for info in registry.methods()]
-    call.terminal.data(json.dumps(records) if as_json else _policies_table())
+    call.terminal.data(json.dumps(records) if as_json else _policies_table(), fold=not as_json)
 
 
 @policies.command()
@@ -58,7 +58,9 @@ def show(
     refuse_without_torch()
     if name in (*registry.SCORERS, *part_names()) and name not in registry.method_names():
         part = registry.part(name)
-        call.terminal.data(json.dumps(_part_record(part)) if as_json else _part_card(part))
+        call.terminal.data(
+            json.dumps(_part_record(part)) if as_json else _part_card(part), fold=not as_json
+        )
         return
     if name in registry.method_names():
         info = registry.method(name)
@@ -67,7 +69,9 @@ def show(
     else:
         near = guess(name, completion.rows(""))
         raise UsageError(f"unknown policy {quoted(name)}", f"{near}`minikv policies` lists all")
-    call.terminal.data(json.dumps(_policy_record(info)) if as_json else _policy_card(info))
+    call.terminal.data(
+        json.dumps(_policy_record(info)) if as_json else _policy_card(info), fold=not as_json
+    )
 
 
 def _policies_table() -> str:

@@ -94,6 +94,7 @@ def _help(context: Context, arguments: list[str]) -> None:
     else:
         shown = list(COMMANDS)
     width = max(n for command in COMMANDS if (n := len(_usage(command))) <= _WIDEST)
+    width = width if context.terminal.screen.width >= 3 * width else 2
     for command in shown:
         usage = _usage(command)
         if len(usage) > width:

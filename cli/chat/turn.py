@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minikv.chat.transcript import Turn
 
 
-TOY = "bundled: a toy that knows only its own made-up world; your documents need -m NAME"
+TOY = "bundled: a toy that knows only a made-up world; your documents need -m NAME"
 _SAMPLE = 20_000  # characters of a document that are looked at
 _FOREIGN = 3.2
 """Characters a token: in texts of that world there are more, at least 4.5, and in others fewer, at

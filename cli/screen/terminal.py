@@ -158,21 +158,19 @@ class Terminal:
     def _passed(self, text: str) -> str:
         return encodable(clean(text), _encoding(self.out))
 
-    def data(self, text: str) -> None:
-        """Write an output that is not an answer (a table, JSON) to stdout, with a newline."""
+    def data(self, text: str, *, fold: bool = False) -> None:
+        """Write an output that is not an answer (a table, JSON) to stdout, with a newline. fold: on
+        a terminal, break lines between words."""
         self.clear_status()
-        self._write(self.out, clean(text) + "\n")
+        text = clean(text)
+        self._write(self.out, (_folded(text, self.out) if fold else text) + "\n")
 
     def say(self, text: str, style: str = "") -> None:
         """A line on stderr."""
         self.clear_status()
         if self._answer is not None:
             self._answer.disturb()
-        line = clean(text)
-        if _is_tty(self.err):
-            width = window(self.err)[0]
-            line = "\n".join(_in_columns(part, width) for part in line.split("\n"))
-        self._write(self.err, self._styled(line, style) + "\n")
+        self._write(self.err, self._styled(_folded(clean(text), self.err), style) + "\n")
 
     def note(self, text: str, style: str = "dim") -> None:
         """A line on stderr that --quiet silences."""
@@ -323,12 +321,21 @@ def _writes(stream: TextIO, signs: str) -> bool:
     return encodable(signs, _encoding(stream)) == signs
 
 
+def _folded(text: str, stream: TextIO) -> str:
+    """`text` in lines that fit on the terminal of `stream`, if it is one."""
+    if not _is_tty(stream):
+        return text
+    width = window(stream)[0]
+    return "\n".join(_in_columns(line, width) for line in text.split("\n"))
+
+
 def _in_columns(line: str, width: int) -> str:
-    """`line`, broken between words. If it begins with a name in a narrow column, the following
-    lines are indented to the second column."""
+    """`line`, broken between words. If it begins with a name in a narrow column, or with blanks in
+    its place, the following lines are indented to the second column."""
     if cells(line) <= width:
         return line
     name = _NAMED.match(line)
     column = cells(name[0]) if name else width
-    margin = " " * (column if column <= width // 3 else len(line) - len(line.lstrip()) + 2)
-    return "\n".join(folded(line, width, margin, whole=True))
+    blanks = len(line) - len(line.lstrip())
+    margin = column if column <= width // 3 else blanks if blanks >= 4 else blanks + 2
+    return "\n".join(folded(line, width, " " * margin, whole=True))

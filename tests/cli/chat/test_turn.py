@@ -87,7 +87,7 @@ def test_it_is_said_once_a_document_in_the_header_and_at_the_end_of_the_demo(
     session.reset()
     session.attach(ENGLISH)
     lines = render.header(session, "0", 512).splitlines()
-    words = "a toy that knows only its own made-up world; your documents need -m NAME"
+    words = "a toy that knows only a made-up world; your documents need -m NAME"
     assert [line.split(None, 2)[0] for line in lines[:2]] == ["minikv", "model"]
     assert lines[2].strip() == words
     for times in (1, 0):  # the second question brings no document

@@ -454,6 +454,7 @@ def test_columns_makes_a_window_narrower_and_never_wider(
             40,
             ["  a rather long name  word word word", "    word word word word word word"],
         ),
+        (" " * 9 + "word " * 9, 40, [" " * 9 + "word " * 5 + "word", " " * 9 + "word word word"]),
         ("/path" * 9 + " a-b", 40, ["/path" * 9, "  a-b"]),
         ("took back: " + "中" * 60, 80, ["took back: " + "中" * 34, "  " + "中" * 26]),
         ("名前  " + "中文 " * 9, 20, ["名前  中文 中文 中文", "      中文 中文 中文"]),
@@ -464,11 +465,16 @@ def test_long_lines_are_broken_behind_a_narrow_first_column(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     for term in ("xterm", "dumb"):
-        _, err = screens()
+        out, err = screens()
         monkeypatch.setenv("TERM", term)
         monkeypatch.setenv("NO_COLOR", "1")
-        Terminal().say(line)
+        made = Terminal()
+        made.say(line)
+        made.data(line, fold=True)
+        assert out.getvalue() == err.getvalue()
         assert err.getvalue().split("\n")[: len(rows)] == rows
+        made.data(line)  # JSON stays one line
+        assert out.getvalue().endswith(f"\n{line}\n")
 
 
 def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
