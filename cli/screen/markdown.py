@@ -277,7 +277,7 @@ class _Formatter:
         room = width - len(indent + first)
         if not body or any(len(word) > room for word in text.plain.split() if word.isascii()):
             return None  # an address should stay whole
-        rows = []
+        rows: list[list[Segment]] = []
         for begin, end in broken(text.plain, max(room, 8)):
             row = text[begin:end]
             row.rstrip()

@@ -66,7 +66,7 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
             + f", {size(kv.policy_state)} of it the state of the policy" * bool(kv.policy_state),
         ),
         ("allocated", f"{size(kv.allocated)} for the cache"),
-        *tier_rows(report),
+        ("tier", report.tier and f"{size(kv.tier)} in {PLACES[report.tier]}: all that was read"),
         ("peak", f"{size(kv.peak_prefill)} while reading; the network's work space comes on top"),
         (
             "time",
@@ -78,34 +78,20 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
         ("speed", _beside_full(report)),
         ("answer", report.against_full.words),
         ("attention", lost),
-        *fidelity_rows(report),
+        ("fidelity", _fidelity(report.fidelity) if report.fidelity else ""),
+        ("weights", report.weights if report.weights != "plain" else ""),
     ]
     if report.reuse != "once" or report.turn > 1:
         misses = f"; it may miss what question {report.misses} did not need"
         words = f"{report.reuse}: {_READ[report.reuse]}{misses if report.misses else ''}"
         rows.insert(2, ("reuse", words))
-    if report.weights not in ("", "plain"):  # chats of older versions do not have it
-        rows.append(("weights", report.weights))
     if memory.peak_bytes is not None:
         where = "GPU" if memory.reserved_bytes is not None else "process"
         rows.append((where, f"{size(memory.peak_bytes)} at the most"))
-    return rows
+    return [row for row in rows if row[1]]
 
 
-def tier_rows(report: TurnReport) -> list[tuple[str, str]]:
-    """What the tier takes, and what that means for memory; nothing if there is no tier."""
-    if not report.tier:
-        return []
-    return [("tier", f"{size(report.kv_bytes.tier)} in {PLACES[report.tier]}: all that was read")]
-
-
-def fidelity_rows(report: TurnReport) -> list[tuple[str, str]]:
-    """What eviction lost of what was recalled."""
-    lost = report.fidelity
-    return [] if lost is None else [("fidelity", fidelity_words(lost))]
-
-
-def fidelity_words(lost: Fidelity) -> str:
+def _fidelity(lost: Fidelity) -> str:
     """ "from the kept tokens alone, the first would be 0.0031 nats off · attention output off by
     4.1%"."""
     if lost.kl_first_token is None:

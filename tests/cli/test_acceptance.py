@@ -529,7 +529,7 @@ from minikv.cli.__main__ import run
 never = {"minikv.cli.bench.command", "prompt_toolkit"}
 lines = (
     "--help", "ask --help", "--version", "config show", "config set seed 1", "chats",
-    "chats show thesis", "report c.json", "report c.json --out other.md",
+    "chats show thesis",
 )
 for line in lines:
     sys.argv = ["minikv", *line.split()]
@@ -539,23 +539,19 @@ for line in lines:
         assert not end.code, line
     assert not {"torch", *never} & set(sys.modules), line
     never &= {"minikv.cli.bench.command"} if line == "--version" else never
-for name in ("plan", "doctor", "documents.named", "settings_commands", "saved.transcript"):
+for name in ("plan", "doctor", "documents.named", "chat.settings_commands", "saved.transcript"):
     importlib.import_module(f"minikv.cli.{name}")
     assert "torch" not in sys.modules, name
 """
 
 
 def test_11_what_needs_no_torch_does_not_load_it(program: Program, saved: Path) -> None:
-    """Neither a command's help nor a saved or exported chat; help does not load what a chat needs
-    either."""
-    program.chat(["Why?", "/export c.json"])
+    """Neither a command's help nor a saved chat; help does not load what a chat needs either."""
     done = subprocess.run(
         [sys.executable, "-c", _TORCHLESS], cwd=program.folder, capture_output=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert b"> Why?" in done.stdout
-    assert (program.folder / "c.html").read_text().startswith("<!doctype html>")
-    assert (program.folder / "other.md").read_text().startswith("# Chat with")
 
 
 # -- 12 -------------------------------------------------------------------------------------

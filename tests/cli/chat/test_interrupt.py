@@ -140,8 +140,10 @@ def test_ctrl_c_stops_what_runs_and_takes_back_what_was_typed_ahead(talk: Termin
     talk.type("second?\r")  # what is typed during an answer runs in order
     time.sleep(0.8)
     talk.type("/docs\rthird?\r")
+    plain = "\x1b" not in talk.seen  # then the terminal shows what is typed during an answer
     for found in ("40 tokens · ", "without eviction", "report.txt", "third?", "without eviction"):
-        talk.until(found)
+        if not (plain and found == "third?"):
+            talk.until(found)
     talk.ready()
     talk.type("fourth?\r")  # and Ctrl-C takes it back
     talk.until("fourth?")
@@ -157,7 +159,7 @@ def test_ctrl_c_stops_what_runs_and_takes_back_what_was_typed_ahead(talk: Termin
         talk.until("report", 0.7)
     talk.type("\x04")
     assert talk.code() == 0
-    assert "fifth" not in talk.seen
+    assert talk.seen.count("fifth") == plain
 
 
 @pytest.mark.parametrize("asked", [False, True])
