@@ -226,6 +226,12 @@ def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
         made.end_answer()
     assert "\x1b[2J" not in out.getvalue()
     assert out.getvalue().endswith("a **block**\n")
+    with made.answering():  # it continues in the middle of a line, which is written again
+        made.resume_answer("one\n\na **bo")
+        assert out.getvalue().endswith("a **block**\na **bo")
+        made.answer("ld** word")
+        made.end_answer()
+    assert out.getvalue().endswith("\r\x1b[Ja \x1b[1mbold\x1b[0m word\n")
     made.answer("**plain**")  # outside of an answer it is no Markdown
     assert out.getvalue().endswith("**plain**")
 
