@@ -20,13 +20,7 @@ if TYPE_CHECKING:
     from minikv.cli.export.facts import ChatFacts
 
 _FORCE = "--force"
-_FORMATS = {
-    ".html": "page",
-    ".htm": "page",
-    ".md": "markdown",
-    ".markdown": "markdown",
-    ".json": "json",
-}
+_FORMATS = {".html": "page", ".md": "markdown", ".json": "json"}
 
 
 def export(context: Context, arguments: list[str]) -> None:
