@@ -184,15 +184,14 @@ def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packin
     def chosen() -> Packing:
         first()
         ops, _ = choose(torch.device("cpu"), kernels, 64, torch.bfloat16)  # as for any head
-        return Packing(ops.pack_int8 or pack_int8, ops.pack_int4 or pack_int4)
+        both = ops.pack_int8 is not None and ops.pack_int4 is not None
+        return Packing(ops.pack_int8 or pack_int8, ops.pack_int4 or pack_int4, lambda: both)
 
-    def int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
-        chosen().int8(weight, codes, scale)
-
-    def int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) -> None:
-        chosen().int4(weight, packed, scales, half)
-
-    return Packing(int8, int4)
+    return Packing(
+        lambda *given: chosen().int8(*given),
+        lambda *given: chosen().int4(*given),
+        lambda: chosen().blocks(),
+    )
 
 
 def settings_from(budget: int | str = "auto", **given: Any) -> Settings:

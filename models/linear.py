@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.product.matrix import Matrix
+from minikv.kernels.product.matrix import FOUR_BITS, PLAIN, Matrix
 from minikv.models.stored import PAIRED, apart
 from minikv.pages import Empty, empty
 
@@ -64,13 +64,15 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 """A product with one matrix, without its bias: (x bfloat16 [t, in], room bfloat16 [>= t, out] or
 None) -> bfloat16 [t, out], written to `room` if there is one."""
 
-PackInt8 = Callable[[Tensor, Tensor, Tensor], None]
-"""(weight bfloat16 [n, in], codes int8 [n, in], scale bfloat16 [n]): packs weight into the
-others."""
+PackInt8 = Callable[..., None]
+"""(weight bfloat16 [n, in], codes int8 [n, in], scale bfloat16 [n]): packs weight into the others.
+Where `Packing.blocks`, weight may be blocks of a file, uint8 [n, bytes], and a fourth argument says
+of which type of `matrix.BLOCKS`."""
 
-PackInt4 = Callable[[Tensor, Tensor, Tensor, int | None], None]
+PackInt4 = Callable[..., None]
 """(weight bfloat16 [n, in], packed uint8 [N, in / 2], scales bfloat16 [in / group, N, 2], half):
-packs weight into the others. N is n, rounded up to whole tiles; `half` is that of `half_tile`."""
+packs weight into the others. N is n, rounded up to whole tiles; `half` is that of `half_tile`. A
+fifth argument is the fourth of `PackInt8`, one of `matrix.FOUR_BITS`."""
 
 
 class Scratch(threading.local):
@@ -176,10 +178,12 @@ def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
 @dataclass(frozen=True, slots=True)
 class Packing:
     """The functions that pack bfloat16 weights on a CPU: torch's, or kernels that compute the same
-    numbers faster. int4 is only called if the layout is known (`half_tile`)."""
+    numbers faster. int4 is only called if the layout is known (`half_tile`). blocks: whether they
+    take blocks of a file."""
 
     int8: PackInt8 = pack_int8
     int4: PackInt4 = pack_int4
+    blocks: Callable[[], bool] = lambda: False
 
 
 TORCH = Packing()
@@ -251,6 +255,7 @@ class PackedMatrix:
 
     form: str
     few: int  # up to how many rows of the input torch's packed kernel is faster than unpacking
+    tile = 1  # rows that are packed together
 
     def __init__(
         self,
@@ -303,13 +308,18 @@ class PackedMatrix:
             made = _by_blocks(x, self, out, bf16_products())
         return _biased(made, self.bias)
 
-    def pack(self, start: int, weight: Tensor) -> None:
-        """Pack weight [n, in] as the rows from `start` to `start` + n. start: a multiple of 64."""
+    def takes_blocks(self, kind: int) -> bool:
+        """Whether `pack` takes blocks of this type."""
+        return self.packing is not None and self.packing.blocks()
+
+    def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
+        """Pack weight [n, in], or blocks of a file, as the rows from `start` to `start` + n. start:
+        a multiple of `tile`."""
         raise NotImplementedError
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
         """Take rows from `start` on as a file has them (`stored.Steps`), without quantising them.
-        start: a multiple of 64. Groups may be larger than those here."""
+        start: a multiple of `tile`. Groups may be larger than those here."""
         raise NotImplementedError
 
     def parts(self) -> dict[str, Tensor]:
@@ -350,11 +360,13 @@ class Int8(PackedMatrix):
         self.quantised = room(self.shape, torch.int8)
         self.scale = room(self.shape[:1], torch.bfloat16)
 
-    def pack(self, start: int, weight: Tensor) -> None:
+    def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         """See `PackedMatrix`."""
         end = start + len(weight)
         pack = pack_int8 if self.packing is None else self.packing.int8
-        pack(_dense(weight), self.quantised[start:end], self.scale[start:end])
+        if kind != PLAIN:
+            return pack(weight, self.quantised[start:end], self.scale[start:end], kind)
+        return pack(_dense(weight), self.quantised[start:end], self.scale[start:end])
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
         """See `PackedMatrix`."""
@@ -401,6 +413,7 @@ class Int4(PackedMatrix):
         assert found is not None
         self.group = group = found
         if self.packing is not None:
+            self.tile = _TILE
             rows = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
         self.packed = room((rows, columns // 2), torch.uint8)
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
@@ -410,7 +423,11 @@ class Int4(PackedMatrix):
         super().use(ops, scratch, dtype)
         self.unpack = ops.unpack_int4_rows if self.packing is None else ops.unpack_int4
 
-    def pack(self, start: int, weight: Tensor) -> None:
+    def takes_blocks(self, kind: int) -> bool:
+        """See `PackedMatrix`."""
+        return kind in FOUR_BITS and half_tile() is not None and super().takes_blocks(kind)
+
+    def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         """See `PackedMatrix`."""
         end = start + len(weight)
         if self.packing is None:
@@ -419,6 +436,8 @@ class Int4(PackedMatrix):
         self.scales[:, end:tiles] = 0
         pack = pack_int4 if half is None else self.packing.int4
         rows = slice(start, tiles)
+        if kind != PLAIN:
+            return pack(weight, self.packed[rows], self.scales[:, rows], half, kind)
         return pack(_dense(weight), self.packed[rows], self.scales[:, rows], half)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:

@@ -133,18 +133,18 @@ class Unpaired:
 
     def rows(self, start: int, end: int) -> Tensor:
         """See `Stored`."""
-        first, last, order = self._order(start, end)
+        first, last, order = unpaired(self.shape[0] // self.heads, start, end)
         return self.part.rows(first, last)[order]
 
     def steps(self, start: int, end: int) -> Steps:
         """See `Stored`."""
-        first, last, order = self._order(start, end)
+        first, last, order = unpaired(self.shape[0] // self.heads, start, end)
         codes, scale, middle = self.part.steps(first, last)
         return codes[order], scale[order], None if middle is None else middle[order]
 
-    def _order(self, start: int, end: int) -> tuple[int, int, Tensor]:
-        """The span of the whole heads with these rows, and where in it the rows are."""
-        size = self.shape[0] // self.heads
-        first, last = start // size * size, -(-end // size) * size
-        order = torch.arange(last - first).view(-1, size // 2, 2).transpose(1, 2).flatten()
-        return first, last, order[start - first : end - first]
+
+def unpaired(size: int, start: int, end: int) -> tuple[int, int, Tensor]:
+    """The span of the whole heads of `size` rows with these rows, and where in it the rows are."""
+    first, last = start // size * size, -(-end // size) * size
+    order = torch.arange(last - first).view(-1, size // 2, 2).transpose(1, 2).flatten()
+    return first, last, order[start - first : end - first]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from minikv.models.blocks import Blocks
 from minikv.models.checkpoint import DTYPES, STAGING, Checkpoint, Entry, memory, read_into, same
 from minikv.models.config import ModelConfig, OwnForm
 from minikv.models.errors import (
@@ -167,27 +168,41 @@ class _Filling:
             self._allocate(owner, slot)
             self._read(parts)
             return
-        exact = stored.exact and made.form == stored.form
         if packed is not None and made.packing is not None and packed.fill(name, made):
             self.tell(sum(entry.size for _, entry, _ in parts))
         else:
             if made.bias is not None:
                 setattr(owner, slot, Plain(getattr(owner, slot).weight, made.bias))
                 self._read([part for part in parts if part[2].kind == "bias"])
-            for start, end in blocks(made.shape, TAKEN):
-                if exact:
-                    made.fill(start, *stored.steps(start, end))
-                else:
-                    made.pack(start, stored.rows(start, end))
-                self._tell_rows(stored, start, end)
+            # Rows of four bits are packed in whole tiles.
+            whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
+            at = 0
+            for one in found if whole else [stored]:
+                direct = isinstance(one, Blocks) and made.takes_blocks(one.kind.number)
+                most = 4 * TAKEN if direct else TAKEN  # whose threads wait for each other once
+                for start, end in blocks(torch.Size(one.shape), most):
+                    self._pack(made, at + start, one, start, end)
+                at += one.shape[0]
         if in_layer:
             setattr(owner, slot, made)
         else:
             self.network.keep_packed(slot, made)
 
+    def _pack(self, made: Int8 | Int4, at: int, part: Fused | Stored, start: int, end: int) -> None:
+        """Pack rows of a part as those from `at` on."""
+        if isinstance(part, Blocks) and made.takes_blocks(part.kind.number):
+            made.pack(at, part.blocks(start, end), part.kind.number)
+        elif part.form == made.form and (part.form == "int4" or not part.group):
+            made.fill(at, *part.steps(start, end))
+        else:
+            made.pack(at, part.rows(start, end))
+        self._tell_rows(part, start, end)
+
     def _turned(self, name: str, entry: Stored) -> Stored:
         """A tensor with its rows in the order of the network."""
         heads = _pairs(name, self.network.config) if self.pairs else 0
+        if isinstance(entry, Blocks):
+            return replace(entry, heads=heads)
         return Unpaired(entry, heads) if heads else entry
 
     def _tell_rows(self, part: Fused | Stored, start: int, end: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from minikv.kernels.attention.cpu import TILES
 from minikv.kernels.native.binding import Struct, function, loaded, plain
 from minikv.kernels.product import plain as plain_torch
-from minikv.kernels.product.matrix import Matrix
+from minikv.kernels.product.matrix import BLOCKS, FOUR_BITS, PLAIN, Matrix
 
 _PLAIN, _EIGHT, _FOUR = range(3)
 """The formats of weights, with their numbers in `row.h`."""
@@ -23,8 +23,8 @@ _GROUPS = (32, 64, 128)  # columns with a scale there
 _row_product = function("row_product", "nnppp")
 _integer_product = function("integer_product", "nnppp", "a product")
 _rows_product = function("rows_product", "nnppp", "a product")
-_pack_int8 = function("pack_int8", "nnppp")
-_pack_int4 = function("pack_int4", "nnnnnppp")
+_pack_int8 = function("pack_int8", "nnnnppp", "packing")
+_pack_int4 = function("pack_int4", "nnnnnnnppp")
 _unpack_int4 = function("unpack_int4", "nnnnnppp")
 
 
@@ -155,29 +155,43 @@ def _multiplied(
     return room
 
 
-def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """weight bfloat16 [n, in] -> codes int8 [n, in] and scale bfloat16 [n], which are written to.
+def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor, kind: int = PLAIN) -> None:
+    """weight -> codes int8 [n, in] and scale bfloat16 [n], which are written to. weight: bfloat16
+    [n, in]; or the blocks of a file, uint8 [n, bytes], of the type `kind` of `BLOCKS`.
 
     The scale of a row is its largest magnitude / 127.
     """
-    assert plain(torch.bfloat16, weight, scale)
+    rows, columns = codes.shape
+    assert plain(torch.bfloat16, scale)
     assert plain(torch.int8, codes)
-    assert codes.shape == weight.shape
-    assert scale.shape == weight.shape[:1]
-    _pack_int8(*weight.shape, weight, codes, scale)
+    assert scale.shape == (rows,)
+    _pack_int8(kind, rows, columns, _wide(weight, rows, columns, kind), weight, codes, scale)
 
 
-def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int) -> None:
-    """weight bfloat16 [n, in] -> packed uint8 [N, in / 2] and scales bfloat16 [in / group, N, 2],
-    which are written to, as `int4_product` reads them, or rows of these from the first of a tile.
+def _wide(weight: Tensor, rows: int, columns: int, kind: int) -> int:
+    """The bytes of a row of `weight`."""
+    size, bytes_ = BLOCKS[kind]
+    wide = columns // size * bytes_
+    assert plain(torch.bfloat16 if kind == PLAIN else torch.uint8, weight)
+    assert columns % size == 0
+    assert (len(weight), weight.nbytes) == (rows, rows * wide)
+    return wide
 
-    A group's smallest and largest value are the first and the last of 16 steps. Scales of rows
-    beyond n are left as they are.
+
+def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int, kind: int = PLAIN) -> None:
+    """weight, as `pack_int8` has it -> packed uint8 [N, in / 2] and scales bfloat16 [in / group, N,
+    2], which are written to, as `int4_product` reads them, or rows of these from the first of a
+    tile.
+
+    A group's smallest and largest value are the first and the last of 16 steps. Blocks have four
+    bits in groups of 32, and these are kept. Scales of rows beyond n are left as they are.
     """
-    rows, columns = weight.shape
+    rows, columns = len(weight), 2 * packed.shape[1]
     groups, padded, _ = scales.shape
     group = columns // groups
-    assert plain(torch.bfloat16, weight)
+    wide = _wide(weight, rows, columns, kind)
+    assert kind in (PLAIN, *FOUR_BITS)
+    assert kind == PLAIN or group == _GROUPS[0]
     assert scales.dtype is torch.bfloat16
     assert scales.device == weight.device
     assert scales.stride()[1:] == (2, 1)
@@ -187,7 +201,8 @@ def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int) -> None
     assert group * groups == columns
     assert group <= _GROUPS[-1]
     assert half in (16, 32)
-    _pack_int4(rows, columns, group, half, scales.stride(0) // 2, weight, packed, scales)
+    sizes = rows, columns, wide, group, half, scales.stride(0) // 2
+    _pack_int4(kind, *sizes, weight, packed, scales)
 
 
 def unpack_int4(packed: Tensor, scales: Tensor, half: int, out: Tensor) -> None:

@@ -1,10 +1,16 @@
-"""`Matrix`: the tensors of a matrix, as kernels read them."""
+"""`Matrix`: the tensors of a matrix, as kernels read them. `BLOCKS`: those of a file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
+
+PLAIN, FOUR_BITS = 30, (2, 3, 12)
+BLOCKS = {2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 12: (256, 144)}
+BLOCKS |= {13: (256, 176), 14: (256, 210), 20: (32, 18), PLAIN: (1, 2)}
+"""Of the types of GGUF, by their numbers, the weights of a block and its bytes. Four bits are in
+groups of 32 with a scale and an offset. PLAIN: bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,129 @@
 /* Pack weights to eight and four bits, and unpack four bits. The results are bit for bit those of
-   `pack_int8`, `pack_int4` and `Int4.columns` in models/linear.py. */
+   `pack_int8`, `pack_int4` and `Int4.columns` in models/linear.py, and of models/blocks.py. */
 #include "numbers.h"
 
-/* The largest group of columns with a scale, and the rows of a tile of four bits. */
-enum { GROUP = 128, TILE = 64 };
+#include <stdlib.h>
+
+/* The largest group of columns with a scale, the rows of a tile of four bits, and the columns that
+   are read together of a row of blocks. */
+enum { GROUP = 128, TILE = 64, PART = 32 };
+
+/* What rows are made of: blocks of a GGUF file, by its numbers, or bfloat16. */
+enum { Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K, IQ4_NL = 20, PLAIN = 30 };
+
+/* PART columns of a row of blocks: code * scale + least, with a scale and a least for each half. */
+typedef struct {
+    uint8_t codes[PART];
+    float scale[2], least[2];
+} Part;
+
+static inline float half_at(const uint8_t *at) {
+    uint16_t bits;
+    memcpy(&bits, at, 2);
+    return from_f16(bits);
+}
+
+/* Bits `shift` to `shift` + 3 of PART bytes. */
+INLINE void upper_or_lower(const uint8_t *from, int shift, uint8_t *codes) {
+    for (int i = 0; i < PART; i++) codes[i] = from[i] >> shift & 15;
+}
+
+/* The lower, then the upper four bits of PART / 2 bytes. */
+INLINE void nibbles(const uint8_t *from, uint8_t *codes) {
+    for (int i = 0; i < PART / 2; i++) {
+        codes[i] = from[i] & 15;
+        codes[PART / 2 + i] = from[i] >> 4;
+    }
+}
+
+/* A bit for each of PART codes of five bits. */
+INLINE void fifth_bits(const uint8_t *from, uint8_t *codes) {
+    uint32_t bits;
+    memcpy(&bits, from, 4);
+    for (int i = 0; i < PART; i++) codes[i] |= (bits >> i & 1) << 4;
+}
+
+/* Part number `at` of a row. Codes of Q8_0 and IQ4_NL are signed. */
+static void read_part(int64_t kind, const uint8_t *row, int64_t at, Part *made) {
+    static const int8_t iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
+    float scale = 0, least = 0;
+    const uint8_t *from;
+    const int64_t j = at % 8; /* the part of a block of 256 columns */
+    switch (kind) {
+    case Q4_0:
+        from = row + at * 18;
+        least = -8 * (scale = half_at(from));
+        nibbles(from + 2, made->codes);
+        break;
+    case Q4_1:
+        from = row + at * 20;
+        scale = half_at(from), least = half_at(from + 2);
+        nibbles(from + 4, made->codes);
+        break;
+    case Q5_0:
+        from = row + at * 22;
+        least = -16 * (scale = half_at(from));
+        nibbles(from + 6, made->codes);
+        fifth_bits(from + 2, made->codes);
+        break;
+    case Q5_1:
+        from = row + at * 24;
+        scale = half_at(from), least = half_at(from + 2);
+        nibbles(from + 8, made->codes);
+        fifth_bits(from + 4, made->codes);
+        break;
+    case Q8_0:
+        from = row + at * 34;
+        scale = half_at(from);
+        memcpy(made->codes, from + 2, PART);
+        break;
+    case IQ4_NL:
+        from = row + at * 18;
+        scale = half_at(from);
+        nibbles(from + 2, made->codes);
+        for (int i = 0; i < PART; i++) made->codes[i] = (uint8_t)iq4[made->codes[i]];
+        break;
+    case Q6_K:
+        from = row + at / 8 * 210;
+        upper_or_lower(from + j / 4 * 64 + j % 2 * 32, (int)(j % 4 / 2 * 4), made->codes);
+        for (int i = 0; i < PART; i++)
+            made->codes[i] |= (from[128 + j / 4 * 32 + i] >> (j % 4 * 2) & 3) << 4;
+        for (int i = 0; i < 2; i++) {
+            made->scale[i] = half_at(from + 208) * (int8_t)from[192 + 2 * j + i];
+            made->least[i] = -32 * made->scale[i];
+        }
+        return;
+    default: { /* Q4_K and Q5_K: numbers of six bits are multiplied by two float16 */
+        from = row + at / 8 * (kind == Q4_K ? 144 : 176);
+        const uint8_t *six = from + 4 + j, *codes = from + (kind == Q4_K ? 16 : 48) + j / 2 * 32;
+        scale = half_at(from) * (j < 4 ? six[0] & 63 : (six[4] & 15) | six[-4] >> 6 << 4);
+        least = -half_at(from + 2) * (j < 4 ? six[4] & 63 : six[4] >> 4 | six[0] >> 6 << 4);
+        upper_or_lower(codes, (int)(j % 2 * 4), made->codes);
+        if (kind == Q5_K)
+            for (int i = 0; i < PART; i++) made->codes[i] |= (from[16 + i] >> j & 1) << 4;
+    }
+    }
+    made->scale[0] = made->scale[1] = scale;
+    made->least[0] = made->least[1] = least;
+}
+
+/* The n numbers of a row of blocks, rounded to bfloat16. */
+static void read_row(int64_t kind, const uint8_t *row, int64_t n, bf16 *out) {
+    const int sign = kind == Q8_0 || kind == IQ4_NL ? 128 : 0;
+    for (int64_t at = 0; at < n; at += PART) {
+        Part part;
+        read_part(kind, row, at / PART, &part);
+        for (int half = 0; half < 2; half++) {
+            const float scale = part.scale[half], least = part.least[half];
+            const uint8_t *codes = part.codes + half * (PART / 2);
+            bf16 *to = out + at + half * (PART / 2);
+#pragma omp simd
+            for (int i = 0; i < PART / 2; i++)
+                to[i] = to_bf16((float)((codes[i] ^ sign) - sign) * scale + least);
+        }
+    }
+}
 
 #define TINY 1.17549435e-38f /* the smallest normal number: no scale is 0 */
 
@@ -13,12 +133,24 @@ static inline float step_of(float x, float low, float high) {
     return y < low ? low : y > high ? high : y;
 }
 
-/* pack_int8: w bfloat16 [rows, n] -> codes [rows, n], scale bfloat16 [rows]. A row's scale is its
-   largest magnitude / 127. */
-void minikv_pack_int8(int64_t rows, int64_t n, const bf16 *w, int8_t *codes, bf16 *scale) {
-#pragma omp parallel for schedule(static) if (rows * n > 65536)
+/* pack_int8: w [rows, wide bytes], of n columns each -> codes [rows, n], scale bfloat16 [rows]. A
+   row's scale is its largest magnitude / 127. kind: what a row of w is made of. Not 0: no memory.
+ */
+int minikv_pack_int8(
+    int64_t kind, int64_t rows, int64_t n, int64_t wide, const uint8_t *w, int8_t *codes,
+    bf16 *scale
+) {
+    int failed = 0;
+#pragma omp parallel for schedule(static) reduction(| : failed) if (rows * n > 65536)
     for (int64_t o = 0; o < rows; o++) {
-        const bf16 *row = w + o * n;
+        bf16 *made = kind == PLAIN ? NULL : malloc((size_t)n * sizeof *made);
+        const bf16 *row = made ? made : (const bf16 *)(w + o * wide);
+        if (made)
+            read_row(kind, w + o * wide, n, made);
+        else if (kind != PLAIN) {
+            failed = 1;
+            continue;
+        }
         /* Of numbers without their signs, the largest has the largest bits, and NaN larger ones. */
         uint16_t bits = 0;
 #pragma omp simd reduction(max : bits)
@@ -33,7 +165,9 @@ void minikv_pack_int8(int64_t rows, int64_t n, const bf16 *w, int8_t *codes, bf1
 #pragma omp simd
         for (int64_t i = 0; i < n; i++)
             out[i] = (int8_t)step_of(from_bf16(row[i]) / step, -127.0f, 127.0f);
+        free(made);
     }
+    return failed;
 }
 
 /* Quantize a group w [size] to codes 0 .. 15. pair gets its scale and its middle, the value of code
@@ -57,13 +191,14 @@ static inline void pack_group(const bf16 *w, int64_t size, uint8_t *codes, bf16 
             (uint8_t)(int32_t)step_of(rintf((from_bf16(w[i]) - middle) / step) + 8.0f, 0.0f, 15.0f);
 }
 
-/* pack_int4: w bfloat16 [rows, n] -> packed [padded, n / 2], scales bfloat16 [n / group, stride,
-   2]: the scale and the middle of each group. `padded` is rows, rounded up to a multiple of TILE. A
-   tile of 2 * half rows has `half` bytes for each column: byte i has row i in its lower four bits
-   and row half + i in the upper ones. Rows beyond the last are 0. */
+/* pack_int4: w [rows, wide bytes], of n columns each -> packed [padded, n / 2], scales bfloat16 [n
+   / group, stride, 2]: the scale and the middle of each group. `padded` is rows, rounded up to a
+   multiple of TILE. A tile of 2 * half rows has `half` bytes for each column: byte i has row i in
+   its lower four bits and row half + i in the upper ones. Rows beyond the last are 0. kind: what a
+   row of w is made of. Blocks of four bits are taken as they are, in groups of PART columns. */
 void minikv_pack_int4(
-    int64_t rows, int64_t n, int64_t group, int64_t half, int64_t stride, const bf16 *w,
-    uint8_t *packed, bf16 *scales
+    int64_t kind, int64_t rows, int64_t n, int64_t wide, int64_t group, int64_t half,
+    int64_t stride, const uint8_t *w, uint8_t *packed, bf16 *scales
 ) {
     const int64_t tiles = (rows + TILE - 1) / TILE * TILE / (2 * half);
 #pragma omp parallel for schedule(static) if (rows * n > 65536)
@@ -72,15 +207,22 @@ void minikv_pack_int4(
         const int64_t first = tile * 2 * half;
         for (int64_t at = 0; at < n; at += group) {
             for (int64_t i = 0; i < 2 * half; i++) {
-                const bf16 *row = w + (first + i) * n + at;
-                if (first + i < rows) {
-                    /* The row's next group, which is far from this one of the next row. */
-                    for (int64_t c = group; c < 2 * group; c += 32) __builtin_prefetch(row + c);
-                    pack_group(
-                        row, group, codes[i], scales + (at / group * stride + first + i) * 2
-                    );
-                } else
+                const uint8_t *row = w + (first + i) * wide;
+                bf16 *pair = scales + (at / group * stride + first + i) * 2;
+                if (first + i >= rows)
                     memset(codes[i], 0, GROUP);
+                else if (kind == PLAIN) {
+                    const bf16 *from = (const bf16 *)row + at;
+                    /* The row's next group, which is far from this one of the next row. */
+                    for (int64_t c = group; c < 2 * group; c += 32) __builtin_prefetch(from + c);
+                    pack_group(from, group, codes[i], pair);
+                } else {
+                    Part part;
+                    read_part(kind, row, at / PART, &part);
+                    memcpy(codes[i], part.codes, PART);
+                    pair[0] = to_bf16(part.scale[0]);
+                    pair[1] = to_bf16(part.least[0] + 8 * part.scale[0]);
+                }
             }
             for (int64_t i = 0; i < half; i++)
                 for (int64_t c = 0; c < group; c++)

@@ -23,8 +23,9 @@ from loaded import network_of
 
 from minikv import models
 from minikv.models import weights
+from minikv.models.blocks import KINDS, Blocks
 from minikv.models.config import ModelConfig
-from minikv.models.gguf import KINDS, Blocks, Gguf
+from minikv.models.gguf import Gguf
 from minikv.models.linear import Int4, Int8
 from minikv.models.stored import apart
 from minikv.models.weights import load_network

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import product as every
+from pathlib import Path
 
+import ggufs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from minikv.kernels import dispatch, to_codes
 from minikv.kernels.native import build
 from minikv.kernels.product import cpu as product
 from minikv.models import linear
+from minikv.models.blocks import KINDS, Blocks, Kind
 from minikv.models.linear import Int4, Int8, Plain, as_read, half_tile
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -326,6 +329,29 @@ def test_packing_is_that_of_torch(shape: tuple[int, int], size: float) -> None:
             made.append((bytes_, scales))
         assert all(map(torch.equal, made[2], made[3]))
     assert all(map(torch.equal, made[0], made[1]))
+
+
+@known
+@pytest.mark.parametrize(
+    "kind", [k for k in KINDS.values() if k.form != "plain"], ids=lambda kind: kind.name
+)
+def test_blocks_of_a_file_are_packed_as_their_numbers(kind: Kind, tmp_path: Path) -> None:
+    raw, path = torch.from_numpy(ggufs.blocks(kind.name, 70, 512)), tmp_path / "blocks"
+    path.write_bytes(raw.numpy().tobytes())
+    stored = Blocks("x", path, 0, (70, 512), kind)
+    packing = linear.Packing(product.pack_int8, product.pack_int4, lambda: True)
+    meta = Plain(torch.empty(70, 512, dtype=BFLOAT16, device="meta"))
+    for form in dict.fromkeys(("int8", kind.form)):
+        make = Int8 if form == "int8" else Int4
+        in_c, want = make(meta, packing=packing, group=32), make(meta, group=32)
+        assert in_c.takes_blocks(kind.number)
+        in_c.pack(0, raw, kind.number)
+        if form == "int4":
+            want.fill(0, *stored.steps(0, 70))
+        else:
+            want.pack(0, stored.rows(0, 70))
+        for name, part in want.parts().items():
+            assert torch.equal(in_c.parts()[name], part), (form, name)
 
 
 @known
