@@ -101,7 +101,6 @@ class Kernels:
     int4_product: Callable[..., Tensor] | None = None
     pack_int8: Callable[..., None] | None = None
     pack_int4: Callable[..., None] | None = None
-    unpack_int4: Callable[..., None] | None = None
     rows_product: Callable[..., Callable[..., Tensor] | None] | None = None
     unpack_int4_rows: Callable[..., None] | None = None
 
@@ -137,7 +136,7 @@ FORMS = (
     Row("row_product", "", "product.cpu", "products of one row"),
     Row("int8_product", "", "product.cpu", "int8 products"),
     Row("int4_product", "", "product.cpu", "int4 products"),
-    Row("pack_int8 pack_int4 unpack_int4", "", "product.cpu", "packing"),
+    Row("pack_int8 pack_int4", "", "product.cpu", "packing"),
     Row("rows_product", "", "product.cpu", "prompts with packed weights"),
     Row("unpack_int4_rows", "product.gpu"),
 )

@@ -401,7 +401,7 @@ class Int4(PackedMatrix):
     `GROUPS` columns of a row (`_sixteen_steps`).
 
     On a CPU it is packed in tiles (`half_tile`), on a GPU in rows (`pack_int4_rows`). `use` sets
-    unpack: unpacks tiles of this layout, or all rows; None: torch.
+    unpack: unpacks all rows on a GPU; None: torch.
     """
 
     form, few = "int4", FEW["int4"]
@@ -421,7 +421,7 @@ class Int4(PackedMatrix):
     def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
         """See `Plain`."""
         super().use(ops, scratch, dtype)
-        self.unpack = ops.unpack_int4_rows if self.packing is None else ops.unpack_int4
+        self.unpack = ops.unpack_int4_rows
 
     def takes_blocks(self, kind: int) -> bool:
         """See `PackedMatrix`."""
@@ -481,11 +481,6 @@ class Int4(PackedMatrix):
         if half is None:
             eye = torch.eye(inside, dtype=torch.bfloat16)
             return self._few(eye)[:, start:end]  # exact, because no values are added
-        if self.unpack is not None:
-            room = (scratch or Scratch()).room(inside, size, torch.bfloat16)
-            tiles = slice(start, start + size)
-            self.unpack(self.packed[tiles], self.scales[:, tiles], half, room)
-            return room[:, : end - start]
         steps = _untiled(self.packed[start : start + size], half).transpose(0, 1)
         steps = steps.reshape(inside // self.group, self.group, size)
         pairs = self.scales[:, None, start : start + size].unbind(-1)

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "minikv/policies/parts.py": "policies/test_selection.py",
     "minikv/policies/queryspan.py": "policies/test_span.py",
     "minikv/settings.py": "cli/settings/test_settings.py",
+    "models/blocks.py": "models/test_gguf.py",
     "models/builtin_templates.py": "models/test_templates.py",
     "models/checkpoint.py": "models/test_weights.py",
     "models/bundled/exam.py": "models/test_bundled.py",

@@ -231,7 +231,7 @@ def read(matrix: Linear) -> None:
 def _products(how: str) -> dispatch.Kernels:
     """The kernels that multiply "integers" or "tiles"; or only those that unpack."""
     ops = dispatch.Kernels()
-    ops.unpack_int4, ops.products = products.unpack_int4, how != "unpacked"
+    ops.products = how != "unpacked"
     if how == "integers":
         ops.int8_product, ops.int4_product = products.int8_product, products.int4_product
         ops.integer_prompts = True

@@ -25,7 +25,6 @@ _integer_product = function("integer_product", "nnppp", "a product")
 _rows_product = function("rows_product", "nnppp", "a product")
 _pack_int8 = function("pack_int8", "nnnnppp", "packing")
 _pack_int4 = function("pack_int4", "nnnnnnnppp")
-_unpack_int4 = function("unpack_int4", "nnnnnppp")
 
 
 def threads() -> int:
@@ -203,22 +202,3 @@ def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int, kind: i
     assert half in (16, 32)
     sizes = rows, columns, wide, group, half, scales.stride(0) // 2
     _pack_int4(kind, *sizes, weight, packed, scales)
-
-
-def unpack_int4(packed: Tensor, scales: Tensor, half: int, out: Tensor) -> None:
-    """Whole tiles of `pack_int4`, packed uint8 [n, in / 2], and their scales bfloat16
-    [in / group, n, 2], contiguous but for the first dimension -> out bfloat16 [in, n], which is
-    written to."""
-    rows, columns = packed.shape[0], 2 * packed.shape[1]
-    groups = scales.shape[0]
-    assert plain(torch.bfloat16, out)
-    assert plain(torch.uint8, packed)
-    assert scales.dtype is torch.bfloat16
-    assert scales.device == packed.device
-    assert scales.shape == (groups, rows, 2)
-    assert scales.stride()[1:] == (2, 1)
-    assert out.shape == (columns, rows)
-    assert rows % _TILE == 0
-    assert columns % groups == 0
-    assert half in (16, 32)
-    _unpack_int4(rows, columns, columns // groups, half, scales.stride(0) // 2, packed, scales, out)

@@ -1,5 +1,5 @@
-/* Pack weights to eight and four bits, and unpack four bits. The results are bit for bit those of
-   `pack_int8`, `pack_int4` and `Int4.columns` in models/linear.py, and of models/blocks.py. */
+/* Pack weights to eight and four bits. The results are bit for bit those of `pack_int8` and
+   `pack_int4` in models/linear.py, and of models/blocks.py. */
 #include "numbers.h"
 
 #include <stdlib.h>
@@ -17,95 +17,74 @@ typedef struct {
     float scale[2], least[2];
 } Part;
 
+/* Blocks of PART columns: a scale, its bytes, where they have the least value, or of how many
+   scales it is, where the fifth bits of the codes, and where the codes. */
+static const struct {
+    uint8_t bytes, least, fifth, codes;
+    int8_t scales;
+} SMALL[] = {
+    [Q4_0] = {18, 0, 0, 2, -8}, [Q4_1] = {20, 2, 0, 4, 0}, [Q5_0] = {22, 0, 2, 6, -16},
+    [Q5_1] = {24, 2, 4, 8, 0},  [Q8_0] = {34, 0, 0, 2, 0}, [IQ4_NL] = {18, 0, 0, 2, 0},
+};
+
 static inline float half_at(const uint8_t *at) {
     uint16_t bits;
     memcpy(&bits, at, 2);
     return from_f16(bits);
 }
 
-/* Bits `shift` to `shift` + 3 of PART bytes. */
-INLINE void upper_or_lower(const uint8_t *from, int shift, uint8_t *codes) {
-    for (int i = 0; i < PART; i++) codes[i] = from[i] >> shift & 15;
-}
-
 /* The lower, then the upper four bits of PART / 2 bytes. */
 INLINE void nibbles(const uint8_t *from, uint8_t *codes) {
-    for (int i = 0; i < PART / 2; i++) {
-        codes[i] = from[i] & 15;
-        codes[PART / 2 + i] = from[i] >> 4;
-    }
+    for (int i = 0; i < PART / 2; i++) codes[i] = from[i] & 15;
+    for (int i = 0; i < PART / 2; i++) codes[PART / 2 + i] = from[i] >> 4;
 }
 
-/* A bit for each of PART codes of five bits. */
-INLINE void fifth_bits(const uint8_t *from, uint8_t *codes) {
-    uint32_t bits;
-    memcpy(&bits, from, 4);
-    for (int i = 0; i < PART; i++) codes[i] |= (bits >> i & 1) << 4;
-}
-
-/* Part number `at` of a row. Codes of Q8_0 and IQ4_NL are signed. */
-static void read_part(int64_t kind, const uint8_t *row, int64_t at, Part *made) {
+/* Part `at` of a row of small blocks. Codes of Q8_0 and IQ4_NL are signed. */
+static void read_small(int64_t kind, const uint8_t *row, int64_t at, Part *made) {
     static const int8_t iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
-    float scale = 0, least = 0;
-    const uint8_t *from;
-    const int64_t j = at % 8; /* the part of a block of 256 columns */
-    switch (kind) {
-    case Q4_0:
-        from = row + at * 18;
-        least = -8 * (scale = half_at(from));
-        nibbles(from + 2, made->codes);
-        break;
-    case Q4_1:
-        from = row + at * 20;
-        scale = half_at(from), least = half_at(from + 2);
-        nibbles(from + 4, made->codes);
-        break;
-    case Q5_0:
-        from = row + at * 22;
-        least = -16 * (scale = half_at(from));
-        nibbles(from + 6, made->codes);
-        fifth_bits(from + 2, made->codes);
-        break;
-    case Q5_1:
-        from = row + at * 24;
-        scale = half_at(from), least = half_at(from + 2);
-        nibbles(from + 8, made->codes);
-        fifth_bits(from + 4, made->codes);
-        break;
-    case Q8_0:
-        from = row + at * 34;
-        scale = half_at(from);
-        memcpy(made->codes, from + 2, PART);
-        break;
-    case IQ4_NL:
-        from = row + at * 18;
-        scale = half_at(from);
-        nibbles(from + 2, made->codes);
-        for (int i = 0; i < PART; i++) made->codes[i] = (uint8_t)iq4[made->codes[i]];
-        break;
-    case Q6_K:
-        from = row + at / 8 * 210;
-        upper_or_lower(from + j / 4 * 64 + j % 2 * 32, (int)(j % 4 / 2 * 4), made->codes);
+    const uint8_t *from = row + at * SMALL[kind].bytes, *codes = from + SMALL[kind].codes;
+    const float scale = half_at(from);
+    const int least = SMALL[kind].least, fifth = SMALL[kind].fifth;
+    made->scale[0] = made->scale[1] = scale;
+    made->least[0] = made->least[1] =
+        least ? half_at(from + least) : scale * (float)SMALL[kind].scales;
+    if (kind == Q8_0)
+        memcpy(made->codes, codes, PART);
+    else
+        nibbles(codes, made->codes);
+    uint32_t bits = 0;
+    if (fifth) memcpy(&bits, from + fifth, 4);
+    for (int i = 0; i < PART && fifth; i++) made->codes[i] |= (uint8_t)((bits >> i & 1) << 4);
+    for (int i = 0; i < PART && kind == IQ4_NL; i++) made->codes[i] = (uint8_t)iq4[made->codes[i]];
+}
+
+/* Part `at` of a row. In blocks of 256 columns, numbers of six or eight bits are multiplied by
+   float16. */
+static void read_part(int64_t kind, const uint8_t *row, int64_t at, Part *made) {
+    const int j = (int)(at % 8), four = kind == Q4_K;
+    if (kind == Q6_K) {
+        const uint8_t *block = row + at / 8 * 210, *low = block + j / 4 * 64 + j % 2 * 32;
+        const uint8_t *high = block + 128 + j / 4 * 32;
         for (int i = 0; i < PART; i++)
-            made->codes[i] |= (from[128 + j / 4 * 32 + i] >> (j % 4 * 2) & 3) << 4;
+            made->codes[i] =
+                (uint8_t)((low[i] >> j % 4 / 2 * 4 & 15) | (high[i] >> j % 4 * 2 & 3) << 4);
         for (int i = 0; i < 2; i++) {
-            made->scale[i] = half_at(from + 208) * (int8_t)from[192 + 2 * j + i];
+            made->scale[i] = half_at(block + 208) * (float)(int8_t)block[192 + 2 * j + i];
             made->least[i] = -32 * made->scale[i];
         }
-        return;
-    default: { /* Q4_K and Q5_K: numbers of six bits are multiplied by two float16 */
-        from = row + at / 8 * (kind == Q4_K ? 144 : 176);
-        const uint8_t *six = from + 4 + j, *codes = from + (kind == Q4_K ? 16 : 48) + j / 2 * 32;
-        scale = half_at(from) * (j < 4 ? six[0] & 63 : (six[4] & 15) | six[-4] >> 6 << 4);
-        least = -half_at(from + 2) * (j < 4 ? six[4] & 63 : six[4] >> 4 | six[0] >> 6 << 4);
-        upper_or_lower(codes, (int)(j % 2 * 4), made->codes);
-        if (kind == Q5_K)
-            for (int i = 0; i < PART; i++) made->codes[i] |= (from[16 + i] >> j & 1) << 4;
-    }
-    }
-    made->scale[0] = made->scale[1] = scale;
-    made->least[0] = made->least[1] = least;
+    } else if (four || kind == Q5_K) {
+        const uint8_t *block = row + at / 8 * (four ? 144 : 176), *six = block + 4 + j;
+        const uint8_t *low = block + (four ? 16 : 48) + j / 2 * 32;
+        const int scale = j < 4 ? six[0] & 63 : (six[4] & 15) | six[-4] >> 6 << 4;
+        const int least = j < 4 ? six[4] & 63 : six[4] >> 4 | six[0] >> 6 << 4;
+        for (int i = 0; i < PART; i++) made->codes[i] = low[i] >> j % 2 * 4 & 15;
+        for (int i = 0; i < PART && !four; i++)
+            made->codes[i] |= (uint8_t)((block[16 + i] >> j & 1) << 4);
+        made->scale[0] = made->scale[1] = half_at(block) * (float)scale;
+        made->least[0] = made->least[1] = -half_at(block + 2) * (float)least;
+    } else
+        read_small(kind, row, at, made);
 }
 
 /* The n numbers of a row of blocks, rounded to bfloat16. */
@@ -232,35 +211,4 @@ void minikv_pack_int4(
                 for (int64_t i = 0; i < half; i++) out[c * half + i] = both[i][c];
         }
     }
-}
-
-/* unpack_int4: packed [rows, n / 2], whole tiles of `pack_int4`, and scales bfloat16 [n / group,
-   stride, 2], which begin with the first of these rows -> out bfloat16 [n, rows]. */
-void minikv_unpack_int4(
-    int64_t rows, int64_t n, int64_t group, int64_t half, int64_t stride, const uint8_t *packed,
-    const bf16 *scales, bf16 *out
-) {
-    const int64_t groups = n / group, tiles = rows / (2 * half);
-#pragma omp parallel for collapse(2) schedule(static) if (rows * n > 65536)
-    for (int64_t g = 0; g < groups; g++)
-        for (int64_t tile = 0; tile < tiles; tile++) {
-            const int64_t first = tile * 2 * half;
-            const bf16 *pairs = scales + (g * stride + first) * 2;
-            float scale[TILE], middle[TILE];
-            for (int64_t i = 0; i < 2 * half; i++) {
-                scale[i] = from_bf16(pairs[2 * i]);
-                middle[i] = from_bf16(pairs[2 * i + 1]);
-            }
-            for (int64_t c = g * group; c < (g + 1) * group; c++) {
-                const uint8_t *bytes = packed + first * (n / 2) + c * half;
-                bf16 *low = out + c * rows + first, *high = low + half;
-#pragma omp simd
-                for (int64_t i = 0; i < half; i++)
-                    low[i] = to_bf16(middle[i] + (float)((bytes[i] & 15) - 8) * scale[i]);
-#pragma omp simd
-                for (int64_t i = 0; i < half; i++)
-                    high[i] =
-                        to_bf16(middle[half + i] + (float)((bytes[i] >> 4) - 8) * scale[half + i]);
-            }
-        }
 }

@@ -7,7 +7,7 @@
    multiplied next is prefetched into it meanwhile. 32 rows of activations stay in the L1 cache. If
    there are many rows of activations, the threads first convert a block of weights together; else
    each task converts its own. int8 weights are whole numbers, which bfloat16 represents exactly.
-   Weights of four bits are rounded to bfloat16, as `unpack_int4` of packing.c rounds them.
+   Weights of four bits are rounded to bfloat16, as `Int4.columns` of models/linear.py rounds them.
    Activations are not rounded. */
 #include "row.h"
 #include "tiles.h"
