@@ -265,7 +265,7 @@ def bad_files(whole: bytes) -> Iterator[tuple[str, int, bytes]]:
         yield f"begins {start[:9]!r}", 6, start
     yield "no metadata", 3, file([], [tensor()])
     most = 2**20
-    texts = struct.pack("<IQ", 8, most) + text("\u00e9" * 15) * most
+    texts = struct.pack("<IQ", 8, most) + text("x" * 30) * most
     yield "as many texts as there may be", 3, file([pair("a", 9, texts)], [tensor()])
     halves = [pair(name, 9, struct.pack("<IQ", 0, most // 2 + 1) + bytes(most)) for name in "ab"]
     yield "two arrays that have too many together", 6, file(halves, [tensor()])
