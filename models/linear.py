@@ -363,7 +363,7 @@ class Int8(PackedMatrix):
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         """See `PackedMatrix`."""
         end = start + len(weight)
-        pack = pack_int8 if self.packing is None else self.packing.int8
+        pack: PackInt8 = pack_int8 if self.packing is None else self.packing.int8
         if kind != PLAIN:
             return pack(weight, self.quantised[start:end], self.scale[start:end], kind)
         return pack(_dense(weight), self.quantised[start:end], self.scale[start:end])
@@ -434,7 +434,7 @@ class Int4(PackedMatrix):
             return pack_int4_rows(weight, self.packed[start:end], self.scales[:, start:end])
         tiles, half = -(-end // _TILE) * _TILE, half_tile()
         self.scales[:, end:tiles] = 0
-        pack = pack_int4 if half is None else self.packing.int4
+        pack: PackInt4 = pack_int4 if half is None else self.packing.int4
         rows = slice(start, tiles)
         if kind != PLAIN:
             return pack(weight, self.packed[rows], self.scales[:, rows], half, kind)
