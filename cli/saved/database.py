@@ -115,7 +115,7 @@ class ChatFile:
         try:
             if not new:
                 self._check(whole=lock)
-            self._version = self._value("PRAGMA data_version")
+            self._own = {None if new else self._seal_in_file()}
         except BaseException:
             self.close()
             raise
@@ -152,6 +152,7 @@ class ChatFile:
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {_VERSION}")
             yield
+            self._own |= {self._seal_in_file()}  # a COMMIT that raises may have saved it
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             raise _os_error(error, self.path) from None
@@ -232,7 +233,8 @@ class ChatFile:
         try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
-            saved = self._value("PRAGMA data_version") != self._version
+            # PRAGMA data_version does not tell: after an error of a read or write it changes, too.
+            saved = not self._new and self._seal_in_file() not in self._own
         except sqlite3.Error as error:
             busy, failed = OpenElsewhere(self.name), _os_error(error, self.path)
             raise (busy if _code(error) == sqlite3.SQLITE_BUSY else failed) from None
@@ -240,6 +242,9 @@ class ChatFile:
             raise UsageError(
                 f"another minikv has saved chat {self.name}", "/fork NAME saves this one beside it"
             )
+
+    def _seal_in_file(self) -> Any:
+        return self._value("SELECT max(seal) FROM chat")
 
     def _value(self, query: str) -> Any:
         return self._db.execute(query).fetchone()[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -669,6 +671,24 @@ def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
     assert read(one.name) == first
     one.keep(session)
     assert len(read(one.name).turns) == 5
+
+
+@pytest.mark.parametrize("calls", [("pread64",), WRITES])
+def test_an_error_of_the_disk_is_not_another_process(calls: tuple[str, ...]) -> None:
+    """After one of a load or a save, the chat is saved as before."""
+    session = talked(policy="full")
+    one = saved(session)
+    for at in (1, 2, 5, 9):
+        say(session, "more")
+        count = itertools.count(1)
+        with (
+            before(lambda count=count, at=at: errno.EIO if next(count) >= at else 0, *calls),  # type: ignore[misc]
+            contextlib.suppress(UsageError),
+        ):
+            one.save(session)
+            one.load(session, "one")
+        one.save(session)
+        assert read("one").turns == tuple(session.turns)
 
 
 def opening(home: Path) -> tuple[Callable[[], object], set[int]]:
