@@ -17,6 +17,7 @@ from minikv.cli.screen.text import clean, folded
 from minikv.cli.settings.config import Interface
 from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag, json_flag, list_of
 from minikv.cli.settings.values import read_count
+from minikv.cli.wording import worded
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import DEFAULT_PROMPT
@@ -99,7 +100,7 @@ def plan(
         call.terminal.data(json.dumps(records[0] if tokens else {"lengths": records}))
         return
     for note in made[0].notes:
-        call.terminal.warn(note)
+        call.terminal.warn(worded(note))
     call.terminal.data(
         shown(
             made,

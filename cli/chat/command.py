@@ -129,8 +129,8 @@ def chat(
             interrupts,
             keeper,
             config.loaders,
+            call.values,
             origins,
-            offline=settings.offline,
             debug=interface.debug,
             checks=settings.check == "on",
         )

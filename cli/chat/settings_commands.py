@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from minikv import checks
@@ -22,17 +22,13 @@ from minikv.settings import GONE, Generation, settings_of, spelled
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
-HERE = "/set"
-_OF_CHAT = ("reuse", "overflow", "system", "seed")
 _SHORT = {"temp": "temperature", "n": "max_tokens"}
-
-
-# -- /set -----------------------------------------------------------------------------------
 
 
 def _set(context: Context, arguments: list[str]) -> None:
     if not arguments:
-        _settings(context)
+        context.terminal.say("\n".join(_lines(context, SETTINGS)))
+        context.terminal.say(f"/set KEY VALUE changes: {', '.join(_CHANGES)}")
         return
     first, *rest = arguments
     name, equals, value = first.partition("=")
@@ -42,14 +38,16 @@ def _set(context: Context, arguments: list[str]) -> None:
     if key not in _CHANGES:
         raise _refused(name, key)
     if rest:
-        if len(rest) > 1 and key not in ("system", "stop"):
-            raise UsageError(f"{key} takes one value, got {' '.join(rest)!r}")
-        one = SETTINGS[key]
-        said = [spelled(word) for word in rest if word] if key == "stop" else None
-        changed = one.read(one.parse(" ".join(rest)) if said is None else said, key)
-        _CHANGES[key](context, changed)
-        context.origins[key] = HERE
+        _change(context, key, rest)
     context.terminal.say("\n".join(_lines(context, [key])))
+
+
+def _change(context: Context, key: str, words: Sequence[str]) -> None:
+    if len(words) > 1 and key not in ("system", "stop"):
+        raise UsageError(f"{key} takes one value, got {' '.join(words)!r}")
+    one, value = SETTINGS[key], [spelled(word) for word in words if word]
+    _CHANGES[key](context, one.read(value if key == "stop" else one.parse(" ".join(words)), key))
+    context.origins[key] = "/set"
 
 
 def _refused(name: str, key: str) -> UsageError:
@@ -61,6 +59,42 @@ def _refused(name: str, key: str) -> UsageError:
     if key in SETTINGS:
         return UsageError(f"{key} cannot change in a chat", f"start one with {SETTINGS[key].flag}")
     return UsageError(f"no setting {name!r}", f"{checks.guess(key, _CHANGES)}/set lists them all")
+
+
+def _lines(context: Context, names: Iterable[str]) -> list[str]:
+    values = _values(context)
+    shown = {name: values.get(name, SETTINGS[name].default) for name in names}
+    shown |= {name: f"{value:g}" for name, value in shown.items() if isinstance(value, float)}
+    return listed({name: text(value) for name, value in shown.items()}, context.origins)
+
+
+def _values(context: Context) -> dict[str, Any]:
+    """Every setting as it is in force now, by name."""
+    import torch
+
+    session, terminal = context.session, context.terminal
+    holders = (
+        (session, ("reuse", "overflow", "system", "seed", "pin_system")),
+        (session.facts, ("revision", "device", "dtype", "kernels", "kv")),
+        (session.eviction, ("policy", "budget", "decode", "stride")),
+        (terminal, ("thoughts", "quiet")),
+    )
+    return {
+        **context.began,
+        **asdict(context.generation),
+        **{name: getattr(one, name) for one, names in holders for name in names},
+        "model": session.facts.model or "bundled",
+        "weights": session.facts.form,
+        "tier": session.recall.kind,
+        "tier_dtype": session.recall.dtype,
+        "fidelity": "on" if session.fidelity else "off",
+        "check": "on" if context.checks else "off",
+        "threads": torch.get_num_threads(),
+        "encoding_errors": context.errors,
+    }
+
+
+# -- what changes ---------------------------------------------------------------------------
 
 
 def _seed(context: Context, seed: int) -> None:
@@ -90,16 +124,12 @@ def _budget(context: Context, value: str) -> None:
 
 
 def _policy(
-    context: Context,
-    value: str,
-    origin: str = HERE,
-    decode: str = "auto",
-    options: Mapping[str, object] | None = None,
+    context: Context, value: str, decode: str = "auto", options: Mapping[str, object] | None = None
 ) -> None:
     session = context.session
     chosen = EvictionConfig.read(value, decode, options=options, seed=session.seed)
     session.configure(replace(chosen, budget=session.eviction.budget))
-    context.origins |= dict.fromkeys(("policy", "decode", "stride"), origin)
+    context.origins |= dict.fromkeys(("policy", "decode", "stride"), "/set")
 
 
 def _decode(context: Context, value: str) -> None:
@@ -123,7 +153,7 @@ def _reuse(context: Context, value: str) -> None:
         )
 
 
-def _change_system(context: Context, given: str) -> None:
+def _system(context: Context, given: str) -> None:
     """Change the system prompt: at once if nothing was read yet, else for the next conversation."""
     session = context.session
     if given.startswith("@"):
@@ -160,50 +190,12 @@ _CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
     "encoding_errors": lambda context, value: setattr(context, "errors", value),
     "thoughts": lambda context, value: setattr(context.terminal, "thoughts", value),
     "quiet": lambda context, value: setattr(context.terminal, "quiet", value),
-    "system": _change_system,
+    "system": _system,
 }
-"""Setting -> the function that /set calls with the new value, which has the setting's type."""
+"""Setting -> the function that changes it to a value of the setting's type."""
 
 
-def _settings(context: Context) -> None:
-    for line in _lines(context, [name for name in SETTINGS if name != "stats"]):
-        context.terminal.say(line)
-    context.terminal.say(f"/set KEY VALUE changes: {', '.join(_CHANGES)}")
-
-
-def _lines(context: Context, names: list[str]) -> list[str]:
-    values = _values(context)
-    shown = {name: values.get(name, "") for name in names}
-    shown |= {name: f"{value:g}" for name, value in shown.items() if isinstance(value, float)}
-    return listed({name: text(value) for name, value in shown.items()}, context.origins)
-
-
-def _values(context: Context) -> dict[str, Any]:
-    """Every setting as it is in force now, by name."""
-    import torch
-
-    session, facts, eviction = context.session, context.session.facts, context.session.eviction
-    return {
-        **{name: getattr(context.generation, name) for name in settings_of(Generation)},
-        **{name: getattr(facts, name) for name in ("revision", "device", "dtype", "kernels", "kv")},
-        **{name: getattr(eviction, name) for name in ("policy", "budget", "decode", "stride")},
-        **{name: getattr(session, name) for name in _OF_CHAT},
-        "model": facts.model or "bundled",
-        "weights": facts.form,
-        "offline": context.offline,
-        "tier": session.recall.kind,
-        "tier_dtype": session.recall.dtype,
-        "fidelity": "on" if session.fidelity else "off",
-        "check": "on" if context.checks else "off",
-        "threads": torch.get_num_threads(),
-        "pin_system": session.pin_system,
-        "encoding_errors": context.errors,
-        "thoughts": context.terminal.thoughts,
-        "quiet": context.terminal.quiet,
-    }
-
-
-# -- /policy and /budget --------------------------------------------------------------------
+# -- /policy, /budget and /system -----------------------------------------------------------
 
 
 def _policy_command(context: Context, arguments: list[str]) -> None:
@@ -211,8 +203,7 @@ def _policy_command(context: Context, arguments: list[str]) -> None:
     if arguments:
         name, *pairs = arguments
         options = read_pairs(pairs)
-        decode = str(options.pop("decode", "auto"))
-        _policy(context, name, "/policy", decode, options)
+        _policy(context, name, str(options.pop("decode", "auto")), options)
         terminal.say(f"from the next question on: {render.policy_line(session)}")
         return
     eviction = session.eviction
@@ -226,23 +217,16 @@ def _policy_command(context: Context, arguments: list[str]) -> None:
 
 
 def _budget_command(context: Context, arguments: list[str]) -> None:
-    if len(arguments) > 1:
-        raise UsageError("/budget takes one value", "/budget 512, 20%, 64MiB or auto")
-    for value in arguments:
-        _budget(context, value)
-        context.origins["budget"] = "/budget"
+    if arguments:
+        _change(context, "budget", arguments)
     begin = "from the next question on: " if arguments else ""
     context.terminal.say(f"{begin}{render.policy_line(context.session)}")
 
 
-# -- /system --------------------------------------------------------------------------------
-
-
-def _system(context: Context, arguments: list[str]) -> None:
+def _system_command(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
     if arguments:
-        _change_system(context, " ".join(arguments))
-        context.origins["system"] = "/system"
+        _change(context, "system", arguments)
         return
     terminal.say(session.system or "no system prompt; /system TEXT sets one")
     if session.system:
@@ -291,5 +275,7 @@ COMMANDS = (
         _set,
         follows=_after_set,
     ),
-    Command(("system",), "[TEXT | @FILE]", "show or change the system prompt", _system, raw=True),
+    Command(
+        ("system",), "[TEXT | @FILE]", "show or change the system prompt", _system_command, raw=True
+    ),
 )

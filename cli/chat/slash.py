@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.saved.keeper import Keeper
@@ -23,9 +23,9 @@ class Leave(Exception):
 class Context:
     """What a command may read and change. `errors`: how invalid bytes in documents are handled;
     `generation`: how the next answers are written; `keeper`: saves the chat; `loaders`: a command
-    per file extension; `origins`: where each setting's value came from; `offline`: no network;
-    `debug`: show where an error happened; `checks`: answers are compared with those of a cache
-    without eviction."""
+    per file extension; `began`: the settings with which the chat was started; `origins`: where
+    each one's value came from; `debug`: show where an error happened; `checks`: answers are
+    compared with those of a cache without eviction."""
 
     session: ChatSession
     terminal: Terminal
@@ -34,8 +34,8 @@ class Context:
     interrupts: Interrupts
     keeper: Keeper
     loaders: Mapping[str, str] = field(default_factory=dict)
+    began: Mapping[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    offline: bool = False
     debug: bool = False
     checks: bool = False
 

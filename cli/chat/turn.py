@@ -78,7 +78,7 @@ def open_chat(
     session.words = worded
     session.recall.say = lambda line: terminal.note(worded(line))
     for note in session.facts.notes:
-        terminal.warn(note)
+        terminal.warn(worded(note))
     for text in distinct(texts):
         if text.note:
             terminal.warn(text.note)

@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -46,11 +46,13 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What every command gets. `given`: the parameters that were typed."""
+    """What every command gets. given: the parameters that were typed. values: every setting, as a
+    flag, a variable, a file or its default has it."""
 
     terminal: Terminal
     config: Config
     given: Collection[str] = ()
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
@@ -70,7 +72,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         only = next((note for note in notes if isinstance(note, Only)), None)
         known = {**settings_of(kind), **(only.changed if only else {})}
         groups[one.name] = kind, known
-        for name in only.names if only else [field.name for field in fields(kind)]:
+        for name in only.names if only else [each.name for each in fields(kind)]:
             parameters.append(_OPTIONS if name == "options" else _parameter(known[name]))
 
     def called(context: typer.Context, **typed: Any) -> None:
@@ -85,14 +87,17 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         with guard(terminal, debug=debug):
             _check_cwd_exists()
             known, given = context.obj or Config(), config.given(context)
-            call = Call(terminal, known, given)
+            values = {name: one.default for name, one in SETTINGS.items()}
+            values |= {name: one.value for name, one in known.values.items()}
+            call = Call(terminal, known, given, values)
             origin = known.model_from(typed.get("model"), typed="model" in given)
             if typed.get("go_on") or typed.get("resume") is not None:
                 origin = ""  # the chat says which model it is
             for name, (kind, settings) in groups.items():
-                own = {field.name for field in fields(kind)} & set(typed)
-                values = {key: typed.pop(key) for key in own}
-                typed[name] = kind(**_read(values, settings, call))
+                own = {each.name for each in fields(kind)} & set(typed)
+                read = _read({key: typed.pop(key) for key in own}, settings, call)
+                call.values.update(read)
+                typed[name] = kind(**read)
             with _naming(origin):
                 run(call, **typed)
 

@@ -49,9 +49,9 @@ class Budget:
             if unit and unit in _UNITS and number > 0:
                 return Budget("bytes", number * _UNITS[unit])
         raise UsageError(
-            f"cannot read the budget {quoted(raw)}",
-            "give a number of tokens per head (512), a share of the prompt (20%), bytes (64MiB) or "
-            "auto",
+            f"the budget cannot be {quoted(raw)}",
+            "give tokens per head, 1 or more (512), a share of the prompt, up to 100% (20%), bytes "
+            "(64MiB) or auto",
         )
 
     def rows(self, prompt: int, row_bytes: int, heads: int) -> int:

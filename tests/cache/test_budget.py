@@ -37,7 +37,7 @@ BAD = [
 
 @pytest.mark.parametrize("text", BAD)
 def test_bad_budget(text: str) -> None:
-    with pytest.raises(UsageError, match="cannot read the budget"):
+    with pytest.raises(UsageError, match="the budget cannot be"):
         Budget.parse(text)
 
 

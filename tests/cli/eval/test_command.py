@@ -66,7 +66,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     [
         ("--tasks facts,nedle", "unknown task 'nedle'"),
         ("--policy adakv,snapvk", "unknown policy 'snapvk'"),
-        ("--budget 12x", "cannot read the budget"),
+        ("--budget 12x", "the budget cannot be"),
         ("--length none", "cannot read the number of tokens"),
         ("--length 3", "--length must be 64 to 10,000,000, got 3"),
         (f"--length {'9' * 5000}", "cannot read the number of tokens"),

@@ -260,7 +260,7 @@ def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) ->
         ("retry adakv", "does not take 'adakv'"),
         ("retry --policy", "needs a value"),
         ("retry --policy nonsense", "nonsense"),
-        ("retry --budget much", "cannot read the budget"),
+        ("retry --budget much", "the budget cannot be"),
         ("retry --budget 3", "too small"),
         ("retry --seed x", "--seed is a number"),
         ("retry --seed -1", "--seed is a number"),

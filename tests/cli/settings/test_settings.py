@@ -169,7 +169,7 @@ def vars_of(settings: Any) -> dict[str, Any]:
         ("keep_packed", "20GiB", "must be one of on, off, got '20GiB'"),
         ("encoding_errors", "maybe", "must be one of strict, replace, got 'maybe'"),
         ("quiet", "maybe", "must be true or false, got 'maybe'"),
-        ("budget", "abc", "cannot read the budget 'abc'"),
+        ("budget", "abc", "the budget cannot be 'abc'"),
         ("policy", "nope", "unknown policy 'nope'"),
         ("decode", "snapkv", "snapkv works only as --policy"),
         ("device", "gpu", "unknown device 'gpu'"),
@@ -479,7 +479,8 @@ def test_set_changes_a_value_and_its_origin(
 
 
 def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
-    context.session.facts, context.offline = Facts(weights="int8"), True
+    context.session.facts = Facts(weights="int8")
+    context.began = {"offline": True, "remember": "2GiB", "keep_packed": "on", "stats": True}
     text = do(context, "set")
     for name, value, origin in (
         ("temperature", "0", "default"),
@@ -488,9 +489,13 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
         ("tier", context.session.recall.kind, "default"),
         ("weights", "int8", "default"),
         ("offline", "true", "default"),
+        ("remember", "2GiB", "default"),
+        ("keep_packed", "on", "default"),
+        ("chats_limit", "20GiB", "default"),
+        ("stats", "true", "default"),
     ):
         assert row(text, name) == [name, value, origin]
-    assert all(row(text, name) for name in SETTINGS if name != "stats")
+    assert all(row(text, name) for name in SETTINGS)
 
 
 def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None:
@@ -558,7 +563,7 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
     do(context, "system", "Be", "brief.")
     assert [(m.role, m.content) for m in session.messages] == [("system", "Be brief.")]
     assert [d.name for d in session.pending] == ["a.txt"]
-    assert row(do(context, "set"), "system") == ["system", "Be", "brief.", "/system"]
+    assert row(do(context, "set"), "system") == ["system", "Be", "brief.", "/set"]
     assert "(9 tokens; may be evicted)" in do(context, "system")
     session.pin_system = True
     assert "(9 tokens; never evicted)" in do(context, "system")
