@@ -11,7 +11,6 @@ import typer
 
 from minikv.checks import guess, quoted
 from minikv.cli.screen.text import grid
-from minikv.cli.settings import completion
 from minikv.cli.settings.flags import Call, Json, command, group
 from minikv.cli.settings.values import text
 from minikv.errors import UsageError
@@ -45,9 +44,7 @@ def listed(call: Call, as_json: Json = False) -> None:
 @command
 def show(
     call: Call,
-    name: Annotated[
-        str, typer.Argument(help="a name from `minikv policies`", autocompletion=completion.rows)
-    ],
+    name: Annotated[str, typer.Argument(help="a name from `minikv policies`")],
     as_json: Json = False,
 ) -> None:
     """minikv policies show global-span
@@ -56,7 +53,8 @@ def show(
     code.
     """
     refuse_without_torch()
-    if name in (*registry.SCORERS, *part_names()) and name not in registry.method_names():
+    parts = (*registry.SCORERS, *part_names())
+    if name in parts and name not in registry.method_names():
         part = registry.part(name)
         call.terminal.data(
             json.dumps(_part_record(part)) if as_json else _part_card(part), fold=not as_json
@@ -67,7 +65,7 @@ def show(
     elif len(parse(name)) > 1:
         info = find(name)
     else:
-        near = guess(name, completion.rows(""))
+        near = guess(name, [*registry.method_names(), *parts])
         raise UsageError(f"unknown policy {quoted(name)}", f"{near}`minikv policies` lists all")
     call.terminal.data(
         json.dumps(_policy_record(info)) if as_json else _policy_card(info), fold=not as_json

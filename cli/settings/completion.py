@@ -9,7 +9,7 @@ import typer
 
 from minikv.cli.eval.names import TASKS
 from minikv.errors import UsageError
-from minikv.policies import find, method_names, part_names, prompt_names, registry, step_names
+from minikv.policies import find, part_names, prompt_names, step_names
 from minikv.settings import Setting
 
 BUDGETS = ("auto", "128", "256", "512", "1024", "10%", "20%", "64MiB")
@@ -73,11 +73,6 @@ def policy_options(ctx: typer.Context, incomplete: str) -> list[str]:
     return list(dict.fromkeys(one for name in names if name for one in options(name)))
 
 
-def rows(incomplete: str) -> list[str]:
-    """The names that `minikv policies show` takes."""
-    return list(dict.fromkeys((*method_names(), *registry.SCORERS, *part_names())))
-
-
 def tasks(incomplete: str) -> list[str]:
     """The names that `minikv eval --tasks` takes."""
     before, comma, _ = incomplete.rpartition(",")
@@ -91,34 +86,6 @@ def saved(incomplete: str = "") -> list[str]:
     with contextlib.suppress(UsageError):
         return [entry.name for entry in listing()]
     return []
-
-
-def keys(incomplete: str) -> list[str]:
-    """The keys that `minikv config set` takes."""
-    from minikv.cli.settings.config import SETTINGS
-
-    return list(SETTINGS)
-
-
-def keys_set(incomplete: str) -> list[str]:
-    """The keys that `minikv config unset` takes."""
-    from minikv.cli.settings import config
-
-    with contextlib.suppress(UsageError):
-        made, own = config.load({}), config.user_file()
-        file = config.short(own) if own else ""
-        names = [name for name, value in made.values.items() if value.origin == file]
-        aliases = [name for name, origin in made.alias_files.items() if origin == file]
-        return names + [f"{config.ALIASES}.{name}" for name in aliases]
-    return []
-
-
-def key_values(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The values that `minikv config set` takes after a key."""
-    from minikv.cli.settings.config import SETTINGS
-
-    setting = SETTINGS.get(str(ctx.params.get("key")))
-    return list(values(setting, incomplete)) if setting else []
 
 
 def _aliases(incomplete: str) -> list[str]:

@@ -40,9 +40,9 @@ LOCAL = "minikv.toml"
 ALIASES = "aliases"
 """The table of short names for --model."""
 PREFIX = "MINIKV_"
-_LIMIT = 1 << 20  # bytes
-_DOTS = 1000  # in a line of a file; ten times as many in all lines
-_LINES = 5000
+_LIMIT = 64 << 10  # bytes of a file
+_DOTS = 2000
+"""The most dots of a file: of a key with n parts, tomllib keeps n keys of up to n parts."""
 _OTHERS = (paths.HOME, "MINIKV_NATIVE", "MINIKV_API_KEY")
 """Variables that are no settings; see `kernels.native.build` and `minikv serve`."""
 SAVED = "Saved chats"
@@ -120,6 +120,10 @@ class Config:
     loaders: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     alias_files: Mapping[str, str] = field(default_factory=dict)
+
+    def value(self, name: str) -> Plain:
+        """A setting as a variable, a file or the flag's default has it."""
+        return self.values[name].value if name in self.values else SETTINGS[name].default
 
     def model(self, name: str | None) -> str | None:
         """What --model means: an alias means its model; an empty name, and the name that
@@ -257,12 +261,16 @@ def read_toml(path: Path, shown: str) -> dict[str, object] | None:
     with open(handle, "rb") as file:
         data = file.read(_LIMIT + 1)
     if len(data) > _LIMIT:
-        raise UsageError(f"{shown} is larger than {_LIMIT >> 20} MiB")
+        raise UsageError(f"{shown} is larger than {_LIMIT >> 10} KiB")
     import tomllib  # most people have no such file, and it is slow to import
 
     try:
         text = data.decode("utf-8-sig")
-        _refuse_long_keys(text, shown)
+        if text.count(".") > _DOTS:
+            raise UsageError(
+                f"{shown} has more than {_DOTS:,} dots",
+                'a long text can be in a file of its own: system = "@FILE"',
+            )
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise UsageError(f"{shown} is not valid UTF-8: byte {error.start:,}") from None
@@ -271,19 +279,6 @@ def read_toml(path: Path, shown: str) -> dict[str, object] | None:
             f"{shown} is not valid TOML: {clean(str(error))}",
             'for example: budget = "20%", or temperature = 0.7',
         ) from None
-
-
-def _refuse_long_keys(text: str, shown: str) -> None:
-    """Raise UsageError if a line has many dots, or if there are many lines: of a key with n parts,
-    tomllib keeps n keys of up to n parts, and for each key it goes through the n parts of its
-    table. Settings have no dots in their names; comments and texts seldom have so many."""
-    lines = text.split("\n")
-    hint = 'a long text can be in a file of its own: system = "@FILE"'
-    if max(line.count(".") for line in lines) > _DOTS or text.count(".") > 10 * _DOTS:
-        many = f"at most {_DOTS:,} in a line and {10 * _DOTS:,} in all"
-        raise UsageError(f"{shown} has too many dots: {many}", hint)
-    if len(lines) > _LINES:
-        raise UsageError(f"{shown} has {len(lines):,} lines, and {_LINES:,} are allowed", hint)
 
 
 def _table(value: object, where: str) -> dict[str, str]:

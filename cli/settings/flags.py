@@ -87,9 +87,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         with guard(terminal, debug=debug):
             _check_cwd_exists()
             known, given = context.obj or Config(), config.given(context)
-            values = {name: one.default for name, one in SETTINGS.items()}
-            values |= {name: one.value for name, one in known.values.items()}
-            call = Call(terminal, known, given, values)
+            call = Call(terminal, known, given, {name: known.value(name) for name in SETTINGS})
             origin = known.model_from(typed.get("model"), typed="model" in given)
             if typed.get("go_on") or typed.get("resume") is not None:
                 origin = ""  # the chat says which model it is

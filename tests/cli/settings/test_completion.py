@@ -133,13 +133,9 @@ def test_the_shell_completes_values_without_torch(saved: Path) -> None:
         "chat --resume ": ["thesis"],
         "chats show ": ["thesis"],
         "chats rm th": ["thesis"],
-        "config set reu": ["reuse"],
-        "config set reuse o": ["once"],
-        "config set budget 5": ["512"],
         "chat --reuse o": ["once"],
         "eval --policy adakv,snap": ["adakv,snapkv"],
         "eval --tasks facts,nee": ["facts,needle"],
-        "policies show snap": ["snapkv"],
         "chat -m big": ["bigger"],
         "chat the": [],  # left to the shell, which knows files
         "chat --policy snapkv -o win": ["window="],

@@ -3,92 +3,19 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_hub import cache  # noqa: F401
 from typed import invoke
 
 import minikv.cli.chat.ask
-from minikv.cli.settings import completion
-from minikv.cli.settings.command import edited, literal
 from minikv.cli.settings.config import load, short
 from minikv.errors import UsageError
-from minikv.settings import Plain
 
-
-@pytest.mark.parametrize(
-    ("before", "after", "unset"),
-    [
-        ("", 'budget = "64"\n', ""),
-        ('budget = "512"\n', 'budget = "64"\n', ""),
-        ('  budget="512"  # mine\nseed = 1', '  budget="64"  # mine\nseed = 1', "seed = 1"),
-        ('"budget" = 512 # a "# b\n', '"budget" = "64" # a "# b\n', ""),
-        ("# budget = 1\n# more\n", 'budget = "64"\n# more\n', "# more\n"),
-        ("seed = 1", 'seed = 1\nbudget = "64"\n', "seed = 1\n"),
-        (
-            'seed = 1\n\n# names\n[aliases]\na = "x" # b',
-            'seed = 1\n\n# names\nbudget = "64"\n\n[aliases]\na = "x" # b',
-            'seed = 1\n\n# names\n\n[aliases]\na = "x" # b',
-        ),
-        ('budget = """a\nb"""\nseed = 1\n', 'budget = "64"\nseed = 1\n', "seed = 1\n"),
-        ("s = '''\nbudget = 1\n'''\n", "s = '''\nbudget = 1\n'''\nbudget = \"64\"\n", None),
-    ],
-)
-def test_a_line_is_changed_and_the_others_stay(before: str, after: str, unset: str | None) -> None:
-    assert edited(before, "budget", "64") == after
-    assert edited(after, "budget", None) == (before if unset is None else unset)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("", '[aliases]\n"l3.1" = "o/m"\n'),
-        ('[aliases] # mine\na = "b"\n', '[aliases] # mine\na = "b"\n"l3.1" = "o/m"\n'),
-        ('[aliases]\n"l3.1"="x" # c\n[loaders]', '[aliases]\n"l3.1"="o/m" # c\n[loaders]'),
-        ('aliases."l3.1" = "x"\nseed = 1\n', 'aliases."l3.1" = "o/m"\nseed = 1\n'),
-        ('[loaders]\n"l3.1" = "x"\n', '[loaders]\n"l3.1" = "x"\n\n[aliases]\n"l3.1" = "o/m"\n'),
-    ],
-)
-def test_a_key_of_a_table_is_set_there_and_removed_again(before: str, after: str) -> None:
-    assert edited(before, "l3.1", "o/m", "aliases") == after
-    left = tomllib.loads(edited(after, "l3.1", None, "aliases"))
-    wanted = tomllib.loads(before)
-    wanted.get("aliases", {}).pop("l3.1", None)
-    assert {"aliases": {}, **left} == {"aliases": {}, **wanted}
-
-
-@given(
-    st.one_of(
-        st.text(st.characters(exclude_categories=["Cs"])),
-        st.booleans(),
-        st.integers(-(1 << 40), 1 << 40),
-        st.floats(allow_nan=False, allow_infinity=False),
-        st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=3).map(tuple),
-    )
-)
-def test_any_value_is_read_as_it_was_written(value: Plain) -> None:
-    read = tomllib.loads(f"key = {literal(value)}")["key"]
-    assert read == (list(value) if isinstance(value, tuple) else value)
-    assert type(read) is (list if isinstance(value, tuple) else type(value))
-
-
-LINES = ['budget = "1"', "# budget = 2", "[t]", "", "seed = 1", "x = '''", "'''", "#"]
-
-
-@given(st.lists(st.sampled_from(LINES), max_size=7))
-def test_whatever_the_file_holds_nothing_else_changes(lines: list[str]) -> None:
-    text = "\n".join(lines)
-    try:
-        before = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
-        return
-    assert tomllib.loads(edited(text, "budget", "64")) == {**before, "budget": "64"}
+ALIAS = "aliases.l3.1"
 
 
 @pytest.fixture
@@ -96,6 +23,49 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "new"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "new/config.toml"
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "after", "unset"),
+    [
+        ("budget", "", 'budget = "64"\n', ""),
+        ("budget", '  budget="5"  # mine\nseed = 1', '  budget="64"  # mine\nseed = 1', "seed = 1"),
+        ("budget", '"budget" = 512 # a "# b\n', '"budget" = "64" # a "# b\n', ""),
+        ("budget", "# more\n", '# more\nbudget = "64"\n', "# more\n"),
+        ("budget", "seed = 1", 'seed = 1\nbudget = "64"\n', "seed = 1\n"),
+        (
+            "budget",
+            'seed = 1\n\n# names\n[aliases]\na = "x" # b',
+            'seed = 1\n\n# names\nbudget = "64"\n\n[aliases]\na = "x" # b',
+            'seed = 1\n\n# names\n\n[aliases]\na = "x" # b',
+        ),
+        ("budget", 'budget = """a\nb"""\nseed = 1\n', 'budget = "64"\nseed = 1\n', "seed = 1\n"),
+        (
+            "budget",
+            "system = '''\nb = 1\n'''\n",
+            "system = '''\nb = 1\n'''\nbudget = \"64\"\n",
+            None,
+        ),
+        (ALIAS, "", '[aliases]\n"l3.1" = "64"\n', "[aliases]\n"),
+        (ALIAS, '[aliases] # x\na = "b"\n', '[aliases] # x\na = "b"\n"l3.1" = "64"\n', None),
+        (ALIAS, '[aliases]\n"l3.1"="x" # c\n', '[aliases]\n"l3.1"="64" # c\n', "[aliases]\n"),
+        (
+            ALIAS,
+            'aliases."l3.1" = "x"\nseed = 1\n',
+            'aliases."l3.1" = "64"\nseed = 1\n',
+            "seed = 1\n",
+        ),
+    ],
+)
+def test_a_line_is_changed_and_the_others_stay(
+    file: Path, key: str, before: str, after: str, unset: str | None
+) -> None:
+    file.parent.mkdir()
+    file.write_text(before)
+    assert invoke("config", "set", key, "64").exit_code == 0
+    assert file.read_text() == after
+    assert invoke("config", "unset", key).exit_code == 0
+    assert file.read_text() == (before if unset is None else unset)
 
 
 def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
@@ -107,16 +77,6 @@ def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
     invoke("config", "set", "quiet", "yes")
     values = {name: value.value for name, value in load().values.items()}
     assert values == {"max_tokens": 99, "stop": ("\n", "Q:"), "quiet": True}
-
-
-def test_a_file_of_config_init_gets_its_line(file: Path) -> None:
-    invoke("config", "init")
-    lines = file.read_text().splitlines()
-    invoke("config", "set", "budget", "20%")
-    changed = file.read_text().splitlines()
-    assert len(changed) == len(lines)
-    assert [line for line in changed if line not in lines] == ['budget = "20%"']
-    assert load().values["budget"].value == "20%"
 
 
 def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) -> None:
@@ -145,7 +105,7 @@ def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) ->
         (None, ["unset", "aliases.x"], "aliases.x is not set in"),
         ("[loaders]\ndocx = 'p'\n", ["unset", "loaders"], "loaders is not set in"),
         ("a = = 1\n", ["set", "seed", "3"], "is not valid TOML"),
-        ("aliases = 3\n", ["set", "aliases.a", "b"], "aliases is no table\n  edit it by hand: "),
+        ("aliases = 3\n", ["set", "aliases.a", "b"], "aliases is no table\n  edit it by hand"),
     ],
     ids=str,
 )
@@ -171,7 +131,6 @@ def test_aliases_are_set_listed_and_removed(
     assert invoke("config", "set", "aliases.fast", "a/b").exit_code == 0
     assert "[aliases]\nl3.1 = owner/name\nfast = a/b\n" in invoke("config", "show").stdout
     assert "alias l3.1 = owner/name\n" in invoke("models").stderr
-    assert sorted(completion.keys_set("")) == ["aliases.fast", "aliases.l3.1"]
     failed = invoke("plan", "-m", "l3.1", "--offline")
     assert failed.exit_code == 3
     assert "/config.toml: [aliases] l3.1: owner/name is not" in failed.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import threading
 import tomllib
@@ -259,10 +258,8 @@ def test_what_is_gone_is_refused_with_what_to_use(
         ("[loaders]\nx = 'rm {path}'", "./minikv.toml: [loaders] names commands to run", ""),
         ('"\\u001b[2J" = 1', "unknown key '\\x1b[2J'", ""),
         ("x" * 500 + " = 1", "unknown key 'xxx", ""),
-        ("#" * (1 << 20) + "\n", "larger than 1 MiB", ""),
-        ("a." + "b." * 20_000 + "c = 1", "has too many dots", ""),  # it would take a gigabyte
-        ("a.b.c.d.e.f = 1\n" * 3000, "has too many dots", ""),
-        ("k=1\n" * 5001, "has 5,002 lines, and 5,000 are allowed", ""),
+        ("#" * (1 << 16) + "\n", "larger than 64 KiB", ""),
+        ("a." + "b." * 20_000 + "c = 1", "has more than 2,000 dots", "@FILE"),  # a gigabyte
     ],
     ids=lambda text: text[:30],
 )
@@ -405,22 +402,13 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
     assert "no home directory" in invoke("config", "init").stderr
 
 
-def test_paths_and_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(home, 'seed = 3\n[aliases]\nx = "y/z"\n[loaders]\ndocx = "p {path}"')
-    (home / "here/minikv.toml").unlink()
     monkeypatch.chdir(home / "here")
-    assert invoke("config", "path").stdout.splitlines() == [
-        f"{home / 'here/minikv.toml'}  (not there)",
-        str(home / "home/.config/minikv/config.toml"),
-    ]
     lines = invoke("config", "show").stdout.splitlines()
     assert ["seed", "3", "~/.config/minikv/config.toml"] in [line.split() for line in lines]
     assert {"x = y/z", "docx = p {path}"} <= set(lines)
     assert len(lines) == len(SETTINGS) + 4
-    found = json.loads(invoke("config", "show", "--json").stdout)
-    assert found["settings"]["seed"] == {"value": 3, "origin": "~/.config/minikv/config.toml"}
-    assert found["settings"]["top_p"] == {"value": 1.0, "origin": "default"}
-    assert found["aliases"] == {"x": "y/z"}
 
 
 # -- slash commands -------------------------------------------------------------------------
