@@ -53,9 +53,9 @@ class Setting:
     panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the
     word for its value there. letters: other spellings of the flag. within: the least and the most
     of a number. words: texts that may be in place of a number. test: raises UsageError for a text
-    that means nothing. hint: what is said beside a value that is refused. commands: those for which
-    a configuration file sets it (empty: every command that has the flag). in_file: if False, a
-    configuration file cannot set it.
+    that means nothing; later: the same where a flag may take several, so that the command tests it.
+    commands: those for which a configuration file sets it (empty: every command that has the flag).
+    in_file: if False, a configuration file cannot set it.
     """
 
     name: str
@@ -71,17 +71,12 @@ class Setting:
     takes: str = ""
     words: tuple[str, ...] = ()
     test: Callable[[str], object] | None = None
-    hint: str = ""
+    later: Callable[[str], object] | None = None
 
     @property
     def flag(self) -> str:
         """The flag as it is typed, e.g. --keep-packed."""
         return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def kind(self) -> str:
-        """What a value must be, for a message."""
-        return " or ".join((_KINDS[type(self.default)], *self.words))
 
     def parse(self, text: str) -> object:
         """A text of a flag, a variable or a command as the value that a configuration file would
@@ -108,35 +103,47 @@ class Setting:
             raise UsageError(f"{where} is too large a number")
         if type(value) is int and kind is float:
             value = float(value)
-        if type(value) is int and self.test is read_budget:
+        if type(value) is int and self.later is read_budget:
             value = str(value)
         if type(value) is not kind or not isinstance(value, str | int | float):
-            raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}", self.hint)
-        self.check(value, where)
-        return value
-
-    def _texts(self, value: object, where: str) -> tuple[str, ...]:
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
-            raise UsageError(f"{where} must be {self.kind}, got {quoted(value)}")
-        if "" in texts:
-            raise UsageError(f"{where} must not have an empty text")
-        return tuple(texts)
-
-    def check(self, value: Plain, where: str) -> None:
-        """Raise UsageError if a value of the setting's type is not one of the choices or not within
-        the limits."""
+            kinds = " or ".join((_KINDS[kind], *self.words))
+            raise UsageError(f"{where} must be {kinds}, got {quoted(value)}")
         if self.choices and value not in self.choices:
             some = ", ".join(self.choices)
-            raise UsageError(f"{where} must be one of {some}, got {quoted(value)}", self.hint)
+            raise UsageError(f"{where} must be one of {some}, got {quoted(value)}")
         low, high = self.within
         if isinstance(value, int | float) and not low <= value <= high:  # NaN fails too
             limits = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:,.0f}"
             raise UsageError(f"{where} must be {limits}, got {value}")
+        if self.test is not None and isinstance(value, str):
+            _tested(self.test, value, where)
+        return value
+
+    def read_whole(self, value: object, where: str) -> Plain:
+        """As `read`, and with the test for later. An empty text says nothing, and is allowed."""
+        found = self.read(value, where)
+        if self.later is not None and isinstance(found, str) and found:
+            _tested(self.later, found, where)
+        return found
+
+    def _texts(self, value: object, where: str) -> tuple[str, ...]:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
+            raise UsageError(f"{where} must be {_KINDS[tuple]}, got {quoted(value)}")
+        if "" in texts:
+            raise UsageError(f"{where} must not have an empty text")
+        return tuple(texts)
+
+
+def _tested(test: Callable[[str], object], value: str, where: str) -> None:
+    try:
+        test(value)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}", error.hint) from None
 
 
 _KINDS: Mapping[type, str] = {
-    str: "a text in quotes",
+    str: "a text",
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -197,11 +204,11 @@ def _known_device(name: str) -> None:
         raise UsageError(f"unknown device {name!r}", "use auto, cpu, cuda or cuda:N")
 
 
-def _known_size(text: str) -> None:
+def known_size(text: str) -> None:
+    """Raise UsageError for what is neither a size nor off."""
     if text != "off" and Budget.size(text) is None:
         raise UsageError(
-            f"`remember` must be off or a size, got {quoted(text)}",
-            "give a size with its unit, such as 10GiB",
+            f"{quoted(text)} is neither off nor a size", "give a size with its unit, such as 10GiB"
         )
 
 
@@ -255,7 +262,6 @@ class Settings:
         flag_default="on",
         choices=("on", "off"),
         takes="on|off",
-        hint='`keep_packed="on"` keeps all of them: there is no limit to their size any more',
     )
     policy: str = setting(
         DEFAULT_PROMPT,
@@ -264,7 +270,7 @@ class Settings:
         CACHE,
         common=True,
         takes="NAME",
-        test=_known_policy,
+        later=_known_policy,
     )
     budget: str = setting(
         DEFAULT_BUDGET,
@@ -275,14 +281,14 @@ class Settings:
         commands=(*_CHAT, "plan"),
         common=True,
         takes="SIZE",
-        test=read_budget,
+        later=read_budget,
     )
     decode: str = setting(
         "auto",
         f"which tokens leave memory while the answer is written: auto, {', '.join(step_names())}",
         CACHE,
         takes="NAME",
-        test=_known_step_policy,
+        later=_known_step_policy,
     )
     stride: int = setting(
         0,
@@ -340,7 +346,7 @@ class Settings:
         "read twice (at most a tenth of the free disk; `minikv cache` lists them); off: none",
         CACHE,
         takes="SIZE|off",
-        test=_known_size,
+        test=known_size,
     )
     fidelity: str = setting(
         "on",
@@ -380,12 +386,8 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for one in fields(Settings):
-            if _KEY in one.metadata:
-                _check_field(one.name, getattr(self, one.name), str(one.type), one.metadata[_KEY])
+        _read_fields(self)
         checks.unicode("the system prompt", self.system)
-        _known_device(self.device)
-        _known_size(self.remember)
         if self.kernels == "triton" and self.device == "cpu":
             raise no_cuda()
 
@@ -468,27 +470,15 @@ class Generation:
     )
 
     def __post_init__(self) -> None:
-        checks.stop_texts(self.stop)
-        for name, one in settings_of(Generation).items():
-            value = getattr(self, name)
-            if isinstance(value, str) and value not in one.words:
-                raise UsageError(f"`{name}` must be {one.kind}, got {quoted(value)}")
-            if not isinstance(value, str | tuple):
-                one.check(value, f"`{name}`")
+        _read_fields(self)
 
 
-def _check_field(name: str, value: object, annotation: str, setting: Setting) -> None:
-    """Raise UsageError if Python's value of a field is of another type, or is not allowed."""
-    kind, _, none = annotation.partition(" | ")
-    if none and value is None:
-        return
-    if kind == "str":
-        checks.text(f"`{name}`", value)
-    elif kind == "bool":
-        checks.truth(name, value)
-    else:
-        checks.whole(name, value)
-    setting.check(value, f"`{name}`")  # type: ignore[arg-type]
+def _read_fields(made: Any) -> None:
+    """Check the fields that have a setting, and give them its type. Raises UsageError."""
+    for one in fields(made):
+        value, known = getattr(made, one.name), one.metadata.get(_KEY)
+        if known is not None and not (value is None and one.default is None):
+            object.__setattr__(made, one.name, known.read(value, f"`{one.name}`"))
 
 
 def no_cuda() -> UsageError:

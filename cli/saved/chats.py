@@ -100,16 +100,8 @@ def listed(
 
 
 def read_limit(text: str) -> int | None:
-    """--chats-limit in bytes; None means no limit. Raises UsageError."""
-    if text == "off":
-        return None
-    found = Budget.size(text)
-    if found is None:
-        raise UsageError(
-            f"--chats-limit must be off or a size, got {quoted(text)}",
-            "give a size with its unit, such as 20GiB",
-        )
-    return found
+    """--chats-limit in bytes; None means no limit."""
+    return None if text == "off" else Budget.size(text)
 
 
 def warn_of(limit: int | None, terminal: Terminal) -> None:

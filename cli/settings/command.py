@@ -22,7 +22,6 @@ from minikv.cli.settings.config import (
     BUNDLED,
     LOCAL,
     SETTINGS,
-    allowed,
     load,
     nearest,
     read_toml,
@@ -101,7 +100,7 @@ def change(
     value = [*map(spelled, filter(None, words))]
     if not isinstance(one.default, tuple):
         value = one.parse(words[0])
-    _write("", name, allowed(one, value, name), call.terminal)
+    _write("", name, one.read_whole(value, name), call.terminal)
 
 
 @config.command(short_help="Remove a key from your own file.")

@@ -26,6 +26,7 @@ from minikv.settings import (
     Plain,
     Setting,
     Settings,
+    known_size,
     refuse_gone,
     setting,
     settings_of,
@@ -69,6 +70,7 @@ class Interface:
         SAVED,
         commands=("chat", "chats"),
         takes="SIZE|off",
+        test=known_size,
     )
     thoughts: str = setting(
         "fold",
@@ -192,7 +194,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
                 if key == ALIASES:
                     alias_files |= dict.fromkeys(found, shown)
             elif key in SETTINGS:
-                values[key] = Value(allowed(SETTINGS[key], value, f"{shown}: {key}"), shown)
+                values[key] = Value(SETTINGS[key].read_whole(value, f"{shown}: {key}"), shown)
             else:
                 refuse_gone(key, f"{shown}: {key}")
                 known = [*SETTINGS, *_TABLES]
@@ -204,7 +206,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         key = variable.removeprefix(PREFIX).lower()
         refuse_gone(key, variable)
         if one := SETTINGS.get(key):
-            values[key] = Value(allowed(one, one.parse(text), variable), variable)
+            values[key] = Value(one.read_whole(one.parse(text), variable), variable)
         else:
             near = guess(key, SETTINGS)
             notes.append(f"the variable {clean(variable)} sets nothing; {near}".rstrip("; "))
@@ -288,18 +290,6 @@ def _table(value: object, where: str) -> dict[str, str]:
         if not isinstance(text, str) or not text:
             raise UsageError(f"{where}: {quoted(name)} must be a text")
     return value
-
-
-def allowed(setting: Setting, value: object, where: str) -> Plain:
-    """A value of a file or variable in the type of the setting. An empty text says nothing, and is
-    allowed. Raises UsageError, which begins with `where`."""
-    found = setting.read(value, where)
-    if setting.test is not None and isinstance(found, str) and found:
-        try:
-            setting.test(found)
-        except UsageError as error:
-            raise UsageError(f"{where}: {clean(str(error))}", clean(error.hint)) from None
-    return found
 
 
 def nearest(key: str, known: Iterable[str]) -> str:

@@ -32,7 +32,7 @@ MODEL = "model revision offline device dtype weights"
 
 def list_of(name: str, default: str) -> Setting:
     """A setting that takes several values."""
-    return replace(SETTINGS[name], default=default, help="comma-separated list", test=None)
+    return replace(SETTINGS[name], default=default, help="comma-separated list", later=None)
 
 
 class Only:

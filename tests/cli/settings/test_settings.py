@@ -172,6 +172,7 @@ def vars_of(settings: Any) -> dict[str, Any]:
         ("policy", "nope", "unknown policy 'nope'"),
         ("decode", "snapkv", "snapkv works only as --policy"),
         ("device", "gpu", "unknown device 'gpu'"),
+        ("remember", "much", "'much' is neither off nor a size"),
         ("seed", "9" * 30, "is too large a number"),
     ],
 )
@@ -243,7 +244,7 @@ def test_what_is_gone_is_refused_with_what_to_use(
         ("colour = 1", "unknown key 'colour'", "minikv config init"),
         ("top_k = true", "top_k must be a whole number, got True", ""),
         ("temperature = '1'", "temperature must be a number or auto, got '1'", ""),
-        ("budget = 1.5", "budget must be a text in quotes", ""),
+        ("budget = 1.5", "budget must be a text", ""),
         ("quiet = 1", "quiet must be true or false", ""),
         ("model = ['a']", "model must be a text", ""),
         ("stop = ['a', 1]", "stop must be a list of texts", ""),
