@@ -15,7 +15,7 @@ import os
 import sqlite3
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -100,13 +100,14 @@ class ChatFile:
         """lock: keep other processes from writing, until it is closed. new: create and lock it.
         Raises FileNotFoundError if there is none, UsageError, OSError, and `DAMAGE`."""
         self.wrong = ""
-        self.name, self.path, self.locks, self._new = name, chats_folder() / name / file, True, new
+        self.name, self.path, self._new = name, chats_folder() / name / file, new
         if new:
             os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         self._stat = os.lstat(self.path)
         if not stat.S_ISREG(self._stat.st_mode):
             raise OSError(0, "not a regular file")
         _refuse_journal(self.path)
+        self.locks = _can_lock(self.path.parent)
         try:
             self._db = self._opened(lock or new)
         except sqlite3.Error as error:
@@ -141,17 +142,18 @@ class ChatFile:
                 )
             yield values
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Inside, all that is `put` is saved as a whole, or not at all. Raises OSError, and
-        UsageError if another process has the chat now, or has saved it."""
+    def write(self, rows: Mapping[str, Iterable[Sequence[str | bytes]]], same: int = 0) -> None:
+        """Make these the rows of each table, all of them or, where that fails, none. same: the
+        first turns, which are in the file already. Raises OSError, and UsageError if another
+        process has the chat now, or has saved it."""
         try:
             self.check()
             if self._new:
                 for statement in _SCHEMA.values():
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {_VERSION}")
-            yield
+            for table in TABLES:
+                self._put(table, rows[table], same if table == "turn" else 0)
             self._own |= {self._seal_in_file()}  # a COMMIT that raises may have saved it
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
@@ -163,17 +165,16 @@ class ChatFile:
                     self._db.execute("BEGIN IMMEDIATE")
         self._new = False
 
-    def put(self, table: str, rows: Iterable[Sequence[str | bytes]], begin: int = 0) -> None:
+    def _put(self, table: str, rows: Iterable[Sequence[str | bytes]], begin: int) -> None:
         """Make these the rows of a table from number `begin` on. Only rows that differ from those
         in the file are written."""
-        columns = ", ".join((*TABLES[table], "seal"))
-        marks = ", ".join("?" for _ in (*TABLES[table], "number", "seal"))
-        changed = ", ".join(f"excluded.{column}" for column in (*TABLES[table], "seal"))
+        columns = (*TABLES[table], "seal")
+        changed = ", ".join(f"excluded.{column}" for column in columns)
         end = begin
         for end, values in enumerate(rows, begin + 1):
             self._db.execute(
-                f"INSERT INTO {table} VALUES ({marks}) ON CONFLICT (number) DO UPDATE "
-                f"SET ({columns}) = ({changed}) WHERE seal != excluded.seal",
+                f"INSERT INTO {table} VALUES ({'?, ' * len(columns)}?) ON CONFLICT (number) DO "
+                f"UPDATE SET ({', '.join(columns)}) = ({changed}) WHERE seal != excluded.seal",
                 (end - 1, *values, _seal(values)),
             )
         self._db.execute(f"DELETE FROM {table} WHERE number >= ?", (end,))
@@ -181,45 +182,40 @@ class ChatFile:
     def _opened(self, lock: bool) -> sqlite3.Connection:
         """A connection, in a transaction if the file system can lock. Raises UsageError if another
         process has the chat, and sqlite3.Error."""
-        for unlocked in ("", "&nolock=1" if lock else "&immutable=1"):
-            db = sqlite3.connect(
-                f"file:{quote(os.fsencode(self.path))}?mode=rw{unlocked}",
-                timeout=_ASK if lock else _WAIT,
-                isolation_level=None,
-                uri=True,
-            )
-            try:
-                db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST)
-                db.text_factory = bytes.decode  # whose error does not quote the text
-                for pragma in _PRAGMAS:
-                    db.execute(f"PRAGMA {pragma}")
-                # Without locks no transaction stays open: another process could write meanwhile.
-                db.execute("BEGIN IMMEDIATE" if lock and not unlocked else "BEGIN")
-                db.execute("PRAGMA user_version")  # reads, which needs a lock
-                if lock and unlocked:
-                    db.execute("COMMIT")
-                db.execute(f"PRAGMA busy_timeout = {1000 * _WAIT}")
-                return db
-            except sqlite3.Error as error:
-                db.close()
-                busy = _code(error) == sqlite3.SQLITE_BUSY
-                if unlocked or (not busy and _code(error) != sqlite3.SQLITE_IOERR):
-                    raise
-                if _can_lock(self.path.parent):
-                    raise (OpenElsewhere(self.name) if busy and lock else error) from None
-                self.locks = False
-        raise AssertionError  # pragma: no cover - the second connection returned or raised
+        unlocked = "" if self.locks else "&nolock=1" if lock else "&immutable=1"
+        db = sqlite3.connect(
+            f"file:{quote(os.fsencode(self.path))}?mode=rw{unlocked}",
+            timeout=_ASK if lock else _WAIT,
+            isolation_level=None,
+            uri=True,
+        )
+        try:
+            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST)
+            db.text_factory = bytes.decode  # whose error does not quote the text
+            for pragma in _PRAGMAS:
+                db.execute(f"PRAGMA {pragma}")
+            # Without locks no transaction stays open: another process could write meanwhile.
+            db.execute("BEGIN IMMEDIATE" if lock and self.locks else "BEGIN")
+            db.execute("PRAGMA user_version")  # reads, which needs a lock
+            if lock and not self.locks:
+                db.execute("COMMIT")
+            db.execute(f"PRAGMA busy_timeout = {1000 * _WAIT}")
+        except sqlite3.Error as error:
+            db.close()
+            busy = lock and _code(error) == sqlite3.SQLITE_BUSY
+            raise (OpenElsewhere(self.name) if busy else error) from None
+        return db
 
     def _check(self, *, whole: bool) -> None:
         """Refuse what no chat has: of a file by a stranger, no view, trigger or expression is
         touched. whole: read every page, because nothing may be written into a damaged file."""
         found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(len(_SCHEMA) + 1)
-        first = not any(self.path.parent.glob("tier*"))
-        if not found and not self.path.stat().st_size:
-            if first:  # its first save was cut off
+        version = self._value("PRAGMA user_version")
+        if not found and not version:
+            if not self.path.stat().st_size and not any(self.path.parent.glob("tier*")):
+                # Its first save was cut off.
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             raise ValueError("its file is empty")
-        version = self._value("PRAGMA user_version")
         if version != _VERSION:
             raise ValueError(f"format {version}, not {_VERSION}")
         if dict(found) != _SCHEMA or len(found) != len(_SCHEMA):
@@ -250,9 +246,9 @@ class ChatFile:
         return self._db.execute(query).fetchone()[0]
 
 
-def renew(name: str, fill: Callable[[ChatFile], None]) -> None:
-    """Put a new file, into which `fill` writes, in the place of a chat's file. If that fails, the
-    old one is as it was. Waits for others that do so. Raises OSError, and what `fill` raises."""
+def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> None:
+    """Put a new file with these rows in the place of a chat's file. If that fails, the old one is
+    as it was. Waits for others that do so. Raises OSError, and what `rows` raise."""
     folder = chats_folder() / name
     with contextlib.ExitStack() as stack:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -263,22 +259,11 @@ def renew(name: str, fill: Callable[[ChatFile], None]) -> None:
             (folder / leftover).unlink(missing_ok=True)
         try:
             with contextlib.closing(ChatFile(name, new=True, file=_NEW)) as new:
-                fill(new)
+                new.write(rows)
             os.replace(folder / _NEW, folder / FILE)
         except BaseException:
             (folder / _NEW).unlink(missing_ok=True)
             raise
-
-
-def filled(rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Callable[[ChatFile], None]:
-    """Writes these rows by table."""
-
-    def fill(file: ChatFile) -> None:
-        with file.saving():
-            for table in TABLES:
-                file.put(table, rows[table])
-
-    return fill
 
 
 def parts(data: bytes) -> Iterator[tuple[bytes]]:

@@ -21,7 +21,7 @@ from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage, renew
 from minikv.cli.saved.files import LAST, check_own_name, new_folder, private
 from minikv.cli.saved.identity import POLICY, differences, identity, model_identity, tier_identity
 from minikv.cli.saved.tier import TIER, find, place, settle
-from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, texts_of, write_to
+from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of, texts_of
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.settings.config import short
 from minikv.errors import UsageError
@@ -84,7 +84,7 @@ class Keeper:
         try:
             private(folder)
             facts = self._identity(session)
-            renew(LAST, lambda file: write_to(file, session, facts, ()))
+            renew(LAST, rows_of(session, facts, ask=True))
         except Exception as error:
             self._warn(f"`ask --continue` cannot continue this: {_reason(error)}")
             return
@@ -305,7 +305,9 @@ class Keeper:
             texts_of(session)  # raises, if at all, before the tier is moved
             facts = self._identity(session)
             self._settle(session, folder, facts, whole, forked)
-            write_to(self._file, session, facts, self._last[0] if self._last else ())
+            same = self._same(session)
+            rows = rows_of(session, facts, ask=self.name == LAST, same=same)
+            self._file.write(rows, same)
         except BaseException:
             if made:  # an empty directory would be no chat
                 shutil.rmtree(folder, ignore_errors=True)
@@ -315,6 +317,12 @@ class Keeper:
         self._last = self._state(session)
         self.saved = True
         return made
+
+    def _same(self, session: ChatSession) -> int:
+        """How many of the first turns are in the file already."""
+        pairs = enumerate(zip(session.turns, self._last[0] if self._last else (), strict=False))
+        both = min(len(session.turns), len(self._last[0])) if self._last else 0
+        return next((at for at, (mine, saved) in pairs if mine is not saved), both)
 
     def _settle(
         self,

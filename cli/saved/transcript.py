@@ -25,11 +25,10 @@ from minikv.cli.saved.database import (
     Chat,
     ChatFile,
     damage,
-    filled,
     parts,
     renew,
 )
-from minikv.cli.saved.files import LAST, check_name
+from minikv.cli.saved.files import check_name
 from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
 from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
 from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old, locked
@@ -126,7 +125,7 @@ def held(name: str) -> ChatFile:
             why = f"its file was damaged: {clipped(file.wrong, 100)}"
             ((_, tokens),) = file.rows("chat")
             rows["chat"] = [(_encoded({**facts_of(file), "cache": 0, "no_cache": why}), tokens)]
-            renew(name, filled({**rows, "cache": ()}))
+            renew(name, {**rows, "cache": ()})
         return ChatFile(name, lock=True)
 
 
@@ -135,7 +134,7 @@ def _modernise(folder: Path) -> None:
     chat = OldChat(folder)
     if is_old(folder):
         read_from(chat)  # what cannot be read does not replace what can
-        renew(folder.name, filled({table: chat.rows(table) for table in TABLES}))
+        renew(folder.name, {table: chat.rows(table) for table in TABLES})
         saved = os.stat(folder / TRANSCRIPT)
         os.utime(folder / FILE, ns=(saved.st_atime_ns, saved.st_mtime_ns))
     chat.remove()
@@ -268,17 +267,14 @@ def texts_of(session: ChatSession) -> list[Document]:
     return texts
 
 
-def write_to(
-    file: ChatFile, session: ChatSession, identity: Mapping[str, object], before: Sequence[Turn]
-) -> None:
-    """Save the chat. before: the turns in the file: those that are still there are not written
-    again. Raises UsageError, OSError and MemoryError."""
+def rows_of(
+    session: ChatSession, identity: Mapping[str, object], *, ask: bool = False, same: int = 0
+) -> dict[str, Iterable[Any]]:
+    """The chat as the rows of its file. ask: it is that of the last `ask`. same: the first turns,
+    which are left out. Raises UsageError, OSError and MemoryError."""
     turns, texts = session.turns, texts_of(session)
-    same = 0
-    while same < min(len(before), len(turns)) and before[same] is turns[same]:
-        same += 1
     cache, why = b"", "what it holds is chosen again from what is remembered"
-    if file.name != LAST or not session.recalls or session.recall.kind == "none":
+    if not ask or not session.recalls or session.recall.kind == "none":
         cache, why = _cache(session)
     pending_token = [] if session.pending_token is None else [session.pending_token]
     first = session.messages[0] if session.messages else None
@@ -300,11 +296,12 @@ def write_to(
         "run": _run(session),
     }
     tokens = array.array("i", [*session.fed, *pending_token] or session.known).tobytes()
-    with file.saving():
-        file.put("chat", [(_encoded(facts), tokens)])
-        file.put("document", (_document_row(document) for document in texts))
-        file.put("turn", (_turn_row(turn, texts) for turn in turns[same:]), same)
-        file.put("cache", parts(cache))
+    return {
+        "chat": [(_encoded(facts), tokens)],
+        "document": map(_document_row, texts),
+        "turn": (_turn_row(turn, texts) for turn in turns[same:]),
+        "cache": parts(cache),
+    }
 
 
 def _cache(session: ChatSession) -> tuple[bytes, str]:
