@@ -219,10 +219,10 @@ def _read_again(session: ChatSession) -> int:
 def left(context: Context) -> str:
     """Where the chat is that a new one is about to replace, and how to get back to it; "" if
     nothing was asked in it."""
-    if not context.session.turns:
-        return ""
     name = context.keeper.kept(context.session)
     if name is None:
+        if not context.session.turns:
+            return ""
         return "  the chat so far was not saved and is lost"
     return f"  the chat so far is saved as {name}; /load {name} goes back to it"
 

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class Keeper:
     def __init__(self, terminal: Terminal, *, active: bool = True, asks: bool = False) -> None:
         self.active, self.saved, self._asks = active, False, asks
         self.name: str | None = None
+        self._named = False  # by the user
         self._terminal = terminal
         self._file: ChatFile | None = None
         self._conversation = 0
@@ -95,9 +97,11 @@ class Keeper:
             )
 
     def kept(self, session: ChatSession) -> str | None:
-        """Save what was not saved yet. The chat's name; None if it is not saved as it is now."""
+        """Save what was not saved yet. The chat's name; None if it is not saved as it is now, or
+        will not stay."""
         self.keep(session)
-        return self.name if self.active and not self._changed(session) else None
+        stays = self._named or bool(session.turns)
+        return self.name if self.active and stays and not self._changed(session) else None
 
     def save(self, session: ChatSession, name: str | None = None) -> Path:
         """Save now; with a `name`, under that name from now on. Raises UsageError if that fails."""
@@ -106,6 +110,7 @@ class Keeper:
         self._changed(session)
         try:
             self._save(session, name, whole=True)
+            self._named |= name is not None
         except (OSError, MemoryError) as error:
             raise UsageError(f"the chat cannot be saved: {_reason(error)}") from None
         self.active = True
@@ -132,7 +137,7 @@ class Keeper:
             raise UsageError(f"the chat cannot be copied: {_reason(error)}") from None
         if before[1] is not None:
             before[1].close()
-        self.active = True
+        self.active = self._named = True
         return chats_folder() / name
 
     def load(
@@ -172,7 +177,7 @@ class Keeper:
                 setattr(session, setting, saved.facts[setting])
         if file is not mine:
             self.close()
-        self.name, self._conversation = name, session.conversation
+        self.name, self._named, self._conversation = name, True, session.conversation
         self._hold(file)
         self._last = self._state(session)
         if name == LAST and not self._asks:
@@ -272,7 +277,7 @@ class Keeper:
         """Whether there is something to save. A new conversation gets a new name."""
         if session.conversation != self._conversation:
             self.close()
-            self.name, self._last = None, ()
+            self.name, self._named, self._last = None, False, ()
             self._conversation = session.conversation
         if not session.turns and self.name is None:
             return False
@@ -305,24 +310,20 @@ class Keeper:
             texts_of(session)  # raises, if at all, before the tier is moved
             facts = self._identity(session)
             self._settle(session, folder, facts, whole, forked)
-            same = self._same(session)
+            before = self._last[0] if self._last else ()
+            pairs = zip(session.turns, before, strict=False)
+            same = len([*takewhile(lambda pair: pair[0] is pair[1], pairs)])
             rows = rows_of(session, facts, ask=self.name == LAST, same=same)
             self._file.write(rows, same)
         except BaseException:
             if made:  # an empty directory would be no chat
                 shutil.rmtree(folder, ignore_errors=True)
-                self.close()
+                self._release()
                 self.name = before
             raise
         self._last = self._state(session)
         self.saved = True
         return made
-
-    def _same(self, session: ChatSession) -> int:
-        """How many of the first turns are in the file already."""
-        pairs = enumerate(zip(session.turns, self._last[0] if self._last else (), strict=False))
-        both = min(len(session.turns), len(self._last[0])) if self._last else 0
-        return next((at for at, (mine, saved) in pairs if mine is not saved), both)
 
     def _settle(
         self,
@@ -349,7 +350,7 @@ class Keeper:
         if name not in (None, self.name) and os.path.lexists(chats_folder() / str(name)):
             raise UsageError(f"there is a chat {name} already", "choose another name")
         if self._file is not None and self._file.gone:
-            self.close()
+            self._release()
             self._last = ()
         if self._file is not None:
             self._file.check()
@@ -357,7 +358,7 @@ class Keeper:
             self.name = new_folder(name or self.name or time.strftime("%Y-%m-%d-%H%M%S"))
             return True
         if name not in (None, self.name):
-            self.close()
+            self._release()
             os.rename(chats_folder() / self.name, chats_folder() / str(name))
             self.name = name
         return False
@@ -378,7 +379,14 @@ class Keeper:
             self._terminal.warn(line)
 
     def close(self) -> None:
-        """Release the lock, so that another process can open the chat."""
+        """Release the lock, so that another process can open the chat. One without a turn, which
+        the user did not name, is removed."""
+        if self._file is not None and not self._named and self._last and not self._last[0]:
+            shutil.rmtree(chats_folder() / str(self.name), ignore_errors=True)
+            self.name = None
+        self._release()
+
+    def _release(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

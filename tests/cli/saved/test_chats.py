@@ -214,6 +214,11 @@ def test_a_new_conversation_says_where_the_old_one_is(
     assert [turn.question for turn in world.session.turns] == ["Who?", "Why?"]
     assert "  the chat so far was not saved and is lost" in said("Who?", command, flags="--no-save")
     assert not any("the chat so far" in line for line in said(command))
+    assert not any("the chat so far" in line for line in said("Who?", "/undo", command))
+    named = said("Who?", "/save x", "/undo", command)  # without a turn, and it stays
+    assert ("  the chat so far is saved as x; /load x goes back to it" in named) == (
+        command != "/drop 1"
+    )
 
 
 def test_a_damaged_chat_can_be_removed(two: Path) -> None:

@@ -143,8 +143,12 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     session.reset()
     say(session, "Another conversation")
     one.keep(session)
-    assert len(list(home.iterdir())) == 2
+    assert os.listdir(home) == [one.name]  # not the chat without a turn
     assert len(read(str(one.name)).turns) == 1
+    session.undo()
+    one.keep(session)
+    one.close()
+    assert (os.listdir(home), one.name) == ([], None)
 
 
 def test_names_lists_and_the_newest(home: Path) -> None:
