@@ -24,7 +24,7 @@ from minikv.cli.documents.stdin import PipedLines, piped_document
 from minikv.cli.documents.text import distinct
 from minikv.cli.failures import explain, show
 from minikv.cli.paths import history_file
-from minikv.cli.saved.chats import read_limit, warn_of
+from minikv.cli.saved.chats import warn_of
 from minikv.cli.saved.commands import origins_of, summary
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
@@ -71,7 +71,7 @@ def chat(
     """
     terminal, config, given = call.terminal, call.config, call.given
     terminal.thoughts = interface.thoughts
-    errors, limit = interface.encoding_errors, read_limit(interface.chats_limit)
+    errors = interface.encoding_errors
     piped = piped_document(terminal) if "-" in files else b""
     typed = sys.stdin.isatty()
     if first is not None and not first.strip():
@@ -148,7 +148,7 @@ def chat(
         if keeper.saved and keeper.name:
             terminal.note(f"minikv chat --resume {keeper.name} continues this chat")
         if keeper.saved:
-            warn_of(limit, terminal)
+            warn_of(interface.chats_limit, terminal)
     if code and not typed:
         raise typer.Exit(code)
 

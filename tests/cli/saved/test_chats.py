@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from typer.testing import Result
 
 from minikv.chat.report import size
 from minikv.cli.saved.chats import age
+from minikv.cli.screen.text import clean
 
 
 @pytest.fixture
@@ -51,18 +51,10 @@ def test_the_list_has_names_turns_documents_age_and_size(two: Path) -> None:
     assert second.startswith("budget-talk ")
 
 
-def test_the_list_as_json(two: Path) -> None:
-    newest, other = json.loads(run("--json").stdout)
-    assert (newest["name"], newest["turns"], other["name"]) == ("thesis", 2, "budget-talk")
-    assert newest["documents"] == ["mill.txt", "piped text", "w.txt"]
-    assert newest["bytes"] == sum(path.stat().st_size for path in (two / "thesis").iterdir())
-
-
 def test_without_chats_it_says_where_they_would_be(home: Path) -> None:
     result = run()
     assert (result.exit_code, result.stdout) == (0, "")
     assert f"no saved chat in {home}" in result.stderr
-    assert json.loads(run("--json").stdout) == []
 
 
 def test_show_prints_what_was_said(two: Path) -> None:
@@ -71,11 +63,7 @@ def test_show_prints_what_was_said(two: Path) -> None:
     text = run("show", "thesis").stdout
     assert text.startswith("document mill.txt\n> Who owns\nthe mill?\n")
     assert text.endswith("document w.txt, not read yet\n")
-    shown = json.loads(run("show", "thesis", "--json").stdout)
-    assert [turn["question"] for turn in shown["turns"]] == ["Who owns\nthe mill?", "Why?"]
-    assert [turn["answer"] for turn in shown["turns"]] == answers
-    assert shown["turns"][0]["documents"] == ["mill.txt"]
-    assert shown["turns"][0]["tokens"]["generated"] > 0
+    assert all(clean(answer.strip("\n")) in text for answer in answers)
 
 
 @pytest.mark.parametrize("command", [("show",), ("rm", "--yes")])
@@ -120,7 +108,7 @@ DAY = 86400
     [
         ("30d", "new day week"),
         ("1mo", "new day week"),
-        ("8 days", "new day week"),
+        ("8 d", "new day week"),
         ("1w", "new day"),
         ("36h", "new day"),
         ("23.5h", "new"),
@@ -182,8 +170,7 @@ def test_a_limit_warns_and_removes_nothing(
     result = run()
     assert ("--chats-limit" in result.stderr) == warns
     assert ("chats rm --older 30d" in result.stderr) == (limit == "1KiB")
-    wrong = "--chats-limit must be off or a size" in result.stderr
-    assert result.exit_code == 2 * wrong == 2 * (limit == "much")
+    assert result.exit_code == 0
     assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
 
 
