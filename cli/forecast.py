@@ -33,8 +33,7 @@ class Row:
     with the state of the policy. fits: with an eighth of the free memory to spare; None if that is
     not known. error: why there are no figures. suffices: False if `error` is that too few positions
     are left for what the policy reads beside the document. again: tokens that are read once more
-    before anything is evicted; ram: what is held in RAM for that, beside a GPU's memory or as a
-    part of `reading`; file: what is in a file for that; file_ram: what `ram` is with a file.
+    before anything is evicted; file: what is in a file for that, 0 if it is in RAM.
     """
 
     policy: str
@@ -48,9 +47,7 @@ class Row:
     fits: bool | None = None
     error: str = ""
     again: int = 0
-    ram: int = 0
     file: int = 0
-    file_ram: int = 0
     suffices: bool = True
 
     @property
@@ -60,27 +57,15 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class TierForecast:
-    """Bytes that a tier takes beside the cache: the rows of the document, by --tier-dtype, which a
-    later question reads, and what RAM holds for them. again: tokens that a later question reads
-    again without a tier."""
-
-    same: int
-    int8: int
-    ram_same: int
-    ram_int8: int
-    again: int
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """A model, a prompt of `tokens` tokens and an answer of `answer`. Bytes.
 
     token_bytes, full: of a cache without eviction, as in the turn record. kept: the format of the
     matrices, as --weights has it, or plain. workspace: an estimate of what the network needs at
     once beside weights and cache. loading: the most that loading the weights holds at once. disk:
-    of packed weights that the first start keeps. tier: None if nothing is evicted that could be
-    recalled.
+    of packed weights that the first start keeps. tier, tier_int8: of all that was read, by
+    --tier-dtype, which a later question reads; 0 if nothing is evicted that could be recalled.
+    remembered: of the prompt, on disk for later chats.
     """
 
     model: str
@@ -102,9 +87,10 @@ class Forecast:
     free: int | None
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    disk: int = 0
-    tier: TierForecast | None = None
-    remembered: int = 0
+    disk: int
+    tier: int
+    tier_int8: int
+    remembered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +121,8 @@ class Planner:
         from minikv.models import config_of, dtype_of, weights
         from minikv.models.packed import LEAST
 
-        self.settings, self.memory, self.folder = (
-            settings,
-            memory,
-            folder or config_folder(settings),
-        )
+        self.settings, self.memory = settings, memory
+        self.folder = folder or config_folder(settings)
         self.config = config_of(self.folder)
         self.notes = list(self.config.notes)
         self.device = _device(settings.device, here=memory is None)
@@ -166,12 +149,6 @@ class Planner:
         cached = torch.int8 if settings.kv == "int8" else self.dtype
         ops = likely(settings.kernels, gpu=self.gpu)
         self.machine = Machine(shape, self.dtype, cached, self.work, beside, self.gpu, ops)
-
-    def _form(self) -> str:
-        """What the form of the weights is called."""
-        form = self.settings.weights
-        own = self.config.form if form == "auto" else form
-        return own if self.packed and own else "plain"
 
     def work(self, tokens: int, *, foresees: bool = False) -> int:
         """Bytes that the network needs to read so many tokens."""
@@ -224,9 +201,7 @@ class Planner:
             needs,
             None if self.left is None else needs <= self.weights + usable(self.left),
             again=cost.tokens,
-            ram=cost.file_ram if in_file else cost.ram,
             file=cost.file if in_file else 0,
-            file_ram=cost.file_ram,
         )
 
     def forecast(
@@ -240,14 +215,22 @@ class Planner:
         import torch
 
         from minikv.cache.stats import full_cache_bytes
+        from minikv.cache.tier_rows import row_nbytes
+        from minikv.chat.store import LEAST
 
         rows = [self.row(*each, tokens, answer) for each in zip(cases, choices, strict=True)]
+        same, int8 = (tokens * row_nbytes(self.shape, self.dtype, coded) for coded in (False, True))
+        # A cache from a second pass serves all questions: nothing is recalled.
+        recalls = any(row.rows is not None and not (row.error or row.again) for row in rows)
+        remembers = self.settings.remember != "off" and tokens >= LEAST
+        form = self.settings.weights
+        own = self.config.form if form == "auto" else form
         here = torch.cuda.get_device_name(self.device) if self.gpu and self.memory is None else ""
         return Forecast(
             model=self.settings.model or "bundled",
             family=self.config.family,
             dtype=str(self.dtype).removeprefix("torch."),
-            kept=self._form(),
+            kept=own if self.packed and own else "plain",
             parameters=self.config.parameters,
             weights=self.weights,
             positions=self.config.max_context,
@@ -264,29 +247,10 @@ class Planner:
             rows=tuple(rows),
             notes=tuple(dict.fromkeys(self.notes)),
             disk=self.disk,
-            tier=self._tier(tokens, rows),
-            remembered=self._remembered(tokens),
+            tier=same * recalls,
+            tier_int8=int8 * recalls,
+            remembered=remembers * (int8 if self.settings.tier_dtype == "int8" else same),
         )
-
-    def _remembered(self, tokens: int) -> int:
-        """Bytes that the prompt takes on disk for later chats."""
-        from minikv.cache.tier_rows import row_nbytes
-        from minikv.chat.store import LEAST
-
-        if self.settings.remember == "off" or tokens < LEAST:
-            return 0
-        return tokens * row_nbytes(self.shape, self.dtype, self.settings.tier_dtype == "int8")
-
-    def _tier(self, tokens: int, rows: Sequence[Row]) -> TierForecast | None:
-        from minikv.cache.tier_rows import RamRows, row_nbytes
-
-        # A cache from a second pass serves all questions: nothing is recalled.
-        if not any(row.rows is not None and not (row.error or row.again) for row in rows):
-            return None
-        same, int8 = (row_nbytes(self.shape, self.dtype, coded) for coded in (False, True))
-        # Pinned memory is held whole.
-        most = RamRows.room(tokens, self.shape.max_context) if self.gpu else tokens
-        return TierForecast(same * tokens, int8 * tokens, same * most, int8 * most, tokens)
 
     def suggest(self, made: Forecast, policy: str) -> Suggestion | None:
         """Flags with which the document of a forecast fits, with `policy` or, if that does not,

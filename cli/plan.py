@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated
 
+from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
-from minikv.cli.forecast import Forecast, Planner, Row, Suggestion
+from minikv.cli.forecast import Forecast, Planner, Suggestion
 from minikv.cli.screen.text import clean, folded
 from minikv.cli.settings.config import Interface
 from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag, json_flag, list_of
@@ -77,11 +78,13 @@ def plan(
     minikv.toml or a variable. Downloads config.json only.
     """
     refuse_without_torch()
-    size_given = read_bytes(memory) if memory else None
+    given = Budget.size(memory) if memory else None
+    if memory and given is None:
+        raise UsageError(f"{quoted(memory)} is not a size", "for example --memory 24GiB")
     count = read_count(tokens) if tokens else _LENGTHS[0]
     names, cases = _cases(settings, _CASES if tokens else _OVERVIEW)
     choices = _choices(settings, cases, strict=bool(names))
-    planner = Planner(settings, size_given)
+    planner = Planner(settings, given)
     lengths = [count]
     if not tokens:
         whole = max(planner.config.max_context - generation.max_tokens, 1)
@@ -137,18 +140,6 @@ def _choices(
                 raise
             choices.append(error)
     return choices
-
-
-def read_bytes(text: str) -> int:
-    """ "24GiB" or "80GB" as bytes. Raises UsageError."""
-    from minikv.cache.budget import Budget
-
-    found = Budget.size(text)
-    if found is None:
-        raise UsageError(
-            f"cannot read the memory size {quoted(text)}", "for example --memory 24GiB"
-        )
-    return found
 
 
 # -- text -----------------------------------------------------------------------------------
@@ -209,27 +200,18 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
     lengths = f"{', '.join(others)} or {last}" if others else last
     yield "plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"
     yield from (("auto", text) for forecast in made if (text := _auto(forecast)))
-    tiers = [forecast.tier for forecast in made if forecast.tier is not None]
-    if tiers:
-        ram = ", ".join(f"{size(tier.ram_same)} for {tier.again:,}" for tier in tiers)
-        half = ", ".join(size(tier.ram_int8) for tier in tiers)
-        file = ", ".join(size(tier.same) for tier in tiers)
-        reads = ", ".join(f"{size(t.same)} of keys and values for {t.again:,}" for t in tiers)
-        yield "tier", f"in RAM {ram}, in int8 {half}; in a file about {file}"
-        yield "later", f"a later question reads {reads}; without a tier, all tokens again"
+    if any(made.tier for made in made):
+        tier = each(
+            lambda made: f"{size(made.tier)} (in int8 {size(made.tier_int8)}) for {made.tokens:,}"
+        )
+        yield "tier", f"{tier}, which a later question reads; without it, all tokens again"
     if any(made.remembered for made in made):
         kept = each(lambda made: f"{size(made.remembered)} for {made.tokens:,}")
         yield "remember", f"{kept} on disk, so that the document is not read twice (--remember)"
-    for at, row in enumerate(one.rows):
-        twice = [(made.tokens, made.rows[at]) for made in made if made.rows[at].again]
-        if twice:
-            read = ", ".join(
-                f"{row.again:,} tokens more for {tokens:,} ({(tokens + row.again) / tokens:.1f} "
-                "times)"
-                for tokens, row in twice
-            )
-            held = ", ".join(_held(row) for _, row in twice)
-            yield "scoring", f"{row.label} reads {read}, and holds all keys and values {held}"
+    for row in (row for made in made for row in made.rows if row.again):
+        where = f"a file ({size(row.file)})" if row.file else "RAM"
+        read = f"{row.label} reads {row.again:,} tokens more, to score all that was read"
+        yield "scoring", f"{read}, and holds all keys and values in {where}"
 
 
 def _auto(made: Forecast) -> str:
@@ -240,13 +222,6 @@ def _auto(made: Forecast) -> str:
     if made.budget != "auto" or row is None or not row.fits or not made.suffices:
         return ""
     return f"{made.tokens:,} tokens: {fit_words(row.rows or 0, made.tokens)}"
-
-
-def _held(row: Row) -> str:
-    """Where a second pass keeps its rows, and what the other place would take."""
-    if row.file:
-        return f"in a file ({size(row.file)}), of which RAM has {size(row.ram)} at a time"
-    return f"in RAM: {size(row.ram)} (with --tier file {size(row.file_ram)})"
 
 
 def _advice(hint: Suggestion, model: str) -> str:
@@ -290,13 +265,11 @@ def _table(made: Forecast, width: int) -> list[str]:
 def _kept(form: str) -> str:
     """What --weights says, after the number format of the rest."""
     layers, _, head = form.partition("+")
-    if layers == "plain":
-        return ""
-    if layers == "int8":
-        return ", the layers and the head in int8" if head else ", the layers in int8"
-    if layers != "int4":
+    if layers not in ("plain", "int8", "int4"):
         return f", most of it in the file's {form}"
-    return f", the layers in {layers}" + (", the head in int8" if head else "")
+    return (
+        "" if layers == "plain" else f", the layers in {layers}{', the head in int8' * bool(head)}"
+    )
 
 
 def _billions(count: int) -> str:
