@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, UsageError
 from minikv.policies import DEFAULT_PROMPT
@@ -157,17 +156,16 @@ class Planner:
         how = {"cuda": self.gpu, "packed": self.packed, "foresees": foresees}
         return workspace(self.config, tokens, self.dtype.itemsize, **how)
 
-    def row(
-        self, case: tuple[str, int], choice: EvictionConfig | UsageError, tokens: int, answer: int
-    ) -> Row:
-        """The figures of a policy and stride under its settings. An error, of the settings or of
-        what they plan, is a row without figures."""
+    def row(self, name: str, stride: int, tokens: int, answer: int) -> Row:
+        """The figures of a policy and stride under the other settings. An error, of the settings or
+        of what they plan, is a row without figures."""
         from minikv.cache.plan import PassCost, held_after, peak
         from minikv.chat.fitting import too_much, usable
 
-        name, stride = case
-        if isinstance(choice, UsageError):
-            return Row(name, "", stride, error=worded(f"{choice}; {choice.hint}"))
+        try:  # the policy may not go with the other settings
+            choice = replace(self.settings, policy=name, stride=stride).eviction()
+        except UsageError as error:
+            return Row(name, "", stride, error=worded(f"{error}; {error.hint}"))
         machine, positions = self.machine, self.config.max_context
         if choice.budget.unit == "auto":
             choice = choice.under(machine.rows(choice, tokens, answer, self.left))
@@ -205,20 +203,16 @@ class Planner:
         )
 
     def forecast(
-        self,
-        tokens: int,
-        cases: Sequence[tuple[str, int]],
-        choices: Sequence[EvictionConfig | UsageError],
-        answer: int = 512,
+        self, tokens: int, cases: Sequence[tuple[str, int]], answer: int = 512
     ) -> Forecast:
-        """The figures. `cases` are policies and strides, `choices` their settings."""
+        """The figures. cases: policies, each with its stride."""
         import torch
 
         from minikv.cache.stats import full_cache_bytes
         from minikv.cache.tier_rows import row_nbytes
         from minikv.chat.store import LEAST
 
-        rows = [self.row(*each, tokens, answer) for each in zip(cases, choices, strict=True)]
+        rows = [self.row(*case, tokens, answer) for case in cases]
         same, int8 = (tokens * row_nbytes(self.shape, self.dtype, coded) for coded in (False, True))
         # A cache from a second pass serves all questions: nothing is recalled.
         recalls = any(row.rows is not None and not (row.error or row.again) for row in rows)
@@ -266,14 +260,15 @@ class Planner:
         tries: list[tuple[Settings, Row]] = []
         for form in forms if self.settings.weights == "auto" else (self.settings.weights,):
             one = replace(self.settings, weights=form, budget="auto")
+            try:  # the device may not go with the weights
+                planner = Planner(one, self.memory, self.folder)
+            except UnusableSetting:
+                continue
             for name, stride in ((policy, 0), _BLOCKS):
-                own = one.options if name == policy else {}
-                chosen = replace(one, policy=name, stride=stride, options=own)
-                try:  # the policy may not go with the settings, nor the device with the weights
-                    planner = Planner(chosen, self.memory, self.folder)
-                    row = planner.row((name, stride), chosen.eviction(), made.tokens, made.answer)
-                except (UnusableSetting, UsageError):
-                    continue
+                chosen = replace(one, policy=name, stride=stride)
+                if name != policy:
+                    chosen = planner.settings = replace(chosen, options={})
+                row = planner.row(name, stride, made.tokens, made.answer)
                 if not row.error:
                     tries.append((chosen, row))
         if not tries:

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from typing import Annotated
 
 from minikv.cache.budget import Budget
-from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Planner, Suggestion
@@ -82,14 +81,20 @@ def plan(
     if memory and given is None:
         raise UsageError(f"{quoted(memory)} is not a size", "for example --memory 24GiB")
     count = read_count(tokens) if tokens else _LENGTHS[0]
-    names, cases = _cases(settings, _CASES if tokens else _OVERVIEW)
-    choices = _choices(settings, cases, strict=bool(names))
+    cases = [(name.strip(), settings.stride) for name in settings.policy.split(",") if name.strip()]
+    for name, _ in cases:  # one that the user named is refused, not shown with its error
+        replace(settings, policy=name).eviction()
+    if not cases:
+        own = _CASES if tokens else _OVERVIEW
+        cases = [
+            (name, settings.stride or each) for name, each in own if each or not settings.stride
+        ]
     planner = Planner(settings, given)
     lengths = [count]
     if not tokens:
         whole = max(planner.config.max_context - generation.max_tokens, 1)
         lengths = [*(length for length in _LENGTHS if length < whole), whole]
-    made = [planner.forecast(length, cases, choices, generation.max_tokens) for length in lengths]
+    made = [planner.forecast(length, cases, generation.max_tokens) for length in lengths]
     rows = [row for one in made for row in one.rows]
     if all(row.error and row.suffices for row in rows):
         raise UsageError(rows[0].error, "a larger --budget, or other policies")
@@ -112,34 +117,6 @@ def plan(
             whole=not tokens,
         )
     )
-
-
-def _cases(
-    settings: Settings, selection: Sequence[tuple[str, int]]
-) -> tuple[list[str], list[tuple[str, int]]]:
-    """The policies that the user named, and those to plan for, each with its stride."""
-    stride = settings.stride
-    names = [name.strip() for name in settings.policy.split(",") if name.strip()]
-    if names:
-        return names, [(name, stride) for name in names]
-    own = [(name, own) for name, own in selection if not stride or own]
-    return names, [(name, stride or own) for name, own in own]
-
-
-def _choices(
-    settings: Settings, cases: Sequence[tuple[str, int]], *, strict: bool
-) -> list[EvictionConfig | UsageError]:
-    """The settings of each case. Not `strict`: an error in its place, for a policy that does not go
-    with the other flags."""
-    choices: list[EvictionConfig | UsageError] = []
-    for name, every in cases:
-        try:
-            choices.append(replace(settings, policy=name, stride=every).eviction())
-        except UsageError as error:
-            if strict:
-                raise
-            choices.append(error)
-    return choices
 
 
 # -- text -----------------------------------------------------------------------------------
@@ -199,7 +176,6 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
     *others, last = [f"{made.tokens:,}" for made in made]
     lengths = f"{', '.join(others)} or {last}" if others else last
     yield "plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"
-    yield from (("auto", text) for forecast in made if (text := _auto(forecast)))
     if any(made.tier for made in made):
         tier = each(
             lambda made: f"{size(made.tier)} (in int8 {size(made.tier_int8)}) for {made.tokens:,}"
@@ -212,16 +188,6 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
         where = f"a file ({size(row.file)})" if row.file else "RAM"
         read = f"{row.label} reads {row.again:,} tokens more, to score all that was read"
         yield "scoring", f"{read}, and holds all keys and values in {where}"
-
-
-def _auto(made: Forecast) -> str:
-    """What --budget auto keeps, in the words that a chat begins with."""
-    from minikv.chat.fitting import fit_words
-
-    row = next((row for row in made.rows if row.policy != "full" and not row.error), None)
-    if made.budget != "auto" or row is None or not row.fits or not made.suffices:
-        return ""
-    return f"{made.tokens:,} tokens: {fit_words(row.rows or 0, made.tokens)}"
 
 
 def _advice(hint: Suggestion, model: str) -> str:

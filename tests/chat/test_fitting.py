@@ -166,7 +166,7 @@ def test_a_plan_keeps_what_the_chat_keeps(
     for free in (20 * MIB, 60 * MIB, 68 * MIB, 74 * MIB, 90 * MIB, 200 * MIB):
         monkeypatch.setattr("minikv.models.weights.free_memory", lambda device, free=free: free)
         planner = Planner(settings, free + weights)
-        planned = planner.row((policy, 0), settings.eviction(), tokens, 64)
+        planned = planner.row(policy, 0, tokens, 64)
         kept.append(planned.rows)
         assert session.fit(session.eviction, tokens, 64) == (planned.rows or 0)
     assert kept[0] == USEFUL

@@ -113,22 +113,22 @@ def altered(folder: Path, **values: Any) -> str:
     return str(folder)
 
 
-def of(eviction: EvictionConfig, model: str | None, tokens: int, **named: Any) -> Forecast:
-    room, answer = named.pop("room", None), named.pop("answer", 512)
+def of(model: str | None, tokens: int, policy: str = DEFAULT_PROMPT, **named: Any) -> Forecast:
+    room = named.pop("room", None)
     planner = Planner(Settings(model=model, **named), room)
-    return planner.forecast(tokens, [("case", eviction.stride)], [eviction], answer)
+    return planner.forecast(tokens, [(policy, 0)])
 
 
 # -- weights --------------------------------------------------------------------------------
 
 
 def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
-    made = of(EvictionConfig.read(), None, 1000)
+    made = of(None, 1000)
     tensors = load_file(BUNDLED / "model.safetensors")
     assert made.parameters == sum(t.numel() for t in tensors.values())
     assert made.weights == sum(t.nbytes for t in tensors.values())
     assert made.dtype == "float32"
-    half = of(EvictionConfig.read(), None, 1000, dtype="bfloat16")
+    half = of(None, 1000, dtype="bfloat16")
     assert half.weights == made.weights // 2
     config = ModelConfig.from_folder(BUNDLED)
     numbers = 2 * config.layers * config.kv_heads * config.head_dim
@@ -146,7 +146,7 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
 )
 def test_packed_weights_are_counted_to_the_byte(form: str, told: str) -> None:
     """In memory, and as they are kept on disk."""
-    made = of(EvictionConfig.read(), None, 1000, weights=form, device="cpu")
+    made = of(None, 1000, weights=form, device="cpu")
     there = minikv.load(weights=form, device="cpu", tier="none")
     assert made.weights == there.facts.weight_bytes
     assert made.kept == form == there.facts.form
@@ -213,7 +213,7 @@ def test_random_models_of_transformers_are_counted_to_the_parameter(
     (tmp_path / "config.json").write_text(json.dumps(sizes | raw))
     model = kind(AutoConfig.from_pretrained(tmp_path))
     counted = sum(p.numel() for p in model.parameters())  # a tied head is one parameter
-    made = of(EvictionConfig.read(), str(tmp_path), 100, dtype="bfloat16")
+    made = of(str(tmp_path), 100, dtype="bfloat16")
     assert made.parameters == counted
     assert made.weights == 2 * counted
 
@@ -411,7 +411,7 @@ def test_the_logits_of_probabilities_are_counted(
     monkeypatch.setattr("minikv.models.weights.loading_bytes", lambda *_: 0)
     spaces = {}
     for policy in ("snapkv", "queryspan"):
-        made = of(EvictionConfig.read(policy, budget="72"), large, 2000)
+        made = of(large, 2000, policy, budget="72")
         (row,) = made.rows
         spaces[policy] = row.needs - made.weights - max(row.reading, row.writing)
     assert spaces["snapkv"] == made.workspace
@@ -523,8 +523,8 @@ def test_without_tokens_the_plan_is_for_several_lengths(llama: str, tmp_path: Pa
     assert "plan     read 4,000, 16,000 or 130,560 tokens, write 512; budget auto" in text
     heads = [line for line in text.splitlines() if re.match(r"[\d,]+ tokens( \(|$)", line)]
     assert heads == ["4,000 tokens", "16,000 tokens", "130,560 tokens (the whole context)"]
-    # Of two lengths, and what is suggested for each.
-    assert " ".join(text.split()).count("nothing is evicted") == 4
+    # What is suggested for two lengths.
+    assert " ".join(text.split()).count("nothing is evicted") == 2
     assert text.count("roco --stride 32") == 1
     made = record(llama, "", **given)["lengths"]
     assert [one["tokens"] for one in made] == [4000, 16_000, 130_560]
@@ -766,11 +766,11 @@ def test_offline_and_not_cached(hub: SimpleNamespace, monkeypatch: pytest.Monkey
 
 def test_the_number_format_is_the_checkpoints(tmp_path: Path) -> None:
     for said, expected in (("bfloat16", "bfloat16"), ("float16", "float32")):
-        made = of(EvictionConfig.read(), altered(tmp_path, torch_dtype=said), 100, device="cpu")
+        made = of(altered(tmp_path, torch_dtype=said), 100, device="cpu")
         assert made.dtype == expected  # float16 is computed in float32 on a CPU
-    there = of(EvictionConfig.read(), str(tmp_path), 100, device="cuda", room=24 << 30)
+    there = of(str(tmp_path), 100, device="cuda", room=24 << 30)
     assert (there.dtype, there.memory) == ("float16", "as given")  # no such device is needed here
-    made = of(EvictionConfig.read(), altered(tmp_path, torch_dtype=None), 100)
+    made = of(altered(tmp_path, torch_dtype=None), 100)
     assert made.dtype == "bfloat16"
     assert "bfloat16 is assumed" in made.notes[-1]
 
