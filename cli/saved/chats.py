@@ -6,7 +6,7 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Annotated
 
@@ -18,8 +18,7 @@ from minikv.checks import quoted
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere
 from minikv.cli.saved.files import check_name
-from minikv.cli.saved.listing import listing, unknown
-from minikv.cli.saved.old import is_old, locked
+from minikv.cli.saved.listing import Entry, listing, unknown
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import clean, cut, grid
@@ -44,25 +43,29 @@ def listed(call: Call, interface: Annotated[Interface, Only("chats_limit")]) -> 
     if not entries:
         terminal.say(f"no saved chat in {chats_folder()}")
         return
-    takes = [_bytes(entry.name) for entry in entries]
+    width = window(terminal.out)[0] if terminal.out.isatty() else 10_000
+    for line in table(entries):
+        terminal.data(cut(line, width))
+    count = "1 chat" if len(entries) == 1 else f"{len(entries):,} chats"
+    terminal.say(f"{count}, {size(sum(_bytes(entry.name) for entry in entries))}")
+    warn_of(interface.chats_limit, terminal)
+
+
+def table(entries: Sequence[Entry]) -> list[str]:
+    """A line for each saved chat, below a head."""
     rows = [("NAME", "TURNS", "AGE", "SIZE", "DOCS", "FIRST QUESTION")]
     rows += [
         (
             entry.name,
             f"{entry.turns:,}",
             age(time.time() - entry.saved),
-            size(nbytes),
+            size(_bytes(entry.name)),
             str(len(entry.documents)),
             clean(entry.title),
         )
-        for entry, nbytes in zip(entries, takes, strict=True)
+        for entry in entries
     ]
-    width = window(terminal.out)[0] if terminal.out.isatty() else 10_000
-    for line in grid(rows, "<>>>><").split("\n"):
-        terminal.data(cut(line, width))
-    count = "1 chat" if len(entries) == 1 else f"{len(entries):,} chats"
-    terminal.say(f"{count}, {size(sum(takes))}")
-    warn_of(interface.chats_limit, terminal)
+    return grid(rows, "<>>>><").split("\n")
 
 
 def warn_of(limit: str, terminal: Terminal) -> None:
@@ -146,11 +149,9 @@ def remove(
 @contextlib.contextmanager
 def _held(name: str) -> Iterator[None]:
     """Keep a chat from being opened, unless it is damaged. Raises OpenElsewhere."""
-    folder = chats_folder() / name
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, *DAMAGE):
-            lock = locked(folder) if is_old(folder) else closing(ChatFile(name, lock=True))
-            stack.enter_context(lock)
+            stack.enter_context(closing(ChatFile(name, lock=True)))
         yield
 
 

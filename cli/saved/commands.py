@@ -13,10 +13,11 @@ from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.turn import note_report, run_turn
 from minikv.cli.documents.origin import changes
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.listing import Entry, listing
+from minikv.cli.saved.chats import table
+from minikv.cli.saved.listing import listing
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.screen import render
-from minikv.cli.screen.text import cut, grid
+from minikv.cli.screen.text import cut
 from minikv.cli.settings import completion
 from minikv.cli.settings.config import SETTINGS
 from minikv.errors import UsageError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _RETRY = ("policy", "budget", "seed")
 _LAST = 600
 """Characters of the last question, and of its answer, that are shown when a chat is opened."""
-_MOST_SEED = (1 << 31) - 1
 _CACHED = ("policy", "decode", "budget", "stride")
 
 
@@ -114,12 +114,9 @@ def _settings(session: ChatSession, flags: dict[str, str]) -> tuple[EvictionConf
     """Policy, budget and seed to ask again with. Raises UsageError."""
     eviction, seed = session.eviction, session.seed
     if "seed" in flags:
-        text = flags["seed"]
-        digits = text.isascii() and text.isdigit() and len(text) <= 10
-        if not digits or int(text) > _MOST_SEED:
-            raise UsageError(f"--seed is a number from 0 to {_MOST_SEED:,}, got {text!r}")
         # A policy that draws follows the chat's seed, unless it was given one of its own.
-        before, seed = seed, int(text)
+        one, before = SETTINGS["seed"], seed
+        seed = int(one.read(one.parse(flags["seed"]), "--seed"))  # type: ignore[arg-type]
         eviction = reseeded(eviction, seed, before)
     if "policy" in flags:
         eviction = replace(EvictionConfig.read(flags["policy"], seed=seed), budget=eviction.budget)
@@ -152,7 +149,9 @@ def _fork(context: Context, arguments: list[str]) -> None:
 def _load(context: Context, arguments: list[str]) -> None:
     names = [argument for argument in arguments if argument != "--reread"]
     if not arguments:
-        context.terminal.say(table(listing()))
+        entries = listing()
+        where = f"no saved chat in {chats_folder()}"
+        context.terminal.say("\n".join(table(entries)) if entries else where)
         return
     if len(names) != 1 or len(arguments) - len(names) > 1 or names[0].startswith("-"):
         raise UsageError("/load takes a name", "/load thesis, or /load thesis --reread")
@@ -225,14 +224,6 @@ def left(context: Context) -> str:
             return ""
         return "  the chat so far was not saved and is lost"
     return f"  the chat so far is saved as {name}; /load {name} goes back to it"
-
-
-def table(entries: list[Entry]) -> str:
-    """The saved chats, one line each."""
-    if not entries:
-        return f"no saved chat in {chats_folder()}"
-    rows = [(e.name, e.time, _turns(e.turns), e.model, e.title) for e in entries]
-    return grid(rows, "<<<<<")
 
 
 def _turns(count: int) -> str:

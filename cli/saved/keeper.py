@@ -310,8 +310,7 @@ class Keeper:
             texts_of(session)  # raises, if at all, before the tier is moved
             facts = self._identity(session)
             self._settle(session, folder, facts, whole, forked)
-            before = self._last[0] if self._last else ()
-            pairs = zip(session.turns, before, strict=False)
+            pairs = zip(session.turns, self._last[0] if self._last else (), strict=False)
             same = len([*takewhile(lambda pair: pair[0] is pair[1], pairs)])
             rows = rows_of(session, facts, ask=self.name == LAST, same=same)
             self._file.write(rows, same)

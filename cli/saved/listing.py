@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +30,8 @@ class Entry:
     saved: float
     turns: int
     title: str
-    model: str
     documents: tuple[str, ...] = ()
     damaged: bool = False
-
-    @property
-    def time(self) -> str:
-        """When it was saved, in local time."""
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved))
 
 
 def listing() -> list[Entry]:
@@ -57,13 +50,12 @@ def _entry(folder: Path) -> Entry | None:
         saved = (folder / (old.TRANSCRIPT if is_old else FILE)).stat().st_mtime
         with contextlib.closing(old.OldChat(folder) if is_old else ChatFile(name)) as chat:
             facts = facts_of(chat)
-        model, title = str(facts["identity"]["model"]), str(facts["title"])
         documents = tuple(_line(name or "piped text") for name in facts["documents"])
-        return Entry(name, saved, int(facts["turns"]), _line(title), _line(model), documents)
+        return Entry(name, saved, int(facts["turns"]), _line(str(facts["title"])), documents)
     except (OSError, UsageError):
         return None
     except DAMAGE:
-        return Entry(name, saved, 0, "(damaged: it cannot be read)", "", damaged=True)
+        return Entry(name, saved, 0, "(damaged: it cannot be read)", damaged=True)
 
 
 def facts_of(chat: Chat) -> Mapping[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minikv.cli.saved.database import FILE, OpenElsewhere, parts
+from minikv.cli.saved.database import FILE, parts
 from minikv.cli.saved.files import opened
 
 TRANSCRIPT = "chat.jsonl"
@@ -79,20 +78,6 @@ class OldChat:
         for name in (*(os.path.basename(line["file"]) for line in named), "lock", TRANSCRIPT):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._folder / name)
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes of that version from the chat. Raises OpenElsewhere, OSError."""
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    with open(handle, "wb"):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OpenElsewhere(folder.name) from None
-        except OSError:  # a file system that cannot lock
-            pass
-        yield
 
 
 def _read(path: Path) -> bytes:

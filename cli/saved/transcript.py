@@ -31,7 +31,7 @@ from minikv.cli.saved.database import (
 from minikv.cli.saved.files import check_name
 from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
 from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
-from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old, locked
+from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old
 from minikv.errors import UsageError
 from minikv.settings import WEIGHTS, Settings
 
@@ -111,8 +111,7 @@ def held(name: str) -> ChatFile:
     folder = chats_folder() / name
     with damage(name):
         if os.path.lexists(folder / TRANSCRIPT):
-            with locked(folder):
-                _modernise(folder)
+            _modernise(folder)
         try:
             file = ChatFile(name, lock=True)
         except FileNotFoundError:

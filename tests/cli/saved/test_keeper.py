@@ -394,7 +394,7 @@ def test_damaged_files_are_refused_with_the_reason(home: Path, how: str, file: s
         assert "\n" not in str(error.value)
         assert "--reread" not in error.value.hint
     assert state(fresh) == before
-    assert files - {"lock"} <= set(os.listdir(home / "one")) <= files | {"lock"}
+    assert set(os.listdir(home / "one")) == files
     assert listing() == [] or listing()[0].name == "one"
 
 
@@ -907,13 +907,3 @@ def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
     assert [list(point) for point in session.curve] == facts["curve"]
     say(session, "And now?")
     assert session.reports[-1].tokens.prompt_reused == 124
-
-
-def test_an_earlier_version_that_has_it_open_keeps_it(home: Path) -> None:
-    shutil.copytree(OLD, home / "one")
-    with open(home / "one" / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match="is open in another minikv"):
-            take_up(chat())
-    assert "chat.jsonl" in os.listdir(home / "one")
-    take_up(chat(), reread=True)

@@ -262,9 +262,7 @@ def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) ->
         ("retry --policy nonsense", "nonsense"),
         ("retry --budget much", "the budget cannot be"),
         ("retry --budget 3", "too small"),
-        ("retry --seed x", "--seed is a number"),
-        ("retry --seed -1", "--seed is a number"),
-        ("retry --seed 99999999999", "--seed is a number"),
+        ("retry --seed x", "--seed must be a whole number, got 'x'"),
         ("save a b", "/save takes one name"),
         ("save ../x", "cannot be the name"),
         ("load a b", "/load takes a name"),
@@ -325,10 +323,10 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     _, err = real.run("load mine --reread")
     assert "your next question reads it again" in err
     _, err = real.run("load")
-    assert len(err.splitlines()) == 2
-    assert "  1 turn   " in err.splitlines()[0]
-    assert err.splitlines()[1].startswith("mine ")
-    assert err.splitlines()[1].endswith("Who?")
+    head, _, last = err.splitlines()
+    assert head.split()[:3] == ["NAME", "TURNS", "AGE"]
+    assert last.split()[:2] == ["mine", "2"]
+    assert last.endswith("Who?")
     real.run("load mine")
     real.ask("And now?")
     _, err = real.run("undo 2")
