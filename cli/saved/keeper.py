@@ -45,7 +45,7 @@ class Keeper:
     def __init__(self, terminal: Terminal, *, active: bool = True, asks: bool = False) -> None:
         self.active, self.saved, self._asks = active, False, asks
         self.name: str | None = None
-        self._named = False  # by the user
+        self._named = False  # or saved, by the user
         self._terminal = terminal
         self._file: ChatFile | None = None
         self._conversation = 0
@@ -110,10 +110,9 @@ class Keeper:
         self._changed(session)
         try:
             self._save(session, name, whole=True)
-            self._named |= name is not None
         except (OSError, MemoryError) as error:
             raise UsageError(f"the chat cannot be saved: {_reason(error)}") from None
-        self.active = True
+        self.active = self._named = True
         assert self.name is not None
         return chats_folder() / self.name
 

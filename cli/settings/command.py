@@ -97,7 +97,7 @@ def change(
     one = SETTINGS[name]
     if len(words) > 1 and not isinstance(one.default, tuple):
         raise UsageError(f"{name} takes one value, got {' '.join(words)!r}", "quote a text")
-    value = [*map(spelled, filter(None, words))]
+    value: object = [*map(spelled, filter(None, words))]
     if not isinstance(one.default, tuple):
         value = one.parse(words[0])
     _write("", name, one.read_whole(value, name), call.terminal)
