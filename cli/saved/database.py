@@ -59,14 +59,6 @@ _MOST = 65 << 20  # bytes of a value
 _PART = 4 << 20  # bytes of a part of the cache
 _NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")
 """The end of a journal that names another file, which SQLite would delete after a rollback."""
-_ERRORS = {
-    sqlite3.SQLITE_FULL: errno.ENOSPC,
-    sqlite3.SQLITE_READONLY: errno.EACCES,
-    sqlite3.SQLITE_CANTOPEN: errno.EACCES,
-    sqlite3.SQLITE_PERM: errno.EACCES,
-    sqlite3.SQLITE_BUSY: errno.EBUSY,
-    sqlite3.SQLITE_TOOBIG: errno.EFBIG,
-}
 
 
 class OpenElsewhere(UsageError):
@@ -280,8 +272,7 @@ def damage(name: str, hint: str = "") -> Iterator[None]:
         raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
     except DAMAGE as error:
         if isinstance(error, sqlite3.Error) and _code(error) not in _NO_CHAT:
-            system = _os_error(error, chats_folder() / name / FILE)
-            raise UsageError(f"chat {name} cannot be read: {system.strerror}") from None
+            raise UsageError(f"chat {name} cannot be read: {error}") from None
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(
             f"chat {name} is damaged: {clipped(what, 200)}",
@@ -299,8 +290,7 @@ def _code(error: sqlite3.Error) -> int | None:
 
 
 def _os_error(error: sqlite3.Error, path: Path) -> OSError:
-    number = _ERRORS.get(_code(error) or sqlite3.SQLITE_TOOBIG, errno.EIO)
-    return OSError(number, os.strerror(number), str(path))
+    return OSError(errno.EIO, str(error), str(path))
 
 
 def _seal(values: Iterable[object]) -> bytes:

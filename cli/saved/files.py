@@ -23,20 +23,16 @@ def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def check_name(name: str) -> None:
-    """Raise UsageError if the name is not a plain file name."""
+def check_name(name: str, *, own: bool = False) -> None:
+    """Raise UsageError if the name is not a plain file name. own: or is one that the user cannot
+    give a chat."""
     if not is_name(name):
         raise UsageError(
             f"{name!r} cannot be the name of a chat",
             "letters, digits, dots, dashes and underscores, at most 64, beginning with a letter or "
             "digit",
         )
-
-
-def check_own_name(name: str) -> None:
-    """Raise UsageError if the user cannot give a chat this name."""
-    check_name(name)
-    if name == LAST:
+    if own and name == LAST:
         raise UsageError(f"{name} is the name of the last `minikv ask`", "choose another name")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage, renew
-from minikv.cli.saved.files import LAST, check_own_name, new_folder, private
+from minikv.cli.saved.files import LAST, check_name, new_folder, private
 from minikv.cli.saved.identity import POLICY, differences, identity, model_identity, tier_identity
 from minikv.cli.saved.tier import TIER, find, place, settle
 from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of, texts_of
@@ -106,7 +106,7 @@ class Keeper:
     def save(self, session: ChatSession, name: str | None = None) -> Path:
         """Save now; with a `name`, under that name from now on. Raises UsageError if that fails."""
         if name is not None:
-            check_own_name(name)
+            check_name(name, own=True)
         self._changed(session)
         try:
             self._save(session, name, whole=True)
@@ -119,7 +119,7 @@ class Keeper:
     def fork(self, session: ChatSession, name: str) -> Path:
         """Save under a new name, and save there from now on; what was saved before stays as it is.
         On UsageError nothing has changed."""
-        check_own_name(name)
+        check_name(name, own=True)
         self._changed(session)
         if self.name is None:
             return self.save(session, name)

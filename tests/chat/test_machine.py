@@ -839,7 +839,7 @@ def run(runs: int, steps: int, seed: int) -> Counter[str]:
     return STEPS
 
 
-@pytest.mark.parametrize("seed", [9, 11, 13])
+@pytest.mark.parametrize("seed", [11, 13, 14])
 def test_any_order_of_operations(seed: int) -> None:
     done = run(50, 20, seed)
     assert done["steps"] > 750
