@@ -96,18 +96,16 @@ def _retry(context: Context, arguments: list[str]) -> None:
 
 def _flags(arguments: list[str]) -> dict[str, str]:
     """["--budget", "64", "--seed=2"] -> {"budget": "64", "seed": "2"}. Raises UsageError."""
-    words = iter([part for word in arguments for part in word.split("=", 1)])
-    found: dict[str, str] = {}
-    for flag in words:
-        name = flag.removeprefix("--")
-        if not flag.startswith("--") or name not in _RETRY:
+    words = [part for word in arguments for part in word.split("=", 1)]
+    flags, values = words[::2], words[1::2]
+    for flag in flags:
+        if flag not in [f"--{name}" for name in _RETRY]:
             raise UsageError(
                 f"/retry does not take {flag!r}", "/retry --policy snapkv --budget 128 --seed 1"
             )
-        if (value := next(words, None)) is None:
-            raise UsageError(f"/retry {flag} needs a value")
-        found[name] = value
-    return found
+    if len(flags) > len(values):
+        raise UsageError(f"/retry {flags[-1]} needs a value")
+    return dict(zip([flag.removeprefix("--") for flag in flags], values, strict=True))
 
 
 def _settings(session: ChatSession, flags: dict[str, str]) -> tuple[EvictionConfig, int]:
