@@ -146,8 +146,10 @@ class ChatFile:
                 self._db.execute(f"PRAGMA user_version = {_VERSION}")
             for table in TABLES:
                 self._put(table, rows[table], same if table == "turn" else 0)
-            self._own |= {self._seal_in_file()}  # a COMMIT that raises may have saved it
+            seal = self._seal_in_file()
+            self._own.add(seal)  # a COMMIT that raises may have saved it
             self._db.execute("COMMIT")
+            self._own = {seal}
         except sqlite3.Error as error:
             raise _os_error(error, self.path) from None
         finally:
