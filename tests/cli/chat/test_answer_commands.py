@@ -340,4 +340,4 @@ def test_stop_texts_of_a_command_line_may_name_a_new_line(world: World, document
     assert world.run("ask", "Who?", document, "--stop", r"\\").stdout == "one\ntwo\n"
     result = world.run("ask", "Who?", document, "--stop", "")
     assert result.exit_code == 2
-    assert "a stop text is empty" in result.stderr
+    assert "must not have an empty text" in result.stderr
