@@ -55,7 +55,7 @@ def listed(call: Call, as_json: Json = False) -> None:
             size(one.nbytes),
             age(time.time() - one.used),
             clean(one.model),
-            clean(one.about),
+            clean(one.about) or "-",
         )
         for one in entries
     ]

@@ -16,10 +16,10 @@ from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.question import sorted_out
 from minikv.cli.chat.turn import open_chat, run_turn, thoughts_of
 from minikv.cli.chat.verify import check
-from minikv.cli.documents.named import opened
+from minikv.cli.documents.named import attach, opened
 from minikv.cli.documents.origin import changes
 from minikv.cli.documents.stdin import STDIN, read_stdin
-from minikv.cli.documents.text import Text, decode, distinct, read_bytes, read_file
+from minikv.cli.documents.text import Text, decode, read_bytes, read_file
 from minikv.cli.saved.files import LAST
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import header, resumed
@@ -141,10 +141,7 @@ def _take_up(
     terminal.note(f"{where}, after {turns}")
     for line in changes(session.documents + session.pending):
         terminal.warn(line)
-    for text in distinct(texts, [document.name for document in session.documents]):
-        if text.note:
-            terminal.warn(text.note)
-        session.attach(text.text, text.name, text.source)
+    attach(session, texts, terminal)
 
 
 def _inputs(

@@ -18,10 +18,9 @@ from minikv.cli.chat.interrupt import Interrupts, Terminated
 from minikv.cli.chat.slash import Context, Leave
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
 from minikv.cli.chat.verify import check
-from minikv.cli.documents.named import opened
+from minikv.cli.documents.named import attach, opened
 from minikv.cli.documents.origin import changes
 from minikv.cli.documents.stdin import PipedLines, piped_document
-from minikv.cli.documents.text import distinct
 from minikv.cli.failures import explain, show
 from minikv.cli.paths import history_file
 from minikv.cli.saved.chats import warn_of
@@ -110,10 +109,7 @@ def chat(
         terminal.note(summary(session, saved, perf_counter() - began))
         for line in changes(session.documents + session.pending):
             terminal.warn(line)
-        for text in distinct(texts, [document.name for document in session.documents]):
-            if text.note:
-                terminal.warn(text.note)
-            session.attach(text.text, text.name, text.source)
+        attach(session, texts, terminal)
     terminal.records = as_json
     if typed:
         terminal.note(render.header(session, minikv.__version__, generation.max_tokens))

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.chat.report import Rates, Tokens, TurnReport, ratio
+from minikv.chat.report import TurnReport, ratio
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.progress import FRAME, Live
 from minikv.cli.screen.terminal import Screen, Terminal
@@ -24,7 +24,6 @@ from minikv.settings import Generation, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.chat.transcript import Document
 
 NARROWEST = 80
 """On a narrower screen, the runs are one below the other."""
@@ -35,14 +34,8 @@ _LABEL = 12  # columns of the names of the rows
 _BUDGET = "512"
 _USAGE = "/compare POLICY [POLICY ...] [budget=N], for example /compare streaming h2o budget=256"
 
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The chat's last question, with the documents it is asked about; `before` were others."""
-
-    text: str
-    documents: tuple[Document, ...]
-    before: int
+Show = Callable[[int, int, int], None]
+"""Shows how far a run is: tokens read, of how many, and pieces of text written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +46,11 @@ class Run:
     text: str
     tokens: tuple[int, ...]
     report: TurnReport
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second that it wrote; None if it wrote too few to say."""
+        return self.report.rate.decode_tok_s if self.report.tokens.generated >= ENOUGH else None
 
 
 @dataclass(slots=True)
@@ -68,54 +66,40 @@ class Stop:
             self.session.cancel()
 
 
-# -- the command ----------------------------------------------------------------------------
-
-
 def _compare(context: Context, arguments: list[str]) -> None:
-    session, terminal = context.session, context.terminal
-    question = last_question(session)
-    choices = read_choices(session, arguments)
-    given, stop = context.generation, Stop()
+    session, terminal, given = context.session, context.terminal, context.generation
+    if session.report is None:
+        raise UsageError("no question to compare answers to", "ask one first")
+    question, choices = session.turns[-1].question, read_choices(session, arguments)
+    for eviction in choices:
+        beside(session, eviction)  # raises for a wrong pair before anything runs
     greedy = Generation(given.max_tokens, stop=given.stop, max_thoughts=given.max_thoughts)
     runs: list[Run] = []
-    told: list[str] = []
+    stop, told = Stop(), {*session.report.warnings}
+
+    def notice(line: str) -> None:
+        """A warning of a run, unless this chat or another run had it, too."""
+        if line not in told:
+            told.add(line)
+            terminal.warn(f"{name}: {line}")
+
     try:
         with context.interrupts.stopping(stop):
-            for eviction in choices:
-                beside(session, eviction)  # raises for a wrong pair before anything runs
             # The full cache is the largest: run first, its errors cost no time.
             for eviction in (choices[-1], *choices[:-1]):
-                name = label(eviction)
-                stop.session = beside(session, eviction)
-                live, tell = _live(terminal, name), _tell(terminal, name, runs, told)
-                runs.append(run(stop.session, name, question, greedy, live, stop, tell))
+                name, stop.session = label(eviction), beside(session, eviction)
+                live = _live(terminal, name)
+                runs.append(run(stop.session, name, question, greedy, live, stop, notice))
                 stop.session = None  # so that only one cache exists beside the chat's
-    except Interrupted:
-        if len(runs) > 1:  # at least one that can be compared
-            _put(context, question, runs, told)
-        raise
     finally:
         terminal.clear_status()
-    session.baseline_tok_s = speed(runs[0])  # for the records of later turns
-    _put(context, question, runs, told)
+        if len(runs) > 1:  # also after Ctrl-C
+            session.baseline_tok_s = runs[0].speed  # for the records of later turns
+            runs = [*runs[1:], runs[0]]
+            terminal.page(table(question, len(session.turns) - 1, runs, terminal.screen))
 
 
-def _tell(
-    terminal: Terminal, name: str, runs: Sequence[Run], told: list[str]
-) -> Callable[[str], None]:
-    """Shows a warning of a run at once and adds it to `told`, unless the full cache, which is the
-    first of the runs, had it, too."""
-
-    def tell(line: str) -> None:
-        if runs and line not in runs[0].report.warnings:
-            told.append(f"{name}: {line}")
-            terminal.warn(told[-1])
-
-    return tell
-
-
-def _live(terminal: Terminal, name: str) -> Callable[[int, int, int], None]:
-    """Shows how far a run is: tokens read, of how many, and pieces of text written."""
+def _live(terminal: Terminal, name: str) -> Show:
     reading, last = Live(terminal, f"{name}: reading"), 0.0
 
     def show(done: int, total: int, written: int) -> None:
@@ -127,20 +111,6 @@ def _live(terminal: Terminal, name: str) -> Callable[[int, int, int], None]:
             terminal.status(f"{name}: writing  {written:,}")
 
     return show
-
-
-def _put(context: Context, question: Question, runs: Sequence[Run], told: Sequence[str]) -> None:
-    """Write the table, the full cache last, and the warnings that not every run had and that were
-    not `told` before."""
-    runs = measured(runs)
-    runs = [*runs[1:], runs[0]]
-    screen = context.terminal.screen
-    context.terminal.page(table(question, runs, screen))
-    for one in runs:
-        for warning in one.report.warnings:
-            line = f"{one.label}: {warning}"
-            if line not in told and not all(warning in x.report.warnings for x in runs):
-                context.terminal.warn(line)
 
 
 def _after_compare(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
@@ -164,48 +134,24 @@ COMMANDS = (
 # -- what is run ----------------------------------------------------------------------------
 
 
-def last_question(session: ChatSession) -> Question:
-    """The last question that was read. Raises UsageError if there was none."""
-    asked = [message.content for message in session.messages if message.role == "user"]
-    if not asked:
-        raise UsageError("no question to compare answers to", "ask one first")
-    documents = tuple(session.documents)
-    # The turn that brought documents has their text before its question.
-    for first in range(len(documents) + 1):
-        text = "".join(document.rendered() for document in documents[first:])
-        if asked[-1].startswith(text):
-            return Question(asked[-1][len(text) :], documents, len(asked) - 1)
-    raise AssertionError("every text starts with an empty one")
-
-
 def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[EvictionConfig]:
-    """The policies to run, full last. If none is named, the chat's own. While `--budget auto`
-    evicts nothing, they run with `_BUDGET`.
-
-    One named as the chat's own is taken with the chat's options. Raises UsageError.
+    """The policies to run: the chat's own, with its options, those that are named, and full last.
+    While `--budget auto` evicts nothing, they run with `_BUDGET`. Raises UsageError.
     """
     own, budget = session.eviction, session.eviction.budget
     if budget.unit == "auto":  # what it means in this chat
         budget = replace(budget, unit="rows") if budget.value else read_budget(_BUDGET)
-    names = []
+    choices = [own] if own.may_evict else []
     for argument in arguments:
         option, equals, value = argument.partition("=")
-        if not equals:
-            names.append(argument)
-        elif option == "budget" and value:
+        if option == "budget" and value:
             budget = read_budget(value)
-        else:
+        elif equals:
             raise UsageError(f"/compare takes policies and budget=N, got {argument!r}", _USAGE)
-    if own.may_evict and all(name == "full" for name in names):
-        names = [own.policy]
-    choices: list[EvictionConfig] = []
-    for name in names:
-        same = own.may_evict and name == own.policy
-        eviction = replace(
-            own if same else EvictionConfig.read(name, seed=session.seed), budget=budget
-        )
-        if eviction.evicts and eviction not in choices:
-            choices.append(eviction)
+        elif not own.may_evict or argument != own.policy:
+            choices.append(EvictionConfig.read(argument, seed=session.seed))
+    choices = [replace(one, budget=budget) for one in choices]
+    choices = [one for n, one in enumerate(choices) if one.evicts and one not in choices[:n]]
     if not choices:
         raise UsageError("nothing to compare a full cache to: this chat evicts nothing", _USAGE)
     return [*choices, EvictionConfig.read("full", seed=session.seed)]
@@ -224,11 +170,9 @@ def label(eviction: EvictionConfig) -> str:
 
 
 def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
-    """An empty chat over the same network, tokenizer and template, with a cache of its own. If the
-    chat has a tier with exact rows, it reads them instead of the documents.
-
-    Raises UsageError if policy and budget do not go together.
-    """
+    """A new chat with the same documents, over the same network, tokenizer and template, with a
+    cache of its own. If the chat has a tier with exact rows, it reads them instead of the
+    documents. Raises UsageError if policy and budget do not go together."""
     from minikv.cache.kv_cache import KVCache
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
@@ -263,52 +207,39 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
     if session.recall.tokens and session.recall.dtype == "same":
         other.recall = Recall.lent(session.recall, own, getattr(session.engine.network, "rows", 1))
     other.words = session.words
+    for document in session.documents:
+        other.attach(document.text, document.name)
     return other
 
 
 def run(
     session: ChatSession,
     name: str,
-    question: Question,
+    question: str,
     greedy: Generation,
-    show: Callable[[int, int, int], None],
+    show: Show,
     stop: Stop,
-    tell: Callable[[str], None] = lambda line: None,
+    notice: Callable[[str], None] | None = None,
 ) -> Run:
-    """Ask in a fresh chat. `tell` gets each warning that comes before anything was read, such as
-    what reading will cost. Raises the session's errors, and Interrupted once stopped."""
+    """Ask in a fresh chat. Raises the session's errors, and Interrupted once stopped."""
     stopped = Interrupted(f"stopped comparing at {name}", "the chat is as it was")
-    begun, thought = False, 0
-
-    def notice(line: str) -> None:
-        if not begun:
-            tell(line)
+    thoughts, pieces = 0, list[str]()
 
     def reading(done: int, total: int) -> None:
-        nonlocal begun
-        begun = True
         if stop.asked:
             raise stopped
         show(done, total, 0)
 
     def thinking(piece: str, tokens: int) -> None:
-        nonlocal thought
-        thought = tokens
+        nonlocal thoughts
+        thoughts = tokens
         show(0, 0, tokens)
 
-    for document in question.documents:
-        session.attach(document.text, document.name)
-    pieces: list[str] = []
+    how = {"progress": reading, "notice": notice, "thinking": thinking}
     try:
-        for piece in session.ask(
-            question.text,
-            **asdict(greedy),
-            progress=reading,
-            notice=notice,
-            thinking=thinking,
-        ):
+        for piece in session.ask(question, **asdict(greedy), **how):  # type: ignore[arg-type]
             pieces.append(piece)
-            show(0, 0, thought + len(pieces))
+            show(0, 0, thoughts + len(pieces))
     except Interrupted:
         raise stopped from None
     if stop.asked:
@@ -318,26 +249,6 @@ def run(
     tokens = session.fed[report.tokens.prompt_new + report.tokens.prompt_reused :]
     tokens += [] if session.pending_token is None else [session.pending_token]
     return Run(name, "".join(pieces), tuple(tokens), report)
-
-
-def measured(runs: Sequence[Run]) -> list[Run]:
-    """The runs with the first one's speed of writing in their records: the full cache's, which was
-    really run, just now and here. None if its answer was too short to say."""
-    baseline = speed(runs[0])
-    return [
-        replace(
-            one,
-            report=replace(
-                one.report, rate=replace(one.report.rate, baseline_decode_tok_s=baseline)
-            ),
-        )
-        for one in runs
-    ]
-
-
-def speed(one: Run) -> float | None:
-    """Tokens per second that a run wrote; None if it wrote too few to say."""
-    return one.report.rate.decode_tok_s if one.report.tokens.generated >= ENOUGH else None
 
 
 # -- the table ------------------------------------------------------------------------------
@@ -356,6 +267,8 @@ def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
 def facts(one: Run, full: Run) -> dict[str, str]:
     """The rows of a run, in order; figures that were not measured say so."""
     tokens, rate = one.report.tokens, one.report.rate
+    faster = "" if one is full else ratio(one.speed, full.speed)
+    recalled = f"{tokens.prompt_new:,} tokens, {tokens.prompt_reused:,} from the tier"
     return {
         "answer": one.text.strip() or "(empty)",
         "same as full": "-" if one is full else same_as(one.tokens, full.tokens),
@@ -364,34 +277,22 @@ def facts(one: Run, full: Run) -> dict[str, str]:
             f"{tokens.kept_mean:,.1f} of {tokens.seen_total:,}, "
             f"{tokens.kept_min:,} to {tokens.kept_max:,}"
         ),
-        "read": _read(tokens, rate),
-        "write": _rate(rate.decode_tok_s) + ("" if one is full else times(one)),
+        "read": recalled if tokens.prompt_reused else _rate(rate.prefill_tok_s),
+        "write": _rate(rate.decode_tok_s) + (f", {faster} of full" if faster else ""),
     }
-
-
-def _read(tokens: Tokens, rate: Rates) -> str:
-    if not tokens.prompt_reused:
-        return _rate(rate.prefill_tok_s)
-    return f"{tokens.prompt_new:,} tokens, {tokens.prompt_reused:,} from the tier"
 
 
 def _rate(value: float | None) -> str:
     return "not measured" if value is None else f"{value:,.1f} tok/s"
 
 
-def times(one: Run) -> str:
-    """ ", x1.04 of full": how much faster than the full cache it wrote, rounded down."""
-    faster = ratio(speed(one), one.report.rate.baseline_decode_tok_s)
-    return faster and f", {faster} of full"
-
-
-def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
+def table(question: str, before: int, runs: Sequence[Run], screen: Screen) -> list[str]:
     """The runs side by side, or one below the other on a narrow screen; the full cache is last.
 
-    Says what was run, and what was left out of it.
+    Says what was run, and what was left out of it: the `before` questions before this one.
     """
     rows = [facts(one, runs[-1]) for one in runs]
-    lines = [f"question: {clipped(question.text, screen.width - 11, screen.encoding)}"]
+    lines = [f"question: {clipped(question, screen.width - 11, screen.encoding)}"]
     width = (screen.width - _LABEL - 1) // len(runs)
     if screen.width >= NARROWEST and width >= _COLUMN:
         cells = [("", *(one.label for one in runs))]
@@ -405,10 +306,10 @@ def table(question: Question, runs: Sequence[Run], screen: Screen) -> list[str]:
         "each run is a fresh conversation: the chat's documents and this question, greedy; the "
         "chat itself is as it was"
     ]
-    if question.before:
-        several = f"the {question.before:,} questions before it and their answers"
-        before = "the question before it and its answer" if question.before == 1 else several
-        notes.append(f"{before} are in none of the runs")
+    if before:
+        several = f"the {before:,} questions before it and their answers"
+        left = "the question before it and its answer" if before == 1 else several
+        notes.append(f"{left} are in none of the runs")
     return lines + [line for note in notes for line in folded(note, screen.width, "  ")]
 
 

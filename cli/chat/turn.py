@@ -11,7 +11,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from minikv.cli.chat.interrupt import Interrupts
-from minikv.cli.documents.text import Text, distinct
+from minikv.cli.documents.named import attach
+from minikv.cli.documents.text import Text
 from minikv.cli.screen.progress import Live, Loading
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.thoughts import Thinking
@@ -79,10 +80,7 @@ def open_chat(
     session.recall.say = lambda line: terminal.note(worded(line))
     for note in session.facts.notes:
         terminal.warn(worded(note))
-    for text in distinct(texts):
-        if text.note:
-            terminal.warn(text.note)
-        session.attach(text.text, text.name, text.source)
+    attach(session, texts, terminal)
     return session
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from minikv.cli.chat.kept import counted
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.documents.named import Reader, read
-from minikv.cli.documents.text import distinct
+from minikv.cli.documents.named import Reader, attach, read
 from minikv.cli.saved.commands import left
 from minikv.errors import UsageError
 
@@ -54,19 +53,16 @@ def _add(context: Context, arguments: list[str]) -> None:
         terminal.clear_status()
     for note in found.notes:
         terminal.say(note)
-    taken = [document.name for document in _all(session)]
-    for text in distinct(found.texts, taken):
-        if text.note:
-            terminal.warn(text.note)
-        session.attach(text.text, text.name, text.source)
-        if not found.notes:
-            terminal.say(f"{text.name or PIPED}: {text.facts}, read with your next question")
+    texts = attach(session, found.texts, terminal)
     if found.notes:
-        characters = sum(len(text.text) for text in found.texts)
+        characters = sum(len(text.text) for text in texts)
         terminal.say(
-            f"{len(found.texts):,} documents: {characters:,} characters, read with your next "
+            f"{len(texts):,} documents: {characters:,} characters, read with your next "
             "question; /docs lists them"
         )
+        return
+    for text in texts:
+        terminal.say(f"{text.name or PIPED}: {text.facts}, read with your next question")
 
 
 def _docs(context: Context, arguments: list[str]) -> None:

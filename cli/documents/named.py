@@ -13,9 +13,10 @@ import re
 import shlex
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from minikv.cli.documents.loaders import command_for
 from minikv.cli.documents.markup import ZIP
@@ -34,6 +35,10 @@ from minikv.cli.documents.text import (
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from minikv.chat.session import ChatSession
+    from minikv.chat.transcript import Document
 
 MAX_FILES = 1000
 """Files that one directory or pattern may mean."""
@@ -122,6 +127,33 @@ def opened(
     for note in found.notes:
         terminal.note(note)
     return list(found.texts)
+
+
+def attach(session: ChatSession, texts: Iterable[Text], terminal: Terminal) -> list[Text]:
+    """Put documents before the next question, and say what is to be said of them. Returns those
+    that were put there: a file whose text the chat has already is not.
+
+    The model could not tell two documents of one name apart: the second becomes "report.txt (2)".
+    """
+    attached = []
+    for text in texts:
+        there = [*session.documents, *session.pending]
+        if text.source is not None and _key(text) in map(_key, there):
+            terminal.note(f"{text.name} is here already: it is read once")
+            continue
+        name, count, taken = text.name, 1, {document.name for document in there}
+        while name is not None and name in taken:
+            count += 1
+            name = f"{text.name} ({count})"
+        if text.note:
+            terminal.warn(text.note)
+        session.attach(text.text, name, text.source)
+        attached.append(replace(text, name=name))
+    return attached
+
+
+def _key(text: Text | Document) -> tuple[str | None, str]:
+    return text.source and text.source.path, text.text
 
 
 def _no_download(address: str) -> UsageError:

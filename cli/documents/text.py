@@ -10,7 +10,7 @@ import difflib
 import os
 import select
 import stat
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -138,24 +138,6 @@ def read_bytes(
         if not text:
             raise UsageError(f"{shown} has no text", "nothing was added")
     return Text(text, None, note, f"{len(text):,} characters{kind and f' from {kind}'}")
-
-
-def distinct(texts: Iterable[Text], taken: Collection[str | None] = ()) -> list[Text]:
-    """The texts with names that differ from each other and from those in `taken`.
-
-    The model could not tell two documents of one name apart: the second becomes "report.txt (2)".
-    """
-    used = {name for name in taken if name is not None}
-    made = []
-    for text in texts:
-        name, count = text.name, 1
-        while name is not None and name in used:
-            count += 1
-            name = f"{text.name} ({count})"
-        if name is not None:
-            used.add(name)
-        made.append(replace(text, name=name))
-    return made
 
 
 def _content(

@@ -70,9 +70,9 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
         ("peak", f"{size(kv.peak_prefill)} while reading; the network's work space comes on top"),
         (
             "time",
-            f"load {time.load:.1f} s · read {time.prefill:.2f} s{per_second(rate.prefill_tok_s)} · "
-            + f"evict {1000 * time.evict:.0f} ms · " * (not report.whole)
-            + f"first token {time.first_token:.2f} s · "
+            f"load {time.load:.1f} s · read {time.prefill:.2f} s{per_second(rate.prefill_tok_s)}"
+            + f", {1000 * time.evict:.0f} ms of it evicting" * (not report.whole)
+            + f" · first token {time.first_token:.2f} s · "
             f"write {time.decode:.2f} s{per_second(rate.decode_tok_s)}",
         ),
         ("speed", _beside_full(report)),

@@ -726,7 +726,8 @@ class ChatSession(ConversationView):
             ids = [*history.known, *question.following(question.messages)]
         if settings.blind and not why:
             why = "documents are read and evicted before the question"
-        about = ", ".join(document.name or "" for document in base.documents + base.pending)
+        documents = [*base.documents, *base.pending]
+        about = ", ".join(document.name or "piped or unnamed text" for document in documents)
         told.tell(*self.recall.remember(ids, about, why))
 
     def _before(self, found: PromptPlan, question: str) -> Iterator[str]:

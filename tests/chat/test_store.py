@@ -366,6 +366,14 @@ def test_what_cannot_be_read_now_or_does_not_fit_removes_nothing(
     assert [one.about for one in Store(read, LIMIT, {}).entries()] == ["a.txt"]
 
 
+def test_a_document_without_a_name_is_listed(folder: Path) -> None:
+    session = remembering(folder)
+    session.attach(LONG)
+    list(session.ask("Who?", 3))
+    leave(session)
+    assert [one.about for one in Store(folder, LIMIT, {}).entries()] == ["piped or unnamed text"]
+
+
 KILLED = """
 import sys, threading, time, os, signal
 from pathlib import Path

@@ -23,7 +23,7 @@ from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
 from minikv.cli.chat import compare
-from minikv.cli.chat.compare import Question, Run, Stop
+from minikv.cli.chat.compare import Run, Stop
 from minikv.cli.chat.kept_view import Screen
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
@@ -107,8 +107,8 @@ def test_a_tier_gives_what_reading_again_gives(
     """To the last bit: the answers, and every row that the caches then hold. The chat's next answer
     is as if nothing had been compared."""
     session, untouched = (with_tier(policy, tier, turns, windows) for _ in range(2))
-    question = compare.last_question(session)
-    for eviction in compare.read_choices(session, [policy]):
+    question, documents = session.turns[-1].question, session.documents
+    for eviction in compare.read_choices(session, [policy])[policy != "adakv" :]:
         runs, caches, recalled = [], [], False
         for lends in (True, False):
             other = compare.beside(session, eviction)
@@ -125,7 +125,7 @@ def test_a_tier_gives_what_reading_again_gives(
         assert caches[0] == caches[1]
         assert recalled == (eviction.rules().cannot_recall is None)
         if recalled:  # the first document is not read again, a second one is
-            second = sum(len(d.rendered()) for d in question.documents[1:])
+            second = sum(len(d.rendered()) for d in documents[1:])
             assert report.tokens.prompt_new < second + 32 + 96
             assert report.reuse == "recall"
         peak = again.report.kv_bytes.peak_prefill  # a file is read two layers at a time
@@ -140,14 +140,12 @@ def test_a_tier_gives_what_reading_again_gives(
 
 def test_an_int8_tier_is_not_compared_with() -> None:
     """Its rows are not those that reading gives."""
-    session = lettered(
-        EvictionConfig.read("adakv", budget="48"), tier="ram", tier_dtype="int8", reuse="recall"
-    )
+    eviction = EvictionConfig.read("adakv", budget="48")
+    session = lettered(eviction, tier="ram", tier_dtype="int8", reuse="recall")
     session.attach(STORY, "story.txt")
     list(session.ask("Who?", 5))
     assert session.recall.tokens
-    other = compare.beside(session, EvictionConfig.read("full"))
-    assert not other.recall.tokens
+    assert not compare.beside(session, EvictionConfig.read("full")).recall.tokens
 
 
 def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,10 +159,8 @@ def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> No
     answers = []
     for one in (session, clean):
         other = compare.beside(one, EvictionConfig.read("streaming", budget="48"))
-        question = compare.last_question(one)
-        answers.append(
-            compare.run(other, "streaming", question, Generation(9), lambda *_: None, Stop())
-        )
+        run = compare.run(other, "", "Why so?", Generation(9), lambda *_: None, Stop())
+        answers.append(run)
         one.recall.leave()
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].report.tokens.prompt_reused == 0
@@ -193,20 +189,20 @@ def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Question, list[Run]]]:
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Run]]]:
     """What comparisons would have shown."""
-    made: list[tuple[Question, list[Run]]] = []
-    monkeypatch.setattr(compare, "table", lambda q, runs, screen: made.append((q, runs)) or [])
+    made: list[tuple[str, list[Run]]] = []
+    monkeypatch.setattr(compare, "table", lambda q, _, runs, screen: made.append((q, runs)) or [])
     return made
 
 
-def test_runs_are_fresh_chats_under_each_policy(tables: list[tuple[Question, list[Run]]]) -> None:
+def test_runs_are_fresh_chats_under_each_policy(tables: list[tuple[str, list[Run]]]) -> None:
     session = asked("Who?")
     report = session.report
     assert report is not None
     compared(session)
     question, (own, full) = tables[0]
-    assert question == Question("Who?", (Document(STORY, "story.txt"),), 0)
+    assert question == "Who?"
     assert (own.label, full.label) == ("adakv 48", "full")
     # The chat's own first answer, and that of a chat that evicts nothing.
     assert own.text == session.messages[-1].content
@@ -270,20 +266,6 @@ def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is asked --------------------------------------------------------------------------
 
 
-def test_the_last_question_without_its_documents() -> None:
-    session = asked("Who?")
-    assert compare.last_question(session).text == "Who?"
-    session.attach("a second one")
-    list(session.ask("And there?", 3))
-    found = compare.last_question(session)
-    assert (found.text, found.before) == ("And there?", 1)
-    assert [document.name for document in found.documents] == ["story.txt", None]
-    list(session.ask("Why?", 3))
-    assert compare.last_question(session) == Question("Why?", found.documents, 2)
-    with pytest.raises(UsageError, match="no question"):
-        compare.last_question(chat())
-
-
 def test_policies_of_a_comparison() -> None:
     session = asked("Who?")
 
@@ -292,20 +274,18 @@ def test_policies_of_a_comparison() -> None:
 
     assert labels() == labels("full") == labels("adakv") == ["adakv 48", "full"]
     assert labels("budget=20%") == ["adakv 20%", "full"]
-    assert labels("streaming", "full", "h2o", "streaming") == ["streaming 48", "h2o 48", "full"]
+    several = labels("streaming", "full", "h2o", "streaming", "adakv")
+    assert several == ["adakv 48", "streaming 48", "h2o 48", "full"]
     session.eviction = replace(EvictionConfig.read("adakv", "roco"), budget=read_budget(64))
     assert labels("adakv") == ["adakv then roco 64", "full"]
     session.eviction = EvictionConfig.read("tova", budget=64, stride=8)
     assert labels() == ["tova stride 8 64", "full"]
     assert compare.read_choices(session, [])[0] == session.eviction
     session.eviction = EvictionConfig.read("adakv")  # under --budget auto
-    assert labels("budget=96") == ["adakv 96", "full"]
-    assert labels("snapkv", "budget=96") == ["snapkv 96", "full"]
-    assert labels() == ["adakv 512", "full"]
-    assert labels("snapkv", "streaming") == ["snapkv 512", "streaming 512", "full"]
+    assert labels("snapkv", "budget=96") == ["adakv 96", "snapkv 96", "full"]
+    assert labels("snapkv") == ["adakv 512", "snapkv 512", "full"]
     session.eviction = session.eviction.under(64)
     assert labels() == ["adakv 64", "full"]
-    assert labels("snapkv") == ["snapkv 64", "full"]
     session.eviction = EvictionConfig.read("full", budget=512)
     assert labels("snapkv") == ["snapkv 512", "full"]
 
@@ -317,7 +297,7 @@ def test_policies_of_a_comparison() -> None:
         (["snapkv", "budget="], "policies and budget=N, got 'budget='"),
         (["snapkv", "window=4"], "policies and budget=N, got 'window=4'"),
         (["snapkv", "budget=many"], "budget"),
-        (["snapkv", "budget=2"], "too small for snapkv"),
+        (["snapkv", "budget=2"], "too small for adakv"),
     ],
 )
 def test_bad_arguments_before_anything_runs(
@@ -403,7 +383,7 @@ def runs_of(texts: list[str]) -> list[Run]:
 
 def test_side_by_side_with_the_full_cache_last() -> None:
     runs = runs_of(["below 3.25x", "", "below 3.25x tested"])
-    lines = compare.table(Question("What leverage?", (), 0), runs, Screen(100))
+    lines = compare.table("What leverage?", 0, runs, Screen(100))
     assert lines[0] == "question: What leverage?"
     assert lines[1].split() == ["policy0", "48", "policy1", "48", "policy2", "48"]
     row = {line[:12].strip(): line for line in lines[2:]}
@@ -424,7 +404,7 @@ def test_side_by_side_with_the_full_cache_last() -> None:
 def test_columns_or_blocks_fit(width: int, encoding: str, count: int) -> None:
     runs = runs_of([f"{HOSTILE} 中文字 answer {i}\nsecond line" * 3 for i in range(count)])
     screen = Screen(width, encoding, encoding == "utf-8")
-    lines = compare.table(Question(f"why {HOSTILE}" * 9, (), 3), runs, screen)
+    lines = compare.table(f"why {HOSTILE}" * 9, 3, runs, screen)
     for line in lines:
         assert "\x1b" not in line
         assert "\x9b" not in line
@@ -455,14 +435,12 @@ def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str)
     assert compare.same_as(tokens, full) == said
 
 
-def test_the_full_caches_speed_is_in_every_record(tables: list[tuple[Question, list[Run]]]) -> None:
+def test_the_full_caches_speed_is_in_later_records(tables: list[tuple[str, list[Run]]]) -> None:
     session = asked("Who?")
     for length, measured in ((compare.ENOUGH - 1, False), (compare.ENOUGH, True)):
         compare._compare(context(session, generation=Generation(length)), ["streaming"])
-        streaming, full = (run.report.rate for run in tables.pop()[1])
+        *_, full = (run.report.rate for run in tables.pop()[1])
         rate = full.decode_tok_s if measured else None
-        assert streaming.baseline_decode_tok_s == full.baseline_decode_tok_s == rate
-        assert streaming.decode_tok_s != rate
         assert session.baseline_tok_s == rate
         list(session.ask("Next?", 3))
         assert session.report is not None
@@ -502,11 +480,18 @@ def test_how_much_faster_than_full(
     own: float | None, baseline: float | None, tokens: int, said: str
 ) -> None:
     one, full = runs_of(["a", "b"])
-    rate = replace(one.report.rate, decode_tok_s=own, baseline_decode_tok_s=baseline)
-    wrote = replace(one.report.tokens, generated=tokens)
-    one = replace(one, report=replace(one.report, rate=rate, tokens=wrote))
-    assert compare.times(one) == said
-    assert compare.facts(one, full)["write"].endswith(said)
+    one, full = (
+        replace(
+            run,
+            report=replace(
+                run.report,
+                rate=replace(run.report.rate, decode_tok_s=rate),
+                tokens=replace(run.report.tokens, generated=count),
+            ),
+        )
+        for run, rate, count in ((one, own, tokens), (full, baseline, 16))
+    )
+    assert compare.facts(one, full)["write"].endswith(said or ("d" if own is None else "s"))
     assert "of full" not in compare.facts(one, one)["write"]
 
 
@@ -524,8 +509,5 @@ def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) 
 def test_the_count_on_the_live_line_goes_on_behind_thoughts() -> None:
     shown: list[int] = []
     session = scripted("so and so\n</think>\n\nYes, it is.", opens=True)
-    question = Question("Why?", (), 1)
-    compare.run(
-        session, "full", question, Generation(60), lambda _, of, n: shown.append(n), compare.Stop()
-    )
+    compare.run(session, "", "Why?", Generation(60), lambda _, of, n: shown.append(n), Stop())
     assert shown[-1] == max(shown) > len("Yes, it is.")

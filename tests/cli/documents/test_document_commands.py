@@ -57,10 +57,26 @@ def test_two_documents_of_one_name_get_names_that_differ(
     run("add", file(tmp_path, "r.txt", b"one"))
     list(session.ask("q", 3))
     run("add", file(tmp_path / "x", "r.txt", b"two"), file(tmp_path / "y", "r.txt", b"three"))
-    assert [d.name for d in session.pending] == ["r.txt (2)", "r.txt (3)"]
+    run("add", file(tmp_path / "z", "r.txt (2)", b"two"))
+    assert [d.name for d in session.pending] == ["r.txt (2)", "r.txt (3)", "r.txt (2) (2)"]
     list(session.ask("q", 3))
     assert "Document: r.txt (2)\n\ntwo" in session.messages[-2].content
     assert "two" not in session.messages[0].content
+
+
+def test_a_file_that_is_named_twice_is_read_once(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
+    here = "r.txt is here already: it is read once\n"
+    name, other = file(tmp_path, "r.txt", b"one"), file(tmp_path / "x", "r.txt", b"one")
+    assert run("add", name, name).startswith(here)
+    list(session.ask("q", 3))
+    assert run("add", name) == here
+    assert not session.pending
+    assert here not in run("add", other)  # another file with the same text
+    file(tmp_path, "r.txt", b"changed")
+    assert here not in run("add", name)
+    assert [d.text for d in session.pending] == ["one", "changed"]
 
 
 def test_one_bad_file_adds_none(run: Run, session: ChatSession, tmp_path: Path) -> None:

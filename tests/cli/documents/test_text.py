@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minikv.cli.documents import text as documents
-from minikv.cli.documents.text import Text, decode, distinct, read_file
+from minikv.cli.documents.text import Text, decode, read_file
 from minikv.errors import Interrupted, UsageError
 
 
@@ -180,20 +180,6 @@ def test_the_hint_on_invalid_bytes_is_the_callers(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         read_file(write(tmp_path, b"ok \xff"), remedy="do this")
     assert error.value.hint == "do this"
-
-
-def test_names_are_made_distinct_and_stay_so() -> None:
-    names = ["a.txt", "a.txt", "b.txt", "a.txt (2)", None, None]
-    made = distinct([Text("x", name) for name in names], taken=["b.txt", None])
-    assert [text.name for text in made] == [
-        "a.txt",
-        "a.txt (2)",
-        "b.txt (2)",
-        "a.txt (2) (2)",
-        None,
-        None,
-    ]
-    assert all(text.text == "x" for text in made)
 
 
 def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:
