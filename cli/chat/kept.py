@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product, zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -82,28 +83,19 @@ class Kept:
 def read(session: ChatSession) -> Kept:
     """The facts of a chat right now. Between turns only; with nothing fed, T is 0."""
     spans = spell(session.tokenizer, session.fed)
-    return Kept(held(session), spans, locate(spans, session.documents))
+    parts = filter(None, locate(spans, session.documents))
+    return Kept(held(session), spans, tuple(parts))
 
 
 def held(session: ChatSession) -> Tensor:
-    """bool [L, H, T]: whether a head holds the token at position t of `session.fed`.
-
-    The same as `session.kept` of every head, in one pass over all rows.
-    """
+    """bool [L, H, T]: whether a head holds the token at position t of `session.fed`."""
     import torch
 
-    arena, tokens = session.engine.kv.arena, len(session.fed)
-    table = arena.layout()
-    length = table.length.flatten()
-    head = torch.arange(len(length)).repeat_interleave(length)
-    # Row i of the rows in use: its head's first row, plus its distance from that row.
-    behind = torch.arange(len(head)) - (length.cumsum(0) - length)[head]
-    row = table.start.flatten()[head] + behind
-    live = row != table.free_slot.flatten()[head]
-    position = arena.columns["pos"][row[live].to(arena.device)].cpu()
-    found = torch.zeros(len(length) * tokens, dtype=torch.bool)
-    found[head[live] * tokens + position] = True
-    return found.view(*table.length.shape, tokens)
+    shape = session.engine.kv.shape
+    found = torch.zeros(shape.layers, shape.kv_heads, len(session.fed), dtype=torch.bool)
+    for layer, head in product(range(shape.layers), range(shape.kv_heads)):
+        found[layer, head, session.kept(layer, head)] = True
+    return found
 
 
 def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:
@@ -142,16 +134,9 @@ def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:
     return Spans("".join(pieces), tuple(token), tuple(start), tuple(end))
 
 
-def locate(spans: Spans, documents: Sequence[Document]) -> tuple[Part, ...]:
-    """Where the documents are among the tokens.
-
-    A document whose text the tokenizer changes (a normaliser) is left out.
-    """
-    return tuple(part for part in located(spans, documents) if part is not None)
-
-
-def located(spans: Spans, documents: Sequence[Document]) -> list[Part | None]:
-    """As `locate`, with None for a document that is left out."""
+def locate(spans: Spans, documents: Sequence[Document]) -> list[Part | None]:
+    """Where the documents are among the tokens; None for one whose text the tokenizer changes (a
+    normaliser)."""
     parts: list[Part | None] = []
     at = 0
     for number, document in enumerate(documents, 1):
@@ -174,16 +159,12 @@ def counted(session: ChatSession, most: float = math.inf) -> list[int | None]:
     """The tokens of each document, in the order of /docs. Of one that was read, those that /kept
     shows; of another, those of its text alone, or None if it has more than `most` characters."""
     ids = session.fed or session.known
-    read = located(spell(session.tokenizer, ids), session.documents) if ids else []
-    waiting = [*session.documents, *session.pending][len(read) :]
+    read = locate(spell(session.tokenizer, ids), session.documents) if ids else []
 
     def alone(text: str) -> int | None:
         return None if len(text) > most else len(session.tokenizer.encode(text))
 
     return [
-        *(
-            alone(document.text) if part is None else part.last - part.first
-            for document, part in zip(session.documents, read, strict=False)
-        ),
-        *(alone(document.text) for document in waiting),
+        alone(document.text) if part is None else part.last - part.first
+        for document, part in zip_longest([*session.documents, *session.pending], read)
     ]

@@ -16,7 +16,7 @@ from minikv.cli.chat.kept import Kept
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.strips import along, level, percent, strip
 from minikv.cli.screen.terminal import Screen
-from minikv.cli.screen.text import broken, clipped, folded, shown
+from minikv.cli.screen.text import broken, cells, clipped, folded, shown
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,11 +27,10 @@ PAGE = 40
 LEAST = 5
 """Lines of text on a page of the smallest screen."""
 _BELOW = 3  # rows of the screen below a page: an empty one, the prompt and the toolbar
-PASSAGE = 12
-"""Tokens of a passage of `/kept top`."""
-MOST_PASSAGES = 100
+PASSAGE, PASSAGES = 12, 10
+"""Tokens of a passage of `/kept top`, and how many it shows."""
 LISTED = 20
-"""The most occurrences that `/kept find` lists without `all`."""
+"""The most occurrences that `/kept find` lists."""
 LIKELY_LOST = 0.1
 """A phrase is likely lost if a smaller share of the heads holds all of it."""
 # Background and foreground of the 256-colour table, from no head to all heads. The scale is that
@@ -49,7 +48,7 @@ SHADES = (
     (148, 16),
     (227, 16),
 )
-_USAGE = '/kept [PAGE | all], /kept top [N], /kept find "TEXT" [all]'
+_USAGE = '/kept [PAGE | all], /kept top, /kept find "TEXT"'
 _NAME = 24  # cells of a document's name
 _GUTTER = 7  # a block, a percentage and the spaces around them
 
@@ -63,57 +62,30 @@ def _kept(context: Context, arguments: list[str]) -> None:
     if not session.fed:
         terminal.say("no turn yet: nothing has been read")
         return
-    word, rest = (arguments[0], arguments[1:]) if arguments else ("1", [])
-    number = int(word) if _is_count(word) else None
     facts = kept.read(session)
-    if word == "top":
-        lines = top(facts, _passages(rest), screen)
-    elif word == "find":
-        lines = find(facts, *_phrase(rest), screen, recalls=_recalls(session))
-    elif rest or (number is None and word != "all"):
-        raise UsageError(f"/kept does not take {' '.join(arguments)!r}", _USAGE)
-    else:
-        lines = page(facts, number, screen, summary(session, facts, screen))
+    match arguments or ["1"]:
+        case ["top"]:
+            lines = top(facts, screen)
+        case ["find", text] if text.strip():
+            recalls = session.reuse in ("auto", "recall") and bool(session.recall.place)
+            lines = find(facts, text.strip(), screen, recalls=recalls)
+        case ["all"]:
+            lines = page(facts, None, screen, summary(session, facts, screen))
+        case [number] if re.fullmatch("[0-9]{1,9}", number):
+            lines = page(facts, int(number), screen, summary(session, facts, screen))
+        case _:
+            raise UsageError(f"/kept does not take {' '.join(arguments)!r}", _USAGE)
     terminal.page(lines)
 
 
-def _passages(arguments: Sequence[str]) -> int:
-    if not arguments:
-        return 10
-    count = int(arguments[0]) if _is_count(arguments[0]) else 0
-    if len(arguments) > 1 or not 1 <= count <= MOST_PASSAGES:
-        raise UsageError(
-            f"/kept top takes how many passages, 1 to {MOST_PASSAGES}, got {' '.join(arguments)!r}",
-            "/kept top 10",
-        )
-    return count
-
-
-def _phrase(arguments: Sequence[str]) -> tuple[str, bool]:
-    """The text to find, and whether to list every occurrence."""
-    if not arguments or not arguments[0].strip():
-        raise UsageError("/kept find takes a text", '/kept find "net debt"')
-    text, rest = arguments[0].strip(), list(arguments[1:])
-    if rest not in ([], ["all"]):
-        whole = " ".join(arguments)
-        raise UsageError(f"/kept find takes one text, got {whole!r}", f'/kept find "{whole}"')
-    return text, bool(rest)
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
-
-
 def _after_kept(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    if not before:
-        return ("all", "find", "top")
-    return ("all",) if len(before) == 2 and before[0] == "find" else ()
+    return () if before else ("all", "find", "top")
 
 
 COMMANDS = (
     Command(
         ("kept",),
-        '[PAGE | all | top [N] | find "TEXT"]',
+        '[PAGE | all | top | find "TEXT"]',
         "the text shaded by how many heads still hold it; its best-kept passages; a phrase",
         _kept,
         follows=_after_kept,
@@ -122,11 +94,6 @@ COMMANDS = (
 
 
 # -- the summary and the pages ----------------------------------------------------------------
-
-
-def _recalls(session: ChatSession) -> bool:
-    """Whether the next question is answered from all that was read."""
-    return session.reuse in ("auto", "recall") and bool(session.recall.place)
 
 
 def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
@@ -262,7 +229,7 @@ class Passage:
     share: float
 
 
-def passages(facts: Kept, count: int) -> list[Passage]:
+def passages(facts: Kept, count: int = PASSAGES) -> list[Passage]:
     """The best-kept runs of `PASSAGE` tokens that do not overlap, best first.
 
     Only of the documents, if there are any, because template, question and answer are mostly
@@ -289,34 +256,28 @@ def passages(facts: Kept, count: int) -> list[Passage]:
     return chosen
 
 
-def top(facts: Kept, count: int, screen: Screen) -> list[str]:
+def top(facts: Kept, screen: Screen) -> list[str]:
     """The best-kept passages: share, position and text."""
-    spans = facts.spans
-    found = passages(facts, count)
+    spans, found = facts.spans, passages(facts)
     where = "the documents" if facts.parts else "the chat"
     if bool(facts.held.all()):
         return folded("every head holds every token: nothing is evicted", screen.width, "  ")
     if not found:
         return folded(f"no head holds anything of {where}", screen.width, "  ")
-    lines = folded(
-        f"best-kept passages of {where}: {PASSAGE} tokens each, share of the heads that hold "
-        "them on average",
-        screen.width,
-        "  ",
-    )
-    largest = found[0].share
+    said = f"best-kept passages of {where}: {PASSAGE} tokens each, share of the heads that hold "
+    lines = folded(f"{said}them on average", screen.width, "  ")
     digits = len(f"{len(facts.held[0, 0]):,}")
     for run in found:
-        label = f"{_gutter(run.share, largest, screen)}tok {spans.token[run.first]:>{digits},}  "
-        place = (spans.start[run.first], spans.end[run.last - 1])
-        lines += _quoted(facts, place, label, screen)
+        label = _gutter(run.share, found[0].share, screen)
+        label += f"tok {spans.token[run.first]:>{digits},}  "
+        place = spans.start[run.first], spans.end[run.last - 1]
+        lines.append(label + _quote(facts, place, screen.width - len(label), screen))
     return lines
 
 
-def find(
-    facts: Kept, text: str, everything: bool, screen: Screen, *, recalls: bool = False
-) -> list[str]:
-    """Where a phrase occurs, how many heads hold each occurrence, and whether it is likely lost."""
+def find(facts: Kept, text: str, screen: Screen, *, recalls: bool = False) -> list[str]:
+    """Where a phrase occurs, how many heads hold each occurrence, and whether it is likely lost.
+    recalls: the next question is answered from all that was read."""
     spans = facts.spans
     # White space matches any, because a line of the document may end inside a phrase.
     pattern = r"\s+".join(re.escape(word) for word in text.split())
@@ -324,42 +285,37 @@ def find(
     if not places:
         missing = f"no {text!r} among the {len(facts.held[0, 0]):,} tokens fed so far"
         return folded(missing, screen.width, "  ", screen.encoding)
+    room = screen.rows - _BELOW - 4  # for the lines about further places and the verdict
     lines: list[str] = []
     listed = 0
-    room = screen.rows - _BELOW - 4  # for the lines about further places and the verdict
     found: list[tuple[bool, float, float]] = []  # in a document, held whole, held in part
     for place in places:
         tokens = [spans.token[k] for k in spans.overlap(*place)]
+        first, last = tokens[0], tokens[-1]
         counts = facts.among(tokens)
-        whole, some = counts == len(tokens), counts > 0
-        name = next((p.name for p in facts.parts if p.first <= tokens[0] < p.last), "")
-        all_heads = facts.slots
-        found.append((bool(name), int(whole.sum()) / all_heads, int(some.sum()) / all_heads))
+        whole, some = int((counts == len(tokens)).sum()), int((counts > 0).sum())
+        name = next((p.name for p in facts.parts if p.first <= first < p.last), "")
+        found.append((bool(name), whole / facts.slots, some / facts.slots))
         if len(found) > listed + 1:
             continue  # the screen is full
-        first, last = tokens[0], tokens[-1]
-        label = f"tok {first:,}" + (f" to {last:,}" if last > first else "")
-        label += f"  {clipped(name or 'chat', _NAME, screen.encoding)}  "
-        entry = _quoted(facts, place, label, screen)
-        heads = f"  whole in {int(whole.sum()):,} of {all_heads:,} heads ({percent(found[-1][1])})"
-        if (partly := int((some & ~whole).sum())) and len(tokens) > 1:
-            heads += f", in part in {partly:,} more"
-        if bool(whole.any()):
-            heads += f": {_layers(whole.any(1).tolist())}"
-        entry += folded(heads, screen.width, "    ")
+        heads = f"tok {first:,}" + (f" to {last:,}" if last > first else "")
+        heads += f"  {clipped(name or 'chat', _NAME, screen.encoding)}  "
+        heads += f"whole in {whole:,} of {facts.slots:,} heads ({percent(found[-1][1])})"
+        if some > whole and len(tokens) > 1:
+            heads += f", in part in {some - whole:,} more"
+        entry = folded(heads, screen.width, "  ", screen.encoding)
+        entry.append(f"  {_quote(facts, place, screen.width - 2, screen)}")
         fits = not screen.rows or len(lines) + len(entry) <= room
-        if everything or not listed or (listed < LISTED and fits):
+        if not listed or (listed < LISTED and fits):
             lines += entry
             listed += 1
     if more := len(places) - listed:
-        rest = f'{more:,} more place{"s" * (more > 1)}: /kept find "{text}" all lists them'
-        lines += folded(rest, screen.width, "  ", screen.encoding)
+        lines.append(f"and {more:,} more place{'s' * (more > 1)}")
     return [*lines, *folded(_verdict(found, recalls), screen.width, "  ")]
 
 
 def _verdict(found: Sequence[tuple[bool, float, float]], recalls: bool) -> str:
-    """One line about the best-kept occurrence: of those in documents, if any, else of all.
-    recalls: the next question is answered from all that was read."""
+    """One line about the best-kept occurrence: of those in documents, if any, else of all."""
     documents = [place for place in found if place[0]]
     _, whole, some = max(documents or found, key=lambda place: place[1:])
     again = "/refresh reads the documents again for your next question"
@@ -375,48 +331,22 @@ def _verdict(found: Sequence[tuple[bool, float, float]], recalls: bool) -> str:
     return f"still there: {percent(whole)} of the heads hold it whole"
 
 
-def _layers(has: Sequence[bool]) -> str:
-    """[True, True, False, True] -> "layers 0-1, 3"."""
-    if all(has):
-        return "all layers"
-    runs: list[list[int]] = []
-    for layer in (i for i, yes in enumerate(has) if yes):
-        if runs and runs[-1][1] == layer - 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    names = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
-    return f"layer{'s' if sum(has) > 1 else ''} {', '.join(names)}"
-
-
-def _quoted(facts: Kept, place: tuple[int, int], label: str, screen: Screen) -> list[str]:
-    """A label and the text at a place, with some of the text around it, in one line or two."""
-    from rich.cells import cell_len
-
-    begin, end = place
-    text = facts.spans.text
-    below = len(label) > screen.width // 2
-    room = screen.width - (4 if below else len(label)) - 1
+def _quote(facts: Kept, place: tuple[int, int], room: int, screen: Screen) -> str:
+    """The text at a place, with whole words of the text around it, in `room` columns."""
+    text, (begin, end), encoding = facts.spans.text, place, screen.encoding
     middle = re.sub(r"\s", " ", text[begin:end])
-    spare = (room - cell_len(shown(middle, screen.encoding)) - 2 * len(screen.dots)) // 2
-    left = _words(text[max(0, begin - room) : begin][::-1], spare, screen)[::-1]
-    right = _words(text[end : end + room], spare, screen)
-    quote = " ".join(f"{left}{middle}{right}".split())
-    cut_left, cut_right = begin > len(left), end + len(right) < len(text)
-    quote = (screen.dots if cut_left else "") + shown(quote, screen.encoding)
-    quote += screen.dots if cut_right else ""
+    spare = (room - cells(shown(middle, encoding))) // 2 - len(screen.dots)
+    left = _words(text[max(0, begin - room) : begin][::-1], spare, encoding)[::-1]
+    right = _words(text[end : end + room], spare, encoding)
+    quote = shown(" ".join(f"{left}{middle}{right}".split()), encoding)
+    quote = screen.dots * (begin > len(left)) + quote
+    quote += screen.dots * (end + len(right) < len(text))
     if len(broken(quote, room)) > 1:
         quote = quote[: broken(quote, room - len(screen.dots))[0][1]].rstrip() + screen.dots
-    return (
-        [*folded(label.rstrip(), screen.width, "    "), f"    {quote}"]
-        if below
-        else [label + quote]
-    )
+    return quote
 
 
-def _words(text: str, cells: int, screen: Screen) -> str:
+def _words(text: str, room: int, encoding: str) -> str:
     """As many whole words from the beginning of `text` as fit; if no word fits, characters."""
-    if cells < 1:
-        return ""
     text = re.sub(r"\s", " ", text)
-    return text[slice(*broken(text, cells, screen.encoding)[0])]
+    return text[slice(*broken(text, room, encoding)[0])] if room > 0 else ""

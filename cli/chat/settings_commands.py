@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.cli.chat.context_command import count_tokens
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.text import read_file
 from minikv.cli.screen import render
@@ -231,7 +230,7 @@ def _system_command(context: Context, arguments: list[str]) -> None:
     terminal.say(session.system or "no system prompt; /system TEXT sets one")
     if session.system:
         pinned = "never evicted" if session.pin_system else "may be evicted"
-        terminal.say(f"({count_tokens(session, session.system):,} tokens; {pinned})")
+        terminal.say(f"({len(session.tokenizer.encode(session.system)):,} tokens; {pinned})")
 
 
 def _after_set(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:

@@ -11,7 +11,6 @@ from minikv.checks import guess
 from minikv.cli.chat import (
     answer_commands,
     compare,
-    context_command,
     kept_view,
     settings_commands,
     verify,
@@ -161,7 +160,6 @@ COMMANDS = (
     *compare.COMMANDS,
     *verify.COMMANDS,
     *settings_commands.COMMANDS,
-    *context_command.COMMANDS,
     *saved.COMMANDS,
     *export.COMMANDS,
     Command(("clear",), "", "new conversation about the same documents", _clear),

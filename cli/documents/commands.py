@@ -1,4 +1,4 @@
-"""/add, /docs and /drop: the documents of a chat, those that wait and those that were read."""
+"""/add, /docs, /drop and /tokens: the documents of a chat, and what its context is used for."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from minikv.cli.chat.kept import counted
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.named import Reader, attach, read
 from minikv.cli.saved.commands import left
+from minikv.cli.screen.text import cells, cut_middle, padded
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -140,6 +141,70 @@ def _after_drop(session: ChatSession, before: Sequence[str], word: str) -> Itera
     return () if before else (_name(document) for document in _all(session))
 
 
+def _tokens(context: Context, arguments: list[str]) -> None:
+    session = context.session
+    rows = usage(session)
+    share = 100.0 / session.max_context
+    wide = max(cells(name) for name, _, _ in rows)
+    lines = [
+        f"{padded(name, wide)}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
+        for name, count, frees in rows
+    ]
+    for line in lines:
+        context.terminal.say(line)
+    context.terminal.say(
+        f"{len(session.fed or session.known):,} tokens read of {session.max_context:,} positions; "
+        "eviction frees memory, not positions"
+    )
+
+
+def usage(session: ChatSession) -> list[tuple[str, int, str]]:
+    """(what, tokens, the command that frees it). All but the waiting documents sum to the model's
+    context. A document has the tokens that /docs and /kept count; its name and the joins between
+    parts count as markers."""
+
+    def tokens(texts: Iterable[str]) -> int:
+        return sum(len(session.tokenizer.encode(text)) for text in texts if text)
+
+    def frees(count: int) -> str:
+        return "/clear" if count else ""
+
+    fed, turns = len(session.fed or session.known), session.turns
+    read = len(session.documents) if fed else 0
+    documents = [
+        (cut_middle(_name(document), 28), count or 0, f"/drop {n}")
+        for n, (document, count) in enumerate(zip(_all(session), counted(session), strict=True), 1)
+    ]
+    owed = int(session.pending_token is not None)
+    system = questions = answers = thoughts = 0
+    if fed:
+        system = tokens(one.content for one in session.messages if one.role == "system")
+        questions = tokens(turn.question for turn in turns)
+        answers = tokens(turn.answer for turn in turns) - owed
+        there = turns
+        if session.forgets:  # the last thoughts stay until the next question
+            last = session.report
+            there = turns[-1:] if last is not None and last.tokens.seen_total == fed else []
+        thoughts = sum(turn.report.tokens.thoughts for turn in there)
+    markers = fed - system - sum(count for _, count, _ in documents[:read])
+    markers -= questions + thoughts + answers
+    if markers < 0:  # parts encoded apart can take a few tokens more than together
+        questions, markers = max(0, questions + markers), 0
+    rows = [
+        ("system prompt", system, '/system "", then /clear' if system else ""),
+        *((f"document {n}: {name}", *rest) for n, (name, *rest) in enumerate(documents[:read], 1)),
+        ("questions", questions, frees(questions)),
+        ("answers", answers, frees(answers)),
+        ("thoughts", thoughts, frees(thoughts)),
+        ("names and turn markers", markers, ""),
+        ("the last token, not read yet", owed, ""),
+        ("room left", session.room, ""),
+        *((f"waiting: {name}", *rest) for name, *rest in documents[read:]),
+    ]
+    rare = ("thoughts", "the last token, not read yet")
+    return [row for row in rows if row[1] or row[0] not in rare]
+
+
 COMMANDS = (
     Command(
         ("add",),
@@ -157,4 +222,5 @@ COMMANDS = (
         _drop,
         follows=_after_drop,
     ),
+    Command(("tokens",), "", "what the context is used for, and what frees it", _tokens),
 )

@@ -20,9 +20,10 @@ import minikv
 from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.chat import context_command, settings_commands
+from minikv.cli.chat import settings_commands
 from minikv.cli.chat.slash import Context
 from minikv.cli.chat.slash_commands import execute
+from minikv.cli.documents import commands as document_commands
 from minikv.cli.main import app
 from minikv.cli.settings import config
 from minikv.cli.settings.config import SETTINGS, Config, Interface, load
@@ -414,7 +415,7 @@ def test_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- slash commands -------------------------------------------------------------------------
 
-COMMANDS = (*settings_commands.COMMANDS, *context_command.COMMANDS)
+COMMANDS = (*settings_commands.COMMANDS, *document_commands.COMMANDS)
 
 
 def talk_of(session: ChatSession) -> Context:

@@ -7,9 +7,9 @@ from typed import context, fake_chat, run
 
 import minikv
 from minikv.chat.session import ChatSession
-from minikv.cli.chat import context_command, kept
-from minikv.cli.chat.context_command import usage
+from minikv.cli.chat import kept
 from minikv.cli.documents import commands as document_commands
+from minikv.cli.documents.commands import usage
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def bundled() -> ChatSession:
 
 
 def tokens(session: ChatSession) -> str:
-    return run(context_command.COMMANDS, context(session), "tokens")
+    return run(document_commands.COMMANDS, context(session), "tokens")
 
 
 def test_tokens_adds_up_to_the_context() -> None:
