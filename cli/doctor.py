@@ -1,4 +1,5 @@
-"""`minikv doctor`: what this machine offers, whether the hub answers, and a self-test.
+"""`minikv doctor`: what this machine offers, whether the hub answers, and a self-test of every pair
+of policies on a tiny network.
 
 Each check is one line that begins with ok, warning or failed.
 """
@@ -11,32 +12,38 @@ import os
 import platform
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import minikv
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
-from minikv.cli import selftest
-from minikv.cli.screen.terminal import OutputError, Terminal
+from minikv.cli.screen.terminal import OutputError
 from minikv.cli.screen.text import folded
 from minikv.cli.settings.config import Interface
 from minikv.cli.settings.flags import Call, Only, alone, json_flag
 from minikv.cli.wording import worded
-from minikv.errors import MinikvError
 from minikv.models import refuse_without_torch
+from minikv.policies import prompt_names, step_names
 from minikv.settings import Settings
+
+if TYPE_CHECKING:
+    from minikv.cache.kv_cache import KVCache
+    from minikv.models.llama import Llama
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 _PATIENCE = 5.0  # seconds for an answer of the hub
 _LITTLE = 5 << 30  # bytes of disk under which a model will hardly fit
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _SHOWN = 8  # failing pairs that are named
+_STRIDE = 8  # of the self-test
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +80,9 @@ def doctor(
         "cpu": cpu,
         "gpu": gpu,
         "kernels": kernels,
-        "weights": forms,
         "memory": memory,
         "models": disk,
-        "token": token,
-        "hub": lambda: login(offline),
-        "terminal": lambda: screen(terminal),
-        "settings": config_state,
+        "hub": lambda: hub(offline),
         "policies": lambda: policies(terminal.status),
     }
     made: list[tuple[str, Check]] = []
@@ -221,16 +224,6 @@ def memory() -> Check:
     return Check(OK, f"{size(free)} free")
 
 
-def forms() -> Check:
-    """In which forms the weights of a model can be kept."""
-    from minikv.models.linear import lacks
-
-    missing = "; ".join(filter(None, map(lacks, ("int8", "int4"))))
-    if missing:
-        return Check(WARNING, missing, "--weights plain unpacks quantised files")
-    return Check(OK, "plain, int8, int4; those of GGUF and quantised files are kept as they are")
-
-
 def disk() -> Check:
     """Where models are stored, and the free space there."""
     from huggingface_hub import constants
@@ -247,59 +240,20 @@ def disk() -> Check:
     return Check(WARNING if hint else OK, f"{folder}{new}, {size(free)} free", hint)
 
 
-def screen(terminal: Terminal) -> Check:
-    """What standard output can show."""
-    out = terminal.out
-    width = shutil.get_terminal_size().columns
-    encoding = (out.encoding or "unknown").lower()
-    wide = "utf" in encoding
-    parts = [
-        "a terminal" if out.isatty() else "not a terminal",
-        f"{width} columns",
-        encoding,
-        "colours" if terminal.colour else "no colours",
-    ]
-    hint = "" if wide else "other than ASCII characters are replaced; LANG=C.UTF-8 shows them"
-    return Check(OK if wide else WARNING, ", ".join(parts), hint)
-
-
-def config_state() -> Check:
-    """The configuration files and variables, read as a chat would."""
-    from minikv.cli.settings import config
-
-    try:
-        made = config.load()
-    except MinikvError as error:
-        return Check(FAILED, worded(str(error)), worded(error.hint))
-    origins = sorted({value.origin for value in made.values.values()})
-    detail = f"{len(made.values)} set, by {', '.join(origins)}" if origins else "none set"
-    if made.notes:
-        return Check(WARNING, f"{detail}; {'; '.join(made.notes)}")
-    return Check(OK, detail)
-
-
 # -- the hub --------------------------------------------------------------------------------
 
 
-def token() -> Check:
-    """Whether there is a token, and from where. It is never shown."""
+def hub(offline: bool) -> Check:
+    """Whether the hub answers, and takes the token if there is one. The token is never shown."""
     import huggingface_hub
 
-    names = [n for n in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(n)]
-    if names:
-        return Check(OK, f"set by {names[0]}")
-    if huggingface_hub.get_token() is not None:
-        return Check(OK, "stored by `hf auth login`")
-    return Check(OK, "none; open models need none, gated ones do (`hf auth login`)")
-
-
-def login(offline: bool) -> Check:
-    """Whether the hub answers, and takes the token if there is one."""
-    if offline:
-        return Check(OK, "not asked: offline")
-    import huggingface_hub
-
+    named = [n for n in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(n)]
     known = huggingface_hub.get_token() is not None
+    where = "no token; gated models need one (`hf auth login`)"
+    if named or known:
+        where = f"token {f'set by {named[0]}' if named else 'stored by `hf auth login`'}"
+    if offline:
+        return Check(OK, f"not asked: offline; {where}")
     answer: list[str | Exception] = []
 
     def ask() -> None:
@@ -316,31 +270,135 @@ def login(offline: bool) -> Check:
     thread.start()
     thread.join(_PATIENCE)
     if answer and isinstance(answer[0], str):
-        return Check(OK, f"the token works, as {answer[0]}" if known else "it answers")
+        said = f"the token works, as {answer[0]}" if known else "it answers"
+        return Check(OK, f"{said}; {where}")
     status = getattr(getattr(answer[0], "response", None), "status_code", None) if answer else None
     if known and status in (401, 403):
-        return Check(FAILED, "it refuses the token", "`hf auth login` stores another")
+        return Check(FAILED, f"it refuses the {where}", "`hf auth login` stores another")
     if status is not None:
-        return Check(WARNING, f"it answers with HTTP status {status}", "try again later")
+        return Check(WARNING, f"it answers with HTTP status {status}; {where}", "try again later")
     # The error's own text is left out: it may hold addresses with tokens.
-    return Check(WARNING, "it could not be reached; models in the cache still work")
+    return Check(WARNING, f"it could not be reached; models in the cache still work; {where}")
 
 
-# -- the policies ---------------------------------------------------------------------------
+# -- the self-test --------------------------------------------------------------------------
 
 
 def policies(progress: Callable[[str], None]) -> list[Check]:
-    """Every policy on a tiny network; see `selftest`."""
+    """Every pair of policies on a tiny network, and every step policy also with a stride."""
     began = perf_counter()
-    count, bad = selftest.run(progress)
-    if not bad:
-        detail = (
-            f"{count} pairs in {perf_counter() - began:.1f} s: reading exact, budget held, "
-            "positions unique, logits finite"
-        )
-        return [Check(OK, detail)]
-    more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    return [
-        Check(FAILED, f"{len(bad)} of {count} pairs{more}"),
-        *(Check(FAILED, text) for text in bad[:_SHOWN]),
-    ]
+    cases = [(prompt, step, 0) for prompt in prompt_names() for step in step_names()]
+    cases += [(step, "auto", _STRIDE) for step in step_names() if step != "none"]
+    bad: list[Check] = []
+    with one_thread():
+        net = tiny()
+        for i, (policy, decode, stride) in enumerate(cases):
+            progress(f"testing policies  {i}/{len(cases)}")
+            if wrong := attempt(net, policy, decode, stride):
+                label = f"--stride {stride}" if stride else f"then {decode}"
+                bad.append(Check(FAILED, f"{policy}, {label}: {wrong}"))
+    if bad:
+        more = f"; {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        return [Check(FAILED, f"{len(bad)} of {len(cases)} pairs{more}"), *bad[:_SHOWN]]
+    detail = (
+        f"{len(cases)} pairs in {perf_counter() - began:.1f} s: reading exact, budget held, "
+        "positions unique, logits finite"
+    )
+    return [Check(OK, detail)]
+
+
+def tiny() -> Llama:
+    """A random network of two layers, with weights large enough that attention is not uniform."""
+    from minikv.models.config import ModelConfig
+    from minikv.models.llama import Llama
+    from minikv.models.rope import RopeConfig
+
+    config = ModelConfig(
+        family="llama",
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        hidden=32,
+        mlp=48,
+        vocab=64,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        max_context=4096,
+        windows=(None, None),
+    )
+    return Llama(config, rows=64).randomise(0, std=0.3)
+
+
+def attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
+    """Two turns of reading and writing. Returns what went wrong, or ""."""
+    try:
+        return _attempt(net, policy, decode, stride)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(worded(str(error)).split())}"
+
+
+def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
+    import torch
+
+    from minikv.cache.attend import DenseAttend
+    from minikv.cache.kv_cache import KVCache
+    from minikv.engine.engine import Engine
+    from minikv.engine.sampling import Sampling
+    from minikv.loader import output_of, shape_of
+
+    c = net.config
+    rows = EvictionConfig.read(policy, decode, stride=stride).least_rows() + stride + 8
+    rules = EvictionConfig.read(policy, decode, rows, stride=stride).rules()
+    step = rules.step
+    kv = KVCache(shape_of(c), rules, rotary=net.rotation, output=output_of(net))
+    engine = Engine(net, kv)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(c.vocab, (rows + 64,), generator=generator).tolist()
+    for turn, (count, steps) in enumerate(((rows + 24, 4), (12, 3))):
+        logits = engine.prompt(ids[:count], room=steps)
+        if turn == 0 and not stride:
+            dense = DenseAttend(c.windows)
+            dense.begin(count)
+            exact = net.forward(torch.tensor(ids[:count]), dense)
+            if not torch.allclose(logits, exact, rtol=1e-3, atol=1e-3):
+                return "the prompt was not read exactly"
+        if not bool(torch.isfinite(logits).all()):
+            return "logits are not finite"
+        most = kv.position if rules.prompt is None and not stride else 0
+        token = int(logits.argmax())
+        for fed in range(steps + 1):
+            # A step policy that evicts several rows at once lets heads grow until then.
+            grown = fed if step is None else min(fed, step.block - 1)
+            wrong = _held(kv, (max(most, rows) if rules.budget else most) + grown)
+            if wrong:
+                return f"{wrong} (turn {turn + 1}, {fed} tokens written)"
+            if fed < steps:
+                token = engine.next(token, c.vocab, Sampling(), 0, ahead=False)
+    return ""
+
+
+def _held(kv: KVCache, bound: int) -> str:
+    """What is wrong with the tokens held: at most `bound` per head on average."""
+    heads = [(layer, head) for layer in range(kv.shape.layers) for head in range(kv.shape.kv_heads)]
+    kept = [kv.kept(*place).tolist() for place in heads]
+    policy, total, most = kv.rules.prompt, sum(map(len, kept)), bound * len(heads)
+    for held in kept:
+        if len(set(held)) != len(held) or not all(0 <= p < kv.position for p in held):
+            return "positions are not unique"
+        if (policy is None or policy.evidence.window) and kv.position - 1 not in held:
+            return "the newest token is gone"
+    return f"{total} tokens held, over the budget of {most}" if total > most else ""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes on one thread: with matrices this small, more threads are slower."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

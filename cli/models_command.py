@@ -58,24 +58,20 @@ def listed(call: Call, as_json: Json = False) -> None:
     weights = sum(
         p.stat().st_size for p in FOLDER.iterdir() if p.suffix in (".safetensors", ".json")
     )
-    found = [Model(BUNDLED, weights, "ready", str(FOLDER))]
-    repos = sorted(_cached(), key=lambda repo: str(repo.repo_id).lower())
-    for repo in repos:
+    repos, found = _cached(), [Model(BUNDLED, weights, "ready", str(FOLDER))]
+    for repo in sorted(repos, key=lambda repo: str(repo.repo_id).lower()):
         found += _ggufs(repo) or [_model(repo)]
     found += [_file(name, path) for name, path in places.listed()]
     found = _with_packed(found)
     if as_json:
         terminal.data(json.dumps([asdict(one) for one in found]))
         return
-    shown = {  # a column that is empty everywhere is left out
-        "PACKED": [size(one.packed) if one.packed else "" for one in found],
-        "FORM": [clean(one.form) for one in found],
-    }
-    some = {name: [text or "-" for text in texts] for name, texts in shown.items() if any(texts)}
-    lines = [("NAME", "SIZE", *some, "STATE")]
-    for one, *more in zip(found, *some.values(), strict=True):
-        lines.append((clean(one.name), size(one.bytes), *more, clean(one.state)))
-    table = grid(lines, f"<>{'>' * len(some)}<").split("\n")
+    lines = [("NAME", "SIZE", "PACKED", "FORM", "STATE")]
+    for one in found:
+        packed = size(one.packed) if one.packed else "-"
+        row = one.name, size(one.bytes), packed, one.form or "-", one.state
+        lines.append(tuple(map(clean, row)))
+    table = grid(lines, "<>><<").split("\n")
     if terminal.out.isatty():
         width = window(terminal.out)[0]
         table = [cut(line, width) for line in table]
@@ -122,11 +118,11 @@ def remove(
 ) -> None:
     """Remove models from the Hugging Face cache, and their packed weights. Of a model in a folder
     of your own, the packed weights only."""
-    terminal = call.terminal
-    names = list(dict.fromkeys(names))
-    repos = {repo.repo_id: repo for repo in _cached()}
-    ggufs = {one.name: one for repo in repos.values() for one in _ggufs(repo)}
-    here = repos.keys() | ggufs.keys()
+    terminal, names = call.terminal, list(dict.fromkeys(names))
+    here: dict[str, tuple[Path, int]] = {}  # what removes it, and its bytes
+    for repo in _cached():
+        here[repo.repo_id] = repo.repo_path, repo.size_on_disk
+        here |= {one.name: (Path(one.folder), one.bytes) for one in _ggufs(repo)}
     kept = {
         name: [
             one for one in packed_files.of_model(name) if name not in here or one.model == name
@@ -140,8 +136,7 @@ def remove(
             raise UsageError(
                 f"no model {name!r} in the cache", f"{guess(name, here)}`minikv models` lists them"
             )
-    total = sum(repos[name].size_on_disk for name in names if name in repos)
-    total += sum(ggufs[name].bytes for name in names if name in ggufs)
+    total = sum(here[name][1] for name in names if name in here)
     total += sum(one.bytes for files in kept.values() for one in files)
     what = names[0] if len(names) == 1 else f"{len(names):,} models"
     if not any(name in here for name in names):
@@ -149,24 +144,21 @@ def remove(
     if not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):
         terminal.say("nothing was removed")
         return
-    from huggingface_hub import scan_cache_dir
-
-    info = scan_cache_dir(_cache()) if repos else None
     packed_files.clear()
     for name in names:
-        _remove_packed(kept[name])
-        repo = repos.get(name)
-        if name in ggufs:
-            _remove_file(Path(ggufs[name].folder))
-        elif repo is None or info is None:
+        try:
+            packed_files.remove(kept[name])
+        except OSError as error:
+            raise UsageError(f"packed weights could not be removed: {error.strerror}") from None
+        if name not in here:
             terminal.note(f"removed the packed weights of {name}")
             continue
-        elif repo.revisions:
-            info.delete_revisions(*(one.commit_hash for one in repo.revisions)).execute()
-        else:  # parts of a download
-            shutil.rmtree(repo.repo_path, ignore_errors=True)
-        place = Path(ggufs[name].folder) if repo is None else repo.repo_path
-        if place.exists():  # the library logs what fails
+        place, _ = here[name]
+        if place.is_dir():
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            _remove_file(place)
+        if place.exists():
             raise UsageError(f"{name} could not be removed", f"remove {place} by hand")
         terminal.note(f"removed {name}")
 
@@ -187,14 +179,6 @@ def _remove_file(link: Path) -> None:
         shutil.rmtree(repo, ignore_errors=True)
 
 
-def _remove_packed(files: Sequence[PackedFile]) -> None:
-    """Raises UsageError."""
-    try:
-        packed_files.remove(files)
-    except OSError as error:
-        raise UsageError(f"packed weights could not be removed: {error.strerror}") from None
-
-
 def _with_packed(models: Sequence[Model]) -> list[Model]:
     """The models with the size of their packed weights, and a line for each other model that has
     some."""
@@ -206,29 +190,13 @@ def _with_packed(models: Sequence[Model]) -> list[Model]:
         own = kept.pop(model.name, [])
         found.append(replace(model, packed=sum(one.bytes for one in own)))
     for name, files in sorted(kept.items()):
-        folder = files[0].folder
-        bytes_, state = _elsewhere(folder)
-        packed = sum(one.bytes for one in files)
-        found.append(Model(name, bytes_, state, folder, packed))
+        folder, packed = files[0].folder, sum(one.bytes for one in files)
+        there = bool(folder) and os.path.isdir(folder)
+        weights = Path(folder).glob("*.safetensors") if there else ()
+        total = sum(path.stat().st_size for path in weights if path.is_file())
+        state = "in a folder of its own" if there else "gone; packed weights only"
+        found.append(Model(name, total, state, folder, packed))
     return found
-
-
-def _elsewhere(folder: str) -> tuple[int, str]:
-    """Bytes of the weights in a folder that is not the cache's, and its state."""
-    try:
-        names = os.listdir(folder) if folder else None
-    except (FileNotFoundError, NotADirectoryError):
-        names = None
-    except OSError as error:
-        return 0, f"cannot be read: {error.strerror}"
-    if names is None:
-        return 0, "gone; packed weights only"
-    total = 0
-    for name in names:
-        if name.endswith(".safetensors"):
-            with contextlib.suppress(OSError):  # a link to nowhere
-                total += os.stat(os.path.join(folder, name)).st_size
-    return total, "in a folder of its own"
 
 
 def _cache() -> str:

@@ -28,9 +28,9 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine
 from minikv.chat.report import TurnReport, size
 from minikv.chat.session import ChatSession
+from minikv.cli.doctor import one_thread
 from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan
-from minikv.cli.selftest import one_thread
 from minikv.cli.settings.config import Config, Interface
 from minikv.cli.settings.flags import Call
 from minikv.cli.settings.values import read_count
