@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ _QUESTIONS = {
     "weigh": "what a token's score is multiplied with",
     "prefer": "which tokens are evicted last",
 }
+_COLUMNS = ("POLICY", "WHEN", "GOOD FOR", "2ND QUESTION", "PAPER")
 
 policies = group("minikv policies show global-span\n\nThe eviction methods, one line each.")
 
@@ -36,8 +38,21 @@ policies = group("minikv policies show global-span\n\nThe eviction methods, one 
 @command
 def listed(call: Call, as_json: Json = False) -> None:
     refuse_without_torch()
-    records = [_policy_record(info) for info in registry.methods()]
-    call.terminal.data(json.dumps(records) if as_json else _policies_table(), fold=not as_json)
+    methods = registry.methods()
+    if as_json:
+        call.terminal.data(json.dumps([_record(info) for info in methods]))
+        return
+    rows = [_COLUMNS, *((i.name, i.when, i.good, i.second, i.paper) for i in methods)]
+    names = (
+        f"--policy takes {', '.join(prompt_names())}",
+        f"--decode takes {', '.join(step_names())}",
+        f"parts to add to a policy: {', '.join(part_names())} (as in h2o+ada)",
+    )
+    wrapped = [
+        textwrap.fill(line, 80, subsequent_indent="    ", break_on_hyphens=False) for line in names
+    ]
+    last = "minikv policies show NAME   what it scores with, budget, state, options"
+    call.terminal.data("\n".join([f"{grid(rows, '<<<<<')}\n", *wrapped, last]), fold=True)
 
 
 @policies.command()
@@ -53,116 +68,25 @@ def show(
     code.
     """
     refuse_without_torch()
-    parts = (*registry.SCORERS, *part_names())
-    if name in parts and name not in registry.method_names():
-        part = registry.part(name)
-        call.terminal.data(
-            json.dumps(_part_record(part)) if as_json else _part_card(part), fold=not as_json
-        )
-        return
     if name in registry.method_names():
-        info = registry.method(name)
+        record, card = _record(registry.method(name)), _card(registry.method(name))
+    elif name in (*registry.SCORERS, *part_names()):
+        record, card = _part(registry.part(name))
     elif len(parse(name)) > 1:
-        info = find(name)
+        record, card = _record(find(name)), _card(find(name))
     else:
-        near = guess(name, [*registry.method_names(), *parts])
+        near = guess(name, [*registry.method_names(), *registry.SCORERS, *part_names()])
         raise UsageError(f"unknown policy {quoted(name)}", f"{near}`minikv policies` lists all")
-    call.terminal.data(
-        json.dumps(_policy_record(info)) if as_json else _policy_card(info), fold=not as_json
-    )
+    call.terminal.data(json.dumps(record) if as_json else card, fold=not as_json)
 
 
-def _policies_table() -> str:
-    """Every method in the registry, one line of at most 80 characters each."""
-    rows = [("POLICY", "WHEN", "GOOD FOR", "2ND QUESTION", "PAPER")]
-    parts = ", ".join(part_names())
-    rows += [(i.name, i.when, i.good, i.second, i.paper) for i in registry.methods()]
-    return (
-        f"{grid(rows, '<<<<<')}\n\n"
-        f"{_wrapped('--policy takes ' + ', '.join(prompt_names()))}\n"
-        f"{_wrapped('--decode takes ' + ', '.join(step_names()))}\n"
-        f"{_wrapped('parts to add to a policy: ' + parts + ' (as in h2o+ada)')}\n"
-        "minikv policies show NAME   what it scores with, budget, state, options"
-    )
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _policy_card(info: Method) -> str:
-    """One method: what it does, and its options with defaults and limits."""
-    rows = [
-        ("flag", " ".join(_flags(info))),
-        ("good for", info.good),
-        ("when", info.when),
-        ("budget", info.shape),
-        ("scores", info.scores),
-        ("state", info.state),
-        ("2nd question", info.second),
-        ("paper", info.paper),
-    ]
-    if info.stride:
-        rows.insert(3, ("--stride", info.stride))
-    text = f"{textwrap.fill(f'{info.name}: {info.summary}', 80)}\n\n{grid(rows, '<<')}\n\n"
-    return text + _options(info.options) + _differs(info.differences)
-
-
-def _part_card(part: type[Any]) -> str:
-    """One part of a policy: which question it answers, and its options."""
-    used = [info.name for info in registry.methods() if part in info.parts]
-    rows = [
-        ("answers", _QUESTIONS[part.axis]),
-        ("part of", ", ".join(used) or "no preset"),
-        ("spelled", f"{part.name}(h2o)" if part.axis == "select" else _spelling(part)),
-    ]
-    return (
-        f"{part.name}: {part.summary}\n\n{grid(rows, '<<')}\n\n{_options(options_of(part))}"
-        + _differs(part.differs)
-    )
-
-
-def _spelling(part: type[Any]) -> str:
-    return f"{part.name}+ada" if part.axis == "scorer" else f"h2o+{part.name}"
-
-
-def _part_record(part: type[Any]) -> dict[str, object]:
-    """A part as JSON has it."""
-    return {
-        "name": part.name,
-        "axis": part.axis,
-        "summary": part.summary,
-        "options": [_option_record(option) for option in options_of(part)],
-        "differences": list(part.differs),
-    }
-
-
-def _options(options: Sequence[Option]) -> str:
-    if not options:
-        return "no options"
-    lines = []
-    for option in options:
-        lines.append(f"-o {option.name}={text(option.default)}")
-        lines += textwrap.wrap(
-            f"{option.help}{_limits(option)}", 80, initial_indent="    ", subsequent_indent="    "
-        )
-    return "\n".join(lines)
-
-
-def _differs(lines: Sequence[str]) -> str:
-    """How it differs from paper and release; nothing if it does not."""
-    if not lines:
-        return ""
-    items = [textwrap.fill(x, 80, initial_indent="- ", subsequent_indent="  ") for x in lines]
-    return "\n".join(["\n\ndifferences from paper and release", *items])
-
-
-def _policy_record(info: Method) -> dict[str, object]:
+def _record(info: Method) -> dict[str, object]:
     """A method as JSON has it."""
+    flags = _flags(info)
     return {
         "name": info.name,
-        "prompt": "--policy" in _flags(info),
-        "decode": "--decode" in _flags(info),
+        "prompt": "--policy" in flags,
+        "decode": "--decode" in flags,
         "when": info.when,
         "good_for": info.good,
         "budget_shape": info.shape,
@@ -172,32 +96,78 @@ def _policy_record(info: Method) -> dict[str, object]:
         "paper": info.paper,
         "stride": info.stride,
         "summary": info.summary,
-        "options": [_option_record(option) for option in info.options],
+        "options": _option_records(info.options),
         "differences": list(info.differences),
     }
 
 
-def _option_record(option: Option) -> dict[str, object]:
-    return {
-        "name": option.name,
-        "default": option.default,
-        "help": option.help,
-        "low": option.low,
-        "high": option.high,
-        "choices": list(option.choices),
+def _card(info: Method) -> str:
+    """A method as text: what it does, and its options with defaults and limits."""
+    rows = [
+        ("flag", " ".join(_flags(info))),
+        ("good for", info.good),
+        ("when", info.when),
+        *([("--stride", info.stride)] if info.stride else []),
+        ("budget", info.shape),
+        ("scores", info.scores),
+        ("state", info.state),
+        ("2nd question", info.second),
+        ("paper", info.paper),
+    ]
+    summary = textwrap.fill(f"{info.name}: {info.summary}", 80)
+    return _text(summary, rows, info.options, info.differences)
+
+
+def _part(part: type[Any]) -> tuple[dict[str, object], str]:
+    """One part of a policy as JSON has it, and as text."""
+    options, used = options_of(part), [i.name for i in registry.methods() if part in i.parts]
+    spelled = {"select": f"{part.name}(h2o)", "scorer": f"{part.name}+ada"}
+    record = {
+        "name": part.name,
+        "axis": part.axis,
+        "summary": part.summary,
+        "options": _option_records(options),
+        "differences": list(part.differs),
     }
+    rows = [
+        ("answers", _QUESTIONS[part.axis]),
+        ("part of", ", ".join(used) or "no preset"),
+        ("spelled", spelled.get(part.axis, f"h2o+{part.name}")),
+    ]
+    return record, _text(f"{part.name}: {part.summary}", rows, options, part.differs)
 
 
 def _flags(info: Method) -> list[str]:
     """The flags that take it; --policy, if it is composed."""
-    composed = info.name not in registry.method_names()
+    if info.name not in registry.method_names():
+        return ["--policy"]
     takes = ("--policy", prompt_names()), ("--decode", step_names())
-    return ["--policy"] if composed else [flag for flag, names in takes if info.name in names]
+    return [flag for flag, names in takes if info.name in names]
 
 
-def _limits(option: Option) -> str:
-    if option.choices:
-        return f" ({' or '.join(option.choices)})"
-    if option.low is None and option.high is None:
-        return ""
-    return f" ({option.low:g} to {option.high:g})"
+def _option_records(options: Iterable[Option]) -> list[dict[str, object]]:
+    made = [asdict(option) for option in options]
+    for record in made:
+        del record["odd"]
+    return made
+
+
+def _text(
+    summary: str,
+    rows: Sequence[tuple[str, str]],
+    options: Sequence[Option],
+    differences: Sequence[str],
+) -> str:
+    lines = [f"{summary}\n", f"{grid(rows, '<<')}\n"]
+    for one in options:
+        allowed = f" ({' or '.join(one.choices)})" if one.choices else ""
+        if one.low is not None:
+            allowed = f" ({one.low:g} to {one.high:g})"
+        lines.append(f"-o {one.name}={text(one.default)}")
+        lines.append(textwrap.indent(textwrap.fill(f"{one.help}{allowed}", 76), "    "))
+    if not options:
+        lines.append("no options")
+    if differences:
+        lines.append("\ndifferences from paper and release")
+    lines += [textwrap.fill(f"- {one}", 80, subsequent_indent="  ") for one in differences]
+    return "\n".join(lines)

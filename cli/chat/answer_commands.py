@@ -1,19 +1,27 @@
-"""/continue, /copy and /refresh: the last answer, and how the next one is read."""
+"""The last answer: /continue, /copy, /verify and --check; and /refresh, for the next one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
+from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.turn import continue_turn, note_report
-from minikv.errors import UsageError
+from minikv.cli.screen.progress import FRAME
+from minikv.cli.screen.terminal import Screen, Terminal
+from minikv.cli.screen.text import clipped, folded
+from minikv.cli.wording import worded
+from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
+    from minikv.chat.answer import Verification
     from minikv.chat.session import ChatSession
 
 MOST = 75_000
 """Bytes that /copy sends: more than that, most terminals drop without a word."""
+_TOKEN = 24  # most cells of a token that is quoted
 
 
 def _continue(context: Context, arguments: list[str]) -> None:
@@ -66,6 +74,107 @@ def _refresh(context: Context, arguments: list[str]) -> None:
     terminal.say("your next question is read as any other" if was else "no /refresh was waiting")
 
 
+# -- /verify and --check ---------------------------------------------------------------------
+
+
+def _verify(context: Context, arguments: list[str]) -> None:
+    session, terminal = context.session, context.terminal
+    if arguments:
+        raise UsageError("/verify takes nothing", "it writes the last answer again")
+    known = session.report.against_full if session.report is not None else None
+    if known is not None and known.same and not known.checked:
+        terminal.say("as without eviction: nothing was evicted")
+        return
+    found = _written_again(session, terminal, context.interrupts)
+    if found.differs or found.complete:
+        terminal.page(shown(session.turns[-1].answer, found, terminal.screen))
+    if not found.complete:
+        raise Interrupted(
+            f"stopped verifying after {_tokens(len(found.tokens))}", "the chat is as it was"
+        )
+
+
+def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> bool:
+    """Compare the last answer with the answer of a full cache, and say whether they agree. Stops
+    when a key is typed, or with Ctrl-C. Returns False if this chat's answers cannot be compared."""
+    report = session.report
+    if report is None or report.against_full.same is not None or not report.tokens.generated:
+        return True
+    keyboard = terminal.keyboard
+    typed = keyboard.waiting if keyboard is not None else lambda: False
+    try:
+        found = _written_again(session, terminal, interrupts, typed)
+    except UsageError as error:
+        terminal.note(f"  {worded(str(error))}; --check is off from here on")
+        return False
+    except Interrupted as stopped:
+        terminal.note(f"  {worded(str(stopped))}")
+        return True
+    if found.differs or found.complete:
+        terminal.note(f"  {session.report.against_full.words}" if session.report else "")
+    return True
+
+
+def _written_again(
+    session: ChatSession,
+    terminal: Terminal,
+    interrupts: Interrupts,
+    typed: Callable[[], bool] = lambda: False,
+) -> Verification:
+    """What `ChatSession.verify` finds. typed: whether to stop."""
+    last = 0.0
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if (now := monotonic()) - last >= FRAME:
+            last = now
+            terminal.status(f"checking  {done:,} of {total:,} tokens")
+        if typed():
+            session.cancel()
+
+    pieces = session.verify(progress=show)
+    try:
+        with interrupts.stopping(session.cancel):
+            for _ in pieces:
+                pass
+    finally:
+        pieces.close()
+        terminal.clear_status()
+    found = session.verified
+    assert found is not None
+    return found
+
+
+def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
+    """The lines of /verify: that the answers are the same, or both and where they first differ."""
+    took = f"{found.seconds:.1f} s"
+    if not found.differs:
+        said = f"the same: all {_tokens(found.same)}, each written from all that was read ({took})"
+        return folded(said, screen.width, "  ", screen.encoding)
+    lines = []
+    for name, text in (("the answer", answer), ("from all that was read", found.text)):
+        lines.append(f"{name}:")
+        wide = max(20, screen.width - 2)
+        rows = folded(text.strip() or "(empty)", wide, "", screen.encoding)
+        lines += [f"  {row}".rstrip() for row in rows]
+    said = (
+        f"the same: {_tokens(found.same)}; then the answer has {_quoted(found.was, screen)}, and "
+        f"from all that was read it is {_quoted(found.now, screen)} ({took})"
+    )
+    return [*lines, *folded(said, screen.width, "  ", screen.encoding)]
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'' if count == 1 else 's'}"
+
+
+def _quoted(token: str | None, screen: Screen) -> str:
+    if token is None:
+        return "its end"
+    seen = clipped(token, _TOKEN, screen.encoding)
+    return f'"{seen}"' if seen else ascii(token)
+
+
 def _after_refresh(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     return () if before else ("off",)
 
@@ -79,5 +188,11 @@ COMMANDS = (
         "read everything again with the next question",
         _refresh,
         follows=_after_refresh,
+    ),
+    Command(
+        ("verify",),
+        "",
+        "write the last answer again from all that was read, and show where the two differ",
+        _verify,
     ),
 )

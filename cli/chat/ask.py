@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from minikv.chat.report import percent_saved
+from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.question import sorted_out
 from minikv.cli.chat.turn import open_chat, run_turn, thoughts_of
-from minikv.cli.chat.verify import check
 from minikv.cli.documents.named import attach, opened
 from minikv.cli.documents.origin import changes
 from minikv.cli.documents.stdin import STDIN, read_stdin

@@ -14,10 +14,10 @@ import typer
 
 import minikv
 from minikv.cli.chat import slash_commands
+from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.interrupt import Interrupts, Terminated
 from minikv.cli.chat.slash import Context, Leave
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
-from minikv.cli.chat.verify import check
 from minikv.cli.documents.named import attach, opened
 from minikv.cli.documents.origin import changes
 from minikv.cli.documents.stdin import PipedLines, piped_document

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from types import FrameType
 
 from minikv.errors import Interrupted
 
+Handler = Callable[[int, FrameType | None], None]
 TWICE = 2.0
 """Seconds within which a second Ctrl-C leaves at once."""
 
@@ -52,9 +53,6 @@ class Interrupts:
         """Inside, the first Ctrl-C calls `cancel`, a second raises KeyboardInterrupt. SIGTERM calls
         `end` (if it is another one) and raises Terminated when all is done, a second one at once.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may install handlers
-            return
 
         def handle(signum: int, frame: FrameType | None) -> None:
             if self.again():
@@ -67,16 +65,12 @@ class Interrupts:
             self.ended = True
             (end or cancel)()
 
-        handlers = {signal.SIGINT: handle, **dict.fromkeys(ends(), finish)}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        except Interrupted:
-            if not self.ended:
-                raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with _handled({signal.SIGINT: handle, **dict.fromkeys(ends(), finish)}):
+            try:
+                yield
+            except Interrupted:
+                if not self.ended:
+                    raise
         if self.ended:
             raise Terminated
 
@@ -89,17 +83,22 @@ def ends() -> tuple[int, ...]:
     return signal.SIGTERM, signal.SIGHUP
 
 
-@contextmanager
-def ending() -> Iterator[None]:
+def ending() -> AbstractContextManager[None]:
     """Inside, SIGTERM raises Terminated, so that what was begun is put in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def end(signum: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    before = {number: signal.signal(number, end) for number in ends()}
+    return _handled(dict.fromkeys(ends(), end))
+
+
+@contextmanager
+def _handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Inside, these functions handle the signals: in the main thread, which alone may."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

@@ -24,82 +24,51 @@ def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str
     """The question, the files, and a line that says how they were read if the question was not the
     first word alone. Raises UsageError."""
     words = [question, *files]
-    if question == "-":
+    if question == "-" or (not _named(question) and all(map(_named, files))):
         return question, list(files), ""
-    found = None
-    if _named(question):
-        found = _after_files(words)
-    elif not all(map(_named, files)):
-        found = _unquoted(words)
-    if found is None:  # the first word is the question; a file that is not there is said later
-        return question, list(files), ""
-    question, named = found
-    return question, named, f"read as {_line(question, named)}"
-
-
-def _after_files(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The first word is a file: the question comes behind it."""
-    named = [word for word in words if _named(word)]
-    others = [word for word in words if not _named(word)]
-    if not others:
-        alone = "it is a file" if len(words) == 1 else "all of these are files"
+    end = len(words)
+    if _named(question) or _path(question):
+        asked = [word for word in words if not _file(word)]
+        named = [word for word in words if _file(word)]
+    else:
+        while _file(words[end - 1]):
+            end -= 1
+        asked, named = words[:end], words[end:]
+    lead = next((n for n, word in enumerate(asked) if not _bare(word)), len(asked))
+    joined = lead == len(asked) >= _WORDS
+    if not asked:
         raise UsageError(
-            f"there is no question: {alone}",
+            "there is no question: there are only files",
             f"{_line('QUESTION', named)}; a question that is the name of a file goes through "
             "`minikv ask -`",
         )
-    if len(others) == 1 and not _path(others[0]):
-        return others[0], named
-    if len(others) >= _WORDS and words[: len(named)] == named and all(map(_bare, others)):
-        return " ".join(others), named
-    if any(map(_path, others)):
-        missing = clean(next(filter(_path, others)))
-        asked = " ".join(word for word in others if not _path(word)) or "QUESTION"
+    if _named(question):
+        plain = len(asked) == 1 or (joined and words[: len(named)] == named)
+        plain = plain and all(map(_named, named))
+    else:
+        plain = joined and bool(named) and all(_named(word) and _like(word) for word in named)
+        quoted = any(len(word.split()) > 1 for word in words)
+        first = lead < 2 or (lead < _WORDS and (quoted or len(words) == 2))
+        if not plain and not _path(question) and first:
+            return question, list(files), ""  # a file that is not there is said when it is read
+    if not plain:
         raise UsageError(
-            f"there is no file {missing!r}", f"the question goes first: {_line(asked)}"
+            "it is not plain which words are the question",
+            f"the question goes first, in quotes: {_line(' '.join(asked), named)}",
         )
-    raise UsageError(
-        "it is not plain which words are the question",
-        f"the question goes first, in quotes: {_line(' '.join(others), named)}",
-    )
-
-
-def _unquoted(words: Sequence[str]) -> tuple[str, list[str]] | None:
-    """The first word is not a file, nor are all others. None: the first word is the question."""
-    lead = next((i for i, word in enumerate(words) if not _bare(word)), len(words))
-    rest = words[lead:]
-    if lead >= _WORDS and rest and all(_named(word) and _file_like(word) for word in rest):
-        return " ".join(words[:lead]), list(rest)
-    end = len(words)
-    while end and (_named(words[end - 1]) or _path(words[end - 1])):
-        end -= 1
-    spaced = [word for word in words if len(word.split()) > 1]
-    if lead >= _WORDS or (lead > 1 and len(words) > 2 and not spaced):
-        raise UsageError(
-            f"there is no file {clean(words[1])!r}",
-            f"a question of several words is quoted: {_line(' '.join(words[:end]), words[end:])}",
-        )
-    asked = [word for word in words if not _named(word) and not _path(word)]
-    if _path(words[0]) and asked and (len(asked) == 1 or all(map(_bare, asked))):
-        raise UsageError(
-            f"there is no file {clean(words[0])!r}",
-            f"the question goes first: {_line(' '.join(asked))}",
-        )
-    return None
+    question = " ".join(asked)
+    return question, named, f"read as {_line(question, named)}"
 
 
 def _named(word: str) -> bool:
-    """Whether a word names something that is there."""
+    """Whether a word names something that is there. A question mark alone makes no pattern: a
+    question has one."""
     path = os.path.expanduser(word)
     try:
-        return word == "-" or os.path.lexists(path) or _matches(path)
+        pattern = re.search(r"[*\[]", path) and next(glob.iglob(path), None) is not None
+        return word == "-" or os.path.lexists(path) or bool(pattern)
     except ValueError:  # a NUL
         return False
-
-
-def _matches(pattern: str) -> bool:
-    """A question mark alone makes no pattern: a question has one."""
-    return bool(re.search(r"[*\[]", pattern)) and next(glob.iglob(pattern), None) is not None
 
 
 def _path(word: str) -> bool:
@@ -107,18 +76,21 @@ def _path(word: str) -> bool:
     return not _named(word) and len(word.split()) == 1 and bool(_PATH.search(word))
 
 
+def _file(word: str) -> bool:
+    return _named(word) or _path(word)
+
+
 def _bare(word: str) -> bool:
     """Whether it is one word of a question."""
-    return not _named(word) and len(word.split()) == 1 and not _PATH.search(word)
+    return not _file(word) and len(word.split()) == 1
 
 
-def _file_like(word: str) -> bool:
+def _like(word: str) -> bool:
     """Whether a file is named as nothing else is: a word of a question may be the name of a
     directory."""
     return word == "-" or bool(_PATH.search(word) or re.search(r"[*\[]", word))
 
 
-def _line(question: str, files: Sequence[str] = ("FILE",)) -> str:
+def _line(question: str, files: Sequence[str]) -> str:
     words = [question if question == "QUESTION" else shlex.quote(clean(question))]
-    words += [file if file == "FILE" else shlex.quote(clean(file)) for file in files]
-    return f"minikv ask {' '.join(words)}"
+    return f"minikv ask {' '.join([*words, *(shlex.quote(clean(file)) for file in files)])}"

@@ -13,7 +13,6 @@ from minikv.cli.chat import (
     compare,
     kept_view,
     settings_commands,
-    verify,
 )
 from minikv.cli.chat.slash import Command, Context, Leave
 from minikv.cli.documents import commands as documents
@@ -158,7 +157,6 @@ COMMANDS = (
     Command(("stats",), "", "what the last turn cost, measured", _stats),
     *kept_view.COMMANDS,
     *compare.COMMANDS,
-    *verify.COMMANDS,
     *settings_commands.COMMANDS,
     *saved.COMMANDS,
     *export.COMMANDS,

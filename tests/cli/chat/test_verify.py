@@ -17,8 +17,8 @@ from minikv.chat.answer import Verification
 from minikv.chat.report import AgainstFull
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import slash_commands
+from minikv.cli.chat.answer_commands import check, shown
 from minikv.cli.chat.interrupt import Interrupts
-from minikv.cli.chat.verify import check, shown
 from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.errors import Interrupted, UsageError
 
