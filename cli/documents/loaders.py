@@ -1,16 +1,20 @@
-"""Commands that turn a file into text: one per extension from the config, run without a shell.
+"""Other programs that turn a document into text, within limits of time and output: the loaders of
+the configuration, one command per extension; and parsers of our own in a child process.
 
-A command is the user's own, but what it prints is not: time, output and message are bounded.
+A large parser has no limits of its own; the process has limits of memory and processor time, too.
+A module that is run so calls `serve`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +27,16 @@ from minikv.errors import Interrupted, UsageError
 
 TIMEOUT = 120.0
 """Seconds that one document may take."""
+MEMORY = 1 << 30
+"""Bytes of address space of a child."""
 
+Child = Callable[[bytes, Callable[[str], object]], str]
+"""Writes the text of a document. Returns why it cannot, as "what: hint", or ""."""
+
+_REFUSED = 3  # exit code of a child that says why
 _TICK = 0.1  # seconds between two looks at the clock and at Ctrl-C
 _TAIL = 4096  # bytes of stderr that are read
+_EXAMPLE = 'for example ".odt" = "pandoc -t plain {path}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +46,6 @@ class Output:
     code: int
     data: bytes
     said: str
-
-
-class TooSlow(Exception):
-    """A command was still running when its time was up."""
-
-
-class TooMuch(Exception):
-    """A command printed more than it may."""
 
 
 def command_for(path: str, loaders: Mapping[str, str]) -> str | None:
@@ -64,7 +67,8 @@ def load(
     timeout: float = TIMEOUT,
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[bytes, str]:
-    """What `command` prints for the file at `path`, and the program's name.
+    """What `command` prints for the file at `path`, and the program's name. It is run without a
+    shell.
 
     "{path}" in the command becomes one argument, the absolute path, so that no file name can pass
     for an option. `shown` names the file in errors. At most `limit` bytes and `timeout` seconds;
@@ -82,80 +86,79 @@ def load(
             f"{shown} needs {program}, which is not installed",
             "install it, or change the loader in the config",
         )
-    absolute = os.path.abspath(path)
+    absolute, told = os.path.abspath(path), f"{shown}: {program}"
     arguments = [words[0], *(word.replace("{path}", absolute) for word in words[1:])]
-    told = f"{shown}: {program}"
-    output = run_for(shown, told, arguments, limit=limit, timeout=timeout, stopped=stopped)
+    output = run(arguments, told=told, limit=limit, timeout=timeout, stopped=stopped)
     if output.code:
         how = f"exit status {output.code}" if output.code > 0 else f"signal {-output.code}"
         said = f": {output.said}" if output.said else ""
-        raise UsageError(f"{shown}: {program} failed with {how}{said}", "nothing was added")
+        raise UsageError(f"{told} failed with {how}{said}", "nothing was added")
     return output.data, program
 
 
-_EXAMPLE = 'for example ".odt" = "pandoc -t plain {path}"'
-
-
-def run_for(
+def extract(
+    module: str,
+    data: bytes,
     shown: str,
-    told: str,
-    arguments: Sequence[str],
-    data: bytes = b"",
     *,
     limit: int,
-    timeout: float,
-    stopped: Callable[[], bool] | None,
-) -> Output:
-    """`run`, for the document `shown`. Raises UsageError, which begins with `told`, and
-    Interrupted."""
-    try:
-        return run(arguments, data, limit=limit, timeout=timeout, stopped=stopped)
-    except Interrupted:
-        raise Interrupted(f"stopped reading {shown}", "nothing was added") from None
-    except TooSlow:
-        what, hint = f"took more than {timeout:.0f} s", "extract its text with another program"
-    except TooMuch:
-        what = f"gave more than {limit >> 20} MiB of text"
-        hint = "no supported model can read that much text"
-    except OSError as error:
-        what, hint = f"cannot be run: {error.strerror}", ""
-    raise UsageError(f"{told} {what}", hint)
-
-
-def _scratch() -> IO[bytes]:
-    """A file in memory, where the system has such: no document is written to a disk there."""
-    if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("minikv"), "w+b")
-    return TemporaryFile()
+    timeout: float = TIMEOUT,
+    stopped: Callable[[], bool] | None = None,
+) -> str:
+    """What the child of `module` writes for `data`, at most `limit` bytes; `shown` names the
+    document in errors. Raises UsageError: refused by the child, damaged, too slow, too large; and
+    Interrupted once `stopped()` is true."""
+    # -P: nothing is imported from the directory that the user happens to be in.
+    limits = (str(MEMORY), str(int(timeout) + 1))
+    arguments = (sys.executable, "-P", "-m", module, *limits)
+    output = run(arguments, data, told=shown, limit=limit, timeout=timeout, stopped=stopped)
+    if output.code == _REFUSED:
+        what, _, hint = output.said.partition(": ")
+        raise UsageError(f"{shown} {what}", hint)
+    if output.code == -signal.SIGXCPU:  # the limit on processor time
+        raise UsageError(f"{shown} took more than {timeout:.0f} s", "is the file damaged?")
+    if output.code:
+        said = f": {output.said}" if output.said else ""
+        raise UsageError(f"{shown} cannot be read{said}", "is the file damaged?")
+    return output.data.decode("utf-8", "replace")
 
 
 def run(
     arguments: Sequence[str],
     data: bytes = b"",
     *,
+    told: str = "",
     limit: int,
     timeout: float,
     stopped: Callable[[], bool] | None = None,
 ) -> Output:
     """Run a command on `data` as its standard input, within limits of time and output.
 
-    Raises TooSlow, TooMuch, Interrupted, OSError; the command and all it started have then been
-    killed. What a child of the command prints after it has ended is not waited for.
+    Raises UsageError, which begins with `told`, and Interrupted; the command and all it started
+    have then been killed. What a child of the command prints after it has ended is not waited for.
     """
+    many = f"{told} gave more than {limit >> 20} MiB of text"
+    too_much = UsageError(many, "no supported model can read that much text")
     with _scratch() as given, _scratch() as out, _scratch() as err:
         given.write(data)
         given.seek(0)
-        # In a group of its own, so that its children can be killed with it.
-        process = subprocess.Popen(arguments, stdin=given, stdout=out, stderr=err, process_group=0)
+        try:
+            # In a group of its own, so that its children can be killed with it.
+            process = subprocess.Popen(
+                arguments, stdin=given, stdout=out, stderr=err, process_group=0
+            )
+        except OSError as error:
+            raise UsageError(f"{told} cannot be run: {error.strerror}") from None
         end = monotonic() + timeout
         try:
             while process.poll() is None:
                 if stopped is not None and stopped():
-                    raise Interrupted("stopped")
+                    raise Interrupted(f"stopped reading {told}", "nothing was added")
                 if monotonic() > end:
-                    raise TooSlow
+                    what = f"{told} took more than {timeout:.0f} s"
+                    raise UsageError(what, "extract its text with another program")
                 if os.fstat(out.fileno()).st_size > limit:
-                    raise TooMuch
+                    raise too_much
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_TICK)
         finally:
@@ -165,9 +168,50 @@ def run(
         # The command moved the ends of the files that both have open.
         printed = os.pread(out.fileno(), limit + 1, 0)
         if len(printed) > limit:
-            raise TooMuch
+            raise too_much
         size = os.fstat(err.fileno()).st_size
         tail = os.pread(err.fileno(), _TAIL, max(0, size - _TAIL))
     lines = clean(tail.decode("utf-8", "replace")).strip().splitlines()
     said = " ".join(lines[-1].split())[:200] if lines else ""
     return Output(process.returncode, printed, said)
+
+
+def _scratch() -> IO[bytes]:
+    """A file in memory, where the system has such: no document is written to a disk there."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("minikv"), "w+b")
+    return TemporaryFile()
+
+
+# -- in the child ---------------------------------------------------------------------------
+
+
+def attempt(child: Child, data: bytes, write: Callable[[str], object]) -> str:
+    """What `child` returns; an error as such a reason."""
+    try:
+        return child(data, write)
+    except MemoryError:
+        return f"needs more than {MEMORY >> 20} MiB to read: extract its text with another program"
+    except Exception as error:  # a parser raises its own errors, and any other on odd files
+        return f"cannot be read ({type(error).__name__}): is the file damaged?"
+
+
+def serve(child: Child) -> None:
+    """The child's program. Its arguments: bytes of address space, and seconds of processor time."""
+    memory, seconds = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.setrecursionlimit(1000)
+    out = sys.stdout.buffer
+    why = attempt(child, sys.stdin.buffer.read(), lambda text: out.write(utf8(text)))
+    out.flush()
+    if why:
+        sys.stderr.write(why)
+        raise SystemExit(_REFUSED)
+
+
+def utf8(text: str) -> bytes:
+    """UTF-8, with surrogate pairs joined and lone surrogates replaced."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace").encode()

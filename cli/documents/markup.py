@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable
 from html.parser import HTMLParser
 
-from minikv.cli.documents.extract import serve
+from minikv.cli.documents.loaders import serve
 
 MODULE = "minikv.cli.documents.markup"
 """What `extract` runs."""
@@ -61,7 +61,7 @@ def as_utf8(data: bytes) -> bytes:
 
 
 def child(data: bytes, write: Callable[[str], object]) -> str:
-    """See `extract.Child`; data: a Word file, or HTML in UTF-8."""
+    """See `loaders.Child`; data: a Word file, or HTML in UTF-8."""
     if data.startswith(ZIP):
         try:
             import mammoth

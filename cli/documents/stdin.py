@@ -9,7 +9,7 @@ import stat
 import sys
 from typing import Any
 
-from minikv.cli.documents.text import MAX_BYTES, encoding_of, refuse_binary, refuse_formats
+from minikv.cli.documents.text import MAX_BYTES, encoding_of, refuse_binary
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 
@@ -46,10 +46,8 @@ class PipedLines:
             given: Any = sys.stdin.buffer
             stream = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
             start = stream.peek(1)
-            refuse_formats(start, STDIN)
+            refuse_binary(start, STDIN)
             encoding = encoding_of(start)
-            if encoding == "utf-8-sig":
-                refuse_binary(start, STDIN)
             # Invalid bytes become lone surrogates, which the session refuses by name.
             errors = "surrogateescape" if encoding == "utf-8-sig" else "surrogatepass"
             self._lines = io.TextIOWrapper(stream, encoding, errors)

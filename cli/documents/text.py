@@ -17,10 +17,9 @@ from types import MappingProxyType
 
 from minikv.chat.transcript import Source
 from minikv.cli.documents import markup
-from minikv.cli.documents.extract import extract
-from minikv.cli.documents.loaders import command_for, load
+from minikv.cli.documents.loaders import command_for, extract, load
 from minikv.cli.documents.origin import source_of
-from minikv.cli.documents.pdf import MAGIC, NEAR, is_pdf, is_surely_pdf, read_pdf
+from minikv.cli.documents.pdf import is_pdf, read_pdf
 from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
@@ -114,19 +113,14 @@ def read_bytes(
     if len(data) > MAX_BYTES:
         raise too_large(shown)
     if is_pdf(data):
-        try:
-            pdf = read_pdf(data, shown, limit=MAX_BYTES, stopped=stopped)
-        except UsageError:
-            if is_surely_pdf(data):
-                raise
-        else:
-            note = f"{shown}: {pdf.facts}; {pdf.gaps}" if pdf.gaps else ""
-            return Text(pdf.text, None, note, pdf.facts)
+        pdf = read_pdf(data, shown, limit=MAX_BYTES, stopped=stopped)
+        note = f"{shown}: {pdf.facts}; {pdf.gaps}" if pdf.gaps else ""
+        return Text(pdf.text, None, note, pdf.facts)
     ending, kind = Path(shown).suffix.lower(), ""
     if markup.is_word(data):
         kind, note = "a Word file", ""
     elif ending == ".docx":
-        refuse_formats(data, shown)
+        refuse_binary(data, shown)
         raise UsageError(f"{shown} is no Word file", "is it damaged, or of another kind?")
     else:
         if markup.is_html(data) or ending in _HTML:
@@ -215,23 +209,19 @@ def decode(
     """
     if len(data) > MAX_BYTES:
         raise too_large(name)
-    refuse_formats(data, name)
+    refuse_binary(data, name)
     encoding = encoding_of(data)
     note = ""
     try:
         text = data.decode(encoding)
-        if encoding == "utf-8-sig":
-            refuse_binary(data, name, share=0.1)
     except UnicodeDecodeError as error:
-        if encoding == "utf-8-sig":
-            # Text in another encoding has next to no control characters; random bytes have 10 %.
-            refuse_binary(data, name, share=0.02)
         label = encoding.removesuffix("-sig").upper()
-        # The UTF-8 codec with a mark counts from behind the mark.
-        skipped = 3 if encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8) else 0
-        offset = error.start + skipped
         if errors == "strict":
-            raise invalid(name, label, offset, data[offset], remedy) from None
+            # The UTF-8 codec with a mark counts from behind the mark.
+            marked = encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8)
+            at = error.start + 3 * marked
+            what = f"{name} is not valid {label}: byte {at:,} (0x{data[at]:02x})"
+            raise UsageError(what, remedy) from None
         text = data.decode(encoding, "replace")
         # What was U+FFFD in the file itself is not counted.
         count = text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
@@ -240,20 +230,6 @@ def decode(
     if not text.strip():
         raise UsageError(f"{name} is empty", "nothing was added")
     return text, note
-
-
-def invalid(name: str, label: str, offset: int, byte: int, remedy: str) -> UsageError:
-    """What is raised for a byte that its encoding does not allow there."""
-    return UsageError(f"{name} is not valid {label}: byte {offset:,} (0x{byte:02x})", remedy)
-
-
-def refuse_formats(data: bytes, name: str) -> None:
-    """Raise UsageError for what begins as a file that is no text."""
-    if is_surely_pdf(data):
-        raise UsageError(f"{name} is a PDF, not text", "name it as a file")
-    for magic, what, hint in _MAGIC:
-        if data.startswith(magic):
-            raise UsageError(f"{name} is {what}, not text", hint)
 
 
 def encoding_of(data: bytes) -> str:
@@ -266,35 +242,38 @@ def encoding_of(data: bytes) -> str:
     return "utf-8-sig"
 
 
-def is_binary(data: bytes) -> bool:
-    """Whether a file that begins like this holds no text that could be read."""
-    if any(data.startswith(magic) for magic, _, _ in _MAGIC):
-        return True
-    # A PDF behind something else has its end where this may not reach.
-    if MAGIC in data[:NEAR] or encoding_of(data) != "utf-8-sig":
-        return False
-    share = 0.1
+def refuse_binary(data: bytes, name: str) -> None:
+    """Raise UsageError for what begins as a file that is no text: by its mark, or with too many
+    control characters. A stray NUL is data and passes."""
+    if is_pdf(data):
+        raise UsageError(f"{name} is a PDF, not text", "name it as a file")
+    for magic, what, hint in _MAGIC:
+        if data.startswith(magic):
+            raise UsageError(f"{name} is {what}, not text", hint)
+    if encoding_of(data) != "utf-8-sig":
+        return
+    sample, share = data[:SAMPLE], 0.1
     try:
-        data.decode()
+        sample.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(data) - 3:  # else a character that the end of the sample cuts in two
+        if error.start < len(sample) - 3:  # else a character that the end of the sample cuts in two
+            # Text in another encoding has next to no control characters; random bytes have 10 %.
             share = 0.02
-    return _mostly_controls(data, share)
-
-
-def _mostly_controls(data: bytes, share: float) -> bool:
-    """Too large a share of control characters; a stray NUL in a text is data and passes."""
-    sample = data[:SAMPLE]
     controls = sum(1 for byte in sample if byte < 32 and byte not in _TEXT_CONTROLS)
-    return controls > share * len(sample)
-
-
-def refuse_binary(data: bytes, name: str, share: float = 0.1) -> None:
-    """Raise UsageError if more than this share of data are control characters."""
-    if _mostly_controls(data, share):
+    if controls > share * len(sample):
         raise UsageError(
             f"{name} looks binary, not text", "UTF-16 text is recognised by its byte order mark"
         )
+
+
+def is_binary(data: bytes) -> bool:
+    """Whether a file that begins like this holds no text that could be read."""
+    try:
+        if not is_pdf(data):
+            refuse_binary(data, "")
+    except UsageError:
+        return True
+    return False
 
 
 def too_large(name: str) -> UsageError:
