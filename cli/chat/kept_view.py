@@ -195,20 +195,16 @@ def _shaded(facts: Kept, span: tuple[int, int], share: Sequence[float], screen: 
     text = facts.spans.text[begin:end]
     if not screen.colour:
         return shown(text, screen.encoding)
-    end = begin + len(text.rstrip())
-    total = [0.0] * (end - begin)
-    count = [0] * (end - begin)
-    spans = facts.spans
+    spans, at, end = facts.spans, begin, begin + len(text.rstrip())
+    pieces: list[tuple[int, str]] = []  # shade and text
     for k in spans.overlap(begin, end):
-        for i in range(max(spans.start[k], begin), min(spans.end[k], end)):
-            total[i - begin] += share[k]
-            count[i - begin] += 1
-    most = len(SHADES) - 1
-    levels = [level(t / max(n, 1), most) for t, n in zip(total, count, strict=True)]
-    runs = groupby(range(begin, end), key=lambda i: levels[i - begin])
+        last = min(spans.end[k], end)
+        if last > at:
+            pieces.append((level(share[k], len(SHADES) - 1), spans.text[at:last]))
+            at = last
     return "".join(
-        _paint("".join(shown(spans.text[i], screen.encoding) for i in run), shade)
-        for shade, run in runs
+        _paint(shown("".join(text for _, text in run), screen.encoding), shade)
+        for shade, run in groupby(pieces, key=lambda piece: piece[0])
     )
 
 

@@ -49,13 +49,13 @@ def _add(context: Context, arguments: list[str]) -> None:
     try:
         # All are read before any is attached, so that a bad name adds nothing.
         with context.interrupts.stopping(stop.set):
-            found = read(names, reader)
+            texts, notes = read(names, reader)
     finally:
         terminal.clear_status()
-    for note in found.notes:
+    for note in notes:
         terminal.say(note)
-    texts = attach(session, found.texts, terminal)
-    if found.notes:
+    texts = attach(session, texts, terminal)
+    if notes:
         characters = sum(len(text.text) for text in texts)
         terminal.say(
             f"{len(texts):,} documents: {characters:,} characters, read with your next "

@@ -58,15 +58,6 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Documents in the order in which they were named. `notes`: what directories and patterns
-    meant, and what was left out of them, in lines."""
-
-    texts: tuple[Text, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Reader:
     """How documents are read, as `read_file` takes it. `remedy` makes the hint on invalid
     bytes from a path. `reading` is told each file before it is read."""
@@ -85,8 +76,11 @@ class Reader:
         )
 
 
-def read(names: Sequence[str], reader: Reader, stdin: Callable[[], bytes] | None = None) -> Found:
-    """All documents that `names` mean. "-" is what `stdin` returns, where that is given.
+def read(
+    names: Sequence[str], reader: Reader, stdin: Callable[[], bytes] | None = None
+) -> tuple[list[Text], list[str]]:
+    """All documents that `names` mean, in this order, and what directories and patterns meant, and
+    what was left out of them, in lines. "-" is what `stdin` returns, where that is given.
 
     Raises UsageError for a name that means nothing, and Interrupted; nothing is then read in part.
     """
@@ -107,7 +101,7 @@ def read(names: Sequence[str], reader: Reader, stdin: Callable[[], bytes] | None
             found, said = [reader.file(path)], []
         texts += found
         notes += said
-    return Found(tuple(texts), tuple(notes))
+    return texts, notes
 
 
 def opened(
@@ -121,12 +115,12 @@ def opened(
     `read`'s."""
     reader = Reader(errors, loaders, reading=lambda path: terminal.status(f"reading {path}"))
     try:
-        found = read(names, reader, stdin)
+        texts, notes = read(names, reader, stdin)
     finally:
         terminal.clear_status()
-    for note in found.notes:
+    for note in notes:
         terminal.note(note)
-    return list(found.texts)
+    return texts
 
 
 def attach(session: ChatSession, texts: Iterable[Text], terminal: Terminal) -> list[Text]:

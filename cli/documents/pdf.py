@@ -63,9 +63,8 @@ def read_pdf(
     without pages or text, too slow, too large; Interrupted once `stopped()` is true.
     """
     data = data.lstrip(_BLANK)  # offsets in it count from its mark
-    return _judge(
-        extract(MODULE, data, shown, limit=limit, timeout=timeout, stopped=stopped), shown
-    )
+    text = extract(MODULE, data, shown, limit=limit, timeout=timeout, stopped=stopped)
+    return _judge(text, shown)
 
 
 def _judge(text: str, shown: str) -> Pdf:

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minikv.chat.transcript import Turn
 from minikv.cli.failures import explain
-from minikv.cli.serve.conversations import Desk, Event, Full, Reads, Stopping, Waits, record
+from minikv.cli.serve.conversations import Desk, Event, Full, News, Stopping, record
 from minikv.cli.serve.request import Request, RequestError, eviction_of, read
 from minikv.errors import ContextError, UsageError
 from minikv.settings import Generation
@@ -210,10 +210,8 @@ class Reply:
         began, event = False, first
         while True:
             match event:
-                case Waits():
-                    yield f": waiting behind {event.before}\n\n"
-                case Reads():
-                    yield f": read {event.done} of {event.total} tokens\n\n"
+                case News():
+                    yield f": {event.line}\n\n"
                 case Exception():
                     yield f"data: {json.dumps({'error': failed(event).error})}\n\n"
                     return

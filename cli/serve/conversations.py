@@ -31,18 +31,10 @@ _AGAIN = 0.02  # seconds between two calls of `cancel`
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """So many answers come before."""
+class News:
+    """How far a request is, for people: a stream brings it as a comment."""
 
-    before: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reads:
-    """So many tokens of the prompt were read."""
-
-    done: int
-    total: int
+    line: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,7 @@ class Piece:
     thought: bool = False
 
 
-Event = Waits | Reads | Piece | Turn | Exception
+Event = News | Piece | Turn | Exception
 """What happens to a request; the last is a Turn or an exception."""
 Tell = Callable[[Event], object]
 
@@ -170,7 +162,7 @@ class Conversations:
 
         def reads(done: int, total: int) -> None:
             going_on()
-            tell(Reads(done, total))
+            tell(News(f"read {done} of {total} tokens"))
 
         def thinks(text: str, tokens: int) -> None:
             going_on()
@@ -218,7 +210,7 @@ class Desk:
         if before > self.most:
             raise Full(self.most)
         if before:
-            tell(Waits(before))
+            tell(News(f"waiting behind {before}"))
         task = asyncio.create_task(self._answer(request, tell))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -145,4 +145,4 @@ def test_without_the_extra_the_line_says_what_to_install(monkeypatch: pytest.Mon
 def test_a_directory_has_its_pages_and_word_files(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_bytes(docx(paragraph("one")))
     (tmp_path / "b.html").write_text("<p>two")
-    assert [text.text for text in read([str(tmp_path)], Reader()).texts] == ["one", "two"]
+    assert [text.text for text in read([str(tmp_path)], Reader())[0]] == ["one", "two"]

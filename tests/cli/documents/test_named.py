@@ -26,7 +26,7 @@ def tree(root: Path, *names: str, data: bytes = b"") -> Path:
 
 
 def names(*named: str | Path, reader: Reader | None = None) -> list[str | None]:
-    return [text.name for text in read([str(one) for one in named], reader or Reader()).texts]
+    return [text.name for text in read([str(one) for one in named], reader or Reader())[0]]
 
 
 def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Path) -> None:
@@ -34,20 +34,20 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
     tree(tmp_path, "x.bin", data=bytes(range(256)))
     tree(tmp_path, "empty.txt", data=b" \n")
     tree(tmp_path, "latin.txt", data=b"caf\xe9")
-    found = read([str(tmp_path)], Reader())
-    assert [text.name for text in found.texts] == [
+    texts, notes = read([str(tmp_path)], Reader())
+    assert [text.name for text in texts] == [
         "a.txt",
         "b/10.md",
         "b/2.md",
         "b/c/d.txt",
         "z.txt",
     ]
-    assert [text.text for text in found.texts] == [text.name for text in found.texts]
-    assert found.notes == (
+    assert [text.text for text in texts] == [text.name for text in texts]
+    assert notes == (
         f"{tmp_path}: 5 documents, in the order of their paths; skipped 2 hidden (.env, .git), "
         "1 binary (x.bin), 1 empty (empty.txt), 1 unreadable (latin.txt): "
         f"{tmp_path}/latin.txt is not valid UTF-8: byte 3 (0xe9); {documents.REMEDY}",
-        *(f"  {text.name}: {len(text.text)} characters" for text in found.texts),
+        *(f"  {text.name}: {len(text.text)} characters" for text in texts),
     )
     # With the flag for it, invalid bytes are let in, as for a file.
     assert "latin.txt" in names(tmp_path, reader=Reader("replace"))
@@ -55,9 +55,11 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
 
 def test_what_is_named_keeps_its_order(tmp_path: Path) -> None:
     tree(tmp_path, "d/2.txt", "d/1.txt", "z.txt")
-    found = read([str(tmp_path / "z.txt"), "-", str(tmp_path / "d")], Reader(), lambda: b"piped")
-    assert [text.name for text in found.texts] == ["z.txt", None, "1.txt", "2.txt"]
-    assert found.texts[1].text == "piped"
+    texts, notes = read(
+        [str(tmp_path / "z.txt"), "-", str(tmp_path / "d")], Reader(), lambda: b"piped"
+    )
+    assert [text.name for text in texts] == ["z.txt", None, "1.txt", "2.txt"]
+    assert texts[1].text == "piped"
 
 
 def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
@@ -66,9 +68,9 @@ def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
         for there in ("a", "b"):
             (tmp_path / here / f"to-{there}").symlink_to(tmp_path / there)
     (tmp_path / "a" / "link.txt").symlink_to(tmp_path / "b" / "2.txt")
-    found = read([str(tmp_path)], Reader())
-    assert [text.name for text in found.texts] == ["a/1.txt", "a/link.txt", "b/2.txt"]
-    assert found.notes[0].endswith("skipped 4 linked (a/to-a, a/to-b, b/to-a, ...)")
+    texts, notes = read([str(tmp_path)], Reader())
+    assert [text.name for text in texts] == ["a/1.txt", "a/link.txt", "b/2.txt"]
+    assert notes[0].endswith("skipped 4 linked (a/to-a, a/to-b, b/to-a, ...)")
     assert names(f"{tmp_path}/**/*.txt") == ["a/1.txt", "a/link.txt", "b/2.txt"]
     # A link that the user names is followed.
     assert names(tmp_path / "a" / "to-b") == ["2.txt"]
@@ -78,9 +80,9 @@ def test_pipes_and_dangling_links_in_a_directory_are_skipped(tmp_path: Path) -> 
     tree(tmp_path, "a.txt")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
-    found = read([str(tmp_path)], Reader())
-    assert [text.name for text in found.texts] == ["a.txt"]
-    assert found.notes[0].endswith("skipped 1 special (pipe), 1 unreadable (gone.txt)")
+    texts, notes = read([str(tmp_path)], Reader())
+    assert [text.name for text in texts] == ["a.txt"]
+    assert notes[0].endswith("skipped 1 special (pipe), 1 unreadable (gone.txt)")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +160,7 @@ def test_too_many_files_are_refused_and_not_cut(
     monkeypatch.setattr(sources, "LISTED", 2)
     tree(tmp_path, "1", "2", "3")
     assert len(names(tmp_path)) == len(names(tmp_path / "*")) == 3
-    assert read([str(tmp_path)], Reader()).notes[2:] == ("  2: 1 characters", "  and 1 more")
+    assert read([str(tmp_path)], Reader())[1][2:] == ["  2: 1 characters", "  and 1 more"]
     tree(tmp_path, "4")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
         with pytest.raises(UsageError, match="stands for more than 3 files"):
@@ -176,8 +178,8 @@ def test_the_size_limit_holds_for_a_whole_directory(
         monkeypatch.setattr(module, "MAX_BYTES", 100)
     tree(tmp_path, "1", "2", data=b"x" * 50)
     tree(tmp_path, "large", data=b"x" * 101)
-    found = read([str(tmp_path)], Reader())
-    assert found.notes[0].endswith("skipped 1 too large (large)")
+    texts, notes = read([str(tmp_path)], Reader())
+    assert notes[0].endswith("skipped 1 too large (large)")
     tree(tmp_path, "3")
     with pytest.raises(UsageError, match="is larger than"):
         names(tmp_path)
@@ -196,13 +198,13 @@ def test_ctrl_c_between_two_files_of_a_directory_adds_nothing(tmp_path: Path) ->
 def test_a_loader_of_the_configuration_reads_its_files_in_a_directory(tmp_path: Path) -> None:
     tree(tmp_path, "a.docx", data=b"PK\x03\x04" + bytes(100))
     reader = Reader(loaders={".docx": "echo from {path}"})
-    assert "from " in read([str(tmp_path)], reader).texts[0].text
+    assert "from " in read([str(tmp_path)], reader)[0][0].text
 
 
 def test_hostile_names_of_a_directory_are_one_clean_line(tmp_path: Path) -> None:
     tree(tmp_path, "a\x1b]0;b\nc.txt")
-    found = read([str(tmp_path)], Reader())
-    assert found.texts[0].name == "a]0;b c.txt"
+    texts, notes = read([str(tmp_path)], Reader())
+    assert texts[0].name == "a]0;b c.txt"
     with pytest.raises(UsageError) as caught:
         read(["\x1bno*"], Reader())
     assert "\x1b" not in str(caught.value)
