@@ -43,21 +43,20 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
         "z.txt",
     ]
     assert [text.text for text in texts] == [text.name for text in texts]
-    assert notes == (
+    assert notes == [
         f"{tmp_path}: 5 documents, in the order of their paths; skipped 2 hidden (.env, .git), "
         "1 binary (x.bin), 1 empty (empty.txt), 1 unreadable (latin.txt): "
         f"{tmp_path}/latin.txt is not valid UTF-8: byte 3 (0xe9); {documents.REMEDY}",
         *(f"  {text.name}: {len(text.text)} characters" for text in texts),
-    )
+    ]
     # With the flag for it, invalid bytes are let in, as for a file.
     assert "latin.txt" in names(tmp_path, reader=Reader("replace"))
 
 
 def test_what_is_named_keeps_its_order(tmp_path: Path) -> None:
     tree(tmp_path, "d/2.txt", "d/1.txt", "z.txt")
-    texts, notes = read(
-        [str(tmp_path / "z.txt"), "-", str(tmp_path / "d")], Reader(), lambda: b"piped"
-    )
+    given = [str(tmp_path / "z.txt"), "-", str(tmp_path / "d")]
+    texts, _ = read(given, Reader(), lambda: b"piped")
     assert [text.name for text in texts] == ["z.txt", None, "1.txt", "2.txt"]
     assert texts[1].text == "piped"
 
@@ -178,7 +177,7 @@ def test_the_size_limit_holds_for_a_whole_directory(
         monkeypatch.setattr(module, "MAX_BYTES", 100)
     tree(tmp_path, "1", "2", data=b"x" * 50)
     tree(tmp_path, "large", data=b"x" * 101)
-    texts, notes = read([str(tmp_path)], Reader())
+    _, notes = read([str(tmp_path)], Reader())
     assert notes[0].endswith("skipped 1 too large (large)")
     tree(tmp_path, "3")
     with pytest.raises(UsageError, match="is larger than"):
@@ -203,7 +202,7 @@ def test_a_loader_of_the_configuration_reads_its_files_in_a_directory(tmp_path: 
 
 def test_hostile_names_of_a_directory_are_one_clean_line(tmp_path: Path) -> None:
     tree(tmp_path, "a\x1b]0;b\nc.txt")
-    texts, notes = read([str(tmp_path)], Reader())
+    texts, _ = read([str(tmp_path)], Reader())
     assert texts[0].name == "a]0;b c.txt"
     with pytest.raises(UsageError) as caught:
         read(["\x1bno*"], Reader())
