@@ -18,7 +18,7 @@ from pathlib import Path
 from minikv.cli.eval import metrics
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.metrics import Metric
-from minikv.cli.json_limits import refuse_many
+from minikv.cli.records import refuse_many
 from minikv.errors import UsageError
 from minikv.models.errors import ModelError
 from minikv.models.files import read_bytes
