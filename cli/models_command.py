@@ -69,8 +69,8 @@ def listed(call: Call, as_json: Json = False) -> None:
     lines = [("NAME", "SIZE", "PACKED", "FORM", "STATE")]
     for one in found:
         packed = size(one.packed) if one.packed else "-"
-        row = one.name, size(one.bytes), packed, one.form or "-", one.state
-        lines.append(tuple(map(clean, row)))
+        form = clean(one.form) or "-"
+        lines.append((clean(one.name), size(one.bytes), packed, form, clean(one.state)))
     table = grid(lines, "<>><<").split("\n")
     if terminal.out.isatty():
         width = window(terminal.out)[0]

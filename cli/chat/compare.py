@@ -29,7 +29,7 @@ NARROWEST = 80
 """On a narrower screen, the runs are one below the other."""
 ENOUGH = 16
 """Tokens of an answer from which on its speed is compared."""
-_COLUMN = 24  # least columns of a run beside others
+_COLUMN = 22  # least columns of a run beside others
 _LABEL = 12  # columns of the names of the rows
 _BUDGET = "512"
 _USAGE = "/compare POLICY [POLICY ...] [budget=N], for example /compare streaming h2o budget=256"

@@ -192,14 +192,17 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
         questions, markers = max(0, questions + markers), 0
     rows = [
         ("system prompt", system, '/system "", then /clear' if system else ""),
-        *((f"document {n}: {name}", *rest) for n, (name, *rest) in enumerate(documents[:read], 1)),
+        *(
+            (f"document {n}: {name}", count, drop)
+            for n, (name, count, drop) in enumerate(documents[:read], 1)
+        ),
         ("questions", questions, frees(questions)),
         ("answers", answers, frees(answers)),
         ("thoughts", thoughts, frees(thoughts)),
         ("names and turn markers", markers, ""),
         ("the last token, not read yet", owed, ""),
         ("room left", session.room, ""),
-        *((f"waiting: {name}", *rest) for name, *rest in documents[read:]),
+        *((f"waiting: {name}", count, drop) for name, count, drop in documents[read:]),
     ]
     rare = ("thoughts", "the last token, not read yet")
     return [row for row in rows if row[1] or row[0] not in rare]

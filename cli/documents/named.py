@@ -147,7 +147,7 @@ def attach(session: ChatSession, texts: Iterable[Text], terminal: Terminal) -> l
 
 
 def _key(text: Text | Document) -> tuple[str | None, str]:
-    return text.source and text.source.path, text.text
+    return text.source.path if text.source is not None else None, text.text
 
 
 def _no_download(address: str) -> UsageError:

@@ -121,7 +121,7 @@ def _meaningless(text: str) -> int:
     """How many characters no text has: controls, U+FFFD, those for private use, those that no
     standard defines, and what stands for letters without a name. Planes of scripts and emoji that
     still grow are left out."""
-    count = sum(names.count("/") for names in _NAMES.findall(text))
+    count = sum(names[0].count("/") for names in _NAMES.finditer(text))
     for sign, times in Counter(text).items():
         kind = unicodedata.category(sign)
         undefined = kind == "Cn" and (sign < "\U0001f000" or ord(sign) & 0xFFFE == 0xFFFE)

@@ -412,7 +412,7 @@ def test_columns_or_blocks_fit(width: int, encoding: str, count: int) -> None:
         assert cell_len(line) <= width, line
         line.encode(encoding)
     beside = sum("policy0 48" in line and "policy1 48" in line for line in lines)
-    assert beside == (width >= 80 and (width - 13) // count >= 24)
+    assert beside == (width >= 80 and (width - 13) // count >= 22)
     text = " ".join(" ".join(lines).split())
     assert "the 3 questions before it" in text
     assert "bold" in text
