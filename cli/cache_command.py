@@ -30,35 +30,28 @@ def listed(call: Call, as_json: Json = False) -> None:
 
     terminal = call.terminal
     entries = _store().entries()
+    rows = [
+        {
+            "name": one.path.name,
+            "model": one.model,
+            "documents": one.about,
+            "tokens": one.tokens,
+            "bytes": one.nbytes,
+            "used": round(one.used),
+        }
+        for one in entries
+    ]
     if as_json:
-        rows = [
-            {
-                "name": one.path.name,
-                "model": one.model,
-                "documents": one.about,
-                "tokens": one.tokens,
-                "bytes": one.nbytes,
-                "used": round(one.used),
-            }
-            for one in entries
-        ]
         terminal.data(json.dumps(rows))
         return
     if not entries:
         terminal.say(f"no prompt is kept in {cache_folder() / 'prompts'}")
         return
     lines = [("NAME", "TOKENS", "SIZE", "USED", "MODEL", "DOCUMENTS")]
-    lines += [
-        (
-            one.path.name,
-            f"{one.tokens:,}",
-            size(one.nbytes),
-            age(time.time() - one.used),
-            clean(one.model),
-            clean(one.about) or "-",
-        )
-        for one in entries
-    ]
+    for one in entries:
+        used, about = age(time.time() - one.used), clean(one.about) or "-"
+        tokens, bytes_ = f"{one.tokens:,}", size(one.nbytes)
+        lines.append((one.path.name, tokens, bytes_, used, clean(one.model), about))
     terminal.data(grid(lines, "<>>><<"), fold=True)
     count = "1 prompt" if len(entries) == 1 else f"{len(entries):,} prompts"
     terminal.say(f"{count}, {size(taken(entries))}")

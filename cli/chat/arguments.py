@@ -151,7 +151,7 @@ def chat(
 def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> None:
     """minikv demo
 
-    Five questions about the bundled document: which tokens are kept, what that saves, a follow-up
+    Four questions about the bundled document: which tokens are kept, what that saves, a follow-up
     that goes wrong, and what to do about it. It needs no files. Enter continues, q leaves.
     """
     from minikv.cli.chat.demo import demo as run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
 
@@ -24,31 +23,33 @@ _WIDE = 88
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One part of the demo. `text`: what is about to happen. `before`: commands before the
-    question, `after`: those after it. `answer`: what the document says, and `about`: a word of the
-    sentences that say it; `fails`: the model is expected to answer otherwise. `then` is said after
-    all that, if it went as expected."""
+    """One part of the demo. `text`: what is about to happen. `lines`: a question and commands, as
+    they would be typed. `said`: the sentence of the document that has the answer, and `answer` a
+    part of it; `fails`: the model is expected to answer otherwise. `then` is said after all that,
+    if it went as expected."""
 
     title: str
     text: str
-    question: str
+    lines: tuple[str, ...]
     answer: str
-    about: str
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
+    said: str
     then: str = ""
     fails: bool = False
 
 
+_ACCOUNTANT = "The accountant of Halhart Works is Katya Warulf."
 STEPS = (
     Step(
         "A long document in a small cache",
         "The document is read once. Then each head keeps 256 of its tokens on average, those that "
         "the question looks at, and the rest is freed. The answer is written from what is left.",
-        "Who leads Project Misty Clover?",
+        (
+            "Who leads Project Misty Clover?",
+            '/kept find "Axel Narolt"',
+            '/kept find "Katya Warulf"',
+        ),
         "Axel Narolt",
-        "Misty Clover",
-        after=('/kept find "Axel Narolt"', '/kept find "Katya Warulf"'),
+        "The leader of Project Misty Clover, as everyone knows, is Axel Narolt.",
         then="The name that answers this question was kept. Another name was not needed, and is "
         "gone from nearly all heads. That matters for the next question.",
     ),
@@ -56,10 +57,9 @@ STEPS = (
         "A follow-up from the same cache",
         "With --reuse once, a later question is answered from the cache of the first one. That "
         "takes no time. But what the first question did not need is gone.",
-        "Please find the accountant of Halhart Works.",
+        ("/set reuse once", "Please find the accountant of Halhart Works."),
         "Katya Warulf",
-        "Halhart Works",
-        before=("/set reuse once",),
+        _ACCOUNTANT,
         then="A wrong answer reads like a right one. So a line below such an answer says what it "
         "may miss.",
         fails=True,
@@ -69,27 +69,17 @@ STEPS = (
         "By default every question is answered from all that was read. Its keys and values are "
         "kept beside the cache, and what the answer is written from is chosen for each question. "
         "Nothing is read again.",
-        "Please find the accountant of Halhart Works.",
+        ("/set reuse auto", "Please find the accountant of Halhart Works."),
         "Katya Warulf",
-        "Halhart Works",
-        before=("/set reuse auto",),
+        _ACCOUNTANT,
     ),
     Step(
         "Beside the full cache, and beside another policy",
         "Policies differ in what they keep. streaming keeps the first and the last tokens, "
         "whatever is asked. /compare asks the same question under it and with the full cache.",
-        "What is the site of Project Merry Horizon?",
+        ("What is the site of Project Merry Horizon?", "/compare streaming"),
         "Morthorpe",
-        "Merry Horizon",
-        after=("/compare global-span streaming",),
-    ),
-    Step(
-        "A quarter of that",
-        "How small can it be? Here each head keeps 64 tokens on average, of about 7,000.",
-        "According to the text, what is the budget of Project Golden Dolphin?",
-        "2869",
-        "Golden Dolphin",
-        before=("/budget 64",),
+        "As for Project Merry Horizon, the site is Morthorpe.",
     ),
 )
 _END = """That was the demo. Now try it yourself:
@@ -131,40 +121,29 @@ def demo(terminal: Terminal, *, debug: bool = False) -> None:
         if person and not _goes_on(terminal):
             return
         try:
-            _run(context, step, text.text)
+            _run(context, step)
         except Interrupted as stopped:
             terminal.say(f"{stopped}; {stopped.hint}")
     terminal.say(f"\n{_END}")
 
 
-def _run(context: Context, step: Step, document: str) -> None:
-    session, terminal = context.session, context.terminal
-    for line in step.before:
-        _command(context, line)
-    terminal.say(f"\n› {step.question}", "head")
-    answer = run_turn(session, step.question, context.generation, terminal, context.interrupts)
-    assert session.report is not None
-    if session.report.stop_reason == "user":
-        return
-    note_report(session.report, terminal)
-    right = answer.strip() == step.answer
-    terminal.say(f"  {'Right' if right else 'Wrong'}. The document says: {_said(document, step)}")
-    for line in step.after:
-        _command(context, line)
+def _run(context: Context, step: Step) -> None:
+    session, terminal, right = context.session, context.terminal, False
+    for line in step.lines:
+        terminal.say(f"\n› {line}", "head")
+        if slash_commands.is_command(line):
+            with context.interrupts.stopping(lambda: None), terminal.silent():
+                slash_commands.execute(context, line)
+            continue
+        answer = run_turn(session, line, context.generation, terminal, context.interrupts)
+        assert session.report is not None
+        if session.report.stop_reason == "user":
+            return
+        note_report(session.report, terminal)
+        right = answer.strip() == step.answer
+        terminal.say(f"  {'Right' if right else 'Wrong'}. The document says: {step.said}")
     if step.then and right != step.fails:
         _prose(step.then, terminal)
-
-
-def _command(context: Context, line: str) -> None:
-    context.terminal.say(f"\n› {line}", "head")
-    with context.interrupts.stopping(lambda: None), context.terminal.silent():
-        slash_commands.execute(context, line)
-
-
-def _said(document: str, step: Step) -> str:
-    """The sentence of the document that has the answer."""
-    sentences = re.split(r"(?<=\.)\s+", document)
-    return next(s for s in sentences if step.answer in s and step.about in s)
 
 
 def _prose(text: str, terminal: Terminal, margin: str = "  ") -> None:
