@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from minikv.checks import guess
 from minikv.cli.chat.kept import counted
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.named import Reader, attach, read
@@ -119,9 +119,8 @@ def _find(listed: list[Document], wanted: str) -> int:
     names = [_name(document) for document in listed]
     if wanted in names:
         return names.index(wanted)
-    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5)
-    guess = f"did you mean {near[0]}? " if near else ""
-    raise UsageError(f"no document {wanted!r}", f"{guess}/docs lists them with their numbers")
+    near = guess(wanted, names)
+    raise UsageError(f"no document {wanted!r}", f"{near}/docs lists them with their numbers")
 
 
 def _all(session: ChatSession) -> list[Document]:
