@@ -38,7 +38,7 @@ def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str
     joined = lead == len(asked) >= _WORDS
     if not asked:
         raise UsageError(
-            "there is no question: there are only files",
+            "there is no question: every word names a file",
             f"{_line('QUESTION', named)}; a question that is the name of a file goes through "
             "`minikv ask -`",
         )

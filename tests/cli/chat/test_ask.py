@@ -97,7 +97,7 @@ def test_what_the_model_reads(
         ("-", "\n", ""),
         ("Who?", "", "no document"),
         ("Who? FILE -", "", "is empty"),
-        ("FILE", None, "there is no question: it is a file\n"),
+        ("FILE", None, "there is no question: every word names a file\n"),
         ("- FILE", b"\xff\xfea\0\n\0b\0c", "standard input is not valid UTF-16: byte 8 (0x63)"),
         ("- FILE", b"\xff\xfe\0\0a\0\0\0\n\0\0", "input is not valid UTF-32: byte 8 (0x0a)"),
     ],

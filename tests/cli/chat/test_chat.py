@@ -265,7 +265,9 @@ def test_ctrl_c_in_a_command_does_not_end_the_chat(
         return read(path, *rest, **more)
 
     monkeypatch.setattr(named, "read_file", interrupted)
-    result = world.run("chat", document, input=f"/add {document}\nstill here?\n")
+    other = Path(document).with_name("more.txt")
+    other.write_text("More.")
+    result = world.run("chat", document, input=f"/add {other}\nstill here?\n")
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 1
     assert len(world.session.documents) == 2
