@@ -33,8 +33,6 @@ EXCEPTIONS = {
     ("minikv/loader.py", "minikv.models.linear"),
     ("minikv/loader.py", "minikv.models.llama"),
     ("minikv/loader.py", "minikv.models.weights"),
-    ("cli/bench/kernels.py", "minikv.kernels"),  # what it measures
-    ("cli/bench/kernels.py", "minikv.kernels.product.matrix"),
     ("minikv/__main__.py", "minikv.cli.__main__"),  # the command, by another name
 }
 THIRD_PARTY = {

@@ -61,22 +61,6 @@ def llama(
     )
 
 
-def matrices(c: ModelConfig) -> int:
-    """Numbers in the matrices that every token of a prompt is multiplied with."""
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    return c.layers * c.hidden * (2 * q + 2 * kv + 3 * c.mlp)
-
-
-def linear_flops(c: ModelConfig, tokens: int) -> int:
-    """The matrices over a prompt; logits of its last token only."""
-    return 2 * (matrices(c) * tokens + c.vocab * c.hidden)
-
-
-def attention_flops(c: ModelConfig, tokens: int) -> int:
-    """Causal attention over a prompt: two products of every query with every row it sees."""
-    return 2 * c.layers * c.heads * c.head_dim * tokens * (tokens + 1)
-
-
 SHAPES: Mapping[str, ModelConfig] = {
     "llama-3-8b": llama(32, 4096, 32, 8, 128, 14336, 128256, 5e5),
     "llama-2-7b": llama(32, 4096, 32, 32, 128, 11008, 32000),

@@ -41,14 +41,19 @@ class Cached:
         """`kernels`, `kv` and `weights` as the flags take them. Raises UsageError for a budget that
         is too small."""
         self.net, self.eviction, self.kv = net, eviction, kv
+        budget = str(eviction.budget) if eviction.evicts else "-"
         self.facts: dict[str, Any] = {
             "system": "minikv",
             "policy": eviction.policy,
             "decode": eviction.decode,
-            "budget": str(eviction.budget) if eviction.evicts else "-",
+            "budget": budget,
             "weights": weights,
             "kv": kv,
         }
+        same = eviction.decode in ("none", eviction.policy)
+        policies = eviction.policy if same else f"{eviction.policy}+{eviction.decode}"
+        named = (policies, budget, weights, f"kv {kv}")
+        self.name = " ".join(x for x in named if x not in ("-", "auto", "kv auto"))
         self.device, self.vocab = net.device, net.config.vocab
         self.engine = _engine(net, eviction, kernels, kv)
         self._clock = machine.Clock(net.device)
@@ -81,6 +86,12 @@ class Cached:
     def stats(self) -> CacheStats:
         """The statistics of the cache, counted from its tensors."""
         return self.engine.kv.stats()
+
+    def held(self) -> dict[str, Any]:
+        """Bytes of the cache, and the tokens per head that it keeps, for JSON."""
+        stats = self.stats()
+        names = ("held_bytes", "allocated_bytes", "full_bytes", "kept_mean", "kept_max")
+        return {"kv_bytes": {x.removesuffix("_bytes"): getattr(stats, x) for x in names}}
 
     def step_kv_bytes(self) -> float:
         """Bytes of keys and values that a step reads."""
@@ -132,6 +143,7 @@ class Transformers:
     comparison favours transformers.
     """
 
+    name = PEER
     facts: Mapping[str, Any] = MappingProxyType(
         {
             "system": PEER,
@@ -177,6 +189,10 @@ class Transformers:
                 self._forward(self._token)
 
         return self._clock(run) / steps
+
+    def held(self) -> dict[str, Any]:
+        """Nothing: its cache was not counted."""
+        return {}
 
     def close(self) -> None:
         """Free the cache."""

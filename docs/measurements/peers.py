@@ -34,7 +34,7 @@ import torch
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine, networks, systems
-from minikv.cli.bench.arguments import SHORTEST
+from minikv.cli.bench.asked import SHORTEST
 from minikv.cli.bench.machine import prepare
 from minikv.cli.screen.text import grid
 
@@ -339,7 +339,7 @@ def main() -> None:
         return
     assert args.tokens >= SHORTEST
     device = prepare("cpu", args.threads)
-    rates = machine.measure(device)
+    rate = machine.bandwidth(device)
     rows = measured(args, spec)
     base = next((row for row in rows if row["system"] == "transformers"), rows[0])
     lines = [["system", "read tok/s", "", "write tok/s", "", "peak"]]
@@ -356,14 +356,14 @@ def main() -> None:
             ]
         )
     facts = machine.facts(device)
-    print(machine.header(facts, rates, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
+    print(machine.header(facts, rate, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
     print(grid(lines, "<>>>>>"))
     if args.json:
         record = {
             "command": " ".join(["python", "docs/measurements/peers.py", *sys.argv[1:]]),
             "machine": facts,
             "versions": machine.versions(),
-            "read_bytes_s": rates.read,
+            "read_bytes_s": rate,
             "rows": rows,
         }
         args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -50,13 +50,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.install()
 
 import facts
+import single_kernels
 
 from minikv.cache.plan import peak
 from minikv.cache.tier import Tier
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine
-from minikv.cli.bench import kernels, machine, networks
-from minikv.cli.bench.machine import Rates
+from minikv.cli.bench import machine, networks
 from minikv.cli.bench.systems import Cached, Transformers
 from minikv.engine.capture import Eager, captured
 from minikv.engine.decode_loop import DecodeLoop
@@ -71,6 +71,7 @@ ROUNDS, STEPS, WARM = 3, 30, 6
 _DTYPE = torch.bfloat16
 _FEW = 1, 1, 1  # where nothing is measured
 ROOM = 512  # steps that fit behind a prompt without eviction
+CACHE = 128 << 20  # bytes; twice a GPU's cache, as inputs must not come from there
 
 
 def flash() -> Kernels:
@@ -153,14 +154,12 @@ class Bench:
         return networks.network(networks.Spec(self.sizes, None, "bfloat16", str(self.device)))
 
     @cached_property
-    def rates(self) -> Rates:
-        """Those of the copy and of products; kept for a process that goes on after this one."""
+    def copied(self) -> float:
+        """Bytes a second of a copy; kept for a process that goes on after this one."""
         known = self.found["rates"]
         if "copy" not in known:
             known["copy"] = machine.copy_rate(self.device, (1 if self.small else 2048) << 20, 5)
-            side = 64 if self.small else 8192
-            known["product"] = machine.product_rate(self.device, torch.bfloat16, side, 5)
-        return Rates(known["copy"], known["copy"], known["product"], known["product"], True)
+        return float(known["copy"])
 
     def tokens(self, thousands: float) -> int:
         """So many thousands of tokens; a few where nothing is measured."""
@@ -246,7 +245,7 @@ class Bench:
     def step_row(self, one: Series, **more: Any) -> None:
         cached = one.cached
         floor = networks.step_bytes(cached.net) + cached.step_kv_bytes()
-        floor /= self.rates.stream
+        floor /= self.copied
         self.row(
             one.case,
             **one.facts,
@@ -364,8 +363,11 @@ def ceilings(bench: Bench) -> None:
         make_plans(bench.normal(8, 4, 0, 128))
         torch.cuda.synchronize()
     bench.row("cuDNN's plans, and its start", first_s=perf_counter() - began)
-    bench.row("copy", gb_s=bench.rates.copy / 1e9)
-    bench.row("product, bfloat16", tflops=bench.rates.matmul / 1e12)
+    bench.row("copy", gb_s=bench.copied / 1e9)
+    side = 64 if bench.small else 8192
+    a, b = (bench.normal(side, side) for _ in range(2))
+    seconds = bench.us(lambda i: torch.mm(a, b), 2) / 1e6
+    bench.row("product, bfloat16", tflops=2 * side**3 / seconds / 1e12)
     words = torch.ones((1 if bench.small else 1024) << 17, dtype=torch.int64, device=bench.device)
     bench.us_row("read only", lambda i: torch.sum(words), 2, words.nbytes)
     heads, group, size = 8, 4, 128
@@ -594,13 +596,15 @@ ALONE = {
 def alone(bench: Bench) -> None:
     """Kernels in a graph, over more rows than the GPU's cache holds."""
     lengths = (16,) if bench.small else (1024, 8192, 32_768)
-    for case in kernels.cases(bench.sizes, lengths):
-        if case.is_missing(bench.ops):
+    for case in single_kernels.cases(bench.sizes, lengths):
+        wanted = ALONE.get(case.name)
+        if wanted is None or case.is_missing(bench.ops):
             continue
-        if case.name in ALONE and case.case.startswith("" if bench.small else ALONE[case.name]):
-            rounds = 1 if bench.small else 5
-            timing = kernels.timed(case, bench.ops, bench.device, bench.rates, rounds)
-            us, floor = timing.seconds * 1e6, timing.floor_s * 1e6
+        if case.case.startswith("" if bench.small else wanted):
+            count = 1 if bench.small else min(64, 1 + CACHE // case.nbytes)
+            calls = [case.make(single_kernels.Draw(bench.device, seed)) for seed in range(count)]
+            us = bench.us(lambda i, calls=calls: calls[i](bench.ops), count, 5)  # type: ignore[misc]
+            floor = case.nbytes / bench.copied * 1e6
             bench.row(f"{case.name}, {case.case}", us=us, floor_us=floor, share=floor / us)
 
 
@@ -757,7 +761,7 @@ def presses(bench: Bench) -> None:
                 system.close()
                 machine.settle(bench.device)
                 before = bench.memory()["allocated"]
-                machine.forget_peak(bench.device)
+                torch.cuda.reset_peak_memory_stats(bench.device)
                 with press(system.model):
                     times.append(system.read(ids))
                 memory = bench.memory()

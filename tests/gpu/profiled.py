@@ -21,7 +21,9 @@ from plain_tree import linked
 
 linked()
 
-from minikv.cli.bench import kernels, networks
+import single_kernels
+
+from minikv.cli.bench import networks
 from minikv.kernels import dispatch
 
 WANTED = {
@@ -43,10 +45,10 @@ def main() -> None:
     found = set()
     with torch.inference_mode():
         lengths = (1024, 4096, 8192, 32_768) if gpu else (1024, 4096)
-        for case in kernels.cases(sizes, lengths):
+        for case in single_kernels.cases(sizes, lengths):
             if case.case not in WANTED.get(case.name, ()):
                 continue
-            run = case.make(kernels.Draw(device, 0))
+            run = case.make(single_kernels.Draw(device, 0))
             for _ in range(2):  # the first one compiles
                 flush.zero_()
                 run(operations)

@@ -44,7 +44,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "first": ("facts", "smoke", "figures", "peer"),
     "second": ("again", "compare", "ncu"),
     "check": ("facts", "smoke", "tests"),
-    "measure": ("step", "kernels", "eviction", "scoring"),
+    "measure": ("step", "eviction", "scoring"),
 }
 LIMIT = "SECONDS"
 _PROCESSES = 14  # of the checks at once, at most
@@ -128,7 +128,6 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
         if small
         else Step("ncu", 40, [(*ncu, "--metrics", _METRICS, *kernels, *profiled)], needs="ncu"),
         bench("step", 110, "decode", "length=1024,32768"),
-        bench("kernels", 125, "kernels", "length=1024,8192,32768"),
         bench(
             *("eviction", 115, "decode", "length=8192", "decode=h2o,tova,roco,hashevict"),
             "budget=1024,4096",

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import run
 from run import GROUPS, HERE, ROOT, Runner, Step, steps
 
-from minikv.cli.bench.arguments import Arguments
+from minikv.cli.measure import choices
 
 
 def called(*options: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
         "--out",
         out,
         "first",
-        "kernels",
+        "step",
         "ncu",
         GPU_TEST_SEED="77",
         PYTHONPATH=os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))),
@@ -203,14 +203,16 @@ def test_the_tests_for_a_gpu_are_found() -> None:
 
 
 def test_what_bench_is_asked_and_the_kernels_that_are_named_exist(tmp_path: Path) -> None:
+    import bench
+
     known = steps(tmp_path, small=False, scratch=tmp_path)
     words = [step.commands[0] for step in known.values() if "bench.py" in str(step.commands)]
-    assert len(words) == 6
+    assert len(words) == 5
     for _, _, question, *fields, _, _ in words:
-        assert question in ("decode", "prefill", "kernels")
-        given: dict[str, object] = dict(field.split("=", 1) for field in fields)
-        given["repeat"] = int(str(given.get("repeat", 3)))
-        Arguments(**given).check()  # type: ignore[arg-type]
+        assert question in ("decode", "prefill")
+        asked, settings = bench.read(question, fields)
+        asked.check()
+        assert choices(settings.policy, settings.budget, settings.decode)
     pytest.importorskip("triton", reason="no Triton on this system")
     pattern = next(word for word in known["ncu"].commands[0] if word.startswith("regex:"))
     names = ("decode.gpu", "evict.gpu", "append.hash_gpu", "layer.rest_gpu")

@@ -1,10 +1,5 @@
-"""The time of each kernel, and the least time for the bytes it must move or the flops it must do.
-
-There is one table of cases. The kernels are those that the cache would call: Triton's on a GPU,
-those in C on a CPU, or the torch functions with `--kernels torch`. On a GPU, calls are captured in
-a graph and rotate over inputs that its cache cannot hold, so that neither launches nor cached data
-are measured.
-"""
+"""Single kernels on random inputs, for `figures.py` and `profiled.py`: one table of cases, with the
+bytes that each must move at the least."""
 
 from __future__ import annotations
 
@@ -17,25 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.chat.report import size
-from minikv.cli.bench import machine, networks
-from minikv.cli.bench.arguments import Arguments
-from minikv.cli.bench.machine import Rates, Timing, flops, number, percent, rate
-from minikv.cli.measure import Results
-from minikv.cli.screen.text import grid
-from minikv.engine.capture import captured
-from minikv.errors import UsageError
-from minikv.kernels import NewRow, Queries, Rows, Segments, dispatch
+from minikv.kernels import NewRow, Queries, Rows, Segments
 from minikv.kernels.product.matrix import Matrix
 from minikv.models.config import ModelConfig
 from minikv.policies.hashevict import HashEvict
 
 Call = Callable[[Any], object]
 """A function of a table of kernels: it calls one operation, on inputs that it holds."""
-
-_CPU_CACHE = 64 << 20  # bytes; no processor's cache is larger
-_SETS = 64  # of inputs, at most
-_CALLS, _SECONDS = 16, 0.02  # in one measurement, at least: calls on a GPU, time on a CPU
 
 
 class Draw:
@@ -53,18 +36,14 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operation on one size of inputs.
-
-    make(draw): a call with fresh inputs. nbytes: read and written at the least; flops: of its
-    products, 0 where the floor is that of the bytes. needs: the operation, if it is one of the
-    table, and the policy behind it, if it is one of a policy.
+    """One operation on one size of inputs. make(draw): a call with fresh inputs. nbytes: read and
+    written at the least. needs: the operation, and the policy behind it, if it is one of a policy.
     """
 
     name: str
     case: str
     make: Callable[[Draw], Call]
     nbytes: int
-    flops: int = 0
     needs: str = ""
 
     def is_missing(self, operations: Any) -> bool:
@@ -72,89 +51,6 @@ class Case:
         name, _, policy = self.needs.partition(" ")
         found = getattr(operations, name) if name else ()
         return found is None or (policy != "" and policy not in found)
-
-
-def measure(
-    sizes: ModelConfig, asked: Arguments, device: torch.device, rates: Rates, results: Results
-) -> None:
-    """Every case of the sizes and the lengths, which are tokens per head here."""
-    operations, reason = dispatch.choose(device, asked.kernels, sizes.head_dim, torch.bfloat16)
-    if asked.kernels != "torch" and operations.name == "torch":
-        hint = "--kernels torch measures the torch functions"
-        raise UsageError(reason or "no kernels but torch's run here", hint)
-    table, timings = list(cases(sizes, asked.lengths())), list[Timing]()
-    try:
-        for index, case in enumerate(table):
-            what = f"{case.name}, {case.case}"
-            results.progress(f"kernels: {what}", index, len(table))
-            if case.is_missing(operations):
-                results.note(f"{case.name}: {operations.name} has no {case.needs}")
-                continue
-            try:
-                timings.append(timed(case, operations, device, rates, asked.repeat))
-            except Exception as error:  # one that does not compile says nothing about the others
-                results.fail(what, error)
-    finally:
-        lines = [["kernel", "case", "time", "moved", "rate", "floor"], *map(_line, timings)]
-        if timings:
-            results.record["kernels"] += [timing.record() for timing in timings]
-            results.show(grid(lines, "<<>>>>"))
-        results.write()
-
-
-def _line(timing: Timing) -> list[str]:
-    """A row of the table."""
-    facts, seconds = timing.facts, timing.seconds
-    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-    done, moved = facts["flops"], facts["bytes"]
-    how_much = f"{done / 1e9:,.1f} GFLOP" if done else size(moved)
-    fast = flops(done / seconds) if done else rate(moved / seconds)
-    took = f"{number(scale * seconds)} {unit}"
-    return [facts["kernel"], facts["case"], took, how_much, fast, percent(timing.share)]
-
-
-def timed(
-    case: Case, operations: dispatch.Kernels, device: torch.device, rates: Rates, rounds: int
-) -> Timing:
-    """Seconds of a call in every round."""
-    gpu = device.type == "cuda"
-    cache = 2 * machine.l2_bytes(device) if gpu else _CPU_CACHE
-    count = min(_SETS, 1 + cache // max(case.nbytes, 1))
-    sets = [case.make(Draw(device, seed)) for seed in range(count)]
-
-    def calls(count: int) -> Callable[[], None]:
-        def run() -> None:
-            for i in range(count):
-                sets[i % len(sets)](operations)
-
-        return run
-
-    clock, replay = machine.Clock(device), None
-    with torch.inference_mode():
-        calls(len(sets))()  # compiles, and touches every page
-        if gpu:
-            count = -(-max(_CALLS, len(sets)) // len(sets)) * len(sets)
-            replay = _captured(calls(count), device)
-        else:
-            count = max(1, min(1000, round(_SECONDS / max(clock(calls(1)), 1e-7))))
-        times = clock.each(replay or calls(count), rounds)
-    floor = max(case.nbytes / rates.stream, case.flops / rates.product("bfloat16"))
-    facts: dict[str, Any] = {"kernel": case.name, "case": case.case, "kernels": operations.name}
-    facts |= {"bytes": case.nbytes, "flops": case.flops, "captured": replay is not None}
-    return Timing([seconds / count for seconds in times], floor, facts)
-
-
-def _captured(run: Callable[[], None], device: torch.device) -> Callable[[], None] | None:
-    """A graph of the calls; None if one of them waits for the device."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    torch.cuda.synchronize(device)
-    try:
-        with torch.cuda.device(device):
-            return captured(run, stream)
-    except RuntimeError:
-        torch.cuda.synchronize(device)
-        return None
 
 
 # -- the table ------------------------------------------------------------------------------
@@ -167,40 +63,31 @@ def cases(sizes: ModelConfig, lengths: Sequence[int]) -> Iterator[Case]:
     """Every case in bfloat16 for heads of these sizes with so many tokens each."""
     heads, group, item = sizes.kv_heads, sizes.heads // sizes.kv_heads, 2
     row, every = 2 * sizes.head_dim * item, sizes.layers * heads  # bytes of a key and a value
-    width, every_head = sizes.head_dim * item, sizes.heads * sizes.head_dim
     for n in lengths:
         both, most, rows = heads * n * row, uneven(heads, n), f"{n:,} rows"
-        few, new = min(64, n), min(256, n)
+        few = min(64, n)
         yield Case("sdpa decode", rows, partial(_sdpa, sizes, n), both)
         for case, each, logits in (
             (rows, [n] * heads, False),
             (f"{n:,} mean, {max(most) / n:.0f}x most", most, False),
             (f"{rows}, logits", [n] * heads, True),
         ):
-            moved, make = (
-                both + both // row * 4 * group * logits,
-                partial(_ragged, sizes, each, logits),
-            )
-            yield Case("ragged attention", case, make, moved, 0, "ragged_attention")
+            moved = both + both // row * 4 * group * logits
+            make = partial(_ragged, sizes, each, logits)
+            yield Case("ragged attention", case, make, moved, "ragged_attention")
         make, moved = partial(_hash_append, sizes, n), heads * (n * (2 + 4) + 3 * row)
-        yield Case("hash append", rows, make, moved, 0, "append_evict hashevict")
+        yield Case("hash append", rows, make, moved, "append_evict hashevict")
         for name, columns in _COLUMNS.items():
             moved = every * n * (4 * group + 4 + 8 * columns)
             make = partial(_step, sizes, n, name, columns)
-            yield Case(f"{name} step", f"{rows}, all layers", make, moved, 0, f"evict {name}")
+            yield Case(f"{name} step", f"{rows}, all layers", make, moved, f"evict {name}")
         make = partial(_lowest, sizes, n)
-        yield Case("lowest", f"{rows}, all layers", make, every * n * (4 + 8), 0, "lowest")
-        make, needs = partial(_observe, sizes, n, few), "add_attention_mass"
-        yield Case("observe", f"{few} queries, {rows}", make, both, 0, needs)
-        make, moved = partial(_observe, sizes, n, n), heads * n * (width + 4 * group + 4)
-        flops = every_head * n * (n + 1)
-        yield Case("column sums", f"{n:,} queries, causal", make, moved, flops, needs)
-        make, flops = partial(_segments, sizes, most, new), 4 * every_head * n * new
-        yield Case("segments attention", f"{new} new, {rows}", make, both, flops, "ragged_prefill")
-        make, moved = partial(_gather, sizes, n), heads * (n // 8) * (2 * row + 8)
-        yield Case("gather rows", f"{n // 8:,} of {rows}", make, moved, 0, "gather_rows")
-    make, moved = partial(_rest, sizes), networks.matrices(sizes) // sizes.layers * item
-    yield Case("rest of a layer", "1 token", make, moved, 0, "rest")
+        yield Case("lowest", f"{rows}, all layers", make, every * n * (4 + 8), "lowest")
+        make = partial(_observe, sizes, n, few)
+        yield Case("observe", f"{few} queries, {rows}", make, both, "add_attention_mass")
+    width = sizes.heads * sizes.head_dim
+    numbers = sizes.hidden * (2 * width + 2 * heads * sizes.head_dim + 3 * sizes.mlp)
+    yield Case("rest of a layer", "1 token", partial(_rest, sizes), numbers * item, "rest")
 
 
 def uneven(heads: int, mean: int) -> list[int]:
@@ -287,29 +174,6 @@ def _observe(sizes: ModelConfig, n: int, queries: int, draw: Draw) -> Call:
     mass, squares = (torch.zeros((heads, *x, n), device=draw.device) for x in ((group,), ()))
     asked = Queries(q, at[n - queries :], None, lse)
     return lambda ops: ops.add_attention_mass(mass, squares, asked, (k, at[None]))
-
-
-def _segments(sizes: ModelConfig, lengths: Sequence[int], new: int, draw: Draw) -> Call:
-    """New tokens of a later prompt over the rows that earlier prompts left."""
-    heads, size, width = sizes.kv_heads, sizes.head_dim, max(lengths)
-    q = draw(heads, sizes.heads // heads, new, size)
-    k, v = (draw(sum(lengths), size) for _ in range(2))
-    length = torch.tensor(lengths, device=draw.device)
-    start, free_slot = length.cumsum(0) - length, torch.full_like(length, -1)
-    rows = Segments(k, v, start, length, width)
-    return lambda ops: ops.ragged_prefill(q, rows, free_slot)
-
-
-def _gather(sizes: ModelConfig, n: int, draw: Draw) -> Call:
-    """An eighth of a prompt's tokens moves into the arena."""
-    heads, size, stays = sizes.kv_heads, sizes.head_dim, n // 8
-    index = draw(heads, n).argsort(1)[:, :stays].sort(1).values
-    count, start = torch.full((heads,), stays, device=draw.device), draw.range(heads) * stays
-    fresh = tuple(draw(heads, n, size) for _ in range(2))
-    into = tuple(torch.zeros_like(draw(heads * stays, size)) for _ in fresh)
-    pos = draw.range(n).expand(heads, n)
-    places = pos, torch.zeros(heads * stays, dtype=torch.int32, device=draw.device)
-    return lambda ops: ops.gather_rows(index, count, start, fresh, None, into, places, stays)
 
 
 def _rest(sizes: ModelConfig, draw: Draw) -> Call:
