@@ -81,6 +81,9 @@ _GONE = {
     "report": "minikv chat --resume NAME, then /export report.html",
     "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
     "--csv": "--json has every figure",
+    "--plot": "--json has every figure",
+    "--map": "the table of the task needle shows scores by depth and length",
+    "--truncate": "records that are too long are skipped and counted",
 }
 """Commands and flags of earlier versions that are no settings, with what to use instead."""
 

@@ -1,10 +1,10 @@
-"""What `minikv eval` and `minikv bench` share: flags from a dataclass, what is compared, checks of
-files, one line of progress, and JSON that keeps what a stopped run has measured."""
+"""What `minikv eval` and `minikv bench` share: flags from a dataclass, what is compared, a line of
+progress, and JSON that keeps what a stopped run has measured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from inspect import Parameter, signature
 from pathlib import Path
@@ -14,46 +14,25 @@ from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.cli.screen.progress import Live
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.settings.values import read_count, read_list
-from minikv.cli.wording import worded
-from minikv.errors import MinikvError, UsageError
+from minikv.errors import UsageError
 
 STDOUT = "-"
 """The value of --json without a file."""
 
 
-def with_flags(
-    run: Callable[..., None], kind: type, without: Collection[str] = (), **new: Any
-) -> Callable[..., None]:
+def with_flags(run: Callable[..., None], kind: type) -> Callable[..., None]:
     """`run`, whose last parameter collects keywords, with a flag for each field of the dataclass
-    `kind`, except those in `without`. The fields are annotated with typer's options. `new`: other
-    defaults."""
+    `kind`. The fields are annotated with typer's options."""
     hints = get_type_hints(kind, include_extras=True)
     flags = [
-        Parameter(
-            each.name,
-            Parameter.KEYWORD_ONLY,
-            default=new.get(each.name, each.default),
-            annotation=hints[each.name],
-        )
-        for each in fields(kind)
-        if each.name not in without
+        Parameter(x.name, Parameter.KEYWORD_ONLY, default=x.default, annotation=hints[x.name])
+        for x in fields(kind)
     ]
     made = signature(run, eval_str=True)
     own = list(made.parameters.values())[:-1]
     vars(run)["__signature__"] = made.replace(parameters=[*own, *flags])
     run.__annotations__ = {each.name: each.annotation for each in (*own, *flags)}
     return run
-
-
-def check_file(flag: str, path: Path, endings: Sequence[str] = ()) -> None:
-    """Raise UsageError for a file that cannot be written, or has none of the `endings`."""
-    if endings and path.suffix.lower() not in endings:
-        hint = f"{flag} writes {' or '.join(endings)}"
-        raise UsageError(f"cannot tell what to write to {path}", hint)
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory", f"{flag} takes a file")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"there is no directory {path.parent}")
 
 
 def choices(
@@ -115,11 +94,12 @@ class Results:
 
     def __init__(self, terminal: Terminal, target: str | None, record: Mapping[str, Any]) -> None:
         """Raises UsageError for a file that cannot be written."""
-        if target not in (None, STDOUT):
-            check_file("--json", Path(str(target)))
+        if target not in (None, STDOUT) and Path(str(target)).is_dir():
+            raise UsageError(f"{target} is a directory", "--json takes a file")
+        if target is not None and not Path(target).absolute().parent.is_dir():
+            raise UsageError(f"there is no directory {Path(target).parent}")
         self.terminal, self.target = terminal, target
         self.record: dict[str, Any] = {**record, "notes": []}
-        self.failures: list[Exception] = []  # of single systems; the others were measured
         self._live, self._whole = Live(terminal, "", "parts"), ""
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -135,11 +115,6 @@ class Results:
         if text not in self.record["notes"]:
             self.record["notes"].append(text)
             self.terminal.warn(text)
-
-    def fail(self, what: str, error: Exception) -> None:
-        """One system failed. The others are measured, and the first error ends the run."""
-        self.note(f"{what}: {one_line(error)}")
-        self.failures.append(error.with_traceback(None))  # a traceback keeps tensors alive
 
     def show(self, text: str) -> None:
         """Print a table."""
@@ -158,13 +133,3 @@ class Results:
                 Path(self.target).write_text(json.dumps(self.record, indent=1) + "\n")
             except OSError as error:
                 raise UsageError(f"cannot write {self.target}: {error.strerror}") from None
-
-
-def one_line(error: BaseException) -> str:
-    """An error in at most 200 characters. An error not meant for users begins with its type."""
-    from minikv.models.errors import ModelError  # late: brings torch
-
-    said = " ".join(worded(str(error)).split())
-    if not isinstance(error, (MinikvError, ModelError)):
-        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return said[:200]

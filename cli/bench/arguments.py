@@ -21,7 +21,7 @@ def bench(
     settings: Annotated[
         Settings,
         Only(
-            "device dtype policy budget decode kv kernels threads options",
+            "device dtype weights policy budget decode kv kernels threads options",
             list_of("policy", DEFAULT_PROMPT),
             list_of("budget", "512"),
             list_of("decode", "auto"),

@@ -90,8 +90,6 @@ def facts(device: torch.device) -> dict[str, object]:
         found |= {
             "gpu": about.name,
             "gpu_memory": about.total_memory,
-            "capability": f"{about.major}.{about.minor}",
-            "multiprocessors": about.multi_processor_count,
             "cuda": torch.version.cuda,
         }
     return found

@@ -24,7 +24,7 @@ from minikv.models.rope import RopeConfig
 from minikv.models.weights import check_form, free_memory
 from minikv.pages import Pages
 
-POSITIONS = 1 << 20
+POSITIONS = 1 << 21
 """Context of a random network: longer than any prompt that is measured."""
 
 _BLOCK = 1_048_573  # a prime: no row of a matrix falls on the same place in the block twice

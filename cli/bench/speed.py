@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,8 +20,7 @@ from minikv.cli.bench.systems import Cached, Transformers
 from minikv.cli.measure import Results, choices
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import grid
-from minikv.errors import ContextError, UsageError
-from minikv.models.llama import Llama
+from minikv.errors import UsageError
 from minikv.settings import Settings
 
 _WARM = 3  # steps before those that count: the cache goes to the device, one step is captured
@@ -35,8 +33,7 @@ x full, x HF: times as fast as the full cache, as transformers (sdpa)"""
 
 def measure(asked: Asked, settings: Settings, terminal: Terminal, command: Sequence[str]) -> None:
     """Measure steps after prompts of every length, prompts, or both; `command` is for the record.
-    Raises UsageError, ContextError, ModelError and MemoryShortError."""
-    asked.check()
+    Raises UsageError, ModelError and MemoryShortError."""
     evictions = choices(settings.policy, settings.budget, settings.decode, options=settings.options)
     record = {"command": " ".join(command), "complete": False, "rows": []}
     results = Results(terminal, asked.as_json, record)
@@ -44,33 +41,26 @@ def measure(asked: Asked, settings: Settings, terminal: Terminal, command: Seque
     device = machine.prepare(settings.device, settings.threads or 0)
     if settings.kernels == "triton" and device.type != "cuda":
         raise UsageError("no Triton kernels without a CUDA device", "use --kernels auto or torch")
-    name = asked.folder or asked.shape.lower()
+    name = asked.shape.lower()
     if name == "auto":
         name = "llama-3-8b" if device.type == "cuda" else "s"
-    sizes = None if asked.folder else networks.find(name)
+    sizes = networks.find(name)
     terminal.status("measuring the machine's bandwidth")
     rate, facts, made = machine.bandwidth(device), machine.facts(device), results.record
     made |= {"machine": facts, "versions": machine.versions(), "bandwidth": rate}
     results.show(machine.header(facts, rate, name))
-    random = asked.folder is None
-    spec = networks.Spec(
-        sizes,
-        None if random else Path(str(asked.folder)),
-        "bfloat16" if random and settings.dtype == "auto" else settings.dtype,
-        str(device),
-    )
+    dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
+    spec = networks.Spec(sizes, None, dtype, str(device), settings.weights)
+    steps = asked.steps or (128 if device.type == "cuda" else 32)
+    made["wanted"] = {"shape": name, "dtype": dtype, "repeat": asked.repeat, "steps": steps}
     try:
-        run = Run(asked, settings, evictions, spec, rate, results)
-        made["wanted"] |= {"model": name, "random_weights": random}
+        run = Run(replace(asked, steps=steps), settings, evictions, spec, rate, results)
         for kind in ("decode", "prefill") if asked.question == "all" else (asked.question,):
             for length in asked.lengths():
                 run.measure(kind, length)
-        if results.failures:
-            raise results.failures[0]
         made["complete"] = True
     finally:
         if made["rows"]:
-            steps, dtype = (made["wanted"][one] for one in ("steps", "dtype"))
             rounds = f"medians of {asked.repeat} rounds in turns; {steps} steps a decode round"
             results.show(f"{rounds}; {dtype}\n{_LEGEND}")
             results.write(last=True)
@@ -98,38 +88,12 @@ class Run:
         rate: float,
         results: Results,
     ) -> None:
-        """Raises ModelError, MemoryShortError, and ContextError for a length that the model cannot
-        take beside so many steps."""
+        """Raises ModelError and MemoryShortError."""
         self.asked, self.settings, self.evictions = asked, settings, evictions
         self.rate, self.results, self.device = rate, results, torch.device(spec.device)
-        self.steps = asked.steps or (128 if self.device.type == "cuda" else 32)
-        self.room = 2 * _WARM + asked.repeat * (_WARM + self.steps)  # steps of a prompt
-        self.nets: dict[str, Llama] = {}
-        for form in asked.weights():
-            try:
-                self.nets[form] = networks.network(replace(spec, weights=form))
-            except Exception as error:
-                if not self.nets:
-                    raise
-                results.fail(f"weights {form}", error)  # no such kernel on this processor
-        net = next(iter(self.nets.values()))
-        longest, most = max(asked.lengths()), net.config.max_context - self.room
-        if longest > most:
-            raise ContextError(
-                f"--length {longest:,} is more than the {most:,} tokens that this model takes "
-                "beside the steps that are measured",
-                "a smaller --length",
-            )
-        self.vocab, dtype = net.config.vocab, str(net.dtype).removeprefix("torch.")
-        self.peer = self._peer(replace(spec, dtype=dtype)) if asked.peer else None
-        results.record["wanted"] = {
-            "dtype": dtype,
-            "weights": list(self.nets),
-            "kv": settings.kv,
-            "kernels": settings.kernels,
-            "repeat": asked.repeat,
-            "steps": self.steps,
-        }
+        self.room = 2 * _WARM + asked.repeat * (_WARM + asked.steps)  # steps of a prompt
+        self.net = networks.network(spec)
+        self.peer = self._peer(spec) if asked.peer else None
 
     def _peer(self, spec: networks.Spec) -> Transformers | None:
         if not systems.installed():
@@ -144,24 +108,17 @@ class Run:
     def measure(self, kind: str, length: int) -> None:
         """Rows of every system for prompts of one length, the full cache first. kind: "decode" or
         "prefill"."""
-        ids = networks.prompt(length, self.vocab)
-        every = [
-            Entry(Cached(net, eviction, self.settings.kernels, self.settings.kv, form))
-            for form, net in self.nets.items()
-            for eviction in self.evictions
-        ]
-        if self.peer is not None:  # it is compared with the first weights
-            every.insert(len(self.evictions), Entry(self.peer))
+        ids = networks.prompt(length, self.net.config.vocab)
+        kinds = (self.settings.kernels, self.settings.kv, self.settings.weights)
+        every = [Entry(Cached(self.net, eviction, *kinds)) for eviction in self.evictions]
+        if self.peer is not None:
+            every.append(Entry(self.peer))
         entries, what = list(every), f"{kind} {length:,}"
-        if kind == "decode":
-            begin, turn = self._read, self._write
-        else:
-            begin, turn = self._warm, self._prompt
         try:
-            self._each(f"{what}: beginning", entries, lambda entry: begin(entry, ids))
+            self._each(f"{what}: beginning", entries, lambda entry: self._begin(kind, entry, ids))
             for number in range(self.asked.repeat):
                 title = f"{what}: round {number + 1} of {self.asked.repeat}"
-                self._each(title, entries, lambda entry: turn(entry, ids))
+                self._each(title, entries, lambda entry: self._turn(kind, entry, ids))
         finally:
             measured = [entry for entry in every if entry.times]
             if measured:
@@ -175,7 +132,7 @@ class Run:
             machine.settle(self.device)
 
     def _each(self, what: str, entries: list[Entry], work: Callable[[Entry], None]) -> None:
-        """A turn of every system. One that fails takes no more turns."""
+        """A turn of every system. If transformers fails, it takes no more turns."""
         for index, entry in enumerate(list(entries)):
             name = f"{what}, {entry.system.name}"
             self.results.progress(name, index, len(entries))
@@ -184,36 +141,38 @@ class Run:
                 continue
             except Exception as error:
                 if isinstance(entry.system, Cached):
-                    self.results.fail(name, error)
-                else:
-                    self.results.note(f"{name}: {error}")
+                    raise
+                self.results.note(f"{name}: {error}")
             # Outside, so that nothing of what failed is held by its traceback.
             entries.remove(entry)
             entry.system.close()
             machine.settle(self.device)
 
-    def _warm(self, entry: Entry, ids: list[int]) -> None:
-        entry.system.read(ids if self.device.type == "cuda" else ids[:_WARM_PROMPT])
-        entry.system.close()
+    def _begin(self, kind: str, entry: Entry, ids: list[int]) -> None:
+        """What is not measured: a prompt for the steps, or a first one."""
+        system = entry.system
+        if kind == "prefill":
+            system.read(ids if self.device.type == "cuda" else ids[:_WARM_PROMPT])
+            system.close()
+            return
+        system.read(ids, self.room)
+        entry.facts |= system.held()
+        system.write(_WARM)
+        if isinstance(system, Cached):
+            entry.facts["step_bytes"] = system.step_bytes()
 
-    def _prompt(self, entry: Entry, ids: list[int]) -> None:
-        seconds = entry.system.read(ids, self.room)
-        entry.times.append(seconds)
-        entry.facts |= entry.system.held()
-        entry.system.close()
-
-    def _read(self, entry: Entry, ids: list[int]) -> None:
-        entry.system.read(ids, self.room)
-        entry.facts |= entry.system.held()
-        entry.system.write(_WARM)
-        if isinstance(entry.system, Cached):
-            entry.facts["step_bytes"] = entry.system.step_bytes()
-
-    def _write(self, entry: Entry, ids: list[int]) -> None:
+    def _turn(self, kind: str, entry: Entry, ids: list[int]) -> None:
+        """What is measured: a prompt, or steps."""
+        system = entry.system
+        if kind == "prefill":
+            entry.times.append(system.read(ids, self.room))
+            entry.facts |= system.held()
+            system.close()
+            return
         if self.device.type == "cpu":  # whose memory is faster at one time than at another
             self.rate = max(self.rate, machine.read_rate(_READ, 1))
-        entry.system.write(_WARM)
-        entry.times.append(entry.system.write(self.steps))
+        system.write(_WARM)
+        entry.times.append(system.write(self.asked.steps))
 
     def _row(self, kind: str, length: int, entry: Entry, all_of: Sequence[Entry]) -> dict[str, Any]:
         """What was measured of a system, for JSON.

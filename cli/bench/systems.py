@@ -13,14 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.stats import CacheStats, Shape
+from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine, networks
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
+from minikv.loader import output_of, shape_of
 from minikv.models.llama import Llama
 
 PEER = "transformers"
@@ -110,20 +110,13 @@ class Cached:
 
 
 def _engine(net: Llama, eviction: EvictionConfig, kernels: str, kept_in: str) -> Engine:
-    c = net.config
-
-    def output(layer: int) -> Tensor:
-        """W_O as [H, G, D, hidden]."""
-        return net.layers[layer].out.dense().T.view(c.kv_heads, -1, c.head_dim, c.hidden)
-
-    shape = Shape(c.layers, c.kv_heads, c.heads, c.head_dim, c.windows, c.max_context)
     kv = KVCache(
-        shape,
+        shape_of(net.config),
         eviction.rules(),
         dtype=net.dtype,
         device=net.device,
         kv=torch.int8 if kept_in == "int8" else None,
-        output=output,
+        output=output_of(net),
         rotary=net.rotation,
         kernels=kernels,
     )

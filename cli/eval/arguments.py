@@ -40,6 +40,6 @@ app.command(
     "Ask the same questions under every policy and budget, the full cache first. Tasks: needle, "
     "facts, followup (six questions in one chat), long (names, numbers, sentences, lists and "
     "passages to copy), agree (with the full cache's answer), kl (from the full cache), ppl "
-    "(perplexity). FILEs are LongBench, LongBench v2 or RULER records (.json, .jsonl), asked with "
-    "their official prompts, or any texts, for ppl, kl and agree.",
+    "(perplexity). FILEs are any texts, for ppl, kl and agree, or records (.jsonl) in the form of "
+    "RULER: `input`, whose last line is the question, and `outputs`, the right answers.",
 )(command(with_flags(evaluate, Asked)))

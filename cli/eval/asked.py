@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from minikv.cli.settings import completion
-from minikv.settings import ADVANCED, CACHE, OUTPUT
+from minikv.settings import ADVANCED, CACHE
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,12 @@ class Asked:
 
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="FILE", help="LongBench or RULER records, or texts"),
+        typer.Argument(metavar="FILE", help="texts, or records in the form of RULER"),
     ] = None
     tasks: Annotated[
         str,
         typer.Option(
-            help="comma-separated; default: facts; of FILEs the answers, or the ppl of texts",
+            help="comma-separated; default: facts; with FILEs their answers, or the ppl of texts",
             autocompletion=completion.tasks,
         ),
     ] = ""
@@ -48,14 +48,6 @@ class Asked:
             rich_help_panel=CACHE,
         ),
     ] = "once"
-    truncate: Annotated[
-        str,
-        typer.Option(
-            help="records of FILEs that are too long: none (skip and count them) or middle (cut "
-            "the middle out, as LongBench does)",
-            rich_help_panel=ADVANCED,
-        ),
-    ] = "none"
     haystack: Annotated[
         Path | None,
         typer.Option(
@@ -71,16 +63,4 @@ class Asked:
     ] = None
     as_json: Annotated[
         Path | None, typer.Option("--json", help="write the results and all answers here")
-    ] = None
-    heat: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--map",
-            help="draw needle by depth and length here, .png or .svg",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="draw quality over budget here, .png or .svg", rich_help_panel=OUTPUT),
     ] = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -33,45 +33,29 @@ def document(item: Item) -> Document:
     return _Bare(item.document) if item.name is None else Document(item.document, item.name)
 
 
-class _Wording:
-    """A `Template` for an item: the chat's own, or, without roles, one whose prompt is the text
-    alone. Prompts end with the beginning of the answer."""
+class _Begun:
+    """A `Template` whose prompts end with the beginning of the answer."""
 
-    def __init__(self, chat: ChatSession, roles: bool, begins: str) -> None:
-        self._template, self._tokenizer = chat.template, cast(Tokenizer, chat.tokenizer)
-        self._roles = roles
-        self._begins = self._tokenizer.encode(begins, "inside") if begins else []
-        self.notes = chat.template.notes if roles else ()
-        self.tags = chat.template.tags if roles else None
+    def __init__(self, template: Template, begins: list[int]) -> None:
+        self._template, self._begins = template, begins
 
-    def opening(self, messages: Sequence[Any]) -> list[int]:
-        if self._roles:
-            return self._template.opening(messages) + self._begins
-        tokenizer = self._tokenizer
-        start = [id for id, _ in tokenizer.split(tokenizer.start) if id is not None]
-        text = "".join(message.content for message in messages)
-        return start + tokenizer.encode(text, "after" if start else "start") + self._begins
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        return self._template.opening(messages) + self._begins
 
-    def following(self, messages: Sequence[Any]) -> list[int]:
-        if self._roles:
-            return self._template.following(messages) + self._begins
-        return self._tokenizer.encode(messages[-1].content, "inside") + self._begins
+    def following(self, messages: Sequence[Message]) -> list[int]:
+        return self._template.following(messages) + self._begins
 
-    def lookalikes(self, text: str) -> int:
-        return self._template.lookalikes(text) if self._roles else 0
-
-    def markers(self, text: str) -> int:
-        return self._template.markers(text) if self._roles else 0
-
-    def lost(self, text: str) -> int:
-        return self._template.lost(text) if self._roles else 0
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._template, name)
 
 
 @contextmanager
-def worded(chat: ChatSession, item: Item, number: int) -> Iterator[None]:
-    """Inside, the chat writes its prompts in the way that question `number` of the item needs."""
-    before: Template = chat.template
-    chat.template = _Wording(chat, item.roles, item.opens[number] if item.opens else "")
+def worded(chat: ChatSession, item: Item) -> Iterator[None]:
+    """Inside, the chat's prompts end with the beginning of the item's answer."""
+    before = chat.template
+    if item.opens:
+        begins = cast(Tokenizer, chat.tokenizer).encode(item.opens, "inside")
+        chat.template = cast(Template, _Begun(before, begins))
     try:
         yield
     finally:
@@ -81,7 +65,7 @@ def worded(chat: ChatSession, item: Item, number: int) -> Iterator[None]:
 def prompts(chat: ChatSession, item: Item) -> tuple[list[int], ...]:
     """The first prompt, with the document and a question, cut where the chat evicts before it sees
     the question."""
-    with worded(chat, item, 0):
+    with worded(chat, item):
         rendered = document(item).rendered()
         messages = [*chat.messages, Message("user", rendered + item.questions[0])]
         ids = chat.template.opening(messages)
@@ -102,10 +86,9 @@ def answers(chat: ChatSession, item: Item, _: Memory | None = None) -> list[str]
             chat.reset()
         if item.apart or not number:
             chat.pending.append(document(item))
-        with worded(chat, item, number):
+        with worded(chat, item):
             # Not stripped: the metrics know what white space means to them.
-            answer = "".join(chat.ask(question, max_tokens=item.max_tokens))
-        made.append(answer.lstrip("\n").split("\n")[0] if item.first_line else answer)
+            made.append("".join(chat.ask(question, max_tokens=item.max_tokens)))
     return made
 
 
@@ -146,7 +129,7 @@ def _beside(chat: ChatSession, item: Item, memory: Memory) -> list[list[Token]]:
         parts = prompts(chat, one)
         if sum(map(len, parts)) + one.max_tokens > chat.max_context:
             raise ContextError("a document does not fit the model", "choose a smaller --length")
-        with worded(chat, one, 0):
+        with worded(chat, one):
             reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
         for ids in parts:
             logits = chat.engine.prompt(ids)
@@ -207,47 +190,3 @@ PASSES: Mapping[str, Pass] = {
     "beside": Pass(_beside, _needs_to_answer),
     "text": Pass(_text, lambda chat, item: len(_scored(chat, item)[0]), asks=False),
 }
-
-
-# -- items that are longer than the model's context -----------------------------------------------
-
-TRUNCATIONS = ("none", "middle")
-
-
-def fitted(
-    chat: ChatSession, items: Iterable[Item], passes: Sequence[Pass], truncate: str
-) -> tuple[list[Item], int, int]:
-    """The items that fit the model's context with their answers in each of the passes, in their
-    order; how many of them were cut to fit, with `truncate` "middle"; how many others do not fit.
-    """
-    found: list[Item] = []
-    cut = skipped = 0
-    for item in items:
-        fits = _over(chat, item, passes) <= 0
-        shorter = item if fits else _shortened(chat, item, passes) if truncate == "middle" else None
-        found += [] if shorter is None else [shorter]
-        cut += not fits and shorter is not None
-        skipped += shorter is None
-    return found, cut, skipped
-
-
-def _over(chat: ChatSession, item: Item, passes: Sequence[Pass]) -> int:
-    """How many positions more than the model has the item takes."""
-    return max(one.needs(chat, item) for one in passes) - chat.max_context
-
-
-def _shortened(chat: ChatSession, item: Item, passes: Sequence[Pass]) -> Item | None:
-    """The item without the middle of its prompt, as LongBench's pred.py does it: equally many
-    tokens stay at either end. None where the document would not be more than its question."""
-    tokenizer, question = chat.tokenizer, item.questions[0]
-    ids = tokenizer.encode(item.document + question)
-    keep = len(ids)
-    while (over := _over(chat, item, passes)) > 0:
-        keep -= over
-        half = keep // 2
-        end = tokenizer.decode(ids[-half:]) if half > 0 else ""
-        if not end.endswith(question) or len(end) == len(question):
-            return None
-        document = tokenizer.decode(ids[:half]) + end[: len(end) - len(question)]
-        item = replace(item, document=document)
-    return item

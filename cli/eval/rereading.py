@@ -1,4 +1,4 @@
-"""Compute a document once for many policies, and evict it once for many questions under one policy.
+"""Compute a document once for many policies.
 
 The keys and values of a first prompt do not depend on the policy, because every layer attends
 before it evicts. Results are bit for bit the same.
@@ -6,8 +6,8 @@ before it evicts. Results are bit for bit the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import Prefill
 from minikv.cache.second_pass import SecondPass
-from minikv.cache.snapshot import CacheSnapshot
 from minikv.cache.tier import Tier
 from minikv.engine.decode_loop import Network
-from minikv.engine.engine import Engine, Predicting
 
 
 class Rereading:
@@ -32,7 +30,6 @@ class Rereading:
         self._chunk: int = getattr(network, "rows", 1)
         self._tier = Tier(kv.shape, kv.dtype, kv.device)
         self._ids: Tensor | None = None
-        self._hidden: Tensor | None = None
         self._scored: dict[object, SecondPass] = {}
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
@@ -55,25 +52,14 @@ class Rereading:
         self._tier.commit(len(ids))
         return logits
 
-    def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
-        """See `minikv.engine.engine.Predicting`."""
-        network = cast(Predicting, self.network)
-        if self.kv.position or not isinstance(self.kv.reading, Prefill):
-            return network.hidden(ids, kv)
-        self._renew(ids)
-        if self._hidden is None:
-            self._hidden = network.hidden(ids, kv).clone()
-        return self._hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `minikv.engine.engine.Predicting`."""
-        return cast(Predicting, self.network).logits(hidden)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)  # what else a policy asks of the network
 
     def _renew(self, ids: Tensor) -> None:
         """Discard what an error left. If these are other tokens, forget the stored prompt."""
         self._tier.drop()
         if self._ids is None or not torch.equal(ids, self._ids):
-            self._ids, self._hidden, self._scored = ids.clone(), None, {}
+            self._ids, self._scored = ids.clone(), {}
             self._tier.truncate(0)
 
 
@@ -88,32 +74,3 @@ class _Behind:
     def watch(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
         return getattr(self._kv, "watch", None)
-
-
-class Restoring(Engine):
-    """An `Engine` that, while `remembers` is set, keeps the cache of the last first prompt. The
-    same prompt under the same policies is then not read and evicted again."""
-
-    remembers = False
-    _last: tuple[tuple[object, ...], CacheSnapshot, Tensor] | None = None  # (which, cache, logits)
-
-    def prompt(
-        self,
-        ids: Sequence[int],
-        progress: Callable[[int, int], None] | None = None,
-        room: int = 256,
-        asks: bool = False,
-        turn_tokens: int | None = None,
-    ) -> Tensor:
-        """See `Engine`."""
-        kv = self.kv
-        if not self.remembers or kv.position:
-            return super().prompt(ids, progress, room, asks, turn_tokens)
-        key = (kv.rules, kv.pinned, room, asks, turn_tokens, tuple(ids))
-        if self._last is not None and self._last[0] == key:
-            kv.restore(self._last[1], kv.rules)
-            return self._last[2].clone()
-        self._last = None
-        logits = super().prompt(ids, progress, room, asks, turn_tokens)
-        self._last = key, kv.snapshot(), logits.clone()
-        return logits

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,9 +13,11 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.eval import intervals
 from minikv.cli.eval.intervals import Rows
 from minikv.cli.eval.items import Item
-from minikv.cli.eval.names import ANSWERED, CHATS
+from minikv.cli.eval.names import ANSWERED
 from minikv.cli.screen import text
-from minikv.policies import default_step
+
+Against = tuple[float, float | None, float | None]
+"""A mean difference, and the ends of its interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +25,13 @@ class Cell:
     """One task under one policy and budget.
 
     `score` is the mean over n questions (perplexity for ppl, nats for kl; n tokens), with its 95 %
-    interval over documents, None of a single one; `by_question` by the question's number in its
-    chat, `by_place` by needle depth and length, `by_group` by the items' own groups, as (name,
-    score, n); `held` the share of a full cache that is held at the end, mean over documents.
-    `by_item` is each document's own mean (nats for ppl), so that policies can be
-    compared in pairs. `reuse`: what later questions are answered from. `same_by_question`, of
-    chats: the share of answers that are the full cache's. `answers` and their `scores` are by
-    document and question. `file`: whose records it is of.
+    interval over documents, None of a single one; `against`: how much more than the full cache's it
+    is, in pairs (ppl: nats). `by_group`: (name, score, n) by the items' own groups and, in a chat,
+    by the number of the question. `until`, of agree: the mean number of tokens before the first
+    that differs. `held`: the share of a full cache that is held at the end, mean over documents.
+    `by_item` is each document's own mean (nats for ppl), so that policies can be compared in pairs.
+    `reuse`: what later questions are answered from. `answers` and their `scores` are by document
+    and question. `file`: whose records it is of.
     """
 
     task: str
@@ -41,12 +44,10 @@ class Cell:
     low: float | None
     high: float | None
     held: float
-    by_item: list[float] = field(default_factory=list)
-    by_question: list[float] = field(default_factory=list)
-    by_place: list[tuple[float, int, float, int]] = field(default_factory=list)
-    more: dict[str, float] = field(default_factory=dict)
+    against: Against | None = None
     reuse: str = "once"
-    same_by_question: list[float] = field(default_factory=list)
+    until: float | None = None
+    by_item: list[float] = field(default_factory=list)
     by_group: list[tuple[str, float, int]] = field(default_factory=list)
     answers: list[list[str]] = field(default_factory=list)
     scores: list[list[float]] = field(default_factory=list)
@@ -58,6 +59,11 @@ class Cell:
         if self.task == "answers":
             return self.file
         return f"{self.task} of {self.file}" if self.file else self.task
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it is another cache than the full one."""
+        return self.budget != "-"
 
     def record(self) -> dict[str, object]:
         """The cell for JSON, which has no infinity."""
@@ -81,7 +87,23 @@ def cell(
 
     Perplexities of fewer than five documents have no interval: it would be wider than they say.
     """
-    rows, more = _rows(task, items, made, full)
+    more: dict[str, Any] = {}
+    if task == "agree":
+        answers = [[[t[2] for t in q] for q in row] for row in made]
+        rows = [[float(same) for q in row for same in q] for row in answers]
+        if items[0].questions:
+            rows = [[float(all(q)) for q in row] for row in answers]
+            firsts = [q.index(False) if False in q else len(q) for row in answers for q in row]
+            more = {"until": mean(firsts)}
+    elif task in ("ppl", "kl"):
+        rows, whole = (_nats(task, x) for x in (made, full))
+        more = {"against": _against(rows, whole, intervals.of_means)} if task == "ppl" else {}
+    else:
+        rows, whole = (_scored(items, x) for x in (made, full))
+        against = _against(rows, whole, intervals.of_differences)
+        answers = [list(row) for row in made]
+        more = {"against": against, "answers": answers, "scores": rows}
+        more["by_group"] = _grouped(items, rows)
     score = mean([value for row in rows for value in row])
     low, high = (intervals.of_means if task in ("ppl", "kl") else intervals.of_shares)(rows)
     if task == "ppl":
@@ -101,66 +123,31 @@ def cell(
         low,
         high,
         mean(held),
-        [round(mean(row), 4) for row in rows],
         reuse=reuse,
+        by_item=[round(mean(row), 4) for row in rows],
         file=file,
         **more,
     )
 
 
-def _rows(
-    task: str, items: Sequence[Item], made: Sequence[Any], full: Sequence[Any]
-) -> tuple[Rows, dict[str, Any]]:
-    """The numbers by document, and what a cell has beside them."""
-    if task in ("ppl", "kl"):
-        which = ("ppl", "kl").index(task)
-        rows, whole = ([[t[which] for q in row for t in q] for row in x] for x in (made, full))
-        return rows, {"more": _against(rows, whole, shares=False)} if task == "ppl" else {}
-    if task == "agree":
-        if not items[0].questions:
-            return [[float(t[2]) for q in row for t in q] for row in made], {}
-        same = [[[t[2] for t in q] for q in row] for row in made]
-        until = [q.index(False) if False in q else len(q) for row in same for q in row]
-        more = {"tokens_before_difference": mean(until)}
-        return [[float(all(q)) for q in row] for row in same], {"more": more}
-    rows, whole = (
-        [
-            [item.metric(a, right, item.classes) for a, right in zip(row, item.right, strict=True)]
-            for item, row in zip(items, answers, strict=True)
-        ]
-        for answers in (made, full)
-    )
-    more = _against(rows, whole, shares=True)
-    found: dict[str, Any] = {"answers": [list(row) for row in made], "scores": rows, "more": more}
-    by_question = _columns(rows)
-    if len(by_question) > 1 and not any(item.apart for item in items):
-        found["by_question"] = by_question
-    found["by_group"] = _grouped(rows, [item.groups for item in items])
-    if task == "needle":
-        places = _grouped(rows, [[item.where] for item in items])
-        found["by_place"] = [(*where, score, n) for where, score, n in places]
-    if task in CHATS and len(by_question) > 1:
-        alike = [
-            [float(a.split() == b.split()) for a, b in zip(*both, strict=True)]
-            for both in zip(made, full, strict=True)
-        ]
-        more |= {"same": mean([x for row in alike for x in row])}
-        more |= _bounds("same", intervals.of_shares(alike))
-        more["all_right"] = mean([float(mean(row) == 1.0) for row in rows])
-        found["same_by_question"] = _columns(alike)
-    return rows, found
+def _nats(task: str, made: Sequence[Sequence[Any]]) -> list[list[float]]:
+    """Those of each token, by document."""
+    which = ("ppl", "kl").index(task)
+    return [[t[which] for q in row for t in q] for row in made]
 
 
-def _against(rows: Rows, full: Rows, *, shares: bool) -> dict[str, float]:
+def _scored(items: Sequence[Item], made: Sequence[Sequence[str]]) -> list[list[float]]:
+    """The scores of answers, by document."""
+    return [
+        [item.metric(answer, right) for answer, right in zip(answers, item.right, strict=True)]
+        for item, answers in zip(items, made, strict=True)
+    ]
+
+
+def _against(rows: Rows, full: Rows, interval: Callable[[Rows], intervals.Bounds]) -> Against:
     """How much more than the full cache, in pairs, with its interval over documents."""
     less = [[a - b for a, b in zip(*both, strict=True)] for both in zip(rows, full, strict=True)]
-    found = (intervals.of_differences if shares else intervals.of_means)(less)
-    return {"against": mean([x for row in less for x in row]), **_bounds("against", found)}
-
-
-def _bounds(name: str, found: intervals.Bounds) -> dict[str, float]:
-    low, high = found
-    return {} if low is None or high is None else {f"{name}_low": low, f"{name}_high": high}
+    return (mean([x for row in less for x in row]), *interval(less))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -168,21 +155,20 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _columns(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of each question over the documents that have so many."""
-    longest = max(map(len, rows))
-    return [mean([row[i] for row in rows if i < len(row)]) for i in range(longest)]
+def _grouped(items: Sequence[Item], rows: Rows) -> list[tuple[str, float, int]]:
+    """(group, mean, number of scores), sorted: numbers in names as numbers."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for item, row in zip(items, rows, strict=True):
+        in_turn = len(row) > 1 and not item.apart
+        for i, score in enumerate(row, 1):
+            for name in (*item.groups, *([f"Q{i}"] if in_turn else [])):
+                found[name].append(score)
 
+    def key(name: str) -> list[str | int]:
+        parts = re.split(r"(\d+)", name.replace(",", ""))
+        return [int(part) if part.isdigit() else part for part in parts]
 
-def _grouped(
-    rows: Sequence[Sequence[float]], groups: Sequence[Iterable[Any]]
-) -> list[tuple[Any, float, int]]:
-    """(group, mean, number of scores) of each group, sorted; `groups` are those of each row."""
-    found: dict[Any, list[float]] = defaultdict(list)
-    for row, names in zip(rows, groups, strict=True):
-        for name in names:
-            found[name].extend(row)
-    return [(name, mean(scores), len(scores)) for name, scores in sorted(found.items())]
+    return [(name, mean(found[name]), len(found[name])) for name in sorted(found, key=key)]
 
 
 def _exp(nats: float) -> float:
@@ -192,51 +178,73 @@ def _exp(nats: float) -> float:
 # -- tables ---------------------------------------------------------------------------------------
 
 _UNIT = {"ppl": "perplexity", "agree": "same as full", "kl": "KL"}
-_MORE = {"tokens_before_difference": "tokens before difference"}
-_CHAT = {"same": "same as full", "all_right": "all right"}
-"""Further figures, with their headings. Of `agree`: the mean number of tokens up to the first that
-differs. Of a chat: the share of answers equal to the full cache's, and the share of chats without a
-wrong answer."""
 _HALF = 0.5  # of the questions, which the full cache must answer for a comparison to mean something
-
-
-def names(cells: Sequence[Cell]) -> list[str]:
-    """A short name of each cell: its policy and budget. If the decode policy of any cell is not its
-    policy's default, names include it. If the reuse of any cell is not "once", names include it."""
-    with_decode = any(not c.stride and c.decode != default_step(c.policy) for c in cells)
-    reused = any(c.reuse != "once" for c in cells)
-    found = []
-    for c in cells:
-        name = c.policy + (f" /{c.stride}" if c.stride else "")
-        if c.budget != "-":
-            name += (f" with {c.decode}" if with_decode and not c.stride else "") + f" {c.budget}"
-            name += f" {c.reuse}" if reused else ""
-        found.append(name)
-    return found
+Column = tuple[str, Callable[[Cell], str]]
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """One block per task, the full cache's row first."""
+    """One block per task, the full cache's row first; scores by group below it."""
     blocks = []
     for title in dict.fromkeys(cell.title for cell in cells):
         mine = [cell for cell in cells if cell.title == title]
-        blocks.append("\n".join([title, _scores(mine), *_remarks(mine)]))
-        for heading, rows in (
-            ("by question", [_numbered(c.by_question) for c in mine]),
-            ("same as full", [_numbered(c.same_by_question) for c in mine]),
-            ("by group", [{f"{name} ({n:,})": s for name, s, n in c.by_group} for c in mine]),
-        ):
-            if heads := list(dict.fromkeys(head for row in rows for head in row)):
-                lines = [
-                    [name, *(f"{100 * row[head]:.1f}%" if head in row else "-" for head in heads)]
-                    for name, row in zip(names(mine), rows, strict=True)
-                ]
-                blocks.append(text.grid([[heading, *heads], *lines], "<" + ">" * len(heads)))
+        blocks.append("\n".join([title, _grid(mine, _figures(mine)), *_remarks(mine)]))
+        if any(cell.by_group for cell in mine):
+            blocks.append(_grid(mine, _groups(mine)))
     return "\n\n".join(blocks)
 
 
-def _numbered(shares: Sequence[float]) -> dict[str, float]:
-    return {f"Q{i}": share for i, share in enumerate(shares, 1)} if len(shares) > 1 else {}
+def _grid(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+    """A line for each cell: what it is of, and the columns."""
+    lead: list[Column] = [
+        ("policy", lambda c: c.policy + (f" /{c.stride}" if c.stride else "")),
+        ("decode", lambda c: c.decode),
+        ("budget", lambda c: c.budget),
+    ]
+    if any(cell.reuse != "once" for cell in cells):
+        lead.append(("reuse", lambda c: c.reuse if c.evicts else "-"))
+    every = [*lead, *columns]
+    lines = [[head for head, _ in every], *([get(c) for _, get in every] for c in cells)]
+    return text.grid(lines, "<" * len(lead) + ">" * len(columns))
+
+
+def _figures(cells: Sequence[Cell]) -> list[Column]:
+    """The columns of figures; of those that some task lacks, where any cell has a value."""
+    task = cells[0].task
+    nats = "nats" if task == "ppl" else task
+    columns: list[Column] = [
+        (_UNIT.get(task, "score"), lambda c: _figure(task, c.score)),
+        ("95 %", lambda c: _interval(task, c.low, c.high)),
+    ]
+    if any(c.against for c in cells):
+        columns += [
+            (
+                "nats above full" if task == "ppl" else "against full",
+                lambda c: _figure(nats, c.against[0], "+") if c.against and c.evicts else "-",
+            ),
+            (
+                "95 %",
+                lambda c: _interval(nats, *c.against[1:], "+") if c.against and c.evicts else "-",
+            ),
+        ]
+    columns += [("n", lambda c: str(c.n)), ("held", lambda c: f"{c.held:.1%}")]
+    if any(c.until is not None for c in cells):
+        head = "tokens before difference"
+        columns.append((head, lambda c: "-" if c.until is None else f"{c.until:.1f}"))
+    return columns
+
+
+def _groups(cells: Sequence[Cell]) -> list[Column]:
+    """A column for each group, by the heading of its name."""
+
+    def column(name: str) -> Column:
+        def get(c: Cell) -> str:
+            return next(
+                (f"{100 * score:.1f}%" for other, score, _ in c.by_group if other == name), "-"
+            )
+
+        return name, get
+
+    return [column(name) for name in dict.fromkeys(g[0] for c in cells for g in c.by_group)]
 
 
 def _remarks(cells: Sequence[Cell]) -> Iterator[str]:
@@ -247,40 +255,6 @@ def _remarks(cells: Sequence[Cell]) -> Iterator[str]:
         yield f"The full cache itself has {share}: the comparison means nothing with this model."
     if first.task == "kl":
         yield "KL is in nats a token, from the full cache."
-
-
-def _scores(cells: Sequence[Cell]) -> str:
-    """A line for each cell; a column where any of them has a value."""
-    task = cells[0].task
-    known, nats = {key for c in cells for key in c.more}, "nats" if task == "ppl" else task
-    columns: list[tuple[str, Callable[[Cell], str]]] = [
-        ("policy", lambda c: c.policy + (f" /{c.stride}" if c.stride else "")),
-        ("decode", lambda c: c.decode),
-        ("budget", lambda c: c.budget),
-    ]
-    if any(cell.reuse != "once" for cell in cells):
-        columns.append(("reuse", lambda c: c.reuse if c.budget != "-" else "-"))
-    left = len(columns)
-    columns += [
-        (_UNIT.get(task, "score"), lambda c: _figure(task, c.score)),
-        ("95 %", lambda c: _interval(task, c.low, c.high)),
-    ]
-    if "against" in known:
-        unit = "nats above full" if task == "ppl" else "against full"
-        columns += [
-            (unit, lambda c: "-" if c.budget == "-" else _figure(nats, c.more["against"], "+")),
-            ("95 %", lambda c: "-" if c.budget == "-" else _bounded(c, nats)),
-        ]
-    columns += [("n", lambda c: str(c.n)), ("held", lambda c: f"{c.held:.1%}")]
-    for key, head in (_MORE | ({} if task == "long" else _CHAT)).items():
-        if key in known:
-            columns.append((head, lambda c, key=key: _extra(c, key)))  # type: ignore[misc]
-    lines = [[head for head, _ in columns], *([get(c) for _, get in columns] for c in cells)]
-    return text.grid(lines, "<" * left + ">" * (len(columns) - left))
-
-
-def _bounded(c: Cell, unit: str) -> str:
-    return _interval(unit, c.more.get("against_low"), c.more.get("against_high"), "+")
 
 
 def _interval(task: str, low: float | None, high: float | None, sign: str = "") -> str:
@@ -294,9 +268,3 @@ def _figure(task: str, value: float, sign: str = "") -> str:
     if task in ("ppl", "nats", "kl"):
         return f"{value:{sign}z.{4 if task == 'kl' else 3}f}"
     return f"{100 * value:{sign}z.1f}%"
-
-
-def _extra(cell: Cell, key: str) -> str:
-    if key not in cell.more:
-        return "-"
-    return f"{cell.more[key]:.1f}" if key in _MORE else f"{cell.more[key]:.1%}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
@@ -11,8 +10,9 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import PASSES, Memory
-from minikv.cli.eval.rereading import Rereading, Restoring
+from minikv.cli.eval.rereading import Rereading
 from minikv.cli.eval.results import Cell, cell
+from minikv.engine.engine import Engine
 from minikv.errors import ContextError, UsageError
 
 REUSES = ("once", "refresh", "blind", "recall")
@@ -22,12 +22,8 @@ Progress = Callable[[int, int], None]
 """(done, total): documents under a policy."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A policy and budget, and the value of --reuse."""
-
-    eviction: EvictionConfig
-    reuse: str
+_Choice = tuple[EvictionConfig, str]
+"""A policy and budget, and the value of --reuse."""
 
 
 class Run:
@@ -36,8 +32,8 @@ class Run:
     Later questions are answered from what each of `reuses` says. Without eviction that makes no
     difference, nor where nothing is asked: these are measured under the first one alone. `cells`
     are of the items that `measure` has finished, also after it was stopped. `name`: of the tasks,
-    or, with `is_file`, of a file of records. `cut` and `skipped` of these were too long, and cut or
-    left out. One that turns out not to fit is left out of `items` as well.
+    or, with `is_file`, of a file of records, of which `skipped` were too long. One that turns out
+    not to fit is left out of `items` as well.
     """
 
     def __init__(
@@ -50,15 +46,14 @@ class Run:
         *,
         name: str = "",
         is_file: bool = False,
-        cut: int = 0,
         skipped: int = 0,
     ) -> None:
         self.chat, self.tasks, self.items, self.wanted = chat, tasks, list(items), list(wanted)
-        self.name, self.is_file, self.cut, self.skipped = name, is_file, cut, skipped
+        self.name, self.is_file, self.skipped = name, is_file, skipped
         # All policies of one reuse are neighbours: they read the same first prompt.
-        self._choices = {
+        self._choices: dict[str, list[_Choice]] = {
             one: [
-                _Choice(eviction, reuse if eviction.evicts else "once")
+                (eviction, reuse if eviction.evicts else "once")
                 for number, reuse in enumerate(_distinct(one, reuses))
                 for eviction in self.wanted
                 if eviction.evicts or not number
@@ -79,10 +74,10 @@ class Run:
         """Raise ContextError for the first item that might not fit, called by file and line or as a
         document of the task, and UsageError for a budget that is too small for any of them.
         Measures nothing, so that one item does not cost the others."""
-        for choice in chain.from_iterable(self._choices.values()):
-            self.chat.check(choice.eviction)  # bytes are tokens per head only beside a model
-            if choice.reuse == "recall" and choice.eviction.evicts:
-                self.chat.configure(choice.eviction)
+        for eviction, reuse in chain.from_iterable(self._choices.values()):
+            self.chat.check(eviction)  # bytes are tokens per head only beside a model
+            if reuse == "recall" and eviction.evicts:
+                self.chat.configure(eviction)
                 if why := self.chat.engine.kv.rules.cannot_recall:
                     raise UsageError(
                         f"--reuse recall is not possible: {why}",
@@ -90,32 +85,28 @@ class Run:
                     )
         most = self.chat.max_context
         for number, item in enumerate(self.items, 1):
-            needed = max(PASSES[one].needs(self.chat, item) for one in self._choices)
+            needed = needs(self.chat, self.tasks, item)
             if needed > most:
                 raise ContextError(
-                    f"{self._called(number)}: needs {needed:,} tokens "
-                    f"with its answers, and this model was trained for {most:,} positions",
+                    f"{item.source or f'{self.name}, document {number:,}'}: needs {needed:,} "
+                    f"tokens with its answers, and this model was trained for {most:,} positions",
                     "nothing was measured; leave it out, choose a smaller --length or a model with "
                     "a longer context",
                 )
 
-    def _called(self, number: int) -> str:
-        return self.items[number - 1].source or f"{self.name}, document {number:,}"
-
     def measure(self, progress: Progress) -> None:
         """Go through the items. A document is computed once for all policies that do not need the
-        queries of all its tokens, and evicted once for all questions that are asked apart and find
-        it evicted (see `rereading`). Raises ContextError if a document that was made does not
-        fit."""
+        queries of all its tokens (see `rereading`). Raises ContextError if a document that was made
+        does not fit."""
         chat, engine = self.chat, self.chat.engine
         before = chat.reuse, chat.recall.kind
-        chat.engine = restoring = Restoring(Rereading(engine.network, engine.kv), engine.kv)
+        chat.engine = Engine(Rereading(engine.network, engine.kv), engine.kv)
         each = len(self._made)
         try:
             for item in list(self.items):
                 done = self.completed
                 try:
-                    self._measure(item, restoring, progress)
+                    self._measure(item, progress)
                 except ContextError:
                     if not self.is_file:
                         raise
@@ -129,14 +120,13 @@ class Run:
             chat.reset()
             chat.reuse, chat.recall.kind = before
 
-    def _measure(self, item: Item, engine: Restoring, progress: Progress) -> None:
+    def _measure(self, item: Item, progress: Progress) -> None:
         """One item, under every choice."""
         chat, total = self.chat, len(self.items) * len(self._made)
         for one, these in self._choices.items():
             memory: Memory = {}
-            for reuse, group in groupby(enumerate(these), key=lambda choice: choice[1].reuse):
+            for reuse, group in groupby(enumerate(these), key=lambda choice: choice[1][1]):
                 neighbours, blind = list(group), reuse == "blind"
-                engine.remembers = blind and item.apart
                 # A document with its question is read once for all policies, question by question;
                 # one without is the same for all questions.
                 parts = [item] if blind or not PASSES[one].asks else list(item.single())
@@ -144,24 +134,20 @@ class Run:
                 for number, part in enumerate(parts, 1):
                     for i, choice in neighbours:
                         progress(sum(map(len, self._made.values())), total)
-                        self._prepare(choice)
+                        self._prepare(*choice)
                         found[i] += PASSES[one].run(chat, part, memory)
                         if number == len(parts):
                             held = 1.0 - chat.engine.kv.stats().saved
                             self._made[one, i].append((found[i], held))
 
-    def _prepare(self, choice: _Choice) -> None:
+    def _prepare(self, eviction: EvictionConfig, reuse: str) -> None:
         """An empty chat under this choice."""
         chat = self.chat
         chat.reset()
-        chat.configure(choice.eviction)
-        chat.reuse = choice.reuse
+        chat.configure(eviction)
+        chat.reuse = reuse
         # By name, so that one that does not fit is an error.
-        chat.recall.kind = "ram" if choice.reuse == "recall" else "none"
-
-    def answers(self) -> list[list[list[str]]]:
-        """[choice][document][question], in the order of the cells of one task."""
-        return [self._results("answers", i)[0] for i in range(len(self._choices["answers"]))]
+        chat.recall.kind = "ram" if reuse == "recall" else "none"
 
     def cells(self) -> list[Cell]:
         """One for each task and choice, in this order; none if no item was finished."""
@@ -174,16 +160,14 @@ class Run:
             full, _ = self._results(one, 0)
             for i, choice in enumerate(self._choices[one]):
                 made, held = self._results(one, i)
-                how = choice.eviction, choice.reuse
-                found.append(cell(task, *how, items, made, full, held, file))
+                found.append(cell(task, *choice, items, made, full, held, file))
         return found
 
     def left_out(self) -> str:
         """A line about records that were too long; empty where there are none."""
         records = sum(len(item.questions) for item in self.items) + self.skipped
-        parts = [f"{self.skipped:,} too long and skipped"] if self.skipped else []
-        parts += [f"{self.cut:,} cut in the middle"] if self.cut else []
-        return f"{self.name}: of {records:,} records {' and '.join(parts)}" if parts else ""
+        said = f"{self.name}: of {records:,} records {self.skipped:,} too long and skipped"
+        return said if self.skipped else ""
 
     def _results(self, one: str, i: int) -> tuple[list[list[Any]], list[float]]:
         done = self._made[one, i][: self.completed]
@@ -193,6 +177,11 @@ class Run:
 def passes(tasks: Iterable[str], items: Sequence[Item]) -> list[str]:
     """The names of what has to be done for these tasks, each once."""
     return sorted({pass_of(task, items) for task in tasks}, key=list(PASSES).index)
+
+
+def needs(chat: ChatSession, tasks: Iterable[str], item: Item) -> int:
+    """The most positions that these tasks of the item take, with the longest answers."""
+    return max(PASSES[one].needs(chat, item) for one in passes(tasks, [item]))
 
 
 def pass_of(task: str, items: Sequence[Item]) -> str:

@@ -211,7 +211,7 @@ def needle(
                     text = _with(next(cut), fact.statements, [depth])
                 else:
                     text, fact = _dull(codec, rng, length, depth)
-                yield asking(text, [fact], rng, how, where=(depth, length))
+                yield asking(text, [fact], rng, how, groups=(f"at {depth:.0%}", f"of {length:,}"))
 
 
 def _dull(codec: Codec, rng: random.Random, length: int, depth: float) -> tuple[str, Fact]:

@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 
 from minikv.cli.bench import networks, systems
 from minikv.cli.main import _resume_alone, app
-from minikv.errors import ContextError
-from minikv.models import BUNDLED
 from minikv.policies import DEFAULT_PROMPT
 
 FLAGS = ("--shape", "tiny", "--budget", "64", "--repeat", "1")
@@ -27,7 +25,6 @@ def bench(*args: str) -> Any:
     [
         ("kernels", "'kernels'"),
         ("decode --shape lama-3-8b", "did you mean llama-3-8b?"),
-        ("decode --model /nowhere", "is not a directory"),
         ("decode --policy snapkw", "snapkw"),
         ("decode --policy ,", "--policy names nothing"),
         ("decode --decode snapkv", "snapkv"),
@@ -75,7 +72,7 @@ def test_all_is_steps_and_prompts_of_one_network(
     assert made.keys() == {*keys.split()}
     assert made["complete"] is True
     assert made["bandwidth"] > 0
-    assert (made["wanted"]["model"], made["wanted"]["dtype"]) == ("s", "bfloat16")
+    assert made["wanted"] == {"shape": "s", "dtype": "bfloat16", "repeat": 1, "steps": 2}
     kinds = [(row["kind"], row["length"], row["policy"]) for row in made["rows"]]
     assert kinds == [
         (kind, length, policy)
@@ -92,25 +89,10 @@ def test_all_is_steps_and_prompts_of_one_network(
     assert max(map(len, lines[1:])) <= 80
 
 
-def test_a_real_model_takes_the_place_of_a_shape() -> None:
-    model = ("--model", str(BUNDLED), "--no-peer", "--dtype", "float32")
-    out = bench("prefill", *model, "--length", "64", "--repeat", "1", "--budget", "48", "--json=-")
-    assert out.exit_code == 0, out.stderr
-    made = json.loads(out.stdout)
-    assert made["wanted"]["random_weights"] is False
-    config = networks.ModelConfig.from_folder(BUNDLED)
-    row = config.layers * config.kv_heads * (2 * config.head_dim * 4 + 4)
-    assert made["rows"][0]["kv_bytes"]["full"] == 64 * row
-    long = bench("decode", *model, "--length", str(config.max_context))
-    assert long.exit_code == ContextError.exit_code
-    assert "smaller --length" in long.stderr
-
-
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (MemoryError, 4)])
 def test_what_was_measured_is_shown_when_a_run_ends_early(
     error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """MemoryError is raised for every system at that length."""
     read = systems.Cached.read
 
     def stops(self: systems.Cached, ids: list[int], room: int = 256) -> float:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -34,12 +32,11 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_run(tmp_path: Path) -> None:
-    """The table, JSON and picture agree; the full cache comes first."""
-    out, plot = (tmp_path / f"out.{kind}" for kind in ("json", "svg"))
+    """The table and JSON agree; the full cache comes first."""
+    out = tmp_path / "out.json"
     flags = "--policy adakv,kvcrush(h2o) --budget 64 --length 400 -n 2 --tasks"
     tasks = ("facts", "followup", "agree", "ppl", "kl")
-    files = ("--json", out, "--plot", plot)
-    result = evaluate(flags, ",".join(tasks), *files)
+    result = evaluate(flags, ",".join(tasks), "--json", out)
     written = json.loads(out.read_text())
     cells = written["cells"]
     assert [c["policy"] for c in cells[:3]] == ["full", "adakv", "kvcrush(h2o)"]
@@ -49,9 +46,8 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert by["kl", "full"]["score"] == 0.0 < by["kl", "adakv"]["score"]
     assert by["ppl", "full"]["score"] > 1.0
     assert by["facts", "adakv"]["held"] < 0.5 * by["facts", "full"]["held"]
-    assert len(by["followup", "full"]["by_question"]) >= 2
+    assert [name for name, *_ in by["followup", "full"]["by_group"]][:2] == ["Q1", "Q2"]
     assert all(f"{task}\n" in result.stdout for task in tasks)
-    assert "kvcrush(h2o)" in "".join(ElementTree.parse(plot).getroot().itertext())
     # What was asked, what would be right, what each policy said and what it scored.
     items = written["items"]["facts, agree, ppl, kl"]
     for c in cells[3:6]:
@@ -70,13 +66,12 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("--length none", "cannot read the number of tokens"),
         ("--length 3", "--length must be 64 to 10,000,000, got 3"),
         (f"--length {'9' * 5000}", "cannot read the number of tokens"),
-        ("--length 199", "a document of 199 tokens holds no fact"),
-        ("--length 100,1000 --tasks needle,ppl", "a document of 100 tokens holds no"),
+        ("--length 199", "a document of 199 tokens is too short for the task facts"),
+        ("--length 100,1000 --tasks needle,ppl", "100 tokens is too short for the task ppl"),
         ("--tasks long --length 300", "300 tokens is too short for the task long"),
         ("--reuse recall,always", "unknown reuse 'always'"),
         ("--reuse auto", "unknown reuse 'auto'"),
         ("--reuse ,", "--reuse names nothing"),
-        ("--truncate left", "--truncate takes: none, middle"),
         ("-n 0", "-n must be at least 1"),
         ("--questions 0", "--questions must be at least 1"),
         ("-o windov=3", "none of these policies has an option 'windov'"),
@@ -100,36 +95,13 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("--haystack LICENSE --needle a|b", "cannot read the needle"),
         ("--haystack /nowhere/x.txt", "/nowhere/x.txt"),
         ("--json /nowhere/out.json", "there is no directory"),
-        ("--json out.txt", "cannot tell what to write"),
-        ("--plot out.txt", "--plot writes .png or .svg"),
-        ("--map out.svg", "there is nothing to map"),
+        ("--json /", "is a directory"),
     ],
 )
 def test_wrong_arguments(arguments: str, says: str) -> None:
     result = evaluate(arguments, code=2)
     assert says in result.stderr
     assert len(result.stderr.splitlines()) <= 3
-
-
-@pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize(
-    ("package", "arguments", "says"),
-    [
-        ("matplotlib", "--tasks needle --map {}/x.png", "--map needs matplotlib"),
-        ("matplotlib", "--plot {}/x.svg", "--plot needs matplotlib"),
-        ("rouge", "{}/summaries.jsonl", "summaries are scored by the package rouge"),
-        ("rouge", "{}/wrong.jsonl", "line 1: no answers"),
-    ],
-)
-def test_a_package_or_a_field_that_is_missing_is_named_before_a_model_is_loaded(
-    package: str, arguments: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = {"context": "The fox.", "input": "", "answers": ["fox"], "dataset": "gov_report"}
-    (tmp_path / "summaries.jsonl").write_text(json.dumps(record))
-    del record["answers"]
-    (tmp_path / "wrong.jsonl").write_text(json.dumps(record))
-    monkeypatch.setitem(sys.modules, package, None)
-    assert says in evaluate(arguments.format(tmp_path), code=2).stderr
 
 
 def test_a_decode_policy_beside_the_full_cache_is_measured() -> None:
@@ -174,7 +146,7 @@ def test_what_was_measured_is_kept_when_a_run_is_stopped(
     written = json.loads(out.read_text())
     assert [(c["policy"], c["n"]) for c in written["cells"]] == [("full", 2), ("adakv", 2)]
     assert written["facts"]["stopped_after"] == {"facts": "2 of 4"}
-    assert f"documents measured: facts: 2 of 4; written to {out}" in result.stderr.replace("\n", "")
+    assert "documents measured: facts: 2 of 4" in " ".join(result.stderr.split())
     assert "adakv" in result.stdout
     # Stopped before anything was measured: what an earlier run has written stays.
     asked = 5
@@ -262,43 +234,10 @@ def test_a_sentence_is_right_if_the_value_is(
     assert set(rooms) == {room}
 
 
-# -- records that are longer than the model's context -------------------------------------------
-
-
-def words(count: int, **changes: object) -> Item:
-    text = "Read this.\n" + " ".join(f"word{i}" for i in range(count))
-    item = Item(text, ("\nWho is it?",), (("fox",),), max_tokens=20, name=None)
-    return replace(item, **changes)
-
-
-def qasper(path: Path, *words: int) -> Path:
-    lines = [
-        {"context": "word " * n, "input": "Who?", "answers": ["fox"], "dataset": "qasper"}
-        | {"length": n}
-        for n in words
-    ]
+def records(path: Path, *words: int) -> Path:
+    lines = [{"input": "word " * n + "\nWho?", "outputs": ["fox"]} for n in words]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
-
-
-def test_the_middle_is_cut_out_as_longbench_does() -> None:
-    """Half of what there is room for from either end of the whole prompt, the question with it."""
-    chat = minikv.load(policy="full")
-    chat.max_context = 300
-    items, needs = [words(20), words(400), words(30)], [PASSES["answers"]]
-    assert passes.fitted(chat, items, needs, "none") == ([items[0], items[2]], 0, 1)
-    (first, short, last), *counts = passes.fitted(chat, items, needs, "middle")
-    assert (first, last, counts) == (items[0], items[2], [1, 0])
-    assert short.questions == items[1].questions
-    assert 290 < len(passes.prompts(chat, short)[0]) + short.max_tokens <= 300
-    prompt, cut = (item.document + item.questions[0] for item in (items[1], short))
-    half = len(chat.tokenizer.encode(cut)) // 2
-    ids = chat.tokenizer.encode(prompt)
-    assert cut.startswith(chat.tokenizer.decode(ids[: half - 8]))
-    assert cut.endswith(chat.tokenizer.decode(ids[8 - half :]))
-    # A question that is longer than half of the room cannot be cut.
-    long = words(400, questions=(" why" * 300,))
-    assert passes.fitted(chat, [long], needs, "middle") == ([], 0, 1)
 
 
 def test_a_record_that_is_too_long_does_not_end_a_run(
@@ -314,17 +253,15 @@ def test_a_record_that_is_too_long_does_not_end_a_run(
         return ask(chat, item)
 
     monkeypatch.setitem(PASSES, "answers", replace(PASSES["answers"], run=answers))
-    one, two = qasper(tmp_path / "qasper_e.jsonl", 40, 1, 9000), tmp_path / "two.jsonl"
+    one, two = records(tmp_path / "vt.jsonl", 40, 1, 9000), tmp_path / "two.jsonl"
     out = tmp_path / "out.json"
     flags = "--policy adakv --budget 64 --json"
-    result = evaluate(flags, out, one, qasper(two, 9000))
-    assert "qasper_e: of 3 records 2 too long and skipped" in result.stderr
+    result = evaluate(flags, out, one, records(two, 9000))
+    assert "vt: of 3 records 2 too long and skipped" in result.stderr
     assert "two: of 1 records 1 too long and skipped" in result.stderr
-    assert "by group  0-4k (1)\n" in result.stdout
     written = json.loads(out.read_text())
-    assert written["facts"]["skipped"] == {"qasper_e": 2, "two": 1}
-    assert [c["by_group"][0][0::2] for c in written["cells"]] == [["0-4k", 1]] * 2
-    assert [i["source"] for i in written["items"]["qasper_e"]] == [f"{one}, line 2"]
+    assert written["facts"]["skipped"] == {"vt": 2, "two": 1}
+    assert [c["n"] for c in written["cells"]] == [1, 1]
+    assert [i["source"] for i in written["items"]["vt"]] == [f"{one}, line 2"]
     nothing = evaluate(str(two), code=5)
     assert "two: of 1 records 1 too long and skipped" in nothing.stderr
-    assert "--truncate middle" in nothing.stderr

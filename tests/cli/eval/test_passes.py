@@ -72,12 +72,3 @@ def test_the_first_difference_is_that_of_the_answers() -> None:
             assert shared == min(until, len(full) - 1)
     assert all(t[1:] == (0.0, True) for found in beside["full"] for t in found)
     assert any(not t[2] for found in beside["streaming"] for t in found)
-
-
-def test_answers_are_not_stripped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An indentation counts in code; of some datasets only the first line does."""
-    chat = minikv.load(policy="full")
-    monkeypatch.setattr(chat, "ask", lambda *_, **__: iter(["\n", "    return x\n", "more"]))
-    for first_line, made in ((False, "\n    return x\nmore"), (True, "    return x")):
-        item = Item("def f(x):", ("Next?",), (("",),), first_line=first_line)
-        assert passes.answers(chat, item) == [made]

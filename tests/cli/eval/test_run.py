@@ -9,7 +9,6 @@ import torch
 
 import minikv
 from minikv.cache.attend import Attend
-from minikv.cache.prefill import Prefill
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.eval import passes, run, tasks
@@ -144,10 +143,9 @@ def test_every_reuse_beside_the_full_cache() -> None:
         ("full", "once"),
         *(("adakv", reuse) for reuse in run.REUSES),
     ]
-    assert cells[0].more["same"] == 1.0
     by = {c.reuse: c for c in cells[1:]}
-    assert by["recall"].by_question == by["refresh"].by_question
-    assert by["recall"].same_by_question[0] == by["once"].same_by_question[0]
+    assert by["recall"].answers == by["refresh"].answers
+    assert by["recall"].by_group[0] == by["once"].by_group[0]
     assert (chat.reuse, chat.recall.kind) == before
     assert not chat.recall.nbytes
 
@@ -160,7 +158,7 @@ def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
     wanted = [*full(), *(EvictionConfig.read("adakv", budget=b) for b in ("48", "128"))]
     one = run.Run(chat, ["followup"], [item], wanted, ["once", "recall"])
     one.measure(never)
-    made = one.answers()
+    made = [cell.answers for cell in one.cells()]
     for number, budget in ((3, "48"), (4, "128")):
         alone = minikv.load(policy="adakv", budget=budget, reuse="recall", tier="ram")
         assert passes.answers(alone, item) == made[number][0]
@@ -206,7 +204,7 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
     one = run.Run(chat, ["facts", "agree"], [about], wanted, ["once", "blind"])
     one.check()
     one.measure(never)
-    made = one.answers()
+    made = [cell.answers for cell in one.cells()[:3]]
     for number, reuse in ((1, "once"), (2, "blind")):
         for question, answer in zip(about.questions, made[number][0], strict=True):
             chat.reset()
@@ -217,8 +215,7 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
     assert made[1] != made[2], "seen and unseen answer alike: the test sees nothing"
     cells = one.cells()
     assert [c.n for c in cells] == [3] * 6
-    assert not any(c.by_question for c in cells)
-    assert cells[0].answers == made[0]
+    assert not any(c.by_group for c in cells)
     assert [len(row) for row in cells[0].scores] == [3]
 
 
@@ -226,29 +223,21 @@ def test_a_document_is_read_once_for_all_questions_that_have_not_seen_it(
     about: Item, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the question it is another prompt each time; without it, it is one for all policies, of
-    which only the end is read again, and evicted once for each."""
+    which only the end is read again."""
     chat = minikv.load(policy="full")
     chat.engine.network.rows = 128  # type: ignore[attr-defined]
     read: list[tuple[str, int]] = []
-    forward, complete = chat.engine.network.forward, Prefill.complete
+    forward = chat.engine.network.forward
 
     def counted(ids: torch.Tensor, kv: Attend) -> torch.Tensor:
         read.append((chat.reuse, len(ids)))
         return forward(ids, kv)
 
-    evicted: list[int] = []
-
-    def completed(self: Prefill) -> object:
-        evicted.append(self.plan.tokens)
-        return complete(self)
-
     monkeypatch.setattr(chat.engine.network, "forward", counted)
-    monkeypatch.setattr(Prefill, "complete", completed)
     wanted = choices("streaming", "48,96", "auto")
     run.Run(chat, ["facts"], [about], wanted, ["once", "blind"]).measure(never)
     assert sum(tokens > 300 and reuse == "once" for reuse, tokens in read) == 3
     assert sum(tokens > 300 and reuse == "blind" for reuse, tokens in read) == 1
-    assert sum(tokens > 300 for tokens in evicted) == 3 * 3 + 2
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "queryspan+global", "kvzip"])
