@@ -79,12 +79,12 @@ def choices(
     return wanted
 
 
-def lengths(text: str, least: int, most: int) -> tuple[int, ...]:
+def lengths(text: str) -> tuple[int, ...]:
     """The numbers of tokens of --length, in the order given. Raises UsageError."""
     found = tuple(dict.fromkeys(map(read_count, read_list(text, "--length"))))
     for number in found:
-        if not least <= number <= most:
-            raise UsageError(f"--length must be {least} to {most:,}, got {number:,}")
+        if not 64 <= number <= 1_000_000:
+            raise UsageError(f"--length must be 64 to 1,000,000, got {number:,}")
     return found
 
 

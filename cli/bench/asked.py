@@ -10,10 +10,6 @@ import typer
 from minikv.cli.measure import lengths
 from minikv.errors import UsageError
 
-SHORTEST = 64
-"""Fewest tokens of a prompt: shorter ones say nothing about a policy."""
-_LONGEST = 1_000_000
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -58,8 +54,4 @@ class Asked:
         ):
             if not least <= value <= most:
                 raise UsageError(f"{flag} must be {least} to {most:,}, got {value}")
-        self.lengths()
-
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of the prompts, in the order given. Raises UsageError."""
-        return lengths(self.length, SHORTEST, _LONGEST)
+        lengths(self.length)

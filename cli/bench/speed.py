@@ -17,7 +17,7 @@ from minikv.chat.report import size
 from minikv.cli.bench import machine, networks, systems
 from minikv.cli.bench.asked import Asked
 from minikv.cli.bench.systems import Cached, Transformers
-from minikv.cli.measure import Results, choices
+from minikv.cli.measure import Results, choices, lengths
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import grid
 from minikv.errors import UsageError
@@ -56,7 +56,7 @@ def measure(asked: Asked, settings: Settings, terminal: Terminal, command: Seque
     try:
         run = Run(replace(asked, steps=steps), settings, evictions, spec, rate, results)
         for kind in ("decode", "prefill") if asked.question == "all" else (asked.question,):
-            for length in asked.lengths():
+            for length in lengths(asked.length):
                 run.measure(kind, length)
         made["complete"] = True
     finally:

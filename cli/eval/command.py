@@ -27,8 +27,6 @@ from minikv.loader import build
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
 
-_LONGEST = 10_000_000  # tokens of a made document
-
 Wanted = Iterator[tuple[Sequence[str], Sequence[Item], dict[str, Any]]]
 """Tasks, the items that they are about, and more of a `Run`."""
 
@@ -40,7 +38,7 @@ def evaluate(asked: Asked, settings: Settings, terminal: Terminal) -> None:
     """
     files, wanted = asked.files or [], read_list(asked.tasks)
     wanted = wanted or (() if files else ("facts",))
-    sizes = lengths(asked.length, 64, _LONGEST)
+    sizes = lengths(asked.length)
     reuses = read_list(asked.reuses, "--reuse")
     _check(asked, wanted, reuses, sizes[0])
     evictions = choices(

@@ -34,7 +34,6 @@ import torch
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import machine, networks, systems
-from minikv.cli.bench.asked import SHORTEST
 from minikv.cli.bench.machine import prepare
 from minikv.cli.screen.text import grid
 
@@ -337,7 +336,6 @@ def main() -> None:
     if args.export:
         export(spec, args.export)
         return
-    assert args.tokens >= SHORTEST
     device = prepare("cpu", args.threads)
     rate = machine.bandwidth(device)
     rows = measured(args, spec)

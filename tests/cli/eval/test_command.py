@@ -64,7 +64,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("--policy adakv,snapvk", "unknown policy 'snapvk'"),
         ("--budget 12x", "the budget cannot be"),
         ("--length none", "cannot read the number of tokens"),
-        ("--length 3", "--length must be 64 to 10,000,000, got 3"),
+        ("--length 3", "--length must be 64 to 1,000,000, got 3"),
         (f"--length {'9' * 5000}", "cannot read the number of tokens"),
         ("--length 199", "a document of 199 tokens is too short for the task facts"),
         ("--length 100,1000 --tasks needle,ppl", "100 tokens is too short for the task ppl"),
