@@ -233,7 +233,7 @@ def test_it_runs_without_an_installation() -> None:
     assert "minikv-tree-" in ran.stdout
 
 
-OPTIONAL = ("hypothesis", "transformers", "mistral_common", "pypdf", "pyte", "matplotlib", "rouge")
+OPTIONAL = ("hypothesis", "transformers", "mistral_common", "pypdf", "pyte")
 
 
 @pytest.mark.parametrize("gpu", some_by_day([True, False], bool))

@@ -526,20 +526,7 @@ def _texts(folder: Path) -> list[Target]:
         b'stop = ["a", "b"]\nmodel = "fast"\nthreads = 2\n'
         b'[aliases]\nfast = "owner/model"\n'
     )
-    longbench = {
-        "context": "The fox.",
-        "input": "Who?",
-        "answers": ["fox"],
-        "dataset": "trec",
-        "all_classes": ["fox", "dog"],
-        "length": 3,
-        "language": "en",
-        "_id": "1",
-    }
-    choice = {"context": "The fox.", "question": "Which?", "answer": "C", "difficulty": "hard"}
-    choice |= {f"choice_{x}": f"the {x}" for x in "ABCD"} | {"length": "short"}
-    asked = {"input": "A key is 17.\nWhat is it?", "outputs": ["17"]}
-    *rows, ruler = (_json(one) + b"\n" for one in (longbench, choice, asked))
+    asked = {"input": "A key is 17.\nWhat is it?", "outputs": ["17"], "answer_prefix": "It is"}
 
     def items(name: str) -> Callable[[bytes], object]:
         return _putting(folder / name, lambda: list(read_items(folder / name)))
@@ -558,8 +545,7 @@ def _texts(folder: Path) -> list[Target]:
             2,
             False,
         ),
-        Target("LongBench records", (b"".join(rows),), items("x.jsonl"), refusals, lines=True),
-        Target("RULER records", (ruler,), items("niah_single_1.jsonl"), refusals, lines=True),
+        Target("records", (_json(asked) + b"\n",), items("niah_1.jsonl"), refusals, lines=True),
         Target("history", (b'"a"\n"b c"\n"\\u00e9"\n',), typed, (), 0.3, False),
     ]
 

@@ -47,14 +47,6 @@ def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> Non
     assert networks.step_bytes(net) == net.weight_bytes == 2 * tied.parameters
 
 
-def test_bytes_that_a_step_reads() -> None:
-    net = networks.network(networks.Spec(TINY))
-    for kv, row in (("auto", 2 * 16 * 2), ("int8", 2 * (16 + 4))):
-        cached = Cached(net, FULL, kv=kv)
-        cached.read(networks.prompt(70, TINY.vocab))
-        assert cached.step_kv_bytes() == 70 * 2 * 2 * row  # layers, heads
-
-
 def test_no_step_is_launched_beyond_those_that_are_timed() -> None:
     cached, asked = Cached(networks.network(networks.Spec(TINY)), FULL), list[bool]()
     cached.read(networks.prompt(16, TINY.vocab))

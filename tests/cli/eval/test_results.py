@@ -121,11 +121,38 @@ def test_what_cannot_be_compared_is_said(cell_of: tuple[Any, ...], says: str) ->
 
 
 def test_differences_of_several_questions_have_bounds() -> None:
-    """By Student's t, and never beyond what a difference can be. Tango's interval, of one question
-    each, is tested with docs/results.md."""
+    """By Student's t, and never beyond what a difference can be."""
     assert intervals.of_differences([[-1.0, 0.0], [1.0, 1.0]]) == (-1.0, 1.0)
     assert intervals.of_differences([[0.5], [0.5]]) == (0.5, 0.5)
     assert intervals.of_differences([[1.0]]) == (None, None)
+
+
+@pytest.mark.parametrize(("more", "less"), [(0, 0), (1, 0), (3, 1), (30, 18), (82, 2), (200, 0)])
+def test_ends_are_where_the_score_test_turns(more: int, less: int) -> None:
+    """Tango's interval of 200 documents with one answer each."""
+    n = 200
+    rows = [[1.0]] * more + [[-1.0]] * less + [[0.0]] * (n - more - less)
+    found = intervals.of_differences(rows)
+
+    def score(d: float) -> float:
+        """Tango's statistic, with the likeliest share of `less` under d found by search."""
+
+        def likely(q: float) -> float:
+            rest = 1 - 2 * q - d
+            parts = ((more, q + d), (less, q), (n - more - less, rest))
+            return sum(k * math.log(max(p, 1e-300)) for k, p in parts if k)
+
+        low, high = max(0.0, -d), (1 - d) / 2
+        for _ in range(200):
+            a, b = low + (high - low) / 3, high - (high - low) / 3
+            low, high = (a, high) if likely(a) < likely(b) else (low, b)
+        return (more - less - n * d) / math.sqrt(n * (2 * low + d * (1 - d)))
+
+    low, high = (float(end) for end in found if end is not None)
+    assert score(low) == pytest.approx(1.96, abs=1e-3)
+    assert high == pytest.approx(1.0) if more == n else abs(score(high) + 1.96) < 1e-3
+    turned = intervals.of_differences([[-row[0]] for row in rows])
+    assert turned == pytest.approx((-high, -low))
 
 
 def test_what_is_shown() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 import minikv
-from minikv.cache.attend import Attend
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.eval import passes, run, tasks
@@ -217,27 +215,6 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
     assert [c.n for c in cells] == [3] * 6
     assert not any(c.by_group for c in cells)
     assert [len(row) for row in cells[0].scores] == [3]
-
-
-def test_a_document_is_read_once_for_all_questions_that_have_not_seen_it(
-    about: Item, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the question it is another prompt each time; without it, it is one for all policies, of
-    which only the end is read again."""
-    chat = minikv.load(policy="full")
-    chat.engine.network.rows = 128  # type: ignore[attr-defined]
-    read: list[tuple[str, int]] = []
-    forward = chat.engine.network.forward
-
-    def counted(ids: torch.Tensor, kv: Attend) -> torch.Tensor:
-        read.append((chat.reuse, len(ids)))
-        return forward(ids, kv)
-
-    monkeypatch.setattr(chat.engine.network, "forward", counted)
-    wanted = choices("streaming", "48,96", "auto")
-    run.Run(chat, ["facts"], [about], wanted, ["once", "blind"]).measure(never)
-    assert sum(tokens > 300 and reuse == "once" for reuse, tokens in read) == 3
-    assert sum(tokens > 300 and reuse == "blind" for reuse, tokens in read) == 1
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "queryspan+global", "kvzip"])

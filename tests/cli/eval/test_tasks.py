@@ -80,16 +80,26 @@ def place(item: Item) -> tuple[float, int]:
     return int(depth[3:-1]) / 100, int(length[3:].replace(",", ""))
 
 
-def test_needles_lie_where_they_should() -> None:
-    items = list(tasks.needle(Bytes(), [2000, 4000], 2, 5))
-    assert len(items) == len({item.document for item in items}) == 2 * 5 * 2
+MAT = tasks.given_fact("The key is under the mat. | Where is the key? | under the mat")
+TEXT = " ".join(f"Sentence {i} of this text says little about item {i}." for i in range(900))
+
+
+@pytest.mark.parametrize("hay", [None, tasks.Haystack(TEXT, [MAT])])
+def test_needles_lie_where_they_should(hay: tasks.Haystack | None) -> None:
+    """In a made text, and in parts of a given one."""
+    items = list(tasks.needle(Bytes(), [2000, 4000], 2, 5, how=TOLD, hay=hay))
+    assert len(items) == len({item.document for item in items}) == 2 * len(DEPTHS) * 2
     for item in items:
         depth, length = place(item)
         assert abs(len(item.document) - length) < 160
         answer = item.right[0][0]
         assert abs(item.document.index(answer) / len(item.document) - depth) < 0.12
         assert item.document.count(answer) == 1 or len(answer) < 4
-    # 1000 apart in length, and one apart in number, were the same once.
+        assert hay is None or item.questions[0].startswith("Where is the key?")
+
+
+def test_needles_are_drawn_for_each_length() -> None:
+    """1000 apart in length, and one apart in number, were the same once."""
     assert len({i.right for i in tasks.needle(Bytes(), [1000, 2000], 2, 5, depths=(0.5,))}) == 4
 
 
@@ -143,7 +153,6 @@ def test_long_answers_are_of_every_kind_in_turn() -> None:
 
 # -- a user's own text ---------------------------------------------------------------------
 
-TEXT = " ".join(f"Sentence {i} of this text says little about item {i}." for i in range(300))
 HAY = tasks.Haystack(TEXT)
 
 
@@ -179,18 +188,6 @@ def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
     one = list(tasks.facts(Words(), 400, 20, 5, TOLD, 1, HAY))
     assert {i.groups for i in one} == {("code",), ("word",), ("name",), ("place",)}
     assert {len(i.questions) for i in one} == {1}
-
-
-def test_a_given_needle_is_at_its_depth() -> None:
-    given = [tasks.given_fact("The key is under the mat. | Where is the key? | under the mat")]
-    hay = tasks.Haystack(TEXT, given)
-    items = list(tasks.needle(Words(), [200, 400], 2, 5, how=TOLD, hay=hay))
-    assert len(items) == 2 * len(DEPTHS) * 2
-    for item in items:
-        at = item.document.index("The key is under the mat.") / len(item.document)
-        assert abs(at - place(item)[0]) < 0.08
-        assert item.questions[0].startswith("Where is the key?")
-        assert item.right == (("under the mat",),)
 
 
 @pytest.mark.parametrize("text", ["", "a | b", "a | b |", "a | b | c | d"])
