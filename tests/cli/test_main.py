@@ -109,7 +109,6 @@ def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> No
         ("ask q --xyzzy", "error: No such option: --xyzzy"),
         ("nonsense", "error: No such command 'nonsense'"),
         ("config", "Usage: minikv config"),  # without the command below it
-        ("bench", "Usage: minikv bench"),
     ],
 )
 def test_what_the_program_does_not_take(
