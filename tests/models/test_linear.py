@@ -445,7 +445,7 @@ def test_a_random_network_of_the_bench_has_a_packed_head_too() -> None:
         assert (net.embedding is net.head) == tied
         assert net.weight_bytes == weights.weight_bytes(net.config, torch.bfloat16, "int8+head")
         # A byte a weight and two a row: the matrices of the layer, then the head; three norms.
-        layer = random_models.matrices(sizes) + 2 * (128 + 64 + 256 + 64)
+        layer = 64 * (2 * 64 + 2 * 32 + 3 * 128) + 2 * (128 + 64 + 256 + 64)
         assert random_models.step_bytes(net) == layer + 256 * 64 + 2 * 256 + 2 * 3 * 64
 
 
