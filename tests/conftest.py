@@ -86,9 +86,9 @@ def pytest_xdist_auto_num_workers() -> int:
     return min((cores or 1) * 3 // 2, MOST_WORKERS)
 
 
-@pytest.fixture(params=[0.05, pytest.param(1.0, marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.fixture(params=[0.025, pytest.param(1.0, marks=pytest.mark.soak)], ids=["some", "all"])
 def part(request: pytest.FixtureRequest) -> float:
-    """The part of many drawn cases that a test takes: a twentieth, and all of them every night."""
+    """The part of many drawn cases that a test takes: a fortieth, and all of them every night."""
     found: float = request.param
     return found
 

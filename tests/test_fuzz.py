@@ -13,8 +13,8 @@ from pathlib import Path
 import fuzzing
 import pytest
 
-COUNT, MANY = 5000, 1_000_000
-SEEDS = range(19, 27)
+COUNT, MANY = 3000, 1_000_000
+SEEDS = (19, 20)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_pins_beyond_the_budget_are_refused() -> None:
 def test_pinned_rows_stay_in_every_layout(pair: tuple[str, str], stride: int, part: float) -> None:
     """Budgets by layer, and prompts in blocks, count what is pinned; too little is refused."""
     net = network()
-    for budget in range(20, 130, 6 if part == 1.0 else 15):
+    for budget in range(20, 130, 6 if part == 1.0 else 30):
         kv = scheduler(net, pair[0], pair[1], 128)
         rules = EvictionConfig.read(*pair, 128).rules()
         try:

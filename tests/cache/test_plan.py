@@ -230,8 +230,9 @@ def test_no_more_exists_at_once_than_planned_and_hardly_less(case: tuple[object,
         keeps_its_promise(kv, measured(kv, begin, tokens, turn), loose[turn])
 
 
-@pytest.mark.parametrize("policy", ["kvzip", "kvzip+uniform"])
-@pytest.mark.parametrize("windows", [(None,) * 6, SLIDING])
+@pytest.mark.parametrize(
+    ("policy", "windows"), [("kvzip", SLIDING), ("kvzip+uniform", (None,) * 6)]
+)
 def test_what_is_scored_in_a_file_is_planned_too(
     tmp_path: Path, policy: str, windows: tuple[int | None, ...]
 ) -> None:
@@ -243,10 +244,14 @@ def test_what_is_scored_in_a_file_is_planned_too(
     rows.close()
 
 
-@pytest.mark.parametrize("kind", ["ram", "file"])
-@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize(
-    ("policy", "decode", "windows"), [("adakv", "roco", NOTHING), ("snapkv", "none", SLIDING)]
+    ("kind", "coded", "policy", "decode", "windows"),
+    [
+        ("ram", False, "adakv", "roco", NOTHING),
+        ("ram", True, "snapkv", "none", SLIDING),
+        ("file", False, "snapkv", "none", SLIDING),
+        ("file", True, "adakv", "roco", NOTHING),
+    ],
 )
 def test_a_recall_is_planned_too(
     tmp_path: Path, kind: str, coded: bool, policy: str, decode: str, windows: tuple[Any, ...]

@@ -117,7 +117,7 @@ def interrupted(chat: ChatSession, operation: Callable[[ChatSession], object], a
 def test_an_interrupt_at_any_line(name: str, setting: str, part: float) -> None:
     """By day at some of the lines that are run, others in each case."""
     case = [*OPERATIONS].index(name) * 2 + [*SETTINGS].index(setting)
-    step, came = (1 if part == 1 else 41), 0
+    step, came = (1 if part == 1 else 83), 0
     for at in itertools.count(1 + 3 * case % step, step):
         chat, interrupt = made(setting), At(at)
         interrupted(chat, OPERATIONS[name], interrupt)
@@ -133,9 +133,10 @@ def test_an_interrupt_at_any_line(name: str, setting: str, part: float) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_interrupt_at_every_line_of_closing_a_turn(fails: bool) -> None:
-    """Also after a step that failed: then one record says that nothing is cached."""
-    for at in itertools.count(1):
+def test_an_interrupt_at_every_line_of_closing_a_turn(fails: bool, part: float) -> None:
+    """Also after a step that failed: then one record says that nothing is cached. By day every
+    third line."""
+    for at in itertools.count(1 + fails, 1 if part == 1 else 3):
         chat, interrupt, failed = made("no tier"), At(at, CLOSING), []
 
         def fail(failed: list[int] = failed) -> None:

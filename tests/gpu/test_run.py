@@ -45,7 +45,8 @@ def without(folder: Path, names: tuple[str, ...]) -> None:
     )
 
 
-def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), pytest.param(("kernels", "ncu"), marks=pytest.mark.soak)])
+def test_the_scripts_run_on_a_cpu(tmp_path: Path, more: tuple[str, ...]) -> None:
     """With the packages of an image for GPUs: what only the command line needs is not there. There
     are few files, so that all of them can be copied back from another machine."""
     pytest.importorskip("triton", reason="no Triton on this system")
@@ -57,13 +58,12 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path) -> None:
         "--out",
         out,
         "first",
-        "step",
-        "ncu",
+        *more,
         GPU_TEST_SEED="77",
         PYTHONPATH=os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))),
     )
     done = json.loads((out / "steps.json").read_text())
-    assert [one["state"] for one in done] == ["ok"] * 6, ran.stdout[-4000:]
+    assert [one["state"] for one in done] == ["ok"] * (4 + len(more)), ran.stdout[-4000:]
     assert ran.returncode == 0
     assert "== smoke" in (out / "log.txt").read_text()
     checks = json.loads((out / "smoke.json").read_text())

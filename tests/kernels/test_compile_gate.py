@@ -35,13 +35,14 @@ RARE = re.compile(r"fp16|fp32|\b(?:80|256|64)\b")
 
 
 def _daily(name: str) -> bool:
-    """By day: of each kernel the first and the last that an 8B model launches (bfloat16, heads of
-    128), or one; those of `MORE` at night."""
+    """By day: of each kernel the last that an 8B model launches (bfloat16, heads of 128), of those
+    with matrix instructions the first, too; those of `MORE` at night."""
     if name in MORE:
         return False
     others = [n for n, other in KNOWN.items() if other.kernel == KNOWN[name].kernel]
     typical = [n for n in others if not RARE.search(n)]
-    return name in (min(typical), max(typical)) if typical else name == min(others)
+    first = KNOWN[name].mma and name == min(typical or others)
+    return first or name == max(typical or others)
 
 
 BUILDS = some_by_day(

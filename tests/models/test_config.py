@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from minikv.models.config import (
@@ -711,63 +709,6 @@ def test_bytes_that_are_not_utf8_and_a_folder_without_a_file(tmp_path: Path) -> 
     with pytest.raises(ModelError) as caught:
         ModelConfig.from_folder(tmp_path)
     assert caught.value.exit_code == 6
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["rope_type", "type", "factor", "rope_theta", "full_attention", "x"]),
-            inner,
-            max_size=3,
-        )
-    ),
-    max_leaves=6,
-)
-KEYS = [
-    *LLAMA,
-    "rope_parameters",
-    "rope_scaling",
-    "sliding_window",
-    "layer_types",
-    "head_dim",
-    "attention_bias",
-    "quantization_config",
-    "use_sliding_window",
-    "max_window_layers",
-    "auto_map",
-    "tie_word_embeddings",
-    "original_max_position_embeddings",
-    "pretraining_tp",
-    "text_config",
-    "no_rope_layers",
-    "no_rope_layer_interval",
-    "attention_multiplier",
-]
-
-
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    base=st.sampled_from([LLAMA, MISTRAL, QWEN, MISTRAL3, *OTHERS.values()]),
-    changes=st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=4),
-)
-def test_any_json_is_read_or_refused(
-    base: dict[str, Any], changes: dict[str, Any], tmp_path: Path
-) -> None:
-    """No exception but ModelError, and whatever is accepted is sound."""
-    try:
-        config = read(tmp_path, base | changes)
-    except ModelError:
-        return
-    assert config.heads % config.kv_heads == 0
-    assert config.head_dim % 2 == 0
-    assert len(config.windows) == config.layers
-    assert all(window is None or window > 0 for window in config.windows)
-    assert config.max_context > 0
-    assert config.rope.theta >= 1
 
 
 LIMITS: list[tuple[str, dict[str, Any], float, float]] = [

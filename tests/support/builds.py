@@ -6,6 +6,7 @@ instead of made, and Triton's own binder says what a build for these arguments i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def _noted() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
         JITFunction.run = run
 
 
+@functools.cache
 def builds() -> dict[str, Build]:
     """By name: what was called, and where that launches several kernels, which of them."""
     from triton.backends.compiler import GPUTarget

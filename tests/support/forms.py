@@ -22,6 +22,9 @@ from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.native import build, choice
 
 TRITON = find_spec("triton") is not None
+needs_c = pytest.mark.skipif(
+    INTERPRETED or build.library()[0] is None, reason="no C compiler here, or this is Triton's test"
+)
 
 
 @dataclass(frozen=True, slots=True)

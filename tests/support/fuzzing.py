@@ -243,6 +243,8 @@ def _models(folder: Path) -> list[Target]:
         test_config.LLAMA,
         test_config.MISTRAL,
         test_config.QWEN,
+        test_config.MISTRAL3,
+        *test_config.OTHERS.values(),
         test_config.LLAMA | {"rope_scaling": test_config.LLAMA3},
         test_config.LLAMA
         | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 512},
@@ -255,9 +257,17 @@ def _models(folder: Path) -> list[Target]:
     (folder / own).mkdir(parents=True)
     (folder / own / "config.json").write_bytes(_json(test_config.LLAMA))
 
+    def sound(path: Path) -> None:
+        """What is accepted can be computed with."""
+        config = ModelConfig.from_folder(path.parent)
+        assert config.heads % config.kv_heads == config.head_dim % 2 == 0
+        assert len(config.windows) == config.layers
+        assert all(window is None or window > 0 for window in config.windows)
+        assert config.max_context > 0
+        assert config.rope.theta >= 1
+
     def configured(name: str) -> Callable[[bytes], object]:
-        path = folder / name
-        return _putting(path, lambda: ModelConfig.from_folder(path.parent))
+        return _putting(folder / name, lambda: sound(folder / name))
 
     from minikv.models.gguf import Gguf
 
@@ -268,9 +278,15 @@ def _models(folder: Path) -> list[Target]:
         config = made.config()
         return made.checkpoint().dtype, made.template(made.tokenizer(config))
 
-    shard = _putting(
-        folder / "model.safetensors", lambda: read_header(folder / "model.safetensors")
-    )
+    def spanned() -> None:
+        """The tensors of a header that is accepted fill the file."""
+        file = folder / "model.safetensors"
+        spans = sorted((e.start, e.end) for e in read_header(file).values())
+        start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        assert [start, *(end for _, end in spans)] == [*(at for at, _ in spans), spans[-1][1]]
+        assert spans[-1][1] == file.stat().st_size
+
+    shard = _putting(folder / "model.safetensors", spanned)
     return [
         Target("header", (_json(header),), lambda d: shard(framed(d)), refusals),
         Target("gguf", (_cut(whole),), _putting(folder / "fuzz.gguf", read), refusals, 1, False),

@@ -15,7 +15,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.prefill import Prefill
 from minikv.cache.second_pass import SecondPass
 
-CHUNK = 24
+CHUNK = 40
 """Tokens of a chunk: few, as what a chunk takes is the network's work space."""
 
 

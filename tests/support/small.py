@@ -58,9 +58,13 @@ _BY_DAY = {*_OWN, *(("adakv", s) for s in _OTHER), *PAIRS[-4:]}
 
 
 def by_day(cases: Sequence[Any]) -> list[Any]:
-    """Cases that begin with one of `PAIRS`. By day there is one pair for each prompt policy and for
-    each step policy, and the compositions; at night all."""
-    return some_by_day(cases, lambda case: case[:2] in _BY_DAY)
+    """Cases that begin with one of `PAIRS`. By day there is one case for each prompt policy and for
+    each step policy, and for the compositions, with other values beside each; at night all."""
+    beside: dict[Any, list[Any]] = {}
+    for case in cases:
+        beside.setdefault(case[:2], []).append(case)
+    daily = [made[i % len(made)] for i, made in enumerate(beside.values())]
+    return some_by_day(cases, lambda case: case[:2] in _BY_DAY and case in daily)
 
 
 SIZES: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drawing import randoms
-from forms import Form, forms
+from forms import Form, forms, needs_c
 from guards import guarded, untouched
 from hash_cases import LAYER, check, drawn, run
 from pairwise import pairwise, some_by_day
@@ -21,10 +21,8 @@ from triton_device import guarded as place
 from minikv.kernels import Advancing, NewRow, Slots
 from minikv.kernels.append import cpu as native
 from minikv.kernels.append import plain
-from minikv.kernels.native import build
 from minikv.policies.hashevict import HashEvict
 
-needs_c = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 KINDS = (torch.float32, torch.int16, torch.int32, torch.int64, torch.bool)
 
 

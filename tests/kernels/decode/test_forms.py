@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 from drawing import randoms
-from forms import Form, each, forms
+from forms import Form, each, forms, needs_c
 from guards import untouched
 from ragged import in_use, segments
 from triton_device import INTERPRETED, close, guarded, kernel, on_device
 
 from minikv.kernels import Segments, to_codes
 from minikv.kernels.decode import cpu as decode
-from minikv.kernels.native import build
-
-needs_c = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
 SEGMENTS = [
     # G, D, rows of each head, dtype in Triton, its programs (None: as configured), rows of a tile

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forms import Form, forms
+from forms import Form, forms, needs_c
 from guards import guarded
 from lowest import SHAPES, draw, expected, outcome
 from ragged import segments
@@ -17,9 +17,7 @@ from triton_device import close
 from minikv.kernels import Rows
 from minikv.kernels.evict import cpu as native
 from minikv.kernels.evict.cpu import evict
-from minikv.kernels.native import build
 
-needs_c = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 every = pytest.mark.parametrize("form", forms("evict", torch_too=False))
 policies = pytest.mark.parametrize("policy", POLICIES)
 

@@ -7,15 +7,14 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
-import half_network
 import pytest
 import torch
 from drawing import randoms
 from pairwise import pairwise, some_by_day
-from small import FAMILIES, SOON, VOCAB, ids, over
+from small import FAMILIES, SOON, config, ids, over
 from torch import Tensor
 
 from minikv import policies
@@ -29,6 +28,7 @@ from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.layer import cpu as layers
 from minikv.kernels.native import build, choice
 from minikv.kernels.product.matrix import Matrix
+from minikv.models.linear import Plain, kept
 from minikv.models.llama import Llama
 from minikv.policies.hashevict import HashEvict
 
@@ -46,12 +46,22 @@ def network(
     count: int = 3,
     family: str = "",
 ) -> Llama:
-    sizes, more = (count, 128, *SHAPES[shape], 640), FAMILIES.get(family, {})
-    made = half_network.made(*sizes, vocab=VOCAB, window=window, biased=shape == "one", **more)
+    """In bfloat16, with its matrices as they are ("auto") or packed; the first layer has no
+    window."""
+    heads, kv_heads, head_dim = SHAPES[shape]
+    biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), shape == "one")
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": 128, "mlp": 640}
+    how = config((None, *(window,) * (count - 1)), **sizes, **biases, **FAMILIES.get(family, {}))
+    made = Llama(how, dtype=torch.bfloat16).randomise(1, 0.2)
     for name, tensor in made.tensors():
         if name.endswith(("norm.weight", "bias")):
             tensor.copy_(randoms(len(name), *tensor.shape, dtype=torch.bfloat16))
-    return half_network.packed(made, form)
+    for layer in made.layers if form != "auto" else ():
+        for slot in ("qkv", "out", "gate_up", "down"):
+            plain = getattr(layer, slot)
+            assert isinstance(plain, Plain)
+            setattr(layer, slot, kept(plain, form))
+    return made
 
 
 def cached(
@@ -103,30 +113,33 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-CASES = (
-    STEPS,
+KINDS = (
     [*SHAPES],
     ("auto", "int8", "int4"),
-    (None, torch.int8),
     (None, 20),
     (1, 2),
     ("", "qwen3", "smollm3", "ministral3"),
 )
+CACHES = STEPS, (None, torch.int8)
+DAILY = [
+    (*cache, *kind) for cache, kind in zip(product(*CACHES), cycle(pairwise(*KINDS)), strict=False)
+]
+"""Every cache, beside which the kinds of networks take turns."""
 WAYS = ("layers", "rest", "operations")
 """One call for all layers, one for what follows attention in each, one for each operation."""
 
 
 @pytest.mark.parametrize(
-    ("step", "shape", "form", "kv", "window", "threads", "family"),
-    some_by_day(product(*CASES), {*pairwise(*CASES)}.__contains__),
+    ("step", "kv", "shape", "form", "window", "threads", "family"),
+    some_by_day(dict.fromkeys([*DAILY, *pairwise(*CACHES, *KINDS)]), DAILY.__contains__),
     indirect=["threads"],
     ids=str,
 )
 def test_a_step_is_that_of_separate_calls(
     step: str,
+    kv: torch.dtype | None,
     shape: str,
     form: str,
-    kv: torch.dtype | None,
     window: int | None,
     threads: int,
     family: str,

@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from forms import Form, each, forms
+from forms import Form, each, forms, needs_c
 from guards import untouched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompts import observed, weights
 from torch import Tensor
-from triton_device import INTERPRETED, close
+from triton_device import close
 
 from minikv.kernels import Part, Queries
 from minikv.kernels.mass import cpu as native
 from minikv.kernels.mass import plain as twin
-from minikv.kernels.native.build import library
 
-needs_c = pytest.mark.skipif(library()[0] is None, reason="no kernels in C here")
 NAMES = ("add_attention_mass", "each_attention", "peak_attention")
 
 
@@ -156,7 +154,6 @@ def test_odd_sizes(name: str, form: Form, case: tuple[int, int]) -> None:
 
 
 @needs_c
-@pytest.mark.skipif(INTERPRETED, reason="no test of Triton's")
 @settings(max_examples=60, deadline=None)
 @given(
     heads=st.integers(1, 4),

@@ -454,7 +454,8 @@ def test_what_the_c_does_not_take_is_said(kept: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("way", some_by_day(range(1, len(build.FLAG_SETS)), lambda way: way == 1))
+@pytest.mark.soak
+@pytest.mark.parametrize("way", range(1, len(build.FLAG_SETS)))
 def test_without_threads_it_compiles_too(way: int, tmp_path: Path) -> None:
     """A compiler without OpenMP, as on some systems, still makes a library. Without `omp simd`
     too, the next test has one by day."""
@@ -500,6 +501,8 @@ def test_processors_with_shorter_vectors(
             "no:cacheprovider",
             "-n",
             "0",
+            "-k",
+            "not plain",
             *(
                 str(Path(__file__).parents[1] / name)
                 for name in ("decode/test_forms.py", "product/test_cpu.py")

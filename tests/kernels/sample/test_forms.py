@@ -8,14 +8,11 @@ import pytest
 import torch
 from drawing import randoms
 from draws import CLOSE, Draw, oracle, random_draws
-from forms import Form, forms
+from forms import Form, forms, needs_c
 from torch import Tensor
 
-from minikv.kernels.native import build
 from minikv.kernels.sample import cpu as native
 from minikv.kernels.sample import plain as sampling
-
-needs_c = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
 MANY = 10_000
 LAST = 1.0 - 2**-53
