@@ -2,8 +2,8 @@
 
     python tests/gpu/run.py [first]                  facts, checks, the figures: 7 minutes
     python tests/gpu/run.py second                   what failed the first time, and comparisons
-    python tests/gpu/run.py check | measure          all tests for a GPU; `minikv bench`
-    python tests/gpu/run.py smoke figures 512k       steps by name
+    python tests/gpu/run.py check                    all tests for a GPU
+    python tests/gpu/run.py smoke figures            steps by name
     python tests/gpu/run.py --dry first              only say what would run
     python tests/gpu/run.py --small --out DIR        the same steps without a GPU, on tiny sizes
 
@@ -44,7 +44,6 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "first": ("facts", "smoke", "figures", "peer"),
     "second": ("again", "compare", "ncu"),
     "check": ("facts", "smoke", "tests"),
-    "measure": ("step", "eviction", "scoring"),
 }
 LIMIT = "SECONDS"
 _PROCESSES = 14  # of the checks at once, at most
@@ -79,12 +78,6 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
 
     def script(name: str, *options: str) -> Sequence[str]:
         return (PYTHON, str(HERE / f"{name}.py"), *options)
-
-    def bench(name: str, seconds: int, question: str, *fields: str) -> Step:
-        tiny = ("shape=tiny", "length=64", "repeat=1", "kernels=torch", "policy=full")
-        given = tiny if small else ("shape=llama-3-8b", *fields)
-        command = script("bench", question, *given, "--json", str(out / f"{name}.json"))
-        return Step(name, seconds, [command])
 
     def smoke(name: str, seconds: float, *options: str) -> Step:
         count = max(1, min(_PROCESSES, (os.cpu_count() or 1) - 2))
@@ -127,17 +120,6 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
         Step("ncu", 40, [profiled])
         if small
         else Step("ncu", 40, [(*ncu, "--metrics", _METRICS, *kernels, *profiled)], needs="ncu"),
-        bench("step", 110, "decode", "length=1024,32768"),
-        bench(
-            *("eviction", 115, "decode", "length=8192", "decode=h2o,tova,roco,hashevict"),
-            "budget=1024,4096",
-        ),
-        bench(
-            *("scoring", 120, "prefill", "length=8192,32768", "policy=snapkv,nacl,h2o,streaming"),
-            *("decode=none", "budget=1024"),
-        ),
-        bench("128k", 175, "decode", "length=131072", "budget=1024", "repeat=1"),
-        bench("512k", 505, "decode", "length=524288", "budget=1024", "repeat=1"),
     ]
     if failed_checks:
         found.append(smoke("again", 90, "--only", *failed_checks))

@@ -7,7 +7,6 @@ a user who types `[INST]`; there only `ChatTemplate.markers` warns.
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any
 
 import loaded
 import pytest
-import tokenizers
 import vocabularies as v
 
 from minikv.models.builtin_templates import (
@@ -31,9 +29,8 @@ from minikv.models.builtin_templates import (
     BuiltIn,
 )
 from minikv.models.errors import UnsupportedModel
-from minikv.models.templates import ChatTemplate, Message, _Shield
+from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
-from minikv.models.vocabulary import TokenSearch
 
 CHATS, MANY = 5_000, 50_000  # by day a part, and all at night
 SOURCES: dict[str, tuple[BuiltIn, str | Callable[..., dict[str, Any]], *tuple[Any, ...]]] = {
@@ -132,24 +129,6 @@ def test_hostile_chats_have_the_structure_of_neutral_ones(name: str, part: float
     assert forged == 0
 
 
-def test_encoding_the_rendered_text_would_forge() -> None:
-    """The chats above are hostile: the usual way of encoding them is taken in by most."""
-    tokenizer, template = prepared("llama-3")
-    backend = tokenizers.Tokenizer.from_str(json.dumps(v.byte_level_json()))
-    rng = random.Random(31)
-    forged = 0
-    for _ in range(120):
-        chat = [
-            Message(m.role, m.content.replace("\ud800", ""))
-            for m in hostile_chat(rng, frequent(tokenizer))
-        ]
-        text = template._program.render(template._variables(chat))
-        naive = backend.encode(text, add_special_tokens=False).ids
-        expected = structure(tokenizer, template.opening(neutral(chat)))
-        forged += structure(tokenizer, naive) != expected
-    assert forged > 80
-
-
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_control_token_in_every_position(name: str, part: float) -> None:
     """By day the named ones and some of the hundreds of reserved ones."""
@@ -209,11 +188,6 @@ def test_placeholders_survive_what_templates_do_to_text(change: str) -> None:
     ids = template.opening([Message("user", "say <|end|> now")])
     assert len(structure(tokenizer, ids)) == 1
     assert "<|end|>" in tokenizer.decode(ids)
-
-
-def test_placeholder_names_are_not_reused() -> None:
-    names = {_Shield(TokenSearch(["<|end|>"])).mark("x") for _ in range(50)}
-    assert len(names) == 50
 
 
 def test_lookalikes_are_counted() -> None:
