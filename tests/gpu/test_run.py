@@ -43,7 +43,7 @@ def without(folder: Path, names: tuple[str, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("ncu",), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("more", [(), pytest.param(("peer", "ncu"), marks=pytest.mark.soak)])
 def test_the_scripts_run_on_a_cpu(tmp_path: Path, more: tuple[str, ...]) -> None:
     """With the packages of an image for GPUs: what only the command line needs is not there. There
     are few files, so that all of them can be copied back from another machine."""
@@ -55,13 +55,12 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path, more: tuple[str, ...]) -> None
         "--small",
         "--out",
         out,
-        "first",
-        *more,
+        *("facts", "smoke", "figures", *more),
         GPU_TEST_SEED="77",
         PYTHONPATH=os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))),
     )
     done = json.loads((out / "steps.json").read_text())
-    assert [one["state"] for one in done] == ["ok"] * (4 + len(more)), ran.stdout[-4000:]
+    assert [one["state"] for one in done] == ["ok"] * (3 + len(more)), ran.stdout[-4000:]
     assert ran.returncode == 0
     assert "== smoke" in (out / "log.txt").read_text()
     checks = json.loads((out / "smoke.json").read_text())
@@ -90,6 +89,7 @@ def test_the_checks_are_dealt_out_once() -> None:
         assert all([*each] == sorted(each, key=lambda c: -c.seconds) for each in dealt)
 
 
+@pytest.mark.soak
 def test_an_item_that_ends_its_process_does_not_end_the_others(tmp_path: Path) -> None:
     """As after an illegal access, and as when the GPU hangs."""
     file, script = tmp_path / "figures.json", tmp_path / "figures_with_faults.py"
