@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from minikv.models.vocabulary import (
 )
 
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
+_STOP = re.compile(rb"[.!?][\"')\]]*\s*$")
+_WIDE_STOPS = tuple(stop.encode() for stop in "。！？")
 _NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _USUAL = {"bos_token": ("<s>", "<|begin_of_text|>", "<|bos|>"), "eos_token": ("</s>",)}
 
@@ -219,6 +222,12 @@ class Tokenizer:
         """A decoder for ids that arrive one by one. Its pieces together are `decode` of all ids."""
         return TextStream(self._pieces, self._vocabulary.drop_space)
 
+    def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
+        """Whether a sentence ends with each token: with `.`, `!` or `?` before white space, with a
+        full stop of Chinese or Japanese, with a paragraph, or with a token that has no text."""
+        pieces = [self._pieces[id] if 0 <= id < len(self._pieces) else b"" for id in ids]
+        return [_ends(piece, after) for piece, after in pairwise((*pieces, b""))]
+
     def lost(self, text: str) -> int:
         """How many characters of a text the ids do not hold: the vocabulary cannot spell them, or
         the tokenizer replaces them by others."""
@@ -268,6 +277,15 @@ def well_formed(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def _ends(piece: bytes, after: bytes) -> bool:
+    """Whether a sentence ends with the token `piece` before the token `after`."""
+    if not piece or piece.endswith(_WIDE_STOPS) or b"\n\n" in piece:
+        return True
+    if piece[-1:].isspace() or after[:1].isspace():
+        return bool(_STOP.search(piece)) or (piece[-1:] == after[:1] == b"\n")
+    return False
 
 
 def _joins_word(text: str, start: int, end: int) -> bool:

@@ -100,6 +100,8 @@ class KVCache:
         # Keeps the rows of a prompt with a second pass until they are scored; None: host memory.
         self.scoring_tier: Tier | None = None
         self.words = Wording()  # for policies with a second pass
+        # Of the conversation with the next prompt, for policies that ask for it: see `PromptView`.
+        self.sentences: Tensor | None = None
         self.rules = rules or Rules()
         self.reset()
 
@@ -254,6 +256,7 @@ class KVCache:
             self.output,
             self.rotary,
             self.words,
+            self.sentences,
             self.device.type == "cuda",
         )
 

@@ -31,7 +31,8 @@ class Setup:
     """What a cache computes with, the same for every prompt.
 
     dtype: the network's. kv: the dtype of stored keys and values. ops: the kernels. output(layer)
-    and rotary: as in `PromptView`. words: for policies with a second pass. gpu: the rows are in a
+    and rotary: as in `PromptView`. words: for policies with a second pass. sentences: as in
+    `PromptView`, at least up to the end of the prompt. gpu: the rows are in a
     GPU's memory.
     """
 
@@ -43,6 +44,7 @@ class Setup:
     output: Callable[[int], Tensor] | None = None
     rotary: Rotation | None = None
     words: Wording = field(default_factory=Wording)
+    sentences: Tensor | None = None
     gpu: bool = False
 
 

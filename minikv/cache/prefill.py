@@ -441,6 +441,7 @@ class Prefill:
             largest,
             None if self._lengths is None else self._lengths[len(self._lengths) - observed :],
             plan.predicted,
+            self.setup.sentences,
             peak=self._peak,
             asks=plan.asks,
             ops=ops,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import gt
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from minikv import pages
@@ -66,12 +68,14 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads the prompt of a turn. room: expected tokens of the answer. fidelity: whether to measure
+    """Reads the prompt of a turn. seen: the token ids that the cache has seen. room: expected
+    tokens of the answer. fidelity: whether to measure
     what a recalled prompt loses. progress(done, total): called between chunks, in tokens; those
     that a policy reads twice count twice. warn(line): shows a line to the user."""
 
     tools: Tools
     settings: PlanSettings
+    seen: Sequence[int]
     room: int
     fidelity: bool
     progress: Callable[[int, int], None] | None
@@ -138,7 +142,10 @@ class Reader:
                 engine.reset()
             if plan.anew and plan.pinned:
                 kv.pin(plan.pinned)
+            told = [] if plan.anew else [*self.seen]
             for part in plan.parts:
+                told += part
+                kv.sentences = sentences(kv, self.tools.tokenizer, told)
                 last, coming = part is plan.parts[-1], coming - len(part)
                 if found or not plan.anew:
                     gaps = kv.stats().gaps
@@ -157,6 +164,8 @@ class Reader:
         except BaseException:
             kv.restore(before)
             raise
+        finally:
+            kv.sentences = None
         pages.give_back()
         # Until the last prompt was read, the old cache is kept, in case of an error. A recall
         # counts the old rows itself.
@@ -227,6 +236,14 @@ def wording(tokenizer: Tokenizer, template: Template) -> Wording:
         tuple(tokenizer.encode(_LATER)),
         tuple(one[len(one) - count :]),
     )
+
+
+def sentences(kv: KVCache, tokenizer: Tokenizer, ids: Sequence[int]) -> Tensor | None:
+    """See `PromptView.sentences`. ids: of the whole conversation."""
+    if not kv.rules.evidence.sentences:
+        return None
+    ended = accumulate(tokenizer.sentence_ends(ids), initial=0)
+    return torch.tensor([*ended][:-1], device=kv.device)
 
 
 def prepare(kv: KVCache, tokenizer: Tokenizer, template: Template) -> None:

@@ -567,7 +567,7 @@ class ChatSession(ConversationView):
             for warning in self._before(found, question):
                 told.tell(warning)
             copy = self._copy(known.held_bytes)
-            how = self._plan_settings(), tokens, self.fidelity, progress, told.tell
+            how = self._plan_settings(), base.log.fed, tokens, self.fidelity, progress, told.tell
             found, read = Reader(self._tools, *how).read(
                 self._cut(base, found), lambda: self._cut(base, self._plan(base, new, tokens))
             )

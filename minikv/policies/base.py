@@ -58,6 +58,8 @@ class PromptView:
         unless `Evidence.lengths`.
     predicted float32 [T]: the probability that the network gave to each token of the prompt, 0 for
         the first one; None unless `Evidence.predicted`, and if no row must leave.
+    sentences int64 [position]: how many sentences ended before each token of the conversation; None
+        unless `Evidence.sentences`, and where nobody told the cache.
     peak float32 [H, N]: the scores of `Scorer.peak` from a second pass over the prompt, 0 for rows
         from before it; None if there was none.
     asks: the prompt only asks about what was read before. ops: the kernels.
@@ -87,6 +89,7 @@ class PromptView:
     largest: Callable[[Tensor | None], Tensor] | None = None
     lengths: Tensor | None = None
     predicted: Tensor | None = None
+    sentences: Tensor | None = None
     peak: Tensor | None = None
     asks: bool = False
     ops: Kernels = field(default_factory=Kernels)
@@ -193,8 +196,8 @@ class Evidence:
         prompt's own.
     adds_up: scores are at least 0 and can be added and multiplied, as attention can; if False, only
         their order has a meaning.
-    each_query, lengths and predicted: it reads `attention`, `lengths` and `predicted` of
-        `PromptView`; with a second pass `lengths` of `RepeatView`.
+    each_query, lengths, predicted and sentences: it reads `attention` and the fields of these names
+        of `PromptView`; with a second pass `lengths` of `RepeatView`.
     whole_layers: how many first layers keep every row, above the budget.
     copies, vectors and projects: what it needs of memory. copies: whether it reads `key` ("k"),
         `value` ("v") or both ("kv"). vectors: how many `blocks` of them in float32 exist at once.
@@ -212,6 +215,7 @@ class Evidence:
     each_query: bool = False
     lengths: bool = False
     predicted: bool = False
+    sentences: bool = False
     whole_layers: int = 0
     copies: str = ""
     vectors: int = 0

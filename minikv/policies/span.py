@@ -1,9 +1,9 @@
 """Spans (kvpress #292): a row passes its worth on to the text that follows it.
 
 A question attends to the place where an answer begins, and the answer is copied from there token by
-token. So each row of the text gets the worth of a row before it, reduced by `decay` at every
-position between them, if that is more than its own. This goes with any scorer and any budgets, as
-in `adakv+span`.
+token. So each row of the text gets the worth of a row before it, if that is more than its own. It
+is reduced by `decay` at every position between them, and by `across` at every end of a sentence.
+This goes with any scorer and any budgets, as in `adakv+span`.
 
 With a `gate` a row gets less the better the network foresaw its token. The release reads a prompt
 once, holds every layer until the end and then evicts. Here a prompt is then read twice: first only
@@ -40,6 +40,9 @@ class Span:
     decay: float = option(
         0.9, "share of a token's score that is passed on to the next token", (0.01, 0.9999)
     )
+    across: float = option(
+        1.0, "share that is passed on to the next sentence, times `decay`", (0.01, 1.0)
+    )
     gate: float = option(
         0.0,
         "exponent of a token's surprise 1 - p; above 0 a prompt is read twice, first for the "
@@ -53,7 +56,9 @@ class Span:
 
     def evidence(self, given: Evidence) -> Evidence:
         """What the scorer reads, and this part."""
-        return replace(given, predicted=given.predicted or self.gate > 0)
+        return replace(
+            given, predicted=given.predicted or self.gate > 0, sentences=self.across < 1.0
+        )
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
@@ -100,31 +105,46 @@ class Span:
 
     def _passed(self, view: PromptView, worth: Tensor) -> Tensor:
         gives = view.live & (view.pos >= self.first) & (worth < SURE)
-        return carry(worth.masked_fill(~gives, 0.0), view.pos, self.decay, view.order)
+        return carry(worth.masked_fill(~gives, 0.0), view.pos, self._falls(view), view.order)
+
+    def _falls(self, view: PromptView) -> Tensor:
+        """float64 [position + 1]: see `carry`. The same for every layer."""
+        key = self, "falls"
+        if key not in view.shared:
+            at = torch.arange(view.position + 1, device=view.pos.device, dtype=torch.float64)
+            falls = at * math.log(self.decay)
+            if view.sentences is not None:
+                falls[:-1] += view.sentences[: view.position] * math.log(self.across)
+            falls[-1] = 0.0  # of padding, whose position is -1
+            view.shared[key] = falls
+        found: Tensor = view.shared[key]
+        return found
 
     differs = (
         "a prompt that must evict is read twice, first for the probabilities of its tokens, if "
         "there is a `gate`; the release reads once and holds every layer until the end. The choice "
         "is the same",
         "tokens of answers, and what another policy read, count as not foreseen",
+        "`across` below 1 passes less on to the next sentence; the release knows no sentences",
         "decay=0.9 and no gate; the release has 0.95 and 0.5, and so has queryspan here",
         "a step policy begins with attention that is passed on as well; the release evicts nothing "
         "while an answer is written",
     )
 
 
-def carry(worth: Tensor, pos: Tensor, decay: float, order: Tensor | None = None) -> Tensor:
-    """float32 [H, N]: the largest worth that a row gets from the rows at or before its position; a
-    worth is multiplied by `decay` for every position between them. worth [H, N]: at least 0, and 0
-    for rows with pos -1, where the result has no meaning. order int64 [H, B]: the first B rows by
-    position; the others follow them as they are. None: all."""
+def carry(worth: Tensor, pos: Tensor, falls: Tensor, order: Tensor | None = None) -> Tensor:
+    """float32 [H, N]: the largest worth that a row gets from the rows at or before its position.
+    worth [H, N]: at least 0, and 0 for rows with pos -1, where the result has no meaning. falls
+    float64 [P]: the logarithm of what is left of a worth from position 0 at each position; the last
+    one is 0, for pos -1. order int64 [H, B]: the first B rows by position; the others follow them
+    as they are. None: all."""
     order = pos.argsort(dim=1, stable=True) if order is None else order
     early = order.shape[1]
 
     def in_line(x: Tensor) -> Tensor:
         return torch.cat((x[:, :early].gather(1, order), x[:, early:]), 1) if early else x
 
-    fall = in_line(pos).to(torch.float64) * math.log(decay)
+    fall = falls[in_line(pos)]
     line = in_line(worth).to(torch.float64).clamp(min=1e-30).log()
     line = ((line - fall).cummax(1).values + fall).exp().to(torch.float32)
     if not early:

@@ -13,6 +13,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import pairwise as side_by_side
 from pathlib import Path
 from typing import Any
 
@@ -859,6 +860,18 @@ def test_ids_outside_the_vocabulary_have_no_text(make: Any) -> None:
     assert tokenizer.decode(beyond) == ""
     special = [id for text, id in tokenizer.control.items() if "REFERENCE" not in text]
     assert tokenizer.decode([*beyond, *ids, *beyond, *special]) == "Hello world"
+
+
+@pytest.mark.parametrize("make", ["v3", v.legacy_json, v.byte_level_json])
+def test_where_sentences_end(make: Any) -> None:
+    """Not within a number, nor with a line; before a control token also without a stop."""
+    texts = "It cost 3.50 in v1.2.", " Was it dear?", ' "No!"', " It was\nnot.\n", " So\n\n", "or"
+    tokenizer = made(make)
+    ids = tokenizer.encode("".join(texts))
+    ended = tokenizer.sentence_ends([*ids, min(tokenizer.stop_ids)])
+    cuts = [0, *(at for at, ends in enumerate(ended, 1) if ends)]
+    found = [tokenizer.decode(ids[a:b]).strip() for a, b in side_by_side(cuts)]
+    assert found == [text.strip() for text in texts]
 
 
 def test_lone_surrogates_are_replaced() -> None:

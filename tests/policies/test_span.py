@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,16 +18,22 @@ from minikv.policies.selection import ranked
 from minikv.policies.span import carry
 
 
+def falling(decay: float, tokens: int) -> torch.Tensor:
+    at = torch.arange(tokens, dtype=torch.float64)
+    return torch.cat((at * math.log(decay), torch.zeros(1)))
+
+
 def test_worth_is_carried_on_with_decay() -> None:
     """1, 0, .6, 0 with decay 1/2: at position 2 the own .6 is more than a quarter."""
     worth = torch.tensor([[1.0, 0.0, 0.6, 0.0]])
-    found = carry(worth, torch.arange(4)[None], 0.5)
+    found = carry(worth, torch.arange(4)[None], falling(0.5, 4))
     torch.testing.assert_close(found, torch.tensor([[1.0, 0.5, 0.6, 0.3]]))
 
 
 def test_rows_that_left_do_not_shorten_the_way() -> None:
     """Positions 8, 2, 5 in that order, and padding: from 2 to 5 it falls three times, not once."""
-    found = carry(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), torch.tensor([[8, 2, 5, -1]]), 0.5)
+    pos = torch.tensor([[8, 2, 5, -1]])
+    found = carry(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), pos, falling(0.5, 9))
     torch.testing.assert_close(found[0, :3], torch.tensor([0.5**6, 1.0, 0.5**3]))
 
 
@@ -34,7 +41,7 @@ def test_a_long_text_keeps_its_precision() -> None:
     """Far into a text a decay of one token is still that decay."""
     worth = torch.zeros(1, 200_000)
     worth[0, 199_000] = 1.0
-    found = carry(worth, torch.arange(200_000)[None], 0.95)
+    found = carry(worth, torch.arange(200_000)[None], falling(0.95, 200_000))
     torch.testing.assert_close(found[0, 199_001:199_004], 0.95 ** torch.tensor([1.0, 2.0, 3.0]))
 
 
@@ -88,6 +95,17 @@ def test_any_scores_are_carried_on(name: str) -> None:
             want = max(float(own[h, at]), *passed, 0.0)
             if bool(free[h, at]):
                 assert float(found[h, at]) == pytest.approx(want, rel=1e-5), (h, at)
+
+
+def test_less_is_passed_on_to_the_next_sentence() -> None:
+    """A sentence ends with the token 1, another with 3; the row of token 2 has left. Half of a
+    worth is passed on to the next token, and a tenth of that to the next sentence."""
+    given = torch.tensor([[[[1.0, 0.0, 0.0, 0.0, 0.0]]]])
+    pos, output = torch.tensor([[0, 1, 3, 4, 5]]), torch.ones(1, 1, 1, 1)
+    seen = replace(looked(given, None, pos, output), sentences=torch.tensor([0, 0, 1, 1, 2, 2]))
+    found = scores("queryspan", seen, gate=0.0, decay=0.5, across=0.1)[0]
+    wanted = torch.tensor([1.0, 0.5, 0.125 * 0.1, 0.0625 * 0.01, 0.03125 * 0.01])
+    torch.testing.assert_close(found, wanted)
 
 
 def test_what_only_has_to_stay_is_not_carried_on() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(id for id in ids if id < 256).decode("utf-8", "replace")
+
+    def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
+        return [id >= 256 or (one, id) == (b"."[0], b" "[0]) for one, id in pairwise([0, *ids])]
 
     def stream(self) -> ByteStream:
         return ByteStream()
