@@ -26,6 +26,7 @@ _BULLET = re.compile("^[ \t]*[\uf000-\uf0ff](?=\\s)", re.MULTILINE)
 # What pypdf gives for letters without a name, or whose name says nothing.
 _SQUARE, _NAMES = "\u25a1", re.compile(r"(?:/[a-zA-Z]{1,3}\d{1,4}){3,}")
 _MAPPED = re.compile(rb"beginbf(char|range)\s*<")
+_EMPTY = re.compile(rb"(<\w+>\s*)<\s*>")
 # The encodings of composite fonts that stand for letters by themselves, and that pypdf knows.
 _LETTERS = re.compile(
     r"/(Uni\w+-(UCS2|UTF16)|90ms-RKSJ|GB-EUC|GBpc-EUC|GBK|GBK2K|ETen-B5|ETenms-B5)(-HW)?-[HV]"
@@ -168,6 +169,7 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
             coded = 0
             known.clear()
             try:
+                _fill_in(page.get("/Resources"), set())
                 text = page.extract_text(visitor_text=seen)
                 if not text.strip() and (contents := page.get_contents()) is not None:
                     contents.get_data()  # a damaged or oversized page passes for an empty one
@@ -182,6 +184,31 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
     except DependencyError:
         return "is encrypted with AES: pip install cryptography reads it if it needs no password"
     return ""
+
+
+def _fill_in(resources: Any, done: set[int]) -> None:
+    """Where a font's table maps a letter to nothing, map it to U+FFFD: pypdf would leave it out."""
+    from pypdf.generic import DecodedStreamObject, NameObject
+
+    resources = resources.get_object() if resources is not None else None
+    if not isinstance(resources, dict) or id(resources) in done:
+        return
+    done.add(id(resources))
+    for font in _parts(resources, "/Font"):
+        table = font.get("/ToUnicode")
+        if hasattr(table, "get_data") and _EMPTY.search(data := table.get_data()):
+            filled = DecodedStreamObject()
+            filled.set_data(_EMPTY.sub(rb"\1<FFFD>", data))
+            font[NameObject("/ToUnicode")] = filled
+    for form in _parts(resources, "/XObject"):
+        _fill_in(form.get("/Resources"), done)
+
+
+def _parts(resources: Any, kind: str) -> list[Any]:
+    found = resources.get(kind)
+    found = found.get_object() if found is not None else None
+    parts = [part.get_object() for part in found.values()] if isinstance(found, dict) else []
+    return [part for part in parts if isinstance(part, dict)]
 
 
 def _coded(font: Any) -> bool:

@@ -188,6 +188,7 @@ ODD = "that cannot be told"
             ("of#ce", HELVETICA, {"#": sign}, f"of{sign}ce", f"1 character {ODD}")
             for sign in "\ufdd0\U0001fffe\u0378\ufff0"
         ),
+        ("of#ce con#rm", HELVETICA, {"#": ""}, "of\ufffdce con\ufffdrm", f"2 characters {ODD}"),
         ("Of#ce", HELVETICA, {"#": "\xad"}, "Of\xadce", ""),
         ("A# one", HELVETICA, {"#": "\u200b"}, "A\u200b one", ""),
         ("abc", SHAPES % b"/.notdef /.notdef /.notdef", None, "\u25a1" * 3, f"3 characters {ODD}"),
@@ -234,6 +235,24 @@ def test_characters_that_mean_nothing_are_counted_in_one_note_a_page(
     assert found.gaps.count("page 1") == bool(counted)
     assert counted in found.gaps
     assert ("pdftotext" in found.gaps and "ocrmypdf" in found.gaps) == bool(counted)
+
+
+def test_a_letter_that_a_form_maps_to_nothing_is_not_left_out() -> None:
+    """A form has fonts of its own; this one draws itself, too."""
+    font = HELVETICA.removesuffix(b">>") + b"/ToUnicode 6 0 R >>"
+    own = b"/Resources << /Font << /F1 7 0 R >> /XObject << /X1 5 0 R >> >>"
+    form = stream(
+        b"BT /F1 12 Tf 72 720 Td (of#ce) Tj ET",
+        b"/Type /XObject /Subtype /Form /BBox [0 0 612 792] " + own,
+    )
+    page = (
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents 4 0 R "
+        b"/Resources << /XObject << /X1 5 0 R >> >> >>"
+    )
+    tree = b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"
+    letters = table({"#": ""}, wide=False)
+    (text,) = pages_of(assembled(CATALOG, tree, page, stream(b"q /X1 Do Q"), form, letters, font))
+    assert text.strip() == "of\ufffdce"
 
 
 IS_PDF = {
