@@ -427,24 +427,51 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         wide = shape.heads * size  # about as wide as the network
         some = largest_block(heads, group * size * wide, setup.ops.block) // (group * size * wide)
         queries = block(group * observed * rows) if evidence.each_query else 0
-        projected = 4 * wide * min(_PROJECTED, some * rows) + queries if evidence.projects else 0
-        vectors = 12 * every + evidence.vectors * block(rows * size)
+        projected = 0
+        if evidence.projects:
+            weights = 4 * some * group * size * wide if item < 4 else 0
+            projected = 4 * wide * min(_PROJECTED, some * rows) + queries + weights
+        vectors = _vectors(setup, rows)
         choosing, read = _CHOOSING * every, len(evidence.copies) * copies
-        attended = 2 * queries + (read if evidence.vectors else 0)  # what is compared is read first
+        # What is compared is read first.
+        attended = 2 * queries + (read if vectors else 0)
+        if evidence.queries_from is not None:
+            vectors = max(vectors, 20 * shape.heads * size**2)  # moments in float64
         scoring = max(scoring + choosing + attended, read + max(choosing + projected, vectors))
-    coding = 0
+    codes = coding = 0
     if coded:
-        coding = 2 * heads * plan.tokens * (size + 4) + 5 * block(plan.tokens * size) // 4
+        codes = 2 * heads * plan.tokens * (size + 4)
+        coding = 5 * block(plan.tokens * size) // 4 + (12 if plan.pool is None else 30) * every
     if plan.pool is None:
-        storing = _MOVING * every + (sums if rules.observe == ALL else 0)
-        return always + max(sums + scoring, storing + coding)
+        storing = max(coding, _MOVING * every) + (sums if rules.observe == ALL else 0)
+        return always + max(sums + scoring, codes + storing)
     needed = sum(plan.needed)
     entering, placing = (
         min(rows * size, max(rows, AT_ONCE)) for rows in (min(plan.pool, every), needed)
     )
     entering = entering * setup.kv.itemsize * (3 if early else 2) + 44 * (plan.pool + every)
     placing = placing * setup.kv.itemsize + 40 * plan.pool
-    return always + max(sums + max(scoring, coding + entering), sums + placing)
+    return always + sums + max(scoring, codes + max(coding, entering), placing)
+
+
+def _vectors(setup: Setup, rows: int) -> int:
+    """Bytes that a scorer takes that computes with keys or values, of `rows` rows of every head."""
+    shape, evidence, most = setup.shape, setup.rules.evidence, setup.ops.block
+    heads, group, each = shape.kv_heads, shape.heads // shape.kv_heads, rows * shape.head_dim
+    found = evidence.vectors * largest_block(heads, each, most)
+    if evidence.products:
+        some = largest_block(heads, group * each, most) // (group * each)
+        block = largest_block(group, some * each, most)
+        found += evidence.products * block
+        if evidence.each_query:  # what these queries give, and three maps of that size
+            found += 4 * evidence.observe * block // shape.head_dim
+        found += (2 * shape.heads + 3 * heads) * rows
+        matrix = shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O
+        copied = some * each + some * largest_block(group, some * matrix, most) // some
+        found += shape.head_dim**2 + (copied if setup.dtype.itemsize < 4 else 0)
+    elif found:
+        found += 3 * heads * rows
+    return 4 * found
 
 
 def _in_blocks(plan: Plan, setup: Setup, state: int) -> int:
@@ -474,8 +501,7 @@ def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
     chosen = replace(plan, given=plan.tokens)
     layer = _most_of_a_layer(chosen, setup, state) + 4 * rows // shape.layers
     fixed = kept - cost.text + _pool(plan) + 8 * plan.tokens + noted + scores
-    vectors = 4 * largest_block(heads, plan.tokens * shape.head_dim, setup.ops.block)
-    scoring = 40 * heads * plan.tokens + rules.evidence.vectors * vectors
+    scoring = 40 * heads * plan.tokens + _vectors(setup, plan.tokens)
     return fixed + max(cost.text + scoring, layer)
 
 

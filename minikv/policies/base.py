@@ -199,9 +199,10 @@ class Evidence:
     each_query, lengths, predicted and sentences: it reads `attention` and the fields of these names
         of `PromptView`; with a second pass `lengths` of `RepeatView`.
     whole_layers: how many first layers keep every row, above the budget.
-    copies, vectors and projects: what it needs of memory. copies: whether it reads `key` ("k"),
-        `value` ("v") or both ("kv"). vectors: how many `blocks` of them in float32 exist at once.
-        projects: values are multiplied by the whole output projection.
+    copies, vectors, products and projects: what it needs of memory. copies: whether it reads `key`
+        ("k"), `value` ("v") or both ("kv"). vectors: how many `blocks` of them in float32 exist at
+        once; products: of as many numbers for each query head, made of them. projects: values are
+        multiplied by the whole output projection.
     """
 
     observe: int = 0
@@ -219,6 +220,7 @@ class Evidence:
     whole_layers: int = 0
     copies: str = ""
     vectors: int = 0
+    products: int = 0
     projects: bool = False
 
 

@@ -41,7 +41,8 @@ class DropKV(Scorer):
             window=self.window,
             each_query=True,
             copies="v",
-            vectors=5,
+            vectors=1,
+            products=2,
         )
 
     def score(self, view: PromptView) -> Tensor:

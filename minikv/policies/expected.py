@@ -41,7 +41,7 @@ class ExpectedAttention(Scorer):
     @property
     def evidence(self) -> Evidence:
         return Evidence(
-            sinks=self.sinks, window=self.recent, queries_from=self.sinks, copies="kv", vectors=2
+            sinks=self.sinks, window=self.recent, queries_from=self.sinks, copies="kv", products=2
         )
 
     def score(self, view: PromptView) -> Tensor:

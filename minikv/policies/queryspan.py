@@ -41,7 +41,7 @@ class QuerySpan(Scorer):
             sinks=self.sinks,
             window=self.recent,
             copies="v",
-            vectors=2,
+            products=1,
             lengths=True,
         )
 
