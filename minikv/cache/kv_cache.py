@@ -665,11 +665,6 @@ class KVCache:
             peak_bytes=last.peak_bytes,
             state_bytes=rows * arena.row_nbytes(arena.extra),
             evicted=round(self.position - mean),
-            lost_mean=last.lost_mean,
-            lost_max=last.lost_max,
-            lost_layer=last.lost_layer,
-            evict_s=last.evict_s,
-            budget_rows=self.budget_rows,
             shaped=last.shaped,
             gaps=rows < full_cache_rows(shape, self.position),
         )

@@ -467,7 +467,7 @@ def _vectors(setup: Setup, rows: int) -> int:
             found += 4 * evidence.observe * block // shape.head_dim
         found += (2 * shape.heads + 3 * heads) * rows
         matrix = shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O
-        copied = some * each + some * largest_block(group, some * matrix, most) // some
+        copied = some * each + block // each * matrix
         found += shape.head_dim**2 + (copied if setup.dtype.itemsize < 4 else 0)
     elif found:
         found += 3 * heads * rows

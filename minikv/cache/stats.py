@@ -44,10 +44,6 @@ class CacheStats:
     peak_bytes: the most allocated at once during the last prompt, with the staging buffer and both
         arenas.
     evicted: tokens seen minus kept_mean.
-    lost_*: share of the observed queries' attention mass that fell on evicted rows at the last
-        prompt (an estimate; None: not measured).
-    evict_s: seconds that eviction took in the last prompt.
-    budget_rows: the budget in rows per head.
     shaped: the last prompt's question decided which rows stayed.
     gaps: the heads hold fewer rows than in a cache without eviction.
     """
@@ -63,11 +59,6 @@ class CacheStats:
     peak_bytes: int
     state_bytes: int
     evicted: int
-    lost_mean: float | None
-    lost_max: float | None
-    lost_layer: int | None
-    evict_s: float
-    budget_rows: int | None
     shaped: bool
     gaps: bool
 
@@ -116,7 +107,9 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True)
 class PromptFigures:
-    """What the last prompt cost. The fields are those of `CacheStats` with the same names."""
+    """What the last prompt cost. evict_s: seconds that eviction took. peak_bytes and shaped: see
+    `CacheStats`. lost_*: share of the observed queries' attention mass that fell on evicted rows
+    (an estimate; None: not measured)."""
 
     evict_s: float
     peak_bytes: int

@@ -118,11 +118,6 @@ class Slots:
         self.columns, self._layers, self._fill, self._wait = slots, layers, fill, wait
         self._held: list[tuple[int, Any]] = [(-1, None)] * len(slots)  # layers, and their marks
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(column.nbytes for slot in self.columns for column in slot.values())
-
     def layer(self, layer: int) -> Mapping[str, Tensor]:
         """The layer's columns, filled; valid until the next call for another layer."""
         slot = self._begun(layer)

@@ -1,5 +1,5 @@
-"""The turn record: what one turn cost, and how a Python prompt and a notebook show it. Every figure
-on the screen comes from it.
+"""The turn record: what one turn cost, and how a Python prompt shows it. Every figure on the screen
+comes from it.
 
 `saved` is 1 - (held + tier_here) / full: a tier in the cache's own memory counts. It is rounded
 down, and never below 0. A figure that was not measured is None, never 0.
@@ -7,7 +7,6 @@ down, and never below 0. A figure that was not measured is None, never 0.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ STOPS = {
 """`stop_reason` in words."""
 FEW = 8
 """An answer of fewer tokens says nothing about the speed of writing."""
-_MOST = 300  # characters of a cell
+_MOST = 300  # characters of a `repr`
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
@@ -190,21 +189,15 @@ class TurnReport:
     dropped: int = 0
 
     def __repr__(self) -> str:
-        return line("report", [f"turn {self.turn}", *self._about()])
-
-    def _repr_html_(self) -> str:
-        rows = [(f"turn {self.turn}", ", ".join(self._about()))]
-        rows += [("warning", warning) for warning in self.warnings]
-        return table("minikv report", rows)
-
-    def _about(self) -> list[str]:
         tokens = self.tokens
-        return [
+        words = [
+            f"turn {self.turn}",
             f"{tokens.prompt_new:,} tokens read",
             f"{tokens.generated:,} written in {self.time_s.total:.1f} s",
             self.memory,
             f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head",
         ]
+        return line("report", words)
 
     def to_dict(self) -> dict[str, object]:
         """The record as dictionaries, lists, texts and numbers, for JSON."""
@@ -310,16 +303,3 @@ def clipped(text: str, most: int) -> str:
 def line(what: str, words: Iterable[str]) -> str:
     """ "<minikv chat: bundled, 2 turns>"."""
     return f"<minikv {what}: {clipped(', '.join(filter(None, words)), _MOST)}>"
-
-
-def table(caption: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Rows (name, value) as an HTML table. All text is escaped; there are no styles and no
-    scripts."""
-    cells = "".join(
-        f"<tr><th>{_cell(name)}</th><td>{_cell(value)}</td></tr>" for name, value in rows
-    )
-    return f"<table><caption>{_cell(caption)}</caption>{cells}</table>"
-
-
-def _cell(text: str) -> str:
-    return html.escape(clipped(text, _MOST))

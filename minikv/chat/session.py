@@ -47,7 +47,7 @@ from minikv.chat.plan import (
 )
 from minikv.chat.reading import Reader, Tools
 from minikv.chat.recall import Recall
-from minikv.chat.report import line, table
+from minikv.chat.report import line
 from minikv.chat.snapshot import (
     ChatSnapshot,
     Conversation,
@@ -369,25 +369,16 @@ class ChatSession(ConversationView):
         return [*_PUBLIC]
 
     def __repr__(self) -> str:
-        return line("chat", [*(["closed"] if self.guard.closed else []), *self._about()])
-
-    def _repr_html_(self) -> str:
-        rows = [("chat", ", ".join(filter(None, self._about())))]
-        rows += [("document", document.name or "without a name") for document in self.documents]
-        rows += [("document, not read yet", d.name or "without a name") for d in self.pending]
-        for number, turn in enumerate(self.turns, 1):
-            rows += [(f"question {number}", turn.question), (f"answer {number}", turn.answer)]
-        return table("minikv chat", rows)
-
-    def _about(self) -> list[str]:
         turns = len(self.turns)
-        return [
+        words = [
+            "closed" if self.guard.closed else "",
             self.facts.model,
             self.eviction.pair,
             f"budget {self.eviction.budget}" if self.eviction.evicts else "",
             "1 turn" if turns == 1 else f"{turns:,} turns",
             f"{len(self.fed):,} of {self.max_context:,} tokens",
         ]
+        return line("chat", words)
 
     @property
     def scoring(self) -> bool:

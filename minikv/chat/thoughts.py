@@ -67,7 +67,7 @@ class Thoughts:
         self._undecided = tags is not None and not opened  # whether there are any
         self._before_answer = False  # between the closing tag and the first letter of the answer
         self._text = self._held = ""
-        self._counted = self._began = 0  # tokens so far, and before the text after the opening tag
+        self._counted = 0  # tokens so far
 
     @property
     def text(self) -> str:
@@ -101,7 +101,7 @@ class Thoughts:
             if begin.startswith(begun) and begun != begin:
                 return ""
             piece, self.unsure, self._undecided = self.unsure, "", False
-            self.inside, self._began = begun.startswith(begin), self._counted
+            self.inside = begun.startswith(begin)
             if not self.inside:
                 self._counted = 0
                 return piece

@@ -104,7 +104,7 @@ def test_the_best_rows_of_all_layers_stay(
                 assert pos == sorted(pos) == found[layer][h]
                 for column in arena.extra:
                     assert bool(torch.isfinite(arena.segment(column, layer, h).float()).all())
-        lost = cache.stats().lost_max
+        lost = cache.last_prompt.lost_max
         assert (lost is not None) == (sum(sizes) == 270 and name != "l2")
         for token in ids(6, seed=turn):
             assert bool(torch.isfinite(run.step(token)).all())

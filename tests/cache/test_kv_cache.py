@@ -372,9 +372,9 @@ def test_a_share_is_of_the_prompt_that_was_read() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run.prompt(ids(900), progress=stop)
-    assert run.kv.stats().budget_rows is None
+    assert run.kv.budget_rows is None
     run.prompt(ids(400))
-    assert run.kv.stats().budget_rows == run.kv.stats().kept_mean == 80
+    assert run.kv.budget_rows == run.kv.stats().kept_mean == 80
     run.prompt(ids(400))
     assert run.kv.stats().kept_mean == 80
 
@@ -408,7 +408,7 @@ def test_what_slid_out_of_a_window_is_not_counted_as_lost() -> None:
     net = network(windows=(70, 70, 70))
     run = engine(net, "adakv", "roco", 67)
     run.prompt(ids(100))
-    lost = run.kv.stats().lost_max
+    lost = run.kv.last_prompt.lost_max
     assert lost is not None
     assert 0 < lost < 2 / 69  # less than an even share of the attention
 

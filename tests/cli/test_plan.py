@@ -551,7 +551,7 @@ def test_without_tokens_the_plan_is_for_several_lengths(llama: str, tmp_path: Pa
             "--weights int8",
             "10,000 tokens per head fit: 62% of what is read",
         ),
-        ("8GiB", "100k", "cpu", "--weights int4", "3,200 tokens per head fit: 3% of what is read"),
+        ("8GiB", "100k", "cpu", "--weights int4", "3,100 tokens per head fit: 3% of what is read"),
         (
             "6.3GiB",
             "100k",

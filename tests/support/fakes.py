@@ -187,20 +187,14 @@ class FakeKv:
             peak_bytes=1 << 21,
             state_bytes=0,
             evicted=0,
-            lost_mean=None,
-            lost_max=None,
-            lost_layer=None,
-            evict_s=0.0,
-            budget_rows=self.budget_rows,
             shaped=self.shaped,
             gaps=False,
         )
 
     @property
     def last_prompt(self) -> SimpleNamespace:
-        figures = self.stats()
-        names = ("evict_s", "peak_bytes", "shaped", "lost_mean", "lost_max", "lost_layer")
-        return SimpleNamespace(**{name: getattr(figures, name) for name in names})
+        lost = dict.fromkeys(("lost_mean", "lost_max", "lost_layer"))
+        return SimpleNamespace(evict_s=0.0, peak_bytes=1 << 21, shaped=self.shaped, **lost)
 
     def share(self) -> SimpleNamespace:
         return SimpleNamespace(
