@@ -67,7 +67,7 @@ GLOBAL_SPAN = Method(
     paper="kvpress292",
     told="question's attention",
     second="needs recall",
-    preset={"decay": 0.99, "across": 0.6, "first": 0},
+    preset={"decay": 0.995, "across": 0.6, "first": 0, "recent": 4},
 )
 
 METHOD = Method(
