@@ -463,6 +463,7 @@ def _vectors(setup: Setup, rows: int) -> int:
         some = largest_block(heads, group * each, most) // (group * each)
         block = largest_block(group, some * each, most)
         found += evidence.products * block
+        found += shape.heads * shape.head_dim * evidence.observe  # the queries, head by head
         if evidence.each_query:  # what these queries give, and three maps of that size
             found += 4 * evidence.observe * block // shape.head_dim
         found += (2 * shape.heads + 3 * heads) * rows

@@ -36,7 +36,7 @@ COMPOSER = Composer(ChatML(ByteTokenizer()), lambda: None, lambda: False)
 ASKED, ANSWERED = Message("user", "mill\n\nWho?"), Message("assistant", "Ada")
 READ = COMPOSER.opening([ASKED])
 SEEN = [*READ, *b"Ad"]  # the last token of the answer was not fed
-STATS = CacheStats(0, 0, 0.0, *[0] * 8, None, None, None, 0.0, None, False, False)
+STATS = CacheStats(0, 0, 0.0, *[0] * 8, False, False)
 
 
 def documents(text: str) -> tuple[Document, ...]:

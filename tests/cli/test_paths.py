@@ -111,7 +111,7 @@ def program(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize("arguments", [("config", "path"), ("plan",)])
+@pytest.mark.parametrize("arguments", [("config", "show"), ("plan",)])
 def test_a_current_directory_that_was_deleted(arguments: tuple[str, ...], tmp_path: Path) -> None:
     """torch's library ended the process there, or it was called a bug."""
     (tmp_path / "gone").mkdir()

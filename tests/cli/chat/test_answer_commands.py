@@ -272,9 +272,10 @@ def test_the_last_ask_is_a_chat_that_others_leave_alone(
 
 
 def test_many_asks_at_once_leave_a_whole_one(home: Path) -> None:
-    session, terminal = fake_chat(), screen()
-    list(session.ask("Who runs it?"))
-    keepers = [threading.Thread(target=Keeper(terminal).keep_ask, args=[session]) for _ in range(8)]
+    terminal, sessions = screen(), [fake_chat() for _ in range(8)]
+    for session in sessions:
+        list(session.ask("Who runs it?"))
+    keepers = [threading.Thread(target=Keeper(terminal).keep_ask, args=[s]) for s in sessions]
     for one in keepers:
         one.start()
     for one in keepers:

@@ -84,7 +84,6 @@ def test_policies_their_parts_and_options(tab: Offers) -> None:
 
 def test_what_follows_the_other_commands(tab: Offers) -> None:
     assert tab("/kept ") == ["all", "find", "top"]
-    assert tab('/kept find "mill" ') == ["all"]
     assert "kept" in tab("/help k")
     assert tab("/drop ") == ["my\\ report\\ (1).txt"]
     assert tab("/drop my\\ r") == ["my\\ report\\ (1).txt"]
