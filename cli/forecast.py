@@ -32,7 +32,7 @@ class Row:
     with the state of the policy. fits: with an eighth of the free memory to spare; None if that is
     not known. error: why there are no figures. suffices: False if `error` is that too few positions
     are left for what the policy reads beside the document. again: tokens that are read once more
-    before anything is evicted; file: what is in a file for that, 0 if it is in RAM.
+    before anything is evicted; ram, file: what is held there for that.
     """
 
     policy: str
@@ -46,6 +46,7 @@ class Row:
     fits: bool | None = None
     error: str = ""
     again: int = 0
+    ram: int = 0
     file: int = 0
     suffices: bool = True
 
@@ -199,6 +200,7 @@ class Planner:
             needs,
             None if self.left is None else needs <= self.weights + usable(self.left),
             again=cost.tokens,
+            ram=cost.file_ram if in_file else cost.ram,
             file=cost.file if in_file else 0,
         )
 

@@ -155,14 +155,13 @@ def _exit_if_threads_remain(code: int) -> None:
 def _resume_alone(arguments: list[str]) -> list[str]:
     """Options with an optional value: --resume without a name is the newest chat, and --json of
     bench without a file is standard output."""
-    alone = {"--resume": "--resume="}
+    alone, kinds = {"--resume": "--resume="}, tuple[str, ...]()
     if arguments[:1] == ["bench"]:
-        alone["--json"] = "--json=-"
+        alone["--json"], kinds = "--json=-", ("decode", "prefill", "all")
+    following = [*arguments[1:], "-"][: len(arguments)]
     return [
-        alone[word]
-        if word in alone and (i + 1 == len(arguments) or arguments[i + 1].startswith("-"))
-        else word
-        for i, word in enumerate(arguments)
+        alone[word] if word in alone and (after[:1] == "-" or after in kinds) else word
+        for word, after in zip(arguments, following, strict=True)
     ]
 
 

@@ -184,10 +184,10 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
     if any(made.remembered for made in made):
         kept = each(lambda made: f"{size(made.remembered)} for {made.tokens:,}")
         yield "remember", f"{kept} on disk, so that the document is not read twice (--remember)"
-    for row in (row for made in made for row in made.rows if row.again):
-        where = f"a file ({size(row.file)})" if row.file else "RAM"
-        read = f"{row.label} reads {row.again:,} tokens more, to score all that was read"
-        yield "scoring", f"{read}, and holds all keys and values in {where}"
+    for tokens, row in ((one.tokens, row) for one in made for row in one.rows if row.again):
+        read = f"{row.label} reads {row.again:,} tokens more to score {tokens:,}"
+        file = f"{size(row.file)} in a file and " if row.file else ""
+        yield "scoring", f"{read}, and holds keys and values: {file}{size(row.ram)} of RAM"
 
 
 def _advice(hint: Suggestion, model: str) -> str:

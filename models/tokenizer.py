@@ -34,8 +34,13 @@ from minikv.models.vocabulary import (
 )
 
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>")
-_STOP = re.compile(rb"[.!?][\"')\]]*\s*$")
+_CLOSING = re.compile(rb"[\"')\]*_]+\s*")
+_STOP = re.compile(rb"[.!?][\"')\]*_]*\s*$")
+_LINE, _PARAGRAPH = re.compile(rb"\r?\n"), re.compile(rb"\n\r?\n")
 _WIDE_STOPS = tuple(stop.encode() for stop in "。！？")
+_ENDS_ALWAYS, _STOPS, _CLOSES, _SPACE_BEFORE, _SPACE_AFTER, _LINE_BEFORE, _LINE_AFTER = (
+    1 << bit for bit in range(7)
+)
 _NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _USUAL = {"bos_token": ("<s>", "<|begin_of_text|>", "<|bos|>"), "eos_token": ("</s>",)}
 
@@ -91,6 +96,7 @@ class Tokenizer:
             self._pieces[id] = text.encode("utf-8", "replace")
         for text in control.keys() & special:
             self._pieces[control[text]] = b""
+        self._sentence_marks: dict[int, int] = {}
         self._loses = lost(vocabulary)
         self.version = version
         self.notes = vocabulary.notes
@@ -223,10 +229,20 @@ class Tokenizer:
         return TextStream(self._pieces, self._vocabulary.drop_space)
 
     def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
-        """Whether a sentence ends with each token: with `.`, `!` or `?` before white space, with a
-        full stop of Chinese or Japanese, with a paragraph, or with a token that has no text."""
-        pieces = [self._pieces[id] if 0 <= id < len(self._pieces) else b"" for id in ids]
-        return [_ends(piece, after) for piece, after in pairwise((*pieces, b""))]
+        """Whether a sentence ends with each token: with `.`, `!` or `?` before white space, also
+        with quotes or brackets between, with a full stop of Chinese or Japanese, with a paragraph
+        (a line alone does not count), or with a token that has no text."""
+        known, size = self._sentence_marks, len(self._pieces)
+        for id in {*ids}.difference(known):
+            known[id] = _marks(self._pieces[id] if 0 <= id < size else b"")
+        found, stopped = list[bool](), False
+        for mark, after in pairwise((*map(known.__getitem__, ids), 0)):
+            stopped = bool(mark & _STOPS) or (stopped and bool(mark & _CLOSES))
+            spaced = mark & _SPACE_AFTER or after & _SPACE_BEFORE
+            line = mark & _LINE_AFTER and after & _LINE_BEFORE
+            found.append(bool(mark & _ENDS_ALWAYS or line or (stopped and spaced)))
+            stopped = stopped and not found[-1]
+        return found
 
     def lost(self, text: str) -> int:
         """How many characters of a text the ids do not hold: the vocabulary cannot spell them, or
@@ -279,13 +295,19 @@ def well_formed(text: str) -> str:
     return text
 
 
-def _ends(piece: bytes, after: bytes) -> bool:
-    """Whether a sentence ends with the token `piece` before the token `after`."""
-    if not piece or piece.endswith(_WIDE_STOPS) or b"\n\n" in piece:
-        return True
-    if piece[-1:].isspace() or after[:1].isspace():
-        return bool(_STOP.search(piece)) or (piece[-1:] == after[:1] == b"\n")
-    return False
+def _marks(piece: bytes) -> int:
+    """What a token says of where a sentence ends: some of the marks above."""
+    if not piece or piece.endswith(_WIDE_STOPS) or _PARAGRAPH.search(piece):
+        return _ENDS_ALWAYS | _SPACE_BEFORE * piece[:1].isspace()
+    marks = (
+        (_STOPS, _STOP.search(piece)),
+        (_CLOSES, _CLOSING.fullmatch(piece)),
+        (_SPACE_BEFORE, piece[:1].isspace()),
+        (_SPACE_AFTER, piece[-1:].isspace()),
+        (_LINE_BEFORE, _LINE.match(piece)),
+        (_LINE_AFTER, piece[-1:] == b"\n"),
+    )
+    return sum(mark for mark, found in marks if found)
 
 
 def _joins_word(text: str, start: int, end: int) -> bool:

@@ -178,8 +178,8 @@ class _Filling:
             whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
             at = 0
             for one in found if whole else [stored]:
-                direct = isinstance(one, Blocks) and made.takes_blocks(one.kind.number)
-                most = 4 * TAKEN if direct else TAKEN  # whose threads wait for each other once
+                # Blocks' threads wait for each other once a piece.
+                most = TAKEN if _as_blocks(made, one) is None else 4 * TAKEN
                 for start, end in blocks(torch.Size(one.shape), most):
                     self._pack(made, at + start, one, start, end)
                 at += one.shape[0]
@@ -190,9 +190,9 @@ class _Filling:
 
     def _pack(self, made: Int8 | Int4, at: int, part: Fused | Stored, start: int, end: int) -> None:
         """Pack rows of a part as those from `at` on."""
-        if isinstance(part, Blocks) and made.takes_blocks(part.kind.number):
-            made.pack(at, part.blocks(start, end), part.kind.number)
-        elif part.form == made.form and (part.form == "int4" or not part.group):
+        if (blocks := _as_blocks(made, part)) is not None:
+            made.pack(at, blocks.blocks(start, end), blocks.kind.number)
+        elif part.form == made.form and not (part.group or 0) % _group(made):
             made.fill(at, *part.steps(start, end))
         else:
             made.pack(at, part.rows(start, end))
@@ -401,6 +401,18 @@ def _pairs(name: str, config: ModelConfig) -> int:
     if ".q_proj." in name:
         return config.heads
     return config.kv_heads if ".k_proj." in name else 0
+
+
+def _as_blocks(made: Int8 | Int4, part: Fused | Stored) -> Blocks | None:
+    """The part, if its blocks are packed as the file has them."""
+    if not isinstance(part, Blocks) or not made.takes_blocks(part.kind.number):
+        return None
+    return part if isinstance(made, Int8) or made.group == part.group else None
+
+
+def _group(made: Int8 | Int4) -> int:
+    """Of how many columns, or of a multiple of them, the codes of a file must share a scale."""
+    return made.group if isinstance(made, Int4) else made.shape[1]
 
 
 def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str) -> None:

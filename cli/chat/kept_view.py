@@ -318,7 +318,8 @@ def _verdict(found: Sequence[tuple[bool, float, float]], recalls: bool) -> str:
     if recalls:
         again = "your next question looks at it all the same, as all that was read is there"
     if some == 0:
-        return f"gone from this cache; {again}"
+        where = "gone from the documents in" if len(documents) < len(found) else "gone from"
+        return f"{where} this cache; {again}"
     if whole < LIKELY_LOST:
         held = "no head holds it whole" if whole == 0 else "fewer than 1 in 10 heads hold it whole"
         return f"likely lost to this cache: {held}; {again}"

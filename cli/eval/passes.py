@@ -117,7 +117,17 @@ def _text(chat: ChatSession, item: Item, memory: Memory) -> list[list[Token]]:
     reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
     chat.engine.reset()
     ids, read = _scored(chat, item)
-    return [_fed(chat, chat.engine.prompt(ids[:read]), memory, "", ids[read:])]
+    return [_fed(chat, _read(chat, ids[:read]), memory, "", ids[read:])]
+
+
+def _read(chat: ChatSession, ids: Sequence[int], before: Sequence[int] = ()) -> Tensor:
+    """Feed a prompt after the tokens `before`, as a chat does. Returns its last logits."""
+    kv = chat.engine.kv
+    kv.sentences = reading.sentences(kv, chat.tokenizer, [*before, *ids])
+    try:
+        return chat.engine.prompt(ids)
+    finally:
+        kv.sentences = None
 
 
 def _beside(chat: ChatSession, item: Item, memory: Memory) -> list[list[Token]]:
@@ -131,8 +141,10 @@ def _beside(chat: ChatSession, item: Item, memory: Memory) -> list[list[Token]]:
             raise ContextError("a document does not fit the model", "choose a smaller --length")
         with worded(chat, one):
             reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
+        fed: list[int] = []
         for ids in parts:
-            logits = chat.engine.prompt(ids)
+            logits = _read(chat, ids, fed)
+            fed += ids
         found.append(_fed(chat, logits, memory, one.questions[0], [], one.max_tokens))
     return found
 

@@ -181,7 +181,7 @@ class Keeper:
         self._last = self._state(session)
         if name == LAST and not self._asks:
             self.close()
-            self.name, self._last = None, ()
+            self.name, self._named, self._last = None, False, ()
         return saved
 
     def _snapshot(

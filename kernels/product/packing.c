@@ -106,10 +106,10 @@ static void read_row(int64_t kind, const uint8_t *row, int64_t n, bf16 *out) {
 
 #define TINY 1.17549435e-38f /* the smallest normal number: no scale is 0 */
 
-/* The nearest whole number within low .. high, ties to even. */
+/* The nearest whole number within low .. high, ties to even; 0 for NaN, which has no integer. */
 static inline float step_of(float x, float low, float high) {
     float y = rintf(x);
-    return y < low ? low : y > high ? high : y;
+    return y != y ? 0.0f : y < low ? low : y > high ? high : y;
 }
 
 /* pack_int8: w [rows, wide bytes], of n columns each -> codes [rows, n], scale bfloat16 [rows]. A

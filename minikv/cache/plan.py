@@ -369,6 +369,7 @@ def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
     if staged is not None:  # the last token's query and output, of every layer
         found += 2 * shape.layers * shape.heads * shape.head_dim * item
     found += 8 * plan.tokens + _pool(plan)
+    found += 24 * plan.end * evidence.sentences  # their table, and what a policy makes of it
     found += plan.observed(setup.rules)[1] * shape.heads * (shape.head_dim * item + 4)
     if evidence.queries_from is not None:
         found += 12 * shape.heads * shape.head_dim**2

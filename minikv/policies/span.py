@@ -114,7 +114,8 @@ class Span:
             at = torch.arange(view.position + 1, device=view.pos.device, dtype=torch.float64)
             falls = at * math.log(self.decay)
             if view.sentences is not None:
-                falls[:-1] += view.sentences[: view.position] * math.log(self.across)
+                ended = view.sentences[: view.position].double()
+                falls[:-1].add_(ended, alpha=math.log(self.across))
             falls[-1] = 0.0  # of padding, whose position is -1
             view.shared[key] = falls
         found: Tensor = view.shared[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from fakes import ByteTokenizer, ChatML
 from small_chat import chat, held_of, reported, say
 from test_reuse import MILL, WELL, cache
+from tiers import recalling
 
 import minikv
 from minikv.cache.tier_file import FileRows
@@ -116,6 +118,36 @@ def test_skip_where_nothing_is_read_again_is_a_cancel() -> None:
     session.skip()
     list(answer)
     assert session.reports[-1].stop_reason == "user"
+
+
+@pytest.mark.parametrize("reuse", ["recall", "once", "refresh", "blind"])
+def test_a_policy_is_told_of_the_sentences_of_the_whole_conversation(
+    reuse: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each prompt, as many as ended before each token that the cache will have seen."""
+    make = recalling if reuse == "recall" else chat
+    session = make(reuse=reuse, policy="global-span", undo_turns=1)
+    network, told = session.engine.network, list[list[int]]()
+    forward = network.forward
+
+    def heard(ids: Any, kv: Any) -> Any:
+        found = session.engine.kv.sentences
+        if len(ids) > 1:
+            told.append([] if found is None else found.tolist())
+        return forward(ids, kv)
+
+    monkeypatch.setattr(network, "forward", heard)
+    session.attach(MILL)
+    for question in ("Who? And. Why?", "When. Or not.", "So. What?"):
+        say(session, question, 4)
+        ends = [0, *accumulate(session.tokenizer.sentence_ends(session.log.ids))]
+        begins = len(session.log.ids) - session.report.tokens.generated
+        assert [*map(len, told)][-1] == begins
+        assert all(one == ends[: len(one)] for one in told)
+        assert session.engine.kv.sentences is None
+        told.clear()
+        if question.startswith("When"):
+            session.undo()
 
 
 def fed(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:

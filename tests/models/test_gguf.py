@@ -21,6 +21,7 @@ from checkpoints import Spec
 from gguf import GGMLQuantizationType, quants
 from loaded import network_of
 
+import minikv
 from minikv import models
 from minikv.models import weights
 from minikv.models.blocks import KINDS, Blocks
@@ -121,6 +122,25 @@ def test_a_mixed_file_is_kept_in_its_own_forms(tied: bool, tmp_path: Path) -> No
     assert text == "Hi 12!\n"
     assert loaded.tokenizer.stop_ids == {1}
     assert loaded.template.opening([models.templates.Message("user", "a")])[:3] == [0, 66, 1]
+
+
+@pytest.mark.parametrize("form", ["int4", "int4+head"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_mixed_file_is_quantised_again_where_four_bits_are_asked_for(
+    form: str, kernels: str, tmp_path: Path
+) -> None:
+    """In groups of 128 columns, where the file's have 16 and 32: off by half a step of a group's
+    range at most, of which the largest number is at least half."""
+    path = ggufs.model(tmp_path, SPEC, MIXED)
+    chat = minikv.load(str(path), weights=form, kernels=kernels, remember="off")
+    layer = chat.engine.network.layers[1]  # type: ignore[attr-defined]
+    for matrix, names in ((layer.qkv, ["attn_v"]), (layer.out, ["attn_output"])):
+        assert isinstance(matrix, Int4)
+        want = torch.from_numpy(
+            np.concatenate([ggufs.dense(path, f"blk.1.{n}.weight") for n in names])
+        )
+        off = (matrix.dense().float()[-len(want) :] - want).abs().amax(1) / want.abs().amax(1)
+        assert off.max() <= 1 / 13
 
 
 def test_factors_of_the_frequencies_are_the_tensor(tmp_path: Path) -> None:

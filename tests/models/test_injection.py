@@ -7,6 +7,7 @@ a user who types `[INST]`; there only `ChatTemplate.markers` warns.
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 import loaded
 import pytest
+import tokenizers
 import vocabularies as v
 
 from minikv.models.builtin_templates import (
@@ -127,6 +129,24 @@ def test_hostile_chats_have_the_structure_of_neutral_ones(name: str, part: float
             expected = template.following(neutral(chat))
             forged += structure(tokenizer, found) != structure(tokenizer, expected)
     assert forged == 0
+
+
+def test_encoding_the_rendered_text_would_forge() -> None:
+    """The chats above are hostile: the usual way of encoding them is taken in by most."""
+    tokenizer, template = prepared("llama-3")
+    backend = tokenizers.Tokenizer.from_str(json.dumps(v.byte_level_json()))
+    rng = random.Random(31)
+    forged = 0
+    for _ in range(120):
+        chat = [
+            Message(m.role, m.content.replace("\ud800", ""))
+            for m in hostile_chat(rng, frequent(tokenizer))
+        ]
+        text = template._program.render(template._variables(chat))
+        naive = backend.encode(text, add_special_tokens=False).ids
+        expected = structure(tokenizer, template.opening(neutral(chat)))
+        forged += structure(tokenizer, naive) != expected
+    assert forged > 80
 
 
 @pytest.mark.parametrize("name", SOURCES)

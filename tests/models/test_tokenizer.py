@@ -24,6 +24,7 @@ import vocabularies as v
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pairwise import some_by_day
 
+from minikv import models
 from minikv.models import split_patterns, vocabulary
 from minikv.models.builtin_templates import PLAIN
 from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
@@ -862,11 +863,12 @@ def test_ids_outside_the_vocabulary_have_no_text(make: Any) -> None:
     assert tokenizer.decode([*beyond, *ids, *beyond, *special]) == "Hello world"
 
 
-@pytest.mark.parametrize("make", ["v3", v.legacy_json, v.byte_level_json])
+@pytest.mark.parametrize("make", ["v3", v.legacy_json, v.byte_level_json, None])
 def test_where_sentences_end(make: Any) -> None:
-    """Not within a number, nor with a line; before a control token also without a stop."""
-    texts = "It cost 3.50 in v1.2.", " Was it dear?", ' "No!"', " It was\nnot.\n", " So\n\n", "or"
-    tokenizer = made(make)
+    """Not within a number, nor with a line; with the quotes and brackets behind a stop, however
+    they are divided; before a control token also without a stop."""
+    texts = "It cost 3.50 in v1.2.", " Was it dear?", ' ("No!")', " It was\nnot.\n", " So\n\n", "or"
+    tokenizer = made(make) if make else models.load(None).tokenizer
     ids = tokenizer.encode("".join(texts))
     ended = tokenizer.sentence_ends([*ids, min(tokenizer.stop_ids)])
     cuts = [0, *(at for at, ends in enumerate(ended, 1) if ends)]
