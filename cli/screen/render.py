@@ -109,11 +109,12 @@ def header(session: ChatSession, version: str, max_tokens: int) -> str:
     answer."""
     facts = session.facts
     at = f" @ {facts.revision[:12]}" if facts.revision else ""
+    form = facts.dtype if facts.form == "plain" else f"{facts.form} in {facts.dtype}"
     rows = [
         ("minikv", f"{version} · {facts.device}"),
         (
             "model",
-            f"{facts.model}{at} · {facts.dtype} · {size(facts.weight_bytes)} · "
+            f"{facts.model}{at} · {form} · {size(facts.weight_bytes)} · "
             f"context {session.max_context:,}",
         ),
         ("memory", session.fits(max_tokens) or policy_line(session)),
