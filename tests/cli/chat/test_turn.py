@@ -103,9 +103,9 @@ def test_it_is_said_once_a_document_in_the_header_and_at_the_end_of_the_demo(
 def test_the_header_names_the_form_of_the_weights(
     session: ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for weights, told in (("auto", "· float32 ·"), ("Q4_1", "· Q4_1 in float32 ·")):
+    for weights, words in (("auto", "· float32 ·"), ("Q4_1", "· Q4_1 in float32 ·")):
         monkeypatch.setattr(session, "facts", replace(session.facts, weights=weights))
-        assert told in render.header(session, "0", 512)
+        assert words in render.header(session, "0", 512)
 
 
 @pytest.mark.parametrize(
