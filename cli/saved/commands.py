@@ -205,7 +205,8 @@ def summary(session: ChatSession, saved: Saved, seconds: float) -> str:
 
 def _read_again(session: ChatSession) -> int:
     """How many of the tokens that the cache has seen the next question reads again."""
-    if session.rereads or session.reuse == "refresh":
+    recalls = session.recall.tokens and session.recalls
+    if session.reuse == "refresh" or (session.rereads and not recalls):
         return len(session.fed)
     if session.reuse != "recall" or not session.eviction.evicts:
         return session.reads_again

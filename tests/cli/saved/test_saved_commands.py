@@ -13,7 +13,8 @@ import pytest
 from fakes import FakeEngineWithMemory
 from lettered import lettered
 from pairwise import pairwise
-from small_chat import chat
+from small_chat import chat, say
+from tiers import recalling
 from typed import context, fake_chat
 
 from minikv.chat.eviction_config import EvictionConfig
@@ -389,3 +390,15 @@ def test_a_chat_that_is_opened_says_what_the_next_question_reads(
     question = read - (int(again[1].replace(",", "")) if again else 0)
     assert 0 < question < 60 < seen
     second.session.recall.leave()
+
+
+@pytest.mark.parametrize("kind", ["ram", "none"])
+def test_reading_again_is_said_where_it_happens(kind: str) -> None:
+    """As after /retry under another policy, which has the next question choose anew."""
+    session = recalling(kind)
+    session.attach("The mill is run by Ada. " * 8)
+    say(session, "Who?")
+    session.refresh()
+    told, read = commands._read_again(session), len(session.fed)
+    say(session, "When?")
+    assert (told, session.report.reuse) == ((0, "recall") if kind == "ram" else (read, "refresh"))
