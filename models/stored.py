@@ -87,12 +87,6 @@ class Fused:
         self.size = sum(part.size for part in parts)
         self.form, self.group = together((part.form, part.group) for part in parts)
 
-    @property
-    def exact(self) -> bool:
-        """Whether `form` keeps the numbers as they are stored, without quantising them again."""
-        same = all(part.form == self.form for part in self.parts)
-        return same and (self.form == "int4" or (self.form == "int8" and not self.group))
-
     def steps(self, start: int, end: int) -> Steps:
         """See `Stored`. Scales are repeated where a part's groups are larger than another's."""
         found = [part.steps(*rows) for part, *rows in self._spans(start, end)]

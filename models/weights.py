@@ -178,7 +178,7 @@ class _Filling:
             whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
             at = 0
             for one in found if whole else [stored]:
-                # Blocks' threads wait for each other once a piece.
+                # Threads wait for each other after every piece, so those of blocks are larger.
                 most = TAKEN if _as_blocks(made, one) is None else 4 * TAKEN
                 for start, end in blocks(torch.Size(one.shape), most):
                     self._pack(made, at + start, one, start, end)

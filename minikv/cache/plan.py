@@ -32,8 +32,7 @@ class Setup:
 
     dtype: the network's. kv: the dtype of stored keys and values. ops: the kernels. output(layer)
     and rotary: as in `PromptView`. words: for policies with a second pass. sentences: as in
-    `PromptView`, at least up to the end of the prompt. gpu: the rows are in a
-    GPU's memory.
+    `PromptView`, at least up to the end of the prompt. gpu: the rows are in a GPU's memory.
     """
 
     shape: Shape

@@ -69,9 +69,9 @@ class Read:
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Reads the prompt of a turn. seen: the token ids that the cache has seen. room: expected
-    tokens of the answer. fidelity: whether to measure
-    what a recalled prompt loses. progress(done, total): called between chunks, in tokens; those
-    that a policy reads twice count twice. warn(line): shows a line to the user."""
+    tokens of the answer. fidelity: whether to measure what a recalled prompt loses.
+    progress(done, total): called between chunks, in tokens; those that a policy reads twice count
+    twice. warn(line): shows a line to the user."""
 
     tools: Tools
     settings: PlanSettings
@@ -239,7 +239,7 @@ def wording(tokenizer: Tokenizer, template: Template) -> Wording:
 
 
 def sentences(kv: KVCache, tokenizer: Tokenizer, ids: Sequence[int]) -> Tensor | None:
-    """See `PromptView.sentences`. ids: of the whole conversation."""
+    """See `PromptView.sentences`; None if no policy asks. ids: of the whole conversation."""
     if not kv.rules.evidence.sentences:
         return None
     ended = accumulate(tokenizer.sentence_ends(ids), initial=0)

@@ -108,6 +108,16 @@ def test_less_is_passed_on_to_the_next_sentence() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+def test_many_sentences_keep_their_precision() -> None:
+    """Far into a text the next sentence gets `across` times `decay` of the last token's worth."""
+    pos = torch.tensor([[199_998, 199_999]])
+    given, output = torch.tensor([[[[1.0, 0.0]]]]), torch.ones(1, 1, 1, 1)
+    sentences = torch.arange(200_000)
+    seen = replace(looked(given, None, pos, output), sentences=sentences)
+    found = scores("queryspan", seen, gate=0.0, decay=0.9, across=0.3)[0]
+    torch.testing.assert_close(found, torch.tensor([1.0, 0.27]))
+
+
 def test_what_only_has_to_stay_is_not_carried_on() -> None:
     """As KVzip says of its newest rows: 0.3 and 0.1 are carried on, not the score between them."""
     given = torch.tensor([[0.0, 0.3, 10 * SURE, 0.1, 0.0]])
