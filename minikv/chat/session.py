@@ -547,10 +547,12 @@ class ChatSession(ConversationView):
         self.guard.question = question
         chosen, known, tokens = self.eviction, self.engine.kv.stats(), settings.max_tokens
         most, text = self.max_context, user_message(self.pending, question).content
-        if self.log.cut:
+        seen, room = self.log.seen, self.room
+        if self.overflow == "drop":  # what was said before may leave
+            seen, room = 0, most
+        elif self.log.cut or not seen:  # all of it is read
             text = "".join([*(message.content for message in self.messages), text])
-        anew = self.log.cut or self.overflow == "drop"
-        seen, room = (0, most) if anew else (self.log.seen, self.room)
+            seen, room = 0, most
         self._min_tokens.refuse(text, seen, room, most)
         try:  # after an error in here, the chat is as it was
             base, new = self._continuing.continued(self._now, question, tokens)

@@ -381,6 +381,16 @@ def test_ten_megabytes_are_refused_before_tokenizing() -> None:
     assert len(chat.pending) == 1
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_without_a_cache_the_bound_is_of_the_whole_conversation(known: bool) -> None:
+    """All of it is read again, so all positions are left for it."""
+    chat = make(max_context=1024)
+    list(chat.ask("long " * 100, max_tokens=1))
+    chat.restore(replace(chat.snapshot(), held=None, **({} if known else {"tokens": ()})))
+    with pytest.raises(ContextError, match=r"needs at least 1,125 .* and 1,023 are left"):
+        list(chat.ask("more " * 800))
+
+
 def test_the_bound_is_never_above_the_truth_and_lossy_vocabularies_have_none() -> None:
     assert longest_token(ByteTokenizer()) == 4  # a lone byte decodes to U+FFFD, and one more
 
