@@ -21,7 +21,7 @@ from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage, renew
 from minikv.cli.saved.files import LAST, check_name, new_folder, private
 from minikv.cli.saved.identity import POLICY, differences, identity, model_identity, tier_identity
-from minikv.cli.saved.tier import TIER, find, place, settle
+from minikv.cli.saved.tier import TIER, find, place, settle, taken_out
 from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of, texts_of
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.settings.config import short
@@ -315,6 +315,7 @@ class Keeper:
             self._file.write(rows, same)
         except BaseException:
             if made:  # an empty directory would be no chat
+                taken_out(session, folder)
                 shutil.rmtree(folder, ignore_errors=True)
                 self._release()
                 self.name = before

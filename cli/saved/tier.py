@@ -85,6 +85,15 @@ def settle(
         recall.file.sync()
 
 
+def taken_out(session: ChatSession, folder: Path) -> None:
+    """Move the session's tier out of this folder, which is about to be removed, if it is there."""
+    rows = session.recall.file
+    if rows is not None and rows.is_at(folder / TIER):
+        with contextlib.suppress(OSError, UsageError):
+            rows.move(session.recall.where().path)
+            rows.kept = False
+
+
 def _copied(recall: Recall, folder: Path, identity: Mapping[str, object]) -> FileRows:
     """Copy the tier to disk. The copy replaces any other tier in the folder."""
     from minikv.chat.recall import Place

@@ -25,6 +25,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.cli.saved import transcript
+from minikv.cli.saved.database import ChatFile
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.tier import TIER
 from minikv.cli.saved.transcript import read
@@ -289,6 +290,27 @@ def test_a_fork_that_fails_changes_nothing(home: Path, monkeypatch: pytest.Monke
     keeper.keep(session)
     _, again = resumed("one")
     assert unread(again, "Then?") == twin[1]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_save_that_fails_at_its_end_leaves_the_tier(
+    home: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    """The tier was in the folder of the new chat by then, and that is removed."""
+    keeper, session = start()
+    session.attach(MILL, "mill.txt")
+    say(session, "Who?")
+    if saved:
+        keeper.save(session, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr(ChatFile, "write", full)
+        with pytest.raises(UsageError, match="No space left"):
+            (keeper.fork if saved else keeper.save)(session, "two")
+    assert not (home / "two").exists()
+    for question in ("Why?", "When?", "Where?"):
+        unread(session, question)
+    keeper.save(session, "two")
+    assert (home / "two" / TIER).is_dir()
 
 
 # -- what goes wrong ----------------------------------------------------------------------------
