@@ -10,6 +10,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import tokenizers
@@ -36,6 +37,10 @@ _GROWS = {"ByteLevel": 4.0, "NFC": 3.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0}
 """How many times as long each of these parts can make a text: ByteLevel one character per byte, the
 others by Unicode."""
 _PROBES = ("A b\n", "\u00e9\ufb01 \u4e2d\u6587 \U0001f600", " " * 100 + "a" * 2000)
+_BPE_OPTIONS = """
+dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges
+""".split()
+_VERSION = "#version"  # how the first line of a file of merges begins
 _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 Added = tuple[str, int, bool]
 """A control or added token: its text, its id, and whether the text is not shown."""
@@ -130,23 +135,18 @@ class JsonVocabulary:
         if largest >= LARGEST_ID:
             id_text = str(largest) if largest < 10**18 else "19 digits or more"
             raise CorruptModel(f"{name} has a token id of {id_text}")
-        with library_errors(name, "unexpected structure"):
-            data = _placed(data, name)
         self._backends: dict[Place, tokenizers.Tokenizer] = {}
         with library_errors(name, "not a usable tokenizer"), silent():
             data = self._fitted(data, frozenset(added), family, rows)
             self._may_panic = any(map(_may_panic, _parts(data)))
-            start = _backend(data)
+            self._model = _model(data["model"])
+            start = _backend(data, self._model)
             for text in _PROBES:
                 start.encode_batch_fast([text], add_special_tokens=False)
             self._backends["start"] = start
-            ids = start.get_vocab(with_added_tokens=True)
+            ids = _ids(data, start, name)
         if not ids or max(ids.values()) >= LARGEST_ID or min(ids.values()) < 0:
             raise CorruptModel(f"{name} has no usable vocabulary")
-        for token in data["added_tokens"]:
-            text, id = str(token["content"]), int(token["id"])
-            if text and ids.get(text) != id:
-                raise _misplaced(name, text, id, f"and the vocabulary gives it {ids.get(text)}")
         self._ids = ids
         self.size = max(ids.values()) + 1
         with library_errors(name, "unexpected structure"), silent():
@@ -225,7 +225,7 @@ class JsonVocabulary:
                 part["add_prefix_space"] = False
         if all(bare[key] == data[key] for key in bare):
             return self._backends["start"]
-        return _backend({**data, **bare})
+        return _backend({**data, **bare}, self._model)
 
     def _choose_table(self, data: dict[str, Any], added: frozenset[str]) -> None:
         """Set `pieces` and `drop_space` as the decoder says. If that does not write what was read,
@@ -249,13 +249,11 @@ class JsonVocabulary:
         space = next(filter(None, map(_space, decoders)), "▁")
         fallback = bool(data["model"].get("byte_fallback")) or "ByteFallback" in kinds
 
-        def spelled(piece: str) -> bytes:
-            if "ByteLevel" in kinds:
-                return byte_level_bytes(piece)
-            if kinds & {"Metaspace", "Replace"}:
-                return word_piece_bytes(piece, fallback, space)
-            return piece.encode("utf-8", "replace")
-
+        spelled: Callable[[str], bytes] = _plain
+        if "ByteLevel" in kinds:
+            spelled = byte_level_bytes
+        elif kinds & {"Metaspace", "Replace"}:
+            spelled = partial(word_piece_bytes, byte_fallback=fallback, space=space)
         self.pieces = self._table(spelled, added)
         missing = lost(self)
         if not missing:
@@ -277,9 +275,15 @@ class JsonVocabulary:
     def _table(self, spelled: Callable[[str], bytes], added: frozenset[str]) -> list[bytes]:
         pieces = [b""] * self.size
         for piece, id in self._ids.items():
-            if id not in self._quiet:
-                pieces[id] = piece.encode("utf-8", "replace") if piece in added else spelled(piece)
+            pieces[id] = spelled(piece)
+        for piece in added & self._ids.keys():
+            id = self._ids[piece]
+            pieces[id] = b"" if id in self._quiet else _plain(piece)
         return pieces
+
+
+def _plain(piece: str) -> bytes:
+    return piece.encode("utf-8", "replace")
 
 
 def _spells_bytes(vocab: Mapping[str, int], added: frozenset[str]) -> bool:
@@ -293,14 +297,39 @@ def _spells_bytes(vocab: Mapping[str, int], added: frozenset[str]) -> bool:
 
 def _cuts(data: dict[str, Any]) -> list[tuple[int, int]]:
     """Where the file's pre-tokenizer cuts `SAMPLE`."""
-    empty = {"type": "BPE", "vocab": {}, "merges": []}
-    cutter = _backend({"pre_tokenizer": data.get("pre_tokenizer"), "model": empty}).pre_tokenizer
+    cutter = _backend({"pre_tokenizer": data.get("pre_tokenizer")}).pre_tokenizer
     return [] if cutter is None else [span for _, span in cutter.pre_tokenize_str(SAMPLE)]
 
 
-def _backend(data: dict[str, Any]) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+def _model(model: dict[str, Any]) -> tokenizers.models.Model:
+    """The library's form of a file's model."""
+    if model.get("type") != "BPE":
+        made: tokenizers.models.Model = tokenizers.Tokenizer.from_str(
+            json.dumps({"model": model})
+        ).model
+        return made
+    # Directly, because the library takes twice as long to read the JSON of it.
+    merges = [
+        tuple(merge.split(" ") if isinstance(merge, str) else merge)
+        for merge in model["merges"]
+        if merge[: len(_VERSION)] != _VERSION
+    ]
+    options = {name: model[name] for name in _BPE_OPTIONS if model.get(name) is not None}
+    return tokenizers.models.BPE(model["vocab"], merges, **options)
+
+
+def _backend(
+    data: dict[str, Any], model: tokenizers.models.Model | None = None
+) -> tokenizers.Tokenizer:
+    """The library's tokenizer for the content of a file, with this model in place of the file's.
+    The added tokens have the ids of the file: the library itself would number those that the model
+    lacks from its size on."""
+    added = {token["content"]: token["id"] for token in data.get("added_tokens", ())}
+    words = {"type": "WordLevel", "vocab": added, "unk_token": ""}
+    backend = tokenizers.Tokenizer.from_str(json.dumps({**data, "model": words}))
     backend.encode_special_tokens = True
+    if model is not None:
+        backend.model = model
     return backend
 
 
@@ -328,25 +357,22 @@ def _prepared(data: dict[str, Any], named: frozenset[str]) -> dict[str, Any]:
     return {**data, "model": model, "added_tokens": added, "truncation": None, "padding": None}
 
 
-def _placed(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """The file's content with its added tokens in the vocabulary, if the library would give them
-    other ids than the file: it numbers those that the vocabulary lacks from its size on."""
+def _ids(data: dict[str, Any], backend: tokenizers.Tokenizer, name: str) -> dict[str, int]:
+    """All pieces and added tokens. Raises CorruptModel if the file gives two ids to an added token,
+    or that of a piece."""
     vocab = data["model"].get("vocab")
-    if not isinstance(vocab, dict):
-        return data
-    new = {str(token["content"]): int(token["id"]) for token in data["added_tokens"]}
-    new = {text: id for text, id in new.items() if text and text not in vocab}
-    size = len(vocab)
-    if (
-        list(new.values()) == list(range(size, size + len(new)))
-        and max(vocab.values(), default=0) < size
-    ):
-        return data
-    owners = {id: piece for piece, id in vocab.items()}
-    for text, id in new.items():
-        if owners.setdefault(id, text) != text:
-            raise _misplaced(name, text, id, f"which is that of {quote(owners[id], 40)}")
-    return {**data, "model": {**data["model"], "vocab": {**vocab, **new}}}
+    ids = {**vocab} if isinstance(vocab, dict) else backend.get_vocab(with_added_tokens=False)
+    owners: dict[int, str] = {}
+    for token in data["added_tokens"]:
+        text, id = str(token["content"]), int(token["id"])
+        if text and text not in ids:
+            owners = owners or {id: piece for piece, id in ids.items()}
+            if owners.setdefault(id, text) != text:
+                raise _misplaced(name, text, id, f"which is that of {quote(owners[id], 40)}")
+            ids[text] = id
+        elif text and ids[text] != id:
+            raise _misplaced(name, text, id, f"and the vocabulary gives it {ids[text]}")
+    return ids
 
 
 def _misplaced(name: str, text: str, id: int, why: str) -> CorruptModel:
@@ -415,7 +441,7 @@ def _check_merges(model: dict[str, Any], name: str) -> None:
     if not prefix:
         return
     for merge in model.get("merges") or []:
-        if isinstance(merge, str) and merge.startswith("#version"):
+        if merge[: len(_VERSION)] == _VERSION:
             continue
         piece = merge.partition(" ")[2] if isinstance(merge, str) else str(merge[-1])
         if not piece.startswith(prefix):
