@@ -98,10 +98,6 @@ CUTS: Mapping[str, Cuts] = {
     for name in names.split()
 }
 """The pre-tokenizers of GGUF, by `tokenizer.ggml.pre`, as llama.cpp has them."""
-PATTERNS = frozenset(
-    {*(split.pattern for split in _SPLITS), *(p for cuts in CUTS.values() for p in cuts.patterns)}
-)
-"""The regular expressions of these families."""
 
 
 def family_split(kind: str, rows: int, vocab: Mapping[str, int]) -> Split | None:

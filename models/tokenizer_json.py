@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import copy
 import json
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.split_patterns import PATTERNS, SAMPLE, family_split
+from minikv.models.split_patterns import SAMPLE, family_split
 from minikv.models.stream import byte_level_alphabet, byte_level_bytes, word_piece_bytes
 from minikv.models.vocabulary import (
     LARGEST_ID,
@@ -26,7 +25,6 @@ from minikv.models.vocabulary import (
     is_marker,
     library_errors,
     lost,
-    silent,
     text_of,
 )
 
@@ -136,9 +134,8 @@ class JsonVocabulary:
             id_text = str(largest) if largest < 10**18 else "19 digits or more"
             raise CorruptModel(f"{name} has a token id of {id_text}")
         self._backends: dict[Place, tokenizers.Tokenizer] = {}
-        with library_errors(name, "not a usable tokenizer"), silent():
+        with library_errors(name, "not a usable tokenizer"):
             data = self._fitted(data, frozenset(added), family, rows)
-            self._may_panic = any(map(_may_panic, _parts(data)))
             self._model = _model(data["model"])
             start = _backend(data, self._model)
             for text in _PROBES:
@@ -149,9 +146,8 @@ class JsonVocabulary:
             raise CorruptModel(f"{name} has no usable vocabulary")
         self._ids = ids
         self.size = max(ids.values()) + 1
-        with library_errors(name, "unexpected structure"), silent():
-            parts = list(_parts(data))
-            self.prefix = _prefix(parts)
+        with library_errors(name, "unexpected structure"):
+            self.prefix = _prefix(list(_parts(data)))
             self._backends["after"] = self._variant(data, first_only=True)
             self._backends["inside"] = self._variant(data, first_only=False)
             special = [text for text, token in added.items() if token["special"] and text in ids]
@@ -167,8 +163,7 @@ class JsonVocabulary:
 
     def encode(self, text: str, place: Place) -> list[int]:
         """The ids of a text, in which no control token is recognised. Raises CorruptModel."""
-        held = silent() if self._may_panic else contextlib.nullcontext()
-        with library_errors(self._name, "the text cannot be encoded"), held:
+        with library_errors(self._name, "the text cannot be encoded"):
             # The fast form computes no offsets, which would take 100 bytes per token.
             found = self._backends[place].encode_batch_fast([text], add_special_tokens=False)
             ids: list[int] = found[0].ids
@@ -384,14 +379,6 @@ def _unknown(model: dict[str, Any], ids: dict[str, int]) -> int | None:
     string."""
     found = model.get("unk_id") if model.get("type") == "Unigram" else model.get("unk_token")
     return found if isinstance(found, int) else ids.get(found) if isinstance(found, str) else None
-
-
-def _may_panic(part: dict[str, Any]) -> bool:
-    """Whether a normalizer or a pre-tokenizer may panic for some text: a regular expression that is
-    not a published one may take too many attempts, and a character map may point anywhere."""
-    pattern = part.get("pattern")
-    expression = pattern.get("Regex") if isinstance(pattern, dict) else None
-    return part["type"] == "Precompiled" or expression not in (None, *PATTERNS)
 
 
 def _components(part: Any) -> Iterator[dict[str, Any]]:

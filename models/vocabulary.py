@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import string
-import sys
-import threading
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +32,6 @@ ADDED_STATES = 1 << 20
 tokenizers library builds up to three tables with a state for each. A state takes about a
 microsecond and 75 bytes. Numbered tokens share their beginnings: 100,000 have 111,000."""
 _FILTERED = 4  # how many of the first characters of a token a regular expression looks for
-_STDERR = threading.RLock()
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
@@ -155,7 +150,7 @@ class TokenSearch:
     It finds what a regular expression with all tokens as alternatives finds. But that expression
     compares the text with every token that begins with the same character, in one call that holds
     the interpreter lock. Here, an expression of a few character classes finds the places where a
-    token can begin, and one bisection finds the longest token there. So the time does not depend on
+    token can begin, and a bisection finds the longest token there. So the time does not depend on
     the number of tokens, and other threads and signals get their turn.
 
     texts: the tokens, sorted, without "". longest: the characters of the longest one.
@@ -170,8 +165,13 @@ class TokenSearch:
             for n in range(min(shortest, _FILTERED))
         ]
         self._candidate = re.compile("".join(classes) or r"(?!)")
-        ranges = _ranges(self.texts)
-        self._starts, self._tokens = list(ranges), list(ranges.values())
+        self._within: dict[str, str] = {}  # the longest other token that a token begins with
+        nested = [""]
+        for text in self.texts:
+            while not text.startswith(nested[-1]):
+                nested.pop()
+            self._within[text] = nested[-1]
+            nested.append(text)
 
     @cached_property
     def backwards(self) -> list[str]:
@@ -183,13 +183,19 @@ class TokenSearch:
         at = 0
         while (candidate := self._candidate.search(text, at)) is not None:
             at = candidate.start()
-            following = text[at : at + self.longest]
-            token = self._tokens[bisect_right(self._starts, following) - 1]
-            if token is None:
-                at += 1
-            else:
+            token = self._longest(text[at : at + self.longest])
+            if token:
                 yield at, token
-                at += len(token)
+            at += len(token) or 1
+
+    def _longest(self, text: str) -> str:
+        """The longest token that the text begins with; "" if there is none."""
+        # The last token that is not after the text in the order begins with all of them.
+        at = bisect_right(self.texts, text)
+        token = self.texts[at - 1] if at else ""
+        while not text.startswith(token):
+            token = self._within[token]
+        return token
 
 
 def _character_class(characters: set[str]) -> str:
@@ -198,62 +204,6 @@ def _character_class(characters: set[str]) -> str:
     far = {character for character in characters if character > "\uffff"}
     near = "".join(map(re.escape, sorted(characters - far)))
     return f"[{near}{min(far)}-{max(far)}]" if far else f"[{near}]"
-
-
-def _ranges(texts: list[str]) -> dict[str, str | None]:
-    """The longest of the sorted texts that a string begins with, for every string: each key is the
-    first of a range of strings in sorted order, and its value holds for the whole range."""
-    ranges: dict[str, str | None] = {"": None}
-    nested: list[str] = []  # texts that the current one begins with, the shortest first
-    for text in [*texts, None]:
-        while nested and (text is None or not text.startswith(nested[-1])):
-            after = _after(nested.pop())
-            if after is not None:
-                # A later text with the same end is shorter, and replaces this value.
-                ranges[after] = nested[-1] if nested else None
-        if text is not None:
-            ranges[text] = text
-            nested.append(text)
-    return ranges
-
-
-def _after(text: str) -> str | None:
-    """The first string in sorted order after all that begin with the text; None if there is
-    none."""
-    text = text.rstrip(chr(sys.maxunicode))
-    return text[:-1] + chr(ord(text[-1]) + 1) if text else None
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """Within this context, what the process writes to standard error is held back. If an exception
-    ends the context, it is dropped, because the Rust library prints a panic there before Python can
-    catch it. Otherwise it is written at the end; what is beyond the 64 KiB of a pipe is lost.
-
-    One thread at a time may be inside: a second one would save the pipe as the original."""
-    with _STDERR, contextlib.ExitStack() as undo:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
-        try:
-            kept = os.dup(2)
-        except OSError:  # there is no standard error
-            yield
-            return
-        undo.callback(os.close, kept)
-        held, end = os.pipe()
-        undo.callback(os.close, held)
-        undo.callback(os.dup2, kept, 2)
-        os.dup2(end, 2)
-        os.close(end)
-        for file in (held, 2):
-            os.set_blocking(file, False)
-        yield
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os.dup2(kept, 2)
-        with contextlib.suppress(OSError):  # it is empty, and a child process has the other end
-            while text := os.read(held, 1 << 16):
-                os.write(2, text)
 
 
 @contextmanager

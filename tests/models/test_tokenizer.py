@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import base64
-import concurrent.futures
-import contextlib
 import json
-import os
 import random
 import re
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -128,13 +124,6 @@ def test_places(tmp_path: Path) -> None:
         assert found == [spaced, bare, bare]
         assert tokenizer.prefix == "first"
     assert every.prefix == "every"
-
-
-def test_published_vector() -> None:
-    # mistral_common's own test of v1: <s> [INST] a [/INST] b</s>
-    tokenizer = loaded.tokenizer("v1")
-    found = [1, *tokenizer.encode("[INST] a [/INST]", "after"), *tokenizer.encode("b", "after"), 2]
-    assert found == [1, 733, 16289, 28793, 264, 733, 28748, 16289, 28793, 287, 2]
 
 
 @pytest.mark.parametrize(
@@ -1029,38 +1018,24 @@ def test_what_published_models_have_is_read(tmp_path: Path, changes: dict[str, A
     )
 
 
-def test_two_threads_may_load(tmp_path: Path) -> None:
-    """Standard error is what it was when both have ended."""
-    before = os.fstat(2)
-    folder = v.write_folder(tmp_path, v.byte_level_json(v.LLAMA_3, 1000))
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for _ in range(3):
-            list(pool.map(Tokenizer.from_folder, [folder] * 8))
-            assert os.path.samestat(os.fstat(2), before)
-
-
 @pytest.mark.parametrize(
     "normalizer",
     [
         {"type": "Precompiled", "precompiled_charsmap": "////"},
         {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
         {"type": "Replace", "pattern": {"Regex": "(" * 500}, "content": "a"},
-        {"type": "Replace", "pattern": {"Regex": "(a|b|ab)*c" * 2000}, "content": "a"},
     ],
 )
-def test_a_panic_of_the_library_writes_nothing(
-    tmp_path: Path, normalizer: dict[str, Any], capfd: pytest.CaptureFixture[str]
+def test_a_panic_of_the_library_is_an_error_of_the_file(
+    tmp_path: Path, normalizer: dict[str, Any]
 ) -> None:
     data = {**v.byte_level_json(v.LLAMA_3, 1000), "normalizer": normalizer}
-    with contextlib.suppress(CorruptModel):
+    with pytest.raises(CorruptModel):
         Tokenizer.from_folder(v.write_folder(tmp_path, data))
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
-def test_a_panic_for_some_text_writes_nothing(
-    tmp_path: Path, part: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_panic_for_some_text_is_an_error_of_the_file(tmp_path: Path, part: str) -> None:
     """Only a long text takes the expression more attempts than it may make."""
     slow = {"Regex": "(?:(?:q|q)+)+b"}
     data = v.byte_level_json(v.LLAMA_3, 1000)
@@ -1073,30 +1048,6 @@ def test_a_panic_for_some_text_writes_nothing(
     with pytest.raises(CorruptModel, match="retry-limit") as caught:
         tokenizer.encode("q" * 3000)
     assert "\n" not in str(caught.value)
-    print("still there", file=sys.stderr)
-    assert capfd.readouterr() == ("", "still there\n")
-
-
-def test_what_others_write_meanwhile_is_written_afterwards(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with vocabulary.silent():
-        os.write(2, b"one\n")
-        with vocabulary.silent():
-            os.write(2, b"two\n")
-        with contextlib.suppress(ValueError), vocabulary.silent():
-            os.write(2, b"a panic\n")
-            raise ValueError
-        assert os.write(2, b"x" * (1 << 20)) < 1 << 20  # a full pipe stops nobody
-    assert capfd.readouterr().err.startswith("one\ntwo\nxxx")
-    kept = os.dup(2)
-    os.close(2)
-    try:
-        with vocabulary.silent():
-            pass
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def test_what_the_library_says_is_cut_before_it_is_held() -> None:
