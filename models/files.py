@@ -59,9 +59,8 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 def wanted_files(names: Iterable[str]) -> list[str]:
     """The files of a repository that minikv reads. names: all its files.
 
-    Only top-level files, and additional chat templates. If both layouts of the weights exist, the
-    Hugging Face one; never pickles. Raises ModelUnavailable or UnsupportedModel if nothing can be
-    loaded.
+    Only top-level files. If both layouts of the weights exist, the Hugging Face one; never pickles.
+    Raises ModelUnavailable or UnsupportedModel if nothing can be loaded.
     """
     present = {name for name in names if "/" not in name}
     wanted = present & _TEXT_FILES
@@ -83,7 +82,6 @@ def wanted_files(names: Iterable[str]) -> list[str]:
         wanted -= {"tekken.json"}  # 15 MB that are read only if there is no other
     else:
         wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
-    wanted |= {n for n in names if re.fullmatch(r"additional_chat_templates/[\w.-]+\.jinja", n)}
     return sorted(wanted)
 
 
@@ -151,15 +149,9 @@ def model_files(folder: Path) -> list[str]:
     """The names of the files in `folder` that minikv reads, also of links to files that are not
     there. Raises ModelError if there is no model."""
     try:
-        names = [
-            path.relative_to(folder).as_posix()
-            for parent in (folder, folder / "additional_chat_templates")
-            if parent.is_dir()
-            for path in parent.iterdir()
-        ]
+        return wanted_files(os.listdir(folder))
     except OSError as error:
         raise unreadable(folder, error) from None
-    return wanted_files(names)
 
 
 def unfinished(folder: Path) -> str:

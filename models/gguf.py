@@ -467,11 +467,9 @@ class Gguf:
 
     def template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """The chat format: the file's own, or a built-in one. Raises CorruptModel and others."""
-        key = "tokenizer.chat_template"
-        own = self.metadata.get(key)
-        others = [name.removeprefix(f"{key}.") for name in self.metadata if f"{key}." in name]
+        own = self.metadata.get("tokenizer.chat_template")
         found = (own, f"the template of {self.path.name}") if isinstance(own, str) else None
-        return ChatTemplate.chosen(found, others, tokenizer, self.path)
+        return ChatTemplate.chosen(found, tokenizer, self.path)
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = range(1, 6)

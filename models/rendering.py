@@ -56,34 +56,27 @@ class TemplatesUnavailable(ModelError):
         )
 
 
-class Program:
-    """A template. name: where it comes from, for messages. Raises CorruptModel if it is too
-    large."""
+def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
+    """The text of a template with plain data (strings, numbers, lists, dicts). name: where the
+    template comes from, for messages.
 
-    def __init__(self, source: str, name: str) -> None:
-        self._source, self._name = source, name
-        if len(source.encode("utf-8", "replace")) > SOURCE_LIMIT:
-            raise CorruptModel(f"{name} is larger than {SOURCE_LIMIT >> 10} KiB")
-
-    def render(self, variables: Mapping[str, Any]) -> str:
-        """Render the template with plain data (strings, numbers, lists, dicts), and return the
-        text.
-
-        Raises TemplateRefusal if the template calls `raise_exception`, CorruptModel if it fails or
-        exceeds a limit of time, memory or size, and TemplatesUnavailable.
-        """
-        found, text = process().ask({"source": self._source, "data": variables})
-        if "refused" in found:
-            raise TemplateRefusal(found["refused"])
-        if "syntax" in found:
-            raise CorruptModel(
-                f"{self._name}, line {found['line']}: {found['syntax']}",
-                "minikv runs chat templates with a limited set of Jinja's filters",
-            )
-        for what, words in (("stopped", "was stopped"), ("failed", "failed")):
-            if what in found:
-                raise CorruptModel(f"{self._name} {words}: {found[what]}")
-        return text
+    Raises TemplateRefusal if the template calls `raise_exception`, CorruptModel if it fails or
+    exceeds a limit of time, memory or size, and TemplatesUnavailable.
+    """
+    if len(source.encode("utf-8", "replace")) > SOURCE_LIMIT:
+        raise CorruptModel(f"{name} is larger than {SOURCE_LIMIT >> 10} KiB")
+    found, text = process().ask({"source": source, "data": variables})
+    if "refused" in found:
+        raise TemplateRefusal(found["refused"])
+    if "syntax" in found:
+        raise CorruptModel(
+            f"{name}, line {found['line']}: {found['syntax']}",
+            "minikv runs chat templates with a limited set of Jinja's filters",
+        )
+    for what, words in (("stopped", "was stopped"), ("failed", "failed")):
+        if what in found:
+            raise CorruptModel(f"{name} {words}: {found[what]}")
+    return text
 
 
 @functools.cache

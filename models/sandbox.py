@@ -10,6 +10,7 @@ many bytes of text as that line says. The end of the input ends the process.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -19,7 +20,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, BinaryIO
 
-from jinja2 import Template, TemplateSyntaxError, nodes, pass_context
+from jinja2 import TemplateSyntaxError, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -142,41 +143,32 @@ def _date(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-class _Programs:
-    """Compiles and renders templates, and keeps the last one compiled."""
+_compiled = functools.lru_cache(1)(_environment().from_string)
+"""Compiles a template, and keeps the last one."""
 
-    def __init__(self) -> None:
-        self._environment = _environment()
-        self._source: str | None = None
-        self._template: Template | None = None
 
-    def render(self, source: str, data: Mapping[str, Any], limit: int) -> dict[str, Any]:
-        """Render: returns the `text`, or why there is none, as the reply to the request. limit: the
-        most characters of the text."""
-        try:
-            if source != self._source:
-                self._template = self._environment.from_string(source)
-                self._source = source
-            assert self._template is not None
-            text = self._template.render(data)
-        except _Refusal as refusal:
-            return {"refused": str(refusal)}
-        except TemplateSyntaxError as error:
-            return {"syntax": _short(error.message), "line": error.lineno}
-        except MemoryError:
-            return {"stopped": "it took more memory than a template may have"}
-        except Exception as error:
-            return {"failed": f"{type(error).__name__}: {_short(error)}"}
-        if len(text) > limit:
-            return {"stopped": f"it wrote more than {limit:,} characters"}
-        return {"text": text}
+def _rendered(source: str, data: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """The `text` of a template, or why there is none, as the reply to the request. limit: the most
+    characters of the text."""
+    try:
+        text = _compiled(source).render(data)
+    except _Refusal as refusal:
+        return {"refused": str(refusal)}
+    except TemplateSyntaxError as error:
+        return {"syntax": _short(error.message), "line": error.lineno}
+    except MemoryError:
+        return {"stopped": "it took more memory than a template may have"}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {_short(error)}"}
+    if len(text) > limit:
+        return {"stopped": f"it wrote more than {limit:,} characters"}
+    return {"text": text}
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Render until there are no more requests."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may ignore or block it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    programs = _Programs()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     for line in requests:
         size = len(line)
@@ -186,7 +178,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (room, most))
         signal.setitimer(signal.ITIMER_PROF, _SECONDS + size / _BYTES_A_SECOND)
         given = json.loads(line)
-        found = programs.render(given["source"], given["data"], _CHARACTERS + 8 * size)
+        found = _rendered(given["source"], given["data"], _CHARACTERS + 8 * size)
         text = found.pop("text", "").encode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps({**found, "bytes": len(text)}).encode() + b"\n" + text)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minikv.models.builtin_templates import PLAIN, BuiltIn, recognise
-from minikv.models.errors import CorruptModel, UnsupportedModel, quote
+from minikv.models.errors import CorruptModel, UnsupportedModel
 from minikv.models.files import read_bytes, read_json
-from minikv.models.rendering import SOURCE_LIMIT, Program, TemplateRefusal
+from minikv.models.rendering import SOURCE_LIMIT, TemplateRefusal, render
 from minikv.models.thoughts import ThoughtTags
 from minikv.models.tokenizer import Tokenizer, well_formed
 from minikv.models.vocabulary import ADDED_LENGTH, Place, TokenSearch
@@ -38,7 +38,6 @@ _LABEL = re.compile(r"(#+ *[^\n#]{1,40}|(?:^|(?<=\n))[^\n]{1,40}:|[^\s:]+:)\s*$"
 """What a turn marker looks like if it is plain text: `[INST]`, `<|user|>`, `### Response:` or
 `USER:`, the last two in front of a message."""
 _MARKERS, _NEAR = 64, 80  # how many are looked for, and characters before a message for a label
-_NAMES = 8  # of templates, in a message
 
 _REASONING = re.compile(
     r"[<\[\u25c1]\|?/\|?(\w+:)?(think|thinking|thoughts?|reason|reasoning|reflection)\|?[>\]\u25b7]"
@@ -72,7 +71,7 @@ class ChatTemplate:
     ) -> None:
         self.name = name
         self._tokenizer = tokenizer
-        self._program = Program(source, name)
+        self._source = source
         # Only a template that names the end of the reasoning takes it out.
         self._reasoning = frozenset(match[0] for match in _REASONING.finditer(source))
         self._parts: frozenset[Role] = frozenset()  # whose contents are lists of parts
@@ -87,31 +86,19 @@ class ChatTemplate:
     def from_folder(cls, path: Path | str, tokenizer: Tokenizer) -> ChatTemplate:
         """The folder's own template, else a built-in one, else plain completion.
 
-        Looks in chat_template.jinja, additional_chat_templates/default.jinja,
-        tokenizer_config.json (a string, or several with a "default") and chat_template.json.
-        Raises CorruptModel (damaged, failing or too costly) or UnsupportedModel.
+        Looks in chat_template.jinja, tokenizer_config.json (a string, or several with a "default")
+        and chat_template.json. Raises CorruptModel (damaged, failing or too costly) or
+        UnsupportedModel.
         """
-        return cls.chosen(*_own_template(Path(path)), tokenizer, Path(path))
+        return cls.chosen(_own_template(Path(path)), tokenizer, Path(path))
 
     @classmethod
-    def chosen(
-        cls,
-        own: tuple[str, str] | None,
-        others: Sequence[str],
-        tokenizer: Tokenizer,
-        path: Path,
-    ) -> ChatTemplate:
+    def chosen(cls, own: tuple[str, str] | None, tokenizer: Tokenizer, path: Path) -> ChatTemplate:
         """The model's own template (source, name), else a built-in one, else plain completion.
-        others: names of templates for other uses. path: of the model."""
+        path: of the model."""
         if own is not None:
-            source, name = own
-            return cls(source, name, tokenizer)
-        where = "file" if path.is_file() else "folder"
-        why = f"no chat template in the {where}"
-        if others:
-            names = ", ".join(quote(name, 40) for name in others[:_NAMES])
-            more = f" and {len(others) - _NAMES} more" if len(others) > _NAMES else ""
-            why = f"the {where}'s chat templates are {names}{more}, and none is the 'default' one"
+            return cls(*own, tokenizer)
+        why = f"no default chat template in the {'file' if path.is_file() else 'folder'}"
         found = recognise(tokenizer, path)
         if found is None:
             note = f"{why}, and no known vocabulary: plain completion, not a chat"
@@ -272,7 +259,7 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], prompt: bool = True) -> str:
         try:
-            return self._program.render(self._variables(messages, prompt))
+            return render(self._source, self.name, self._variables(messages, prompt))
         except TemplateRefusal as refusal:
             raise UnsupportedModel(f"{self.name} refuses this conversation: {refusal}") from refusal
 
@@ -500,40 +487,27 @@ def _begins_one(texts: Sequence[str], text: str) -> bool:
     return at < len(texts) and texts[at].startswith(text)
 
 
-def _own_template(folder: Path) -> tuple[tuple[str, str] | None, list[str]]:
-    """(source, file name) of the folder's own template, None if it has none, and the names of its
-    templates for other uses. Raises CorruptModel."""
-    others = sorted(
-        file.stem
-        for file in (folder / "additional_chat_templates").glob("*.jinja")
-        if file.stem != "default"
-    )
-    for name in ("chat_template.jinja", "additional_chat_templates/default.jinja"):
-        if (file := folder / name).exists():
-            try:
-                return (read_bytes(file, SOURCE_LIMIT).decode("utf-8-sig"), name), others
-            except UnicodeDecodeError as error:
-                raise CorruptModel(f"{name} is not UTF-8 text") from error
+def _own_template(folder: Path) -> tuple[str, str] | None:
+    """(source, file name) of the folder's own template; None if it has none. Raises
+    CorruptModel."""
+    if (file := folder / "chat_template.jinja").exists():
+        try:
+            return read_bytes(file, SOURCE_LIMIT).decode("utf-8-sig"), file.name
+        except UnicodeDecodeError as error:
+            raise CorruptModel(f"{file.name} is not UTF-8 text") from error
     for name in ("tokenizer_config.json", "chat_template.json"):
         if not (file := folder / name).exists():
             continue
         found = read_json(file).get("chat_template")
         if isinstance(found, list):
-            found = {
-                entry["name"]: entry["template"]
-                for entry in found
-                if isinstance(entry, dict)
-                and {"name", "template"} <= entry.keys()
-                and isinstance(entry["name"], str)
-            }
+            found = {str(e.get("name")): e.get("template") for e in found if isinstance(e, dict)}
         if isinstance(found, dict):
-            others += (name for name in found if name != "default")
             found = found.get("default")
         if isinstance(found, str):
             if len(found) > SOURCE_LIMIT:
                 found = ""  # the error holds this frame
                 raise CorruptModel(f"{name}: chat_template is larger than {SOURCE_LIMIT >> 10} KiB")
-            return (found, name), others
+            return found, name
         if found is not None:
             raise CorruptModel(f"{name}: chat_template is neither text nor a list of templates")
-    return None, others
+    return None

@@ -32,8 +32,6 @@ def test_which_weights_are_wanted() -> None:
         index,
         "part-a.safetensors",
     ]
-    template = "additional_chat_templates/tools.jinja"
-    assert template in wanted_files([config, "model.safetensors", template, "x/y.jinja"])
     versioned = "tokenizer.model.v3"
     assert versioned in wanted_files([config, "model.safetensors", versioned])
     assert versioned not in wanted_files([config, "model.safetensors", versioned, "tokenizer.json"])

@@ -142,7 +142,7 @@ def test_encoding_the_rendered_text_would_forge() -> None:
             Message(m.role, m.content.replace("\ud800", ""))
             for m in hostile_chat(rng, frequent(tokenizer))
         ]
-        text = template._program.render(template._variables(chat))
+        text = template._render(chat)
         naive = backend.encode(text, add_special_tokens=False).ids
         expected = structure(tokenizer, template.opening(neutral(chat)))
         forged += structure(tokenizer, naive) != expected
