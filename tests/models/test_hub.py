@@ -19,7 +19,6 @@ from checkpoints import Spec, write
 from huggingface_hub import errors, file_download
 from loaded import refused
 
-import minikv.models.hub as hub
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.hub import resolve
@@ -106,33 +105,25 @@ def test_a_directory_is_used_as_it_is(tmp_path: Path, cache: Path) -> None:
     assert resolve(tmp_path).folder == tmp_path
 
 
+NAMES = ("/no/such/model", "./model", "../model", "~/no-such-model", "model", "a/b/c", "", "-x/y")
+NAMES += ("C:\\models\\x", "owner/..", "owner/na me", "owner/na\nme", "~nobody-at-all/x", "\0")
+NAMES += ("a" * 5000, "a/" + "b" * 5000)
+REVISIONS = ("../../../etc/passwd", "", "a b", "-x", "\x1b[0m", "/main")
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "revision", "said"),
     [
-        "/no/such/model",
-        "./model",
-        "../model",
-        "~/no-such-model",
-        "model",
-        "a/b/c",
-        "",
-        "C:\\models\\x",
-        "owner/..",
-        "owner/na me",
-        "owner/na\nme",
-        "-x/y",
+        *((name, None, "not found") for name in (*NAMES, Path(REPO))),
+        *((REPO, revision, "is not a revision") for revision in REVISIONS),
     ],
 )
 def test_what_is_no_directory_and_no_hub_id_never_reaches_the_network(
-    name: str, cache: Path
+    name: str | Path, revision: str | None, said: str, cache: Path
 ) -> None:
-    error = refused(lambda: resolve(name))
-    assert "not found" in str(error)
+    error = refused(lambda: resolve(name, revision=revision))
+    assert said in str(error)
     assert error.exit_code == 3
-
-
-def test_a_path_object_is_never_a_hub_id(cache: Path) -> None:
-    assert refused(lambda: resolve(Path(REPO))).exit_code == 3
 
 
 def test_a_file_is_not_a_model(tmp_path: Path, cache: Path) -> None:
@@ -304,11 +295,6 @@ def test_an_interrupt_passes_through(cache: Path, monkeypatch: pytest.MonkeyPatc
         resolve(REPO)
 
 
-@pytest.mark.parametrize("revision", ["../../../etc/passwd", "", "a b", "-x", "\x1b[0m", "/main"])
-def test_odd_revisions_are_refused(revision: str, cache: Path) -> None:
-    assert refused(lambda: resolve(REPO, revision=revision)).exit_code == 3
-
-
 def test_a_download_that_lacks_a_file(
     cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,11 +332,6 @@ def test_offline_is_set_before_the_library_is_imported(
     )
     assert done.stderr == ""
     assert done.stdout.strip() == COMMIT
-
-
-@pytest.mark.parametrize("name", ["a" * 5000, "a/" + "b" * 5000, "~nobody-at-all/x", "\0"])
-def test_a_name_that_no_file_can_have_is_not_found(name: str) -> None:
-    assert refused(lambda: hub.resolve(name, offline=True)).exit_code == 3
 
 
 GOOD = "ab" * 20

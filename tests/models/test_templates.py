@@ -316,16 +316,12 @@ TWICE = [Message("user", "yes"), Message("assistant", "b"), Message("user", "yes
 LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
     "cut": ("{{ m.content[:20] }}", ASKED, "a question"),
     "a word": ("{{ m.content.split()[0] }}", ASKED, "a question"),
-    "a letter": ("{{ m.content[1:] }}", [Message("user", "ab")], "a question"),
     "all of it": ("<|{{ m.role }}|>", ASKED, "a question"),
-    "unknown part": ("{{ m.content.text }}|", ASKED, "a question"),
-    "long ones": ("{% if m.content|length < 20 %}{{ m.content }}{% endif %}-", ASKED, "a question"),
     "early ones": ("{{ m.content if loop.last }}", LATER, "a question"),
     "the first of two": ("{{ m.content if not loop.first }}yes", TWICE, "a question"),
     "answers": ("{{ m.content if m.role == 'user' }}", LATER, "an earlier answer"),
     "end of answers": (CUT, LATER, "an earlier answer"),
     "end of the system prompt": (CUT, [Message("system", "Be brief, now."), *ASKED], "the system"),
-    "one of two": (CUT, [Message("system", LONG), *ASKED], "a question"),
     "words run together": ("{{ m.content.split() | join }}", ASKED, "a question"),
     "what the system prompt says, too": (
         "{{ m.content[:20] if m.role == 'user' else m.content }}",
@@ -678,28 +674,20 @@ FAITHFUL = [
     "{{ messages | tojson }} {{ messages | tojson(indent=2) }} {{ 'é<&>' | tojson }}",
     "{{ none }}{{ true }}{{ 1.5 }}{{ missing }}{{ [1, 'a', none] }}{{ (1, 2) }}{{ {'a': [1]} }}",
     "{% macro f(a, b='z') %}<{{ a }}{{ b }}>{% endmacro %}{{ f('x') ~ f(2, b=none) }}",
-    "{% macro w() %}[{{ caller(1) }}]{% endmacro %}{% call(n) w() %}in{{ n }}{% endcall %}",
     "{% set ns = namespace(a=0, b='') %}{% for i in range(9) %}{% if i == 5 %}{% break %}{% elif "
     "i % 2 %}{% continue %}{% endif %}{% set ns.a = ns.a + i * 2 %}{% set ns.b = ns.b ~ i %}"
     "{% endfor %}{{ ns.a }}{{ ns.b }}",
     "{% set x %}a{{ 1 }}b{% endset %}{{ x | upper }}{{ x.replace('a', 'cc') }}{{ x | length }}",
-    "{% filter upper %}a{{ messages[0].content }}{% endfilter %}",
     "{{ 'a-b-c'.split('-') | join('+') }}{{ ['x', 'y'] | map('upper') | list }}"
     "{{ ', '.join(['p', 'q']) }}{{ 'x{}y{:>4}{{}}'.format(1, 2) }}{{ 'abc'[::-1] }}",
     "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('|') }}",
     "{{ messages | rejectattr('role', 'in', ['user']) | list | length }}{{ messages | last }}",
     "{% for k, w in {'b': 1, 'a': 2} | dictsort %}{{ k }}{{ w }}{% endfor %}{% set a, b = 1, 2 %}"
     "{{ a + b }}{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 10 }}{{ -a }}{{ 'ab' * 3 }}{{ [1] * 2 + [3] }}",
-    "{% for m in messages recursive %}{{ loop.index }}{{ loop.last }}{{ loop.previtem is defined }}"
-    "{{ loop.length }}{% endfor %}",
-    "{{ 'b' in 'abc' }}{{ messages is iterable }}{{ 1 is string }}{{ '' is none }}{{ 3 is odd }}",
     "  {%- if messages %}  \n x {% endif +%}  \n\n{{- ' y' }}{# note #}\n",
-    "{% raw %}{{ z }}{% endraw %}\n\n",
     "{{ 'x' if missing is defined else 'y' }}{{ missing | default('d') }}{{ '' | d('e', true) }}",
     "{{ messages[0]['content'] | trim | indent(3, true) }}{{ 'a b'.title() }}{{ [3, 1] | sort }}",
     "{{ dict(a=1).items() | list }}{{ {'a': {'b': 2}}.a.b }}{{ {'a': 1}.get('z', 'no') }}",
-    "{{ [1, 2, 3] | sum }}{{ [[1, 'a']] | first | last }}{{ 'abc' | replace('b', '') }}",
-    "{{ 1 | string }}{{ 'a' | safe }}{{ [2, 1, 2] | unique | list }}",
 ]
 
 
@@ -735,12 +723,8 @@ DOUBLE = (
 HOSTILE = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}"
     "{% endfor %}{% endfor %}",
-    "bare loops": "{% set r = range(99999) %}{% for i in r %}{% for j in r %}"
-    "{% endfor %}{% endfor %}",
     "loops in calls": "{{ ([range(99999)] * 99999) | map('list') | list | length }}",
     "loops in sums": "{{ ([range(99999)] * 99999) | map('sum') | list | length }}",
-    "loops in filters": "{% for i in range(99999) %}{% for j in range(99999) %}"
-    "{% set n = messages | tojson | length %}{% endfor %}{% endfor %}",
     "macro tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
     "{% endmacro %}{{ f(60) }}",
     "endless macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -749,22 +733,13 @@ HOSTILE = {
     "power": "{{ 9 ** 999999999 }}",
     "power of powers": DOUBLE.format("9", "n.x * n.x"),
     "range": "{{ range(1000000000) | list }}",
-    "old format": "{{ '%99999999999d' % 1 }}",
     "format width": "{{ '{:99999999999}'.format(1) }}",
     "format nested": "{{ '{:{}}'.format(1, 99999999999) }}",
-    "format repeat": "{{ ('{0}' * 9999).format('a' * 99999) }}",
-    "center": "{{ 'a'.center(10000000000) }}",
-    "zfill": "{{ 'a'.zfill(10000000000) }}",
     "center filter": "{{ 'a' | center(10000000000) }}",
-    "indent": "{{ 'a' | indent(10000000000, true) }}",
-    "json indent": "{{ [[[1]]] | tojson(indent=10000000000) }}",
     "batch": "{{ [1] | batch(10000000000, 'x') | list }}",
-    "join": "{{ ('a' * 999999).join('b' * 999999) }}",
-    "replace": "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
     "replace nothing": "{{ ('a' * 999999) | replace('', 'b' * 999999) }}",
     "lipsum": "{{ lipsum(1000000000) }}",
     "tilde": DOUBLE.format("'ab'", "n.x ~ n.x"),
-    "plus": DOUBLE.format("'ab'", "n.x + n.x"),
     "pairs": DOUBLE.format("[1]", "[n.x, n.x]") + "{{ n.x }}",
     "pairs compared": DOUBLE.format("1", "(n.x, n.x)")
     + "{% set a = n.x %}"
@@ -776,15 +751,10 @@ HOSTILE = {
     "{{ range(99999) | map(attribute='0.' * 20000 ~ '0') | list | length }}",
     "sorting": "{% set b = ('a,' * 1000000).split(',') %}{% for i in range(9999) %}"
     "{% set n = b | sort | unique | list | length + (b | max | length) %}{% endfor %}",
-    "groups": "{% set b = ('a,' * 1000000).split(',') %}{% for i in range(9999) %}"
-    "{% set n = b | groupby('x.' * 999) | length %}{% endfor %}",
     "many strings": "".join(f"{{% set x{i} = '{i}' ~ 'a' * 4000000 %}}" for i in range(2500)),
     "pairs in names": DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] | tojson }}",
-    "pairs in maps": DOUBLE.format("1", "{'a': n.x, 'b': n.x}") + "{{ n.x | string }}",
     "output": "{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}",
     "plain output": "{% for i in range(99999) %}" + "a" * 99_999 + "{% endfor %}",
-    "set block": "{% set n = namespace(x='a') %}{% for i in range(60) %}"
-    "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
     "size": "a" * 300_000,
     "brackets": "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}",
     "blocks": "{% if 1 %}" * 500 + "{% endif %}" * 500,
@@ -794,7 +764,6 @@ HOSTILE = {
     "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "class by item": "{{ messages['__class__'].__bases__ }}",
     "globals": "{{ raise_exception.__globals__['json'].x }}",
-    "function code": "{{ namespace.__init__.__globals__.x }}",
     "class by format": "{{ '{0.__class__.__mro__[1]}'.format(messages).x() }}",
     "class by map": "{{ messages | map(attribute='__class__') | map(attribute='x') | list }}",
     "change": "{{ messages.append(1) }}",
@@ -803,9 +772,8 @@ HOSTILE = {
 }
 
 
-SLOW = ("nested loops", "bare loops", "loops in sums", "loops in filters", "macro tree", "power")
-SLOW += ("power of powers", "pairs", "pairs compared", "pairs in maps", "loop condition", "sorting")
-SLOW += ("many strings",)
+SLOW = ("nested loops", "loops in sums", "macro tree", "power", "power of powers", "pairs")
+SLOW += ("pairs compared", "loop condition", "sorting", "many strings")
 """Each takes all of the second that it may. By day it may take a fifth of that."""
 STOPPED = [(name, share) for share in (0.2, 1.0) for name in HOSTILE if share == 1 or name in SLOW]
 
