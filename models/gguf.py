@@ -417,12 +417,10 @@ class Gguf:
             made = byte_level(
                 vocab, self._texts("merges"), cuts.patterns, added, cuts.whole, cuts.composes
             )
-        vocabulary = JsonVocabulary(made, self.path.name)
         return Tokenizer(
-            vocabulary,
+            JsonVocabulary(made, self.path.name),
             named=named,
             special=[text for text, id, _ in added if kinds[id] == _CONTROL],
-            edges=vocabulary.edges,
             stop_ids=config.stop_ids,
             starts_with_bos=bool(self._told("add_bos_token", words)),
         )

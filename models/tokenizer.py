@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,6 @@ _ENDS_ALWAYS, _STOPS, _CLOSES, _SPACE_BEFORE, _SPACE_AFTER, _LINE_BEFORE, _LINE_
 _NAMED = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _USUAL = {"bos_token": ("<s>", "<|begin_of_text|>", "<|bos|>"), "eos_token": ("</s>",)}
 
-Edges = tuple[bool, bool, bool]
-"""Of a control token: whether it absorbs white space before it, and after it, and whether it is
-only found as a whole word."""
-
 
 class Tokenizer:
     """One model's vocabulary, and what the files of its folder say about it.
@@ -71,7 +66,6 @@ class Tokenizer:
         extra: Mapping[str, int] | None = None,
         words: Mapping[str, int] | None = None,
         special: Iterable[str] = (),
-        edges: Mapping[str, Edges] | None = None,
         stop_ids: Iterable[int] = (),
         starts_with_bos: bool = True,
         version: str = "",
@@ -88,7 +82,7 @@ class Tokenizer:
         self.start = self.named.get("bos_token", "") if starts_with_bos else ""
         ends = [self._id(self.named.get("eos_token")), *(control.get(end) for end in _ENDS)]
         self.stop_ids = frozenset(stop_ids) | {id for id in ends if id is not None}
-        self._edges = dict(edges or {})
+        self._edges = vocabulary.edges
         self._forbidden = frozenset(control.values()) - {vocabulary.unknown}
         self.search = TokenSearch(control)
         self._pieces = [*vocabulary.pieces, *([b""] * (self.vocab - vocabulary.size))]
@@ -125,25 +119,20 @@ class Tokenizer:
             for key in _NAMED
             if (text := _content(config.get(key, others.get(key)))) is not None
         }
-        also = [
-            text
-            for source in (config, others)
-            for entry in _entries(source.get("additional_special_tokens"))
-            if (text := _content(entry))
-        ]
         stated = "bos_token" in config or "bos_token" in others
-        declared = _declared(folder, config)
-        special = {*named.values(), *also, *(t for t, one in declared.items() if one.special)}
+        declared, special = _declared(folder, config)
+        special.update(named.values())
+        for source in (config, others):
+            listed = source.get("additional_special_tokens")
+            special.update(filter(None, map(_content, listed if isinstance(listed, list) else ())))
         extra = {text for text in declared if text in special or is_marker(text)}
         # Those that are in the vocabulary become added tokens, too.
-        check_added({*named.values(), *also, *extra}, "the tokenizer")
-        edges: Mapping[str, Edges] = {}
+        check_added(special | extra, "the tokenizer")
         version = ""
         vocabulary: Vocabulary
         if (file := folder / "tokenizer.json").exists():
-            names = [*named.values(), *also, *extra]
-            vocabulary = found = JsonVocabulary(read_json(file), file.name, names, family, rows)
-            edges = found.edges
+            names = special | extra
+            vocabulary = JsonVocabulary(read_json(file), file.name, names, family, rows)
         elif (model := _sentencepiece_file(folder)) is not None:
             file = model
             # transformers writes "legacy": false when a text after a control token gets no space.
@@ -160,9 +149,9 @@ class Tokenizer:
         new = {}
         for text, one in declared.items():
             if (known := vocabulary.find(text)) is None:
-                new[text] = one.id
-            elif known != one.id:
-                raise _disagree(text, _Declared(known, file.name), one)
+                new[text] = one[0]
+            elif known != one[0]:
+                raise _disagree(text, (known, file.name), one)
         ordinary = set(new.values()) - set(vocabulary.control.values())
         for text, id in new.items():
             piece = vocabulary.pieces[id] if id in ordinary and id < vocabulary.size else b""
@@ -182,7 +171,6 @@ class Tokenizer:
             extra={text: id for text, id in new.items() if text in extra},
             words={text: id for text, id in new.items() if text not in extra},
             special={*named.values(), *special},
-            edges=edges,
             stop_ids=stop_ids,
             starts_with_bos=config.get("add_bos_token") is not False,
             version=version,
@@ -321,38 +309,29 @@ def _content(entry: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _entries(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list) else []
+_Declared = tuple[int, str]
+"""The id of an added token, and the file that says so."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Declared:
-    """What a file says about an added token. special: whether it is called so."""
-
-    id: int
-    file: str
-    special: bool = False
-
-
-def _declared(folder: Path, config: Mapping[str, Any]) -> dict[str, _Declared]:
-    """The tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary. Raises
-    CorruptModel for an impossible id, and for two different ids."""
+def _declared(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, _Declared], set[str]]:
+    """The tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary, and those
+    that are called special. Raises CorruptModel for an impossible id, and for two different ids."""
+    file, decoder = folder / "added_tokens.json", config.get("added_tokens_decoder")
+    listed = [*(read_json(file) if file.exists() else {}).items()]
+    entries = decoder if isinstance(decoder, dict) else {}
     found: dict[str, _Declared] = {}
-    name = "added_tokens.json"
-    if (file := folder / name).exists():
-        for text, id in read_json(file).items():
+    for name, pairs in (
+        (file.name, listed),
+        ("tokenizer_config.json", [(_content(entry), id) for id, entry in entries.items()]),
+    ):
+        for text, id in pairs:
             if text:
-                found[text] = _Declared(_number(text, id), name)
-    decoder = config.get("added_tokens_decoder")
-    for id, entry in decoder.items() if isinstance(decoder, dict) else ():
-        if added := _content(entry):
-            special = isinstance(entry, dict) and entry.get("special") is True
-            one = _Declared(_number(added, id), "tokenizer_config.json", special)
-            before = found.get(added, one)
-            if before.id != one.id:
-                raise _disagree(added, before, one)
-            found[added] = one
-    return found
+                one = _number(text, id), name
+                if found.setdefault(text, one)[0] != one[0]:
+                    raise _disagree(text, found[text], one)
+    objects = (entry for entry in entries.values() if isinstance(entry, dict))
+    special = {_content(entry) for entry in objects if entry.get("special") is True}
+    return found, {text for text in special if text}
 
 
 def _number(text: str, id: Any) -> int:
@@ -362,11 +341,9 @@ def _number(text: str, id: Any) -> int:
     return number
 
 
-def _disagree(text: str, one: _Declared, other: _Declared) -> CorruptModel:
-    return CorruptModel(
-        f"the added token {quote(text, 40)} has the id {one.id:,} in {one.file}, "
-        f"and {other.id:,} in {other.file}"
-    )
+def _disagree(text: str, *said: _Declared) -> CorruptModel:
+    ids = ", and ".join(f"{id:,} in {file}" for id, file in said)
+    return CorruptModel(f"the added token {quote(text, 40)} has the id {ids}")
 
 
 def _sentencepiece_file(folder: Path) -> Path | None:

@@ -20,6 +20,7 @@ from minikv.models.files import read_bytes
 from minikv.models.stream import word_piece_bytes
 from minikv.models.vocabulary import (
     LARGEST_ID,
+    Edges,
     Place,
     Prefix,
     is_marker,
@@ -68,6 +69,7 @@ class PieceVocabulary:
                 b"" if silent[id] else word_piece_bytes(piece, bool(model.is_byte(id)))
                 for id, piece in enumerate(names)
             ]
+            self.edges: dict[str, Edges] = {}
             self.unknown: int | None = int(model.unk_id())
             self.notes: tuple[str, ...] = ()
             self.bos, self.eos = _piece(model, model.bos_id()), _piece(model, model.eos_id())

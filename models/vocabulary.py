@@ -35,6 +35,11 @@ _FILTERED = 4  # how many of the first characters of a token a regular expressio
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
+Edges = tuple[bool, bool, bool]
+"""Of a control token: whether it absorbs white space before it, and after it, and whether it is
+only found as a whole word."""
+
+
 class Vocabulary(Protocol):
     """The content of a tokenizer file. `encode` never finds the strings of `control` in a text."""
 
@@ -42,6 +47,8 @@ class Vocabulary(Protocol):
     """The number of ids: one more than the largest."""
     control: dict[str, int]
     """Control tokens by their string."""
+    edges: dict[str, Edges]
+    """Those of control tokens, by their string, that the file states."""
     unknown: int | None
     """The id for characters that the vocabulary cannot spell; None if there is none. A text may
     have it."""
