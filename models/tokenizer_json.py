@@ -304,13 +304,11 @@ def _model(model: dict[str, Any]) -> tokenizers.models.Model:
         ).model
         return made
     # Directly, because the library takes twice as long to read the JSON of it.
-    merges = [
-        tuple(merge.split(" ") if isinstance(merge, str) else merge)
-        for merge in model["merges"]
-        if merge[: len(_VERSION)] != _VERSION
-    ]
+    merges = model["merges"]
+    if merges and isinstance(merges[0], str):
+        merges = (line.split(" ") for line in merges if not line.startswith(_VERSION))
     options = {name: model[name] for name in _BPE_OPTIONS if model.get(name) is not None}
-    return tokenizers.models.BPE(model["vocab"], merges, **options)
+    return tokenizers.models.BPE(model["vocab"], [*map(tuple, merges)], **options)
 
 
 def _backend(
