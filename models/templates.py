@@ -321,18 +321,15 @@ class ChatTemplate:
         end = asked.rpartition(user)[2].rstrip()
         bare = self._render(chat[:1], prompt=False).rpartition(user)[2].rstrip()
         next_turn = longer.partition(answer)[2].partition(more)[0] if longer else ""
-        fronts = [
-            text.partition(answer)[0].rpartition(user)[2] for text in (closed, longer) if text
-        ]
-        # What also stands in front of a question is no header of an answer.
+        texts = [(text, tail) for text, tail in ((closed, []), (longer, [chat[2]])) if text]
+        fronts = [text.partition(answer)[0].rpartition(user)[2] for text, _ in texts]
+        # What is also in front of a question is no header of an answer.
         shared = max((_alike(front, next_turn) for front in fronts), default=0)
         if end != bare and any(_alike(end, front) > shared for front in fronts):
             return  # it asks for an answer
-        tail = [Message("assistant", _ANSWER)]
-        for text, following in ((closed, []), (longer, [chat[2]])):
-            front = text.partition(answer)[0].rpartition(user)[2].rstrip() if text else ""
-            if front.startswith(end) and front != end:
-                self._tail = [*tail, *following]
+        for front, (_, tail) in zip(fronts, texts, strict=True):
+            if front.startswith(end) and front.rstrip() != end:
+                self._tail = [Message("assistant", _ANSWER), *tail]
                 return
         control = [
             {id for id, _ in self._tokenizer.split(front) if id is not None}
@@ -454,18 +451,12 @@ class _Shield:
             at = found + len(token)
         text = "".join([*parts, text[at:]])
         # White space at the edges is skipped, because templates may trim it.
-        start = len(text) - len(text.lstrip())
-        for n in range(min(search.longest, len(text) - start), 0, -1):
-            part = text[start : start + n]
-            if _begins_one(search.backwards, part[::-1]):
-                text = text[:start] + self.mark(part) + text[start + n :]
-                break
-        end = len(text.rstrip())
-        for n in range(min(search.longest, end), 0, -1):
-            part = text[end - n : end]
-            if _begins_one(search.texts, part):
-                text = text[: end - n] + self.mark(part) + text[end:]
-                break
+        inner = text.lstrip()
+        if n := _begun(search.backwards, inner[: search.longest][::-1]):
+            text = text[: len(text) - len(inner)] + self.mark(inner[:n]) + inner[n:]
+        inner = text.rstrip()
+        if n := _begun(search.texts, inner[-search.longest :]):
+            text = inner[:-n] + self.mark(inner[-n:]) + text[len(inner) :]
         return text
 
     def restore(self, text: str) -> str:
@@ -480,11 +471,15 @@ class _Shield:
         return chr(self._FIRST + number)
 
 
-def _begins_one(texts: Sequence[str], text: str) -> bool:
-    """Whether one of the sorted texts begins with `text`, and is longer."""
-    # Those that do are next to each other, and `text` itself would be before them.
-    at = bisect_right(texts, text)
-    return at < len(texts) and texts[at].startswith(text)
+def _begun(texts: Sequence[str], text: str) -> int:
+    """How many of the last characters of `text` begin one of the sorted texts, which is longer."""
+    for n in range(len(text), 0, -1):
+        end = text[-n:]
+        # Those that begin so are next to each other, and `end` itself would be before them.
+        at = bisect_right(texts, end)
+        if at < len(texts) and texts[at].startswith(end):
+            return n
+    return 0
 
 
 def _own_template(folder: Path) -> tuple[str, str] | None:

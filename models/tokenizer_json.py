@@ -147,7 +147,7 @@ class JsonVocabulary:
         self._ids = ids
         self.size = max(ids.values()) + 1
         with library_errors(name, "unexpected structure"):
-            self.prefix = _prefix(list(_parts(data)))
+            self.prefix = _prefix(data)
             self._backends["after"] = self._variant(data, first_only=True)
             self._backends["inside"] = self._variant(data, first_only=False)
             special = [text for text, token in added.items() if token["special"] and text in ids]
@@ -463,7 +463,8 @@ def _space(decoder: dict[str, Any]) -> str:
     return str(decoder["replacement"]) if decoder["type"] == "Metaspace" else ""
 
 
-def _prefix(parts: list[dict[str, Any]]) -> Prefix:
+def _prefix(data: dict[str, Any]) -> Prefix:
+    parts = list(_parts(data))
     schemes = {_scheme(part) for part in parts if part["type"] == "Metaspace"}
     byte_level = any(p["type"] == "ByteLevel" and p.get("add_prefix_space", True) for p in parts)
     if byte_level or "always" in schemes or any(part["type"] == "Prepend" for part in parts):
