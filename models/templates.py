@@ -24,7 +24,7 @@ from minikv.models.files import read_bytes, read_json
 from minikv.models.rendering import SOURCE_LIMIT, TemplateRefusal, render
 from minikv.models.thoughts import ThoughtTags
 from minikv.models.tokenizer import Tokenizer, well_formed
-from minikv.models.vocabulary import ADDED_LENGTH, Place, TokenSearch
+from minikv.models.vocabulary import ADDED_LENGTH, TokenSearch
 
 Role = Literal["system", "user", "assistant"]
 
@@ -169,14 +169,8 @@ class ChatTemplate:
         segments, expected = self._tokenizer.split(text), self._tokenizer.split(plain)
         if [id for id, _ in segments] != [id for id, _ in expected]:
             raise UnsupportedModel(f"{self.name} makes control tokens out of a message's text")
-        ids: list[int] = []
-        place: Place = "inside" if follow else "start"
-        for id, part in segments:
-            if id is not None:
-                ids.append(id)
-                place = "after"
-            ids += self._tokenizer.encode(shield.restore(part), place)
-        return ids
+        restored = ((id, shield.restore(part)) for id, part in segments)
+        return self._tokenizer.joined(restored, "inside" if follow else "start")
 
     def _refuse_loss(
         self,

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minikv.models.tokenizer import Tokenizer
-from minikv.models.vocabulary import Place
 
 TAGS = (("<think>\n", "\n</think>\n\n"), ("[THINK]", "[/THINK]"))
 """Each pair with the line ends around it, as these models write them."""
@@ -43,7 +42,8 @@ class ThoughtTags:
                     tag: tokenizer.control[tag] for tag in (begin, end) if tag in tokenizer.control
                 }
                 unseen = {id: tag for tag, id in ids.items() if not tokenizer.decode([id])}
-                return cls(begin, end, unseen, _encoded(pair[1], tokenizer), False, pair, tokenizer)
+                ending = tuple(tokenizer.joined(tokenizer.split(pair[1]), "inside"))
+                return cls(begin, end, unseen, ending, False, pair, tokenizer)
         return None
 
     def opened(self, ids: Sequence[int]) -> bool:
@@ -57,15 +57,3 @@ class ThoughtTags:
         """An answer as the model wrote it."""
         begin, end = self._wrap
         return f"{begin}{thoughts}{end}{answer}" if thoughts else answer
-
-
-def _encoded(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids of trusted text."""
-    ids: list[int] = []
-    place: Place = "inside"
-    for id, part in tokenizer.split(text):
-        if id is not None:
-            ids.append(id)
-            place = "after"
-        ids += tokenizer.encode(part, place)
-    return tuple(ids)

@@ -207,6 +207,17 @@ class Tokenizer:
             raise UnsupportedModel("this vocabulary makes control tokens out of plain text")
         return ids
 
+    def joined(self, segments: Iterable[tuple[int | None, str]], place: Place) -> list[int]:
+        """The ids of what `split` returns, or of the same with other texts. place: of the first
+        text."""
+        ids: list[int] = []
+        for id, text in segments:
+            if id is not None:
+                ids.append(id)
+                place = "after"
+            ids += self.encode(text, place)
+        return ids
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Control tokens that a file calls special have none, nor have ids outside
         of the vocabulary."""

@@ -408,14 +408,6 @@ def test_a_question_may_repeat_an_answer_without_its_reasoning(end: str, answer:
     [
         ({"system", "user", "assistant"}, LOOP.replace("@", TURN.replace("{{ m.content }}", EACH))),
         (
-            {"user"},
-            LOOP.replace(
-                "@",
-                "{% if m.role == 'user' %}<|user|>" + EACH + "<|end|>{% else %}"
-                "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}",
-            ),
-        ),
-        (
             {"user", "assistant"},
             LOOP.replace(
                 "@",
