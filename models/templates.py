@@ -187,7 +187,7 @@ class ChatTemplate:
         checked, near = [], 0
         for message, sign in list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]:
             if content := message.content.strip():
-                # Each usually stands after the one before it, so a long text is searched once.
+                # Each is usually after the one before it, so a long text is searched once.
                 found = plain.find(sign.content, near)
                 found = found if found >= 0 else plain.find(sign.content)
                 near = max(near, found)
@@ -247,7 +247,7 @@ class ChatTemplate:
             _, found, text = text.rpartition(end)
             if not found:
                 raise UnsupportedModel(
-                    f"{self.name} leaves earlier answers out, so a chat with it cannot go on"
+                    f"{self.name} leaves earlier answers out, so a chat with it cannot continue"
                 )
         return text
 
@@ -276,7 +276,7 @@ class ChatTemplate:
 
     def _learn(self) -> list[str]:
         """Find out how the template takes messages: whose contents are lists of parts, whether it
-        drops system messages, and whether what stands before an answer is only written with one.
+        drops system messages, and whether the text before an answer is only written with one.
         Returns the turn markers that it writes as plain text.
 
         Raises CorruptModel or UnsupportedModel if it fails or refuses for a question alone.
@@ -387,7 +387,7 @@ def _alike(one: str, other: str) -> int:
 
 
 def _absent(text: str, messages: Iterable[tuple[Role, list[str]]]) -> Role | None:
-    """The role of the first message of which no form stands after the one before it; None if all
+    """The role of the first message of which no form follows the one before it; None if all
     are there."""
     at = 0
     for role, forms in messages:
@@ -404,7 +404,7 @@ def _absent(text: str, messages: Iterable[tuple[Role, list[str]]]) -> Role | Non
 
 def _loose(text: str) -> str:
     """A text without what templates may change of a message: its case, and how much white space
-    stands between two words."""
+    is between two words."""
     return " ".join(text.split()).casefold()
 
 
@@ -449,7 +449,7 @@ class _Shield:
         if n := _begun(search.backwards, inner[: search.longest][::-1]):
             text = text[: len(text) - len(inner)] + self.mark(inner[:n]) + inner[n:]
         inner = text.rstrip()
-        if n := _begun(search.texts, inner[-search.longest :]):
+        if n := _begun(search.texts, inner[max(0, len(inner) - search.longest) :]):
             text = inner[:-n] + self.mark(inner[-n:]) + text[len(inner) :]
         return text
 

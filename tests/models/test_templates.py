@@ -26,7 +26,7 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from pairwise import some_by_day
 
-from minikv.models import rendering
+from minikv.models import rendering, templates
 from minikv.models.builtin_templates import (
     CHATML,
     LLAMA_2,
@@ -49,6 +49,7 @@ from minikv.models.rendering import (
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary
+from minikv.models.vocabulary import TokenSearch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -250,6 +251,14 @@ def test_following_survives_what_a_template_trims() -> None:
     found = template.following(asked)
     assert found[:2] == [tokenizer.control["<|eot_id|>"], tokenizer.control["<|start_header_id|>"]]
     assert tokenizer.decode(found) == "user\n\nrassistant\n\n"
+
+
+def test_no_text_is_searched_for_the_parts_of_no_control_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A document has a million characters."""
+    monkeypatch.setattr(templates, "bisect_right", None)
+    assert templates._Shield(TokenSearch([])).hide(" a document ") == " a document "
 
 
 def test_a_conversation_ends_with_a_user_message() -> None:
@@ -502,7 +511,7 @@ def test_the_header_of_an_answer_is_in_front_of_it(source: str, ends: str) -> No
         text = "".join(spelled.get(id) or tokenizer.decode([id]) for id in ids)
         assert text.endswith(ends.replace("So?", LONG) if ids is first else ends)
         assert text.count("<|assistant|>") <= text.count("<|user|>")
-    # The answer stands where the whole conversation has it.
+    # The answer is where the whole conversation has it.
     assert template.opening(LATER)[: len(first)] == first
 
 
