@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from small import engine, ids, network
 
 from minikv import policies
 from minikv.errors import UsageError
-from minikv.kernels.evict.plain import order_key
-from minikv.kernels.evict.plain import wanted as wanted_rows
-from minikv.policies.base import PromptView
-from minikv.policies.parts import Candidates, HeadAllocator
 
 
 @pytest.mark.parametrize("name", ["l2+ada", "keydiff+ada", "h2o+ada", "expected+ada"])
@@ -24,29 +19,6 @@ def test_no_head_is_left_nothing(name: str) -> None:
         sizes = [[len(run.kv.kept(layer, h)) for h in range(3)] for layer in range(3)]
         assert [sum(row) for row in sizes] == [12] * 3
         assert min(map(min, sizes)) >= 1
-
-
-def wanted(scores: torch.Tensor, pos: torch.Tensor, free: torch.Tensor, total: int) -> list[int]:
-    key = order_key(scores, pos, free)
-    counts: list[int] = wanted_rows(key, torch.tensor(total), total).tolist()
-    return counts
-
-
-def shared(
-    heads: HeadAllocator, scores: torch.Tensor, pos: torch.Tensor, free: torch.Tensor, total: int
-) -> list[int]:
-    view = PromptView(0, pos.shape[1], pos, 0, None, None, lambda: pos, lambda: pos)
-    policy = policies.prompt_policy("snapkv")
-    assert policy is not None
-    rows = Candidates(view, policy.scorer, scores, free)
-    counts: list[int] = heads.share(rows, torch.tensor(total), total).tolist()
-    return counts
-
-
-def ada(alpha: float) -> HeadAllocator:
-    policy = policies.prompt_policy("adakv", {"alpha": alpha})
-    assert policy is not None
-    return policy.heads
 
 
 @pytest.mark.parametrize(
