@@ -1,6 +1,6 @@
 """What a prompt and a step launch on a GPU, counted without one.
 
-    python tests/launches/counting.py [steps] [prompts] [--all] [--json FILE]
+    python tests/launches/counting.py [--json FILE]
     python tests/launches/counting.py --write      the table that tests/launches/ compares with
     python tests/launches/counting.py --late [CASE]  kernels that a turn compiles after the warm-up
 
@@ -183,8 +183,8 @@ class Bench:
     A count is by kind and name: ("triton", "split"), ("torch", "mm").
     """
 
-    def __init__(self, folder: Path, *, machine_code: bool = False) -> None:
-        self.launches = stub_driver.install(folder, machine_code=machine_code)
+    def __init__(self, folder: Path) -> None:
+        self.launches = stub_driver.install(folder)
         stand_in.install()
         self.torch = Counts()
         self.finished: Count = Counter()
@@ -282,29 +282,20 @@ def ids(count: int, seed: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=made).tolist()
 
 
-def step_row(bench: Bench, case: Case, sampling: Sampling) -> dict[str, Count]:
-    """What a step of an answer launches, after others like it."""
+def step_row(bench: Bench, case: Case, sampling: Sampling | None) -> dict[str, Count]:
+    """What a step of an answer launches, after others like it; without `sampling` one that the
+    host waits for."""
     found = []
     for layers in LAYERS:
         engine = bench.engine(case, layers)
         token = token_of(engine.prompt(ids(CHUNK - 9, 0)))
-        token = engine.next(token, VOCAB, sampling, 0)  # this step, and the next one ahead
-        with bench.counted() as counted:
-            engine.next(token, VOCAB, sampling, 0)
+        for _ in range(2):
+            with bench.counted() as counted:
+                if sampling is None:
+                    token = token_of(engine.step(token))
+                else:  # this step, and the next one ahead
+                    token = engine.next(token, VOCAB, sampling, 0)
         assert not engine.notices, engine.notices
-        found.append(counted)
-    layer = _less(found[1], found[0])
-    return {"layer": layer, "beside": _less(found[0], layer, LAYERS[0])}
-
-
-def single_row(bench: Bench, case: Case) -> dict[str, Count]:
-    """What a step launches that the host waits for."""
-    found = []
-    for layers in LAYERS:
-        engine = bench.engine(case, layers)
-        token = token_of(engine.step(token_of(engine.prompt(ids(CHUNK - 9, 0)))))
-        with bench.counted() as counted:
-            engine.step(token)
         found.append(counted)
     layer = _less(found[1], found[0])
     return {"layer": layer, "beside": _less(found[0], layer, LAYERS[0])}
@@ -374,17 +365,15 @@ SAMPLINGS = {
     "top_p": Sampling(temperature=0.8, top_p=0.9),
     "top_k top_p min_p": Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05),
     "repeat_penalty": Sampling(repeat_penalty=1.1),
+    "waited for": None,
 }
-_BY_DAY = ("full", "snapkv")
-"""Prompt policies that are counted in every way of keeping rows, and in prompts of two chunks, by
-day; the others at night."""
-_ONE_CHUNK_BY_DAY = (("full", "windows"), ("snapkv", "int8"))
+_EVERY_WAY = ("full", "snapkv")
+"""Prompt policies that are counted in every way of keeping rows, and in prompts of two chunks."""
+_ONE_CHUNK = (("full", "windows"), ("snapkv", "int8"))
 """Of them and ways of keeping rows: prompts of one chunk only. Each of these values meets two
 chunks in another pair."""
-_STEPS_BY_DAY = ("none", "roco", "hashevict")
-"""Step policies that are counted in every way of keeping rows by day."""
-_NOTED_BY_DAY = ("roco",)
-"""Of the step policies that note what a prompt's queries see."""
+_STEPS = ("none", "roco", "hashevict")
+"""Step policies that are counted in every way of keeping rows."""
 
 Row = dict[str, list[int]]
 Rows = dict[str, Row]
@@ -393,25 +382,22 @@ Rows = dict[str, Row]
 _MANY_ROWS = 18  # chunks after which several programs search the rows of a layer
 
 
-def step_cases(*, whole: bool = True) -> list[Case]:
+def step_cases() -> list[Case]:
     """Every step policy behind a prompt policy. A full cache is without both."""
     pairs = [("full" if name == "none" else "snapkv", name) for name in policies.step_names()]
     more = [Case("snapkv+turns", "roco")]  # some rows leave last
     more += [Case("full", "none", weights=form) for form in ("int8", "int4")]
     ways = ((*pair, kept) for kept in KEPT for pair in pairs)
-    return [*(Case(*w) for w in ways if whole or not w[2] or w[1] in _STEPS_BY_DAY), *more]
+    return [*(Case(*w) for w in ways if not w[2] or w[1] in _STEPS), *more]
 
 
-def prompt_cases(*, whole: bool) -> list[Case]:
-    """Every prompt policy; the step policies that note what a prompt's queries see; and some
-    that read it in blocks."""
-    names, steps = policies.prompt_names(), [n for n in policies.step_names() if n != "none"]
-    found = [Case(name, "none") for name in names]
-    for name in names if whole else _BY_DAY:
-        found += [Case(name, "none", kept) for kept in KEPT if kept]
-    found += [Case("snapkv", name) for name in (steps if whole else _NOTED_BY_DAY)]
+def prompt_cases() -> list[Case]:
+    """Every prompt policy; a step policy that notes what a prompt's queries see; and some that read
+    it in blocks."""
+    found = [Case(name, "none") for name in policies.prompt_names()]
+    found += [Case(name, "none", kept) for name in _EVERY_WAY for kept in KEPT if kept]
     found += [Case("full", "none", weights=form) for form in ("int8", "int4")]
-    found.append(Case("adakv", "none", chunks=_MANY_ROWS))
+    found += [Case("snapkv", "roco"), Case("adakv", "none", chunks=_MANY_ROWS)]
     return [*found, *block_cases()]
 
 
@@ -423,24 +409,21 @@ def block_cases() -> list[Case]:
     return [*found, Case("h2o", "h2o", stride=CHUNK // 4, budget=300)]
 
 
-def steps(bench: Bench, whole: bool) -> Rows:
+def steps(bench: Bench) -> Rows:
     """The table's part about steps: also of steps that sample, and of one that the
     host waits for."""
-    cases = step_cases(whole=whole)
-    found = {case.name: _kinds(step_row(bench, case, Sampling())) for case in cases}
+    found = {case.name: _kinds(step_row(bench, case, Sampling())) for case in step_cases()}
     for name, sampling in SAMPLINGS.items():
-        full = step_row(bench, Case("full", "none"), sampling)
-        found[f"full/none {name}"] = _kinds(full)
-    found["full/none waited for"] = _kinds(single_row(bench, Case("full", "none")))
+        found[f"full/none {name}"] = _kinds(step_row(bench, Case("full", "none"), sampling))
     return found
 
 
-def prompts(bench: Bench, whole: bool) -> Rows:
+def prompts(bench: Bench) -> Rows:
     """The table's part about prompts."""
     found = {}
-    for case in prompt_cases(whole=whole):
-        chunks = case.policy in _BY_DAY and (case.policy, case.kept) not in _ONE_CHUNK_BY_DAY
-        first, later = prompt_rows(bench, case, whole=whole or chunks)
+    for case in prompt_cases():
+        two = case.policy in _EVERY_WAY and (case.policy, case.kept) not in _ONE_CHUNK
+        first, later = prompt_rows(bench, case, whole=two)
         found |= {f"{case.name} first": _kinds(first), f"{case.name} later": _kinds(later)}
     return found
 
@@ -484,17 +467,15 @@ def late(bench: Bench, case: Case) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
-    parser.add_argument("what", nargs="*", help="steps, prompts, or with --late cases: POLICY/STEP")
-    parser.add_argument("--all", action="store_true", help="what is counted at night only, too")
-    parser.add_argument("--machine-code", action="store_true", help="compile as for a GPU")
+    parser.add_argument("what", nargs="*", help="with --late: cases, as POLICY/STEP")
     parser.add_argument("--json", type=Path, help="write here, too")
     parser.add_argument("--write", action="store_true", help="write the table anew")
     parser.add_argument("--late", action="store_true", help="what is compiled after the warm-up")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), machine_code=asked.machine_code)
+        bench = Bench(Path(folder))
         with bench.torch:
-            found = _found(bench, asked)
+            found = lates(bench, asked.what) if asked.late else counted(bench)
     print(text(found), end="")
     if asked.json is not None:
         asked.json.write_text(text(found))
@@ -503,25 +484,22 @@ def main() -> int:
     return 0
 
 
-def _found(bench: Bench, asked: argparse.Namespace) -> dict[str, object]:
-    if asked.late:
-        cases = [Case(*name.split("/")) for name in asked.what] or [*step_cases(), *block_cases()]
-        return {"late": {case.name: late(bench, case) for case in cases}}
-    return counted(bench, asked.what or ["steps", "prompts"], whole=asked.all or asked.write)
+def lates(bench: Bench, names: Sequence[str]) -> dict[str, Any]:
+    """`late` of these cases, or of every step policy."""
+    cases = [Case(*name.split("/")) for name in names] or [*step_cases(), *block_cases()]
+    return {"late": {case.name: late(bench, case) for case in cases}}
 
 
-def counted(bench: Bench, what: Sequence[str], *, whole: bool = False) -> dict[str, Any]:
-    """The table, or the parts of it that are asked for. whole: also what is counted at night."""
+def counted(bench: Bench) -> dict[str, Any]:
+    """The table."""
     found: dict[str, Any] = {"columns": list(KINDS)}
     kernels: dict[str, list[str]] = {}
     for part, count in (("steps", steps), ("prompts", prompts)):
-        if part in what:
-            bench.launches.builds.clear()
-            bench.launches.forget()
-            found[part] = count(bench, whole)
-            kernels[part] = sorted(name.strip("_") for name in bench.launches.builds)
-    found["kernels"] = kernels
-    return found
+        bench.launches.builds.clear()
+        bench.launches.forget()
+        found[part] = count(bench)
+        kernels[part] = sorted(name.strip("_") for name in bench.launches.builds)
+    return {**found, "kernels": kernels}
 
 
 class _Plain(argparse.RawDescriptionHelpFormatter):

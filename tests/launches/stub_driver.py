@@ -1,7 +1,7 @@
 """Triton without a GPU: its own JIT, argument handling and launcher, over an idle driver.
 
-The launcher is linked with `stub_cuda.c` in place of libcuda, and counts there what arrives. By
-default a kernel is parsed and typed for its real arguments, but no machine code is made of it: the
+The launcher is linked with `stub_cuda.c` in place of libcuda, and counts there what arrives. A
+kernel is parsed and typed for its real arguments, but no machine code is made of it: the
 compile gate (tests/kernels/test_compile_gate.py) does that for chosen builds, and it takes a
 hundred times as long. Needs a C compiler.
 """
@@ -69,9 +69,9 @@ class Launches:
             fn.device_caches.clear()
 
 
-def install(folder: Path, *, machine_code: bool = False) -> Launches:
+def install(folder: Path) -> Launches:
     """Make this process launch on the stub; there is no way back. `folder`: where it is built, and
-    for Triton's cache. machine_code: compile kernels as on a GPU."""
+    for Triton's cache."""
     stub = folder / "libcuda.so.1"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "cc"
     source = Path(__file__).with_name("stub_cuda.c")
@@ -82,8 +82,7 @@ def install(folder: Path, *, machine_code: bool = False) -> Launches:
     triton.knobs.cache.dir = str(folder / "cache")
     loaded = ctypes.CDLL(str(stub), mode=ctypes.RTLD_GLOBAL)
     driver.set_active(Driver())
-    if not machine_code:
-        triton.knobs.runtime.add_stages_inspection_hook = _without_machine_code
+    triton.knobs.runtime.add_stages_inspection_hook = _without_machine_code
     # What the kernels' own code asks torch about the GPU.
     facts = SimpleNamespace(
         multi_processor_count=PROCESSORS, major=CAPABILITY[0], minor=CAPABILITY[1]
