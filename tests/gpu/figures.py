@@ -1,6 +1,6 @@
-"""The figures of minikv on a GPU, and prompts by FlashAttention beside cuDNN.
+"""The figures of minikv on a GPU.
 
-    python tests/gpu/figures.py --json FILE [--seconds N] [--items NAME ...] [--second]
+    python tests/gpu/figures.py --json FILE [--seconds N] [--items NAME ...]
     TRITON_INTERPRET=1 python tests/gpu/figures.py --device cpu --small --json FILE
                                                                          tries it without a GPU
 
@@ -50,7 +50,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.install()
 
 import facts
-import single_kernels
 
 from minikv.cache.plan import peak
 from minikv.cache.tier import Tier
@@ -60,10 +59,8 @@ from minikv.cli.bench import machine, networks
 from minikv.cli.bench.systems import Cached, Transformers
 from minikv.engine.capture import Eager, captured
 from minikv.engine.decode_loop import DecodeLoop
-from minikv.kernels import dispatch, rows_attention
-from minikv.kernels.attention import plain as attention
-from minikv.kernels.attention.cudnn import make_plans, planned
-from minikv.kernels.dispatch import Kernels, on_gpu
+from minikv.kernels import dispatch
+from minikv.kernels.dispatch import on_gpu
 from minikv.loader import shape_of, workspace
 from minikv.models.llama import Llama
 
@@ -71,14 +68,6 @@ ROUNDS, STEPS, WARM = 3, 30, 6
 _DTYPE = torch.bfloat16
 _FEW = 1, 1, 1  # where nothing is measured
 ROOM = 512  # steps that fit behind a prompt without eviction
-CACHE = 128 << 20  # bytes; twice a GPU's cache, as inputs must not come from there
-
-
-def flash() -> Kernels:
-    """Prompts are read with FlashAttention 2, whatever their length."""
-    found = on_gpu()
-    found.last_rows_attention = attention.last_rows_attention  # type: ignore[method-assign]
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +121,6 @@ class Bench:
         if path.exists():
             self.found = json.loads(path.read_text())
         self.item = ""
-
-    def variant(self, make: Callable[[], Kernels]) -> Kernels:
-        """Other kernels, which read prompts in chunks of the same length; without a GPU the same
-        ones."""
-        made = make() if self.gpu else self.ops
-        made.prompt_rows = self.ops.prompt_rows
-        return made
 
     def save(self) -> None:
         self.path.write_text(json.dumps(self.found, indent=1) + "\n")
@@ -284,15 +266,6 @@ class Bench:
         clock = machine.Clock(self.device)
         return median(clock.each(body, 1 if self.small else rounds)) / calls * 1e6
 
-    def us_row(self, case: str, run: Callable[[int], object], calls: int, nbytes: int = 0) -> None:
-        """A row of `us`, or of why it failed. nbytes: that a call moves."""
-        try:
-            us = self.us(run, calls)
-        except RuntimeError as error:
-            self.row(case, error=str(error)[:200])
-            return
-        self.row(case, us=us, **({"gb_s": nbytes / us / 1e3} if nbytes else {}))
-
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
@@ -357,63 +330,15 @@ def line(row: dict[str, Any]) -> str:
 
 
 def ceilings(bench: Bench) -> None:
-    """Rates of the card; and the attention of a prompt by flash and by cuDNN."""
-    began = perf_counter()
-    if bench.gpu:
-        make_plans(bench.normal(8, 4, 0, 128))
-        torch.cuda.synchronize()
-    bench.row("cuDNN's plans, and its start", first_s=perf_counter() - began)
+    """Rates of the card."""
     bench.row("copy", gb_s=bench.copied / 1e9)
     side = 64 if bench.small else 8192
     a, b = (bench.normal(side, side) for _ in range(2))
     seconds = bench.us(lambda i: torch.mm(a, b), 2) / 1e6
     bench.row("product, bfloat16", tflops=2 * side**3 / seconds / 1e12)
     words = torch.ones((1 if bench.small else 1024) << 17, dtype=torch.int64, device=bench.device)
-    bench.us_row("read only", lambda i: torch.sum(words), 2, words.nbytes)
-    heads, group, size = 8, 4, 128
-    unit = 16 if bench.small else 2048
-    for t, n, causal in (
-        (unit, unit, True),
-        (unit, 4 * unit, True),
-        (unit, 16 * unit, True),
-        (4 * unit, 4 * unit, True),
-        (unit, unit, False),
-        (unit, 4 * unit, False),
-        (unit, 16 * unit, False),
-        (4 * unit, 4 * unit, False),
-    ):
-        q = bench.normal(t, heads, group, size).permute(1, 2, 0, 3)
-        k, v = (bench.normal(heads, n, size) for _ in range(2))
-        pairs = t * (n - t) + t * (t + 1) // 2 if causal else t * n
-        flops = 4 * heads * group * size * pairs
-        name = f"{t:,} x {n:,}{' causal' if causal else ''}"
-
-        def flash(i: int, q: Tensor = q, k: Tensor = k, v: Tensor = v, c: bool = causal) -> Any:
-            if not bench.gpu:
-                return rows_attention(q, k, v, causal=c)
-            return attention.cuda_attention(q, k, v, causal=c)
-
-        us = bench.us(flash, 2, 5)
-        bench.row(f"flash {name}", us=us, tflops=flops / us / 1e6)
-        if (causal and t != n) or not bench.gpu:  # cuDNN's mask begins in the upper left corner
-            continue
-        want = flash(0)
-        try:
-            began = perf_counter()
-            got = planned(q, k, v, causal=causal)
-            torch.cuda.synchronize()
-            first = perf_counter() - began
-            us = bench.us(lambda i, q=q, k=k, v=v, c=causal: planned(q, k, v, causal=c), 2, 5)
-            bench.row(
-                f"cuDNN {name}",
-                us=us,
-                tflops=flops / us / 1e6,
-                first_s=first,
-                off=off(got[0], want[0]),
-                lse_off=float((got[1] - want[1]).abs().max()),
-            )
-        except RuntimeError as error:
-            bench.row(f"cuDNN {name}", error=str(error)[:200])
+    us = bench.us(lambda i: torch.sum(words), 2)
+    bench.row("read only", us=us, gb_s=words.nbytes / us / 1e3)
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -440,31 +365,6 @@ def steps(bench: Bench, thousands: float) -> None:
             told = bench.profiled(lambda one=one: one.cached.write(4), 4)
             bench.row(f"kernels of {one.case}", **told)
     bench.close(*series)
-    if thousands == 8:
-        bench.row("adakv 512 + roco", same=same_tokens(bench, tokens))
-
-
-def same_tokens(bench: Bench, tokens: int) -> str:
-    """Whether a graph writes what its calls write uncaptured."""
-    found = []
-    for graph in (True, False):
-        one = bench.start("adakv", "roco", 512, tokens, warm=False)
-        engine = one.cached.engine
-        if not graph:
-            engine._loop = DecodeLoop(bench.net, engine.kv, Eager())
-        found.append(written(one.cached, 2 if bench.small else 24))
-        bench.close(one)
-    first = next((i for i, (a, b) in enumerate(zip(*found, strict=True)) if a != b), None)
-    return f"all {len(found[0])} tokens" if first is None else f"{first} tokens"
-
-
-def written(cached: Cached, count: int) -> list[int]:
-    """The next tokens."""
-    found = []
-    for _ in range(count):
-        cached.write(1)
-        found.append(cached._token)
-    return found
 
 
 def long(bench: Bench) -> None:
@@ -538,77 +438,6 @@ def ends(bench: Bench) -> None:
     bench.close(one)
 
 
-# -- 8 ---------------------------------------------------------------------------------------------
-
-
-def memory(bench: Bench) -> None:
-    """What stays reserved when a step is captured again and again."""
-    one = bench.start("adakv", "roco", 512, bench.tokens(8))
-    ids, reserved = networks.prompt(32, bench.sizes.vocab), [bench.memory()["reserved"]]
-    recording, recorded = [], [0]
-    loop = one.cached.engine._loop
-    if loop is not None:  # how often a step is recorded
-        record = loop._capture.record
-
-        def counted(body: Callable[[], None]) -> Callable[[], None]:
-            recorded[0] += 1
-            return record(body)
-
-        loop._capture.record = counted  # type: ignore[method-assign]
-    for _ in range(2 if bench.small else 10):
-        one.cached.read_on(ids, ROOM)
-        first, second = (one.cached.write(bench.warm) * bench.warm for _ in range(2))
-        recording.append(first - second)
-        reserved.append(bench.memory()["reserved"])
-    captured_last = one.cached.engine.captured
-    bench.close(one)
-    full = bench.start("full", "none", 512, bench.tokens(8))
-    grown = [bench.memory()["reserved"]]
-    for _ in range(2 if bench.small else 10):
-        full.cached.read_on(ids, ROOM)
-        full.cached.write(bench.warm)
-        grown.append(bench.memory()["reserved"])
-    bench.close(full)
-    bench.row(
-        "reserved after further turns",
-        reserved=reserved,
-        full_reserved=grown,
-        captured=captured_last,
-        recording_s=median(recording),
-        recorded=recorded[0],
-        grown_mib=[(r[-1] - r[1]) / 2**20 for r in (reserved, grown)],
-    )
-
-
-# -- 9 ---------------------------------------------------------------------------------------------
-
-ALONE = {
-    "ragged attention": "",
-    "sdpa decode": "",
-    "roco step": "",
-    "lowest": "1,024",
-    "hash append": "1,024",
-    "observe": "",
-    "rest of a layer": "",
-}
-"""Kernels that are measured alone, and which of their cases (a beginning)."""
-
-
-def alone(bench: Bench) -> None:
-    """Kernels in a graph, over more rows than the GPU's cache holds."""
-    lengths = (16,) if bench.small else (1024, 8192, 32_768)
-    for case in single_kernels.cases(bench.sizes, lengths):
-        wanted = ALONE.get(case.name)
-        if wanted is None or case.is_missing(bench.ops):
-            continue
-        if case.case.startswith("" if bench.small else wanted):
-            count = 1 if bench.small else min(64, 1 + CACHE // case.nbytes)
-            calls = [case.make(single_kernels.Draw(bench.device, seed)) for seed in range(count)]
-            us = bench.us(lambda i, calls=calls: calls[i](bench.ops), count, 5)  # type: ignore[misc]
-            floor = case.nbytes / bench.copied * 1e6
-            bench.row(f"{case.name}, {case.case}", us=us, floor_us=floor, share=floor / us)
-
-
 # -- 10 --------------------------------------------------------------------------------------------
 
 
@@ -645,10 +474,8 @@ def question(bench: Bench) -> None:
     kv, engine, clock = kept.engine.kv, kept.engine, machine.Clock(bench.device)
     kv.use(bench.ops)
     bench.net.use(bench.ops)
-    before = resident()
     kv.tier = Tier(kv.shape, kv.dtype, kv.device)
     read_s = clock(lambda: engine.recall(ids))
-    grown, said = resident() - before, kv.tier.nbytes
     whole, seconds = [*ids, *asked], []
     logits: list[Tensor] = []
     for _ in range(3):
@@ -656,7 +483,7 @@ def question(bench: Bench) -> None:
         kv.tier.truncate(tokens)
     rows = tokens * 2 * bench.sizes.kv_heads * bench.sizes.head_dim * 2 * bench.sizes.layers
     recalled = [kv.kept(layer, 0) for layer in (0, bench.sizes.layers - 1)]
-    kv.tier, tier = None, kv.tier
+    tier_bytes, kv.tier = kv.tier.nbytes, None
     kept.engine.reset()
     want = engine.prompt(whole)
     again = [kv.kept(layer, 0) for layer in (0, bench.sizes.layers - 1)]
@@ -667,62 +494,12 @@ def question(bench: Bench) -> None:
         gb_s=rows / min(seconds) / 1e9,
         read_and_kept_s=read_s,
         of_reading=min(seconds) / read_s,
-        tier_bytes=said,
-        resident_bytes=grown,
+        tier_bytes=tier_bytes,
         off=off(logits[-1], want),
         same=all(torch.equal(a, b) for a, b in zip(recalled, again, strict=True)),
     )
     kept.close()
     kept.engine._loop = None
-    # The rows themselves, beside those that a full cache has.
-    full = bench.start("full", "none", 512, tokens, warm=False)
-    arena, equal = full.cached.engine.kv.arena, []
-    for layer in (0, bench.sizes.layers // 2, bench.sizes.layers - 1):
-        stored = tier.rows.read(layer, tokens)
-        for head in (0, bench.sizes.kv_heads - 1):
-            begin = int(arena.start[layer, head])
-            for name in ("k", "v"):
-                here = arena.columns[name][begin : begin + tokens].cpu()
-                equal.append(bool(torch.equal(here, stored[name][head])))
-    bench.row("rows of the tier are those of a full cache", same=all(equal))
-    bench.close(full)
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    with open("/proc/self/status") as file:
-        found = next(one for one in file if one.startswith("VmRSS"))
-    return int(found.split()[1]) * 1024
-
-
-# -- prompts by flash and by cuDNN -----------------------------------------------------------------
-
-
-def prompts(bench: Bench, lengths: Sequence[float]) -> None:
-    """Prompts of several lengths: attention by flash and by cuDNN, and chunks of other lengths."""
-    ways: tuple[tuple[str, Any, int | None], ...] = (
-        ("flash, chunks of 2,048", bench.variant(flash), 2048),
-        ("as it is", bench.ops, None),
-        ("cuDNN, chunks of 2,048", bench.ops, 2048),
-        ("flash", bench.variant(flash), None),
-    )
-    try:
-        for thousands in lengths:
-            best: dict[str, Series] = {}
-            for _ in range(1 if bench.small or thousands > 32 else 3):
-                for name, ops, chunk in ways[:2] if thousands > 32 else ways:
-                    bench.net._given = chunk
-                    one = bench.start(
-                        "full", "none", 512, bench.tokens(thousands), name=name, ops=ops, warm=False
-                    )
-                    bench.net._given = None
-                    bench.close(one)
-                    if name not in best or one.read_s < best[name].read_s:
-                        best[name] = one
-            for one in best.values():
-                bench.row(one.case, **one.facts)
-    finally:
-        bench.net._given = None
 
 
 # -- 12 --------------------------------------------------------------------------------------------
@@ -788,13 +565,7 @@ FIRST = (
     Item("prompt ends", 22, ends),
     Item("steps at 128k", 48, long),
     Item("question", 20, question),
-    Item("kernels", 14, alone),
     Item("packed weights", 16, packed),
-    Item("memory", 8, memory),
-)
-SECOND = (
-    Item("prompts", 40, partial(prompts, lengths=(2, 8, 9.5, 32))),
-    Item("prompts at 128k", 50, partial(prompts, lengths=(128,))),
 )
 PEER = (Item("peer", 50, others), Item("kvpress", 40, presses))
 
@@ -869,13 +640,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="for all of it [600]")
     parser.add_argument("--small", action="store_true", help="without a GPU, on tiny sizes")
     parser.add_argument("--items", nargs="+", default=[], metavar="NAME", help="only these")
-    parser.add_argument("--second", action="store_true", help="the comparisons")
     parser.add_argument("--profile", type=Path, help="kernels and their times, as text")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    items = [one for one in (*FIRST, *SECOND, *PEER) if one.name in asked.items]
+    items = [one for one in (*FIRST, *PEER) if one.name in asked.items]
     if not asked.items:
-        items = list(SECOND if asked.second else FIRST)
+        items = list(FIRST)
     if asked.alone:
         bench = Bench(asked.json, asked.device, small=asked.small, profile=asked.profile)
         return measure(bench, items, perf_counter() + asked.seconds)

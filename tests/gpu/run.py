@@ -1,7 +1,7 @@
 """Try and measure minikv on a GPU, with one command.
 
     python tests/gpu/run.py [first]                  facts, checks, the figures: 7 minutes
-    python tests/gpu/run.py second                   what failed the first time, and comparisons
+    python tests/gpu/run.py second                   what failed the first time
     python tests/gpu/run.py check                    all tests for a GPU
     python tests/gpu/run.py smoke figures            steps by name
     python tests/gpu/run.py --dry first              only say what would run
@@ -22,7 +22,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -42,7 +41,7 @@ BEFORE = ROOT / ".gpu"
 PYTHON = sys.executable
 GROUPS: Mapping[str, Sequence[str]] = {
     "first": ("facts", "smoke", "figures", "peer"),
-    "second": ("again", "compare", "ncu"),
+    "second": ("again",),
     "check": ("facts", "smoke", "tests"),
 }
 LIMIT = "SECONDS"
@@ -50,23 +49,18 @@ _PROCESSES = 14  # of the checks at once, at most
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _PIPE = 2.0  # seconds to wait for the rest of a process's output
 _LEAST = 15.0  # seconds in which a step can do something
-_METRICS = (
-    "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,dram__bytes.sum,"
-    "launch__registers_per_thread,launch__occupancy_limit_shared_mem,smsp__issue_active.avg.pct"
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """Processes that run at once. seconds: their limit, and what is left of it for the process
-    stands in place of LIMIT in the commands; needs: a program without which the step is left out;
-    after(): called when they have ended, however they did."""
+    stands in place of LIMIT in the commands; after(): called when they have
+    ended, however they did."""
 
     name: str
     seconds: float
     commands: Sequence[Sequence[str]]
     environment: Mapping[str, str] | None = None
-    needs: str = ""
     after: Callable[[], None] | None = None
 
 
@@ -105,10 +99,6 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
         tests += ["-n", "0", str(ROOT / "tests/kernels/append/test_forms.py")]
     else:
         tests += map(str, with_gpu_tests())
-    ncu = ("ncu", "--clock-control", "none", "--csv", "--log-file", str(out / "ncu.csv"))
-    kernels = ("--kernel-name-base", "function", "--kernel-name")
-    kernels += ("regex:^(split|_roco|_hash_append|_row_product)$", "--launch-count", "30")
-    profiled = script("profiled", *little[:2])
     failed_checks, failed_items = failures(BEFORE)
     found = [
         Step("facts", 20, [script("facts")]),
@@ -116,10 +106,6 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
         figures("figures", "figures.json", 262, "--profile", str(out / "profile.txt")),
         figures("peer", "peer.json", 75, "--items", "peer"),
         Step("tests", 400, [(*tests, f"--junitxml={out / 'pytest.xml'}")]),
-        figures("compare", "compare.json", 150, "--second"),
-        Step("ncu", 40, [profiled])
-        if small
-        else Step("ncu", 40, [(*ncu, "--metrics", _METRICS, *kernels, *profiled)], needs="ncu"),
     ]
     if failed_checks:
         found.append(smoke("again", 90, "--only", *failed_checks))
@@ -178,9 +164,7 @@ class Runner:
 
     def run(self, step: Step) -> None:
         left = self.ends - perf_counter()
-        if step.needs and shutil.which(step.needs) is None:
-            self._note(step, "left out", f"there is no {step.needs}", 0.0)
-        elif left < _LEAST:
+        if left < _LEAST:
             self._note(step, "left out", "the time is up", 0.0)
         else:
             self._say(f"== {step.name}: {shlex.join(step.commands[0])[:200]}\n")
