@@ -3,23 +3,17 @@
 A `Target` has good files and a reader. A mutation changes bytes, or a value of the parsed JSON; a
 checksum that guards a file is made to fit again, because anyone can do that. The reader may take
 what it gets or refuse it by the errors that it documents. Anything else is a finding, as is more
-than two seconds of processor time.
-
-    python tests/support/fuzzing.py --count 1000000 --seed 1      # all targets, half an hour
-    python tests/support/fuzzing.py --target config --count 20000
+than two seconds of processor time. `tests/test_fuzz.py` runs it.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import copy
 import json
 import random
 import resource
 import sqlite3
-import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
@@ -564,37 +558,3 @@ def _texts(folder: Path) -> list[Target]:
         Target("records", (_json(asked) + b"\n",), items("niah_1.jsonl"), refusals, lines=True),
         Target("history", (b'"a"\n"b c"\n"\\u00e9"\n',), typed, (), 0.3, False),
     ]
-
-
-def main() -> int:
-    """A run by hand."""
-    import os
-
-    given = argparse.ArgumentParser(description="mutated files for every reader")
-    given.add_argument("--count", type=int, default=100_000)
-    given.add_argument("--seed", type=int, default=0)
-    given.add_argument("--target", action="append", help="only these")
-    options = given.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        os.environ["MINIKV_HOME"] = place
-        every = targets(Path(place))
-        chosen = [one for one in every if not options.target or one.name in options.target]
-        began = time.monotonic()
-        found = run(chosen, options.count, options.seed)
-    for name, tried in found.tried.items():
-        print(f"{name:<24} {tried:>9,} tried  {found.refused[name]:>9,} refused")
-    total = found.tried.total()
-    seconds = time.monotonic() - began
-    print(f"{total:,} inputs, {len(found.findings):,} findings, {seconds:,.0f} s")
-    for line, count in Counter(line for line, _ in found.findings).most_common(40):
-        print(f"{count:>6} x {line}")
-    kept = dict(reversed(found.findings))
-    for line, data in list(kept.items())[:10]:
-        print(f"{line}\n    {data:.2000}")
-    return 1 if found.findings else 0
-
-
-if __name__ == "__main__":
-    tests = Path(__file__).resolve().parent.parent
-    sys.path[:0] = [str(tests / part) for part in ("models", "support")]
-    raise SystemExit(main())

@@ -8,7 +8,6 @@ those that `.ci/coverage` saw there, so that runs first.
 
     .ci/coverage
     python tests/support/mutating.py --count 300 --seed 1          # a sample of all mutants
-    python tests/support/mutating.py --again survived              # those of the file once more
     python tests/support/mutating.py --only minikv/cache/arena.py:120
 
 Results go to build/coverage/mutants.jsonl, a line each, as soon as there is one. What is there
@@ -304,12 +303,16 @@ def _module(path: str) -> str:
     return ".".join(words if words[0] == "minikv" else ["minikv", *words])
 
 
-def _functions() -> dict[tuple[str, str, int], list[FunctionType]]:
-    """All that the sources have, by file, name and line."""
+Functions = dict[tuple[str, str, int], list[FunctionType]]
+"""By file, name and line."""
+
+
+def _functions() -> Functions:
+    """All that the sources have."""
     for path in SOURCES:  # some are imported when they are first used
         importlib.import_module(_module(path))
     gc.unfreeze()  # tests/conftest.py froze what was collected, and the collector lists none of it
-    found: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)
+    found: Functions = defaultdict(list)
     for one in gc.get_objects():
         if type(one) is FunctionType:  # isinstance asks lazy modules, which warn
             code = one.__code__
@@ -341,13 +344,10 @@ def _forget(path: str) -> None:
 class Attempts:
     """A plugin of pytest that runs the collected tests of each mutant in a child of its own."""
 
-    def __init__(
-        self, plan: Sequence[tuple[Mutant, list[str]]], seconds: float, minutes: float
-    ) -> None:
-        """plan: of each mutant its tests. Of those none is begun after so many seconds of processor
-        time, and no mutant after so many minutes."""
+    def __init__(self, plan: Sequence[tuple[Mutant, list[str]]], seconds: float) -> None:
+        """plan: of each mutant its tests, none of which is begun after so many seconds of processor
+        time."""
         self._plan, self._seconds = plan, seconds
-        self._end = time.monotonic() + 60 * minutes
         self._child = False
         self._log = PLACE / "mutant.log"
 
@@ -360,8 +360,6 @@ class Attempts:
         gc.freeze()
         with RESULTS.open("a") as file:
             for mutant, names in self._plan:
-                if time.monotonic() > self._end:
-                    break
                 items = [item for name in names for item in cases.get(name, ())]
                 result, by = "untested", ""
                 if items:
@@ -378,10 +376,7 @@ class Attempts:
             os._exit(1)
 
     def _attempt(
-        self,
-        mutant: Mutant,
-        items: Sequence[pytest.Item],
-        functions: dict[tuple[str, str, int], list[FunctionType]],
+        self, mutant: Mutant, items: Sequence[pytest.Item], functions: Functions
     ) -> tuple[str, str]:
         """ "killed", "timeout" or "survived", and by what. A timeout is a test that does not end in
         a minute of processor time."""
@@ -424,12 +419,7 @@ class Attempts:
             return "untested", "the function is not there"
         return ("survived", "") if code == 0 else ("killed", said)
 
-    def _run(
-        self,
-        mutant: Mutant,
-        items: Sequence[pytest.Item],
-        functions: dict[tuple[str, str, int], list[FunctionType]],
-    ) -> None:
+    def _run(self, mutant: Mutant, items: Sequence[pytest.Item], functions: Functions) -> None:
         path = str(ROOT / mutant.path)
         changed = 0
         for code in _codes(compile(mutated(mutant), path, "exec")):
@@ -463,22 +453,17 @@ def main() -> int:
     given = argparse.ArgumentParser(description="mistakes in the sources, one at a time")
     given.add_argument("--count", type=int, default=300)
     given.add_argument("--seed", type=int, default=1)
-    given.add_argument("--again", metavar="RESULT", help="those of the file with this result")
     given.add_argument("--only", metavar="FILE[:LINE]", help="every mutant of a file or a line")
     given.add_argument(
         "--seconds", type=float, default=20.0, help="of processor time for the tests of each mutant"
     )
-    given.add_argument("--minutes", type=float, default=1e6, help="begin none after so many")
     options = given.parse_args()
     os.chdir(ROOT)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(PLACE / "hypothesis")
     every = [one for path in SOURCES for one in mutants(path)]
     known, equivalent = _known(), _equivalent(every)
-    if options.again:
-        found = [one for one in every if known.get(one) == options.again]
-        chosen = todo = [one for one in found if one not in equivalent]
-    elif options.only:
+    if options.only:
         path, _, line = options.only.partition(":")
         found = [one for one in every if one.path == path]
         chosen = todo = [one for one in found if not line or one.line == int(line)]
@@ -490,7 +475,7 @@ def main() -> int:
     files = sorted({name.partition("::")[0] for _, names in plan for name in names})
     if files:
         plain = ["-q", "-n0", "-p", "no:cacheprovider", "--no-header", *files]
-        pytest.main(plain, plugins=[Attempts(plan, options.seconds, options.minutes)])
+        pytest.main(plain, plugins=[Attempts(plan, options.seconds)])
     known = _known()
     _summary([(one, known[one]) for one in chosen if one in known], equivalent)
     return 0
