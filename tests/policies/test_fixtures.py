@@ -26,7 +26,6 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
-from minikv.kernels.evict.plain import best, order_key
 from minikv.kernels.layer.plain import rotate
 from minikv.models.rope import RopeConfig, Rotary, Rotation
 from minikv.policies import kvcrush
@@ -452,28 +451,6 @@ def test_kvpress_pyramid_budgets(tensors: dict[str, Tensor]) -> None:
         made = _kvpress(int(layers), size, int(tokens), int(beta), int(window))
         assert made == want[: int(layers)].tolist()
         want = want[int(layers) :]
-
-
-@pytest.mark.parametrize("name", like("kvcrush_block"))
-def test_kvcrush_in_blocks(name: str, tensors: dict[str, Tensor]) -> None:
-    """The parts that stand alone: which rows are the better half, the anchor, and the ranks that
-    are taken. The next test has the distances, and the whole."""
-    params, data = opened(name, tensors)
-    scores = data["scores"]
-    everything = torch.ones(len(scores), dtype=torch.bool)
-    key = order_key(scores[None], torch.arange(len(scores))[None], everything[None])
-    half = best(key, torch.tensor([len(scores) // 2]), len(scores) // 2)[0]
-    marks = half.view(params["blocks"], -1).T  # [block_size, blocks]
-    assert marks.T.int().tolist() == data["expected_bits"].tolist()
-    if params["anchor"] != "random":
-        kind = {"alternating": "alternate"}.get(params["anchor"], params["anchor"])
-        major = 2 * marks.sum(1) > marks.shape[1]
-        assert kvcrush.anchor(kind, major, 0, 0).int().tolist() == data["anchor"].tolist()
-    rest = data["candidates"].long()
-    rest = rest[data["expected_distance"][rest].argsort(stable=True)]
-    count = torch.tensor([params["budget_blocks"]])
-    taken = kvcrush.ranks(torch.tensor([len(rest)]), count, "step", int(count))[0]
-    assert rest[taken].tolist() == data["expected_retained"].tolist()
 
 
 class Marks(Scorer):

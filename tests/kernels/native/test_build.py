@@ -486,9 +486,8 @@ def test_without_threads_it_compiles_too(way: int, tmp_path: Path) -> None:
 def test_processors_with_shorter_vectors(
     processor: str, level: str, openmp: bool, tmp_path: Path
 ) -> None:
-    """What one with AVX2, with AVX alone, and one without both, would compile passes the same tests;
-    by day with AVX, by a compiler that has no OpenMP. Where a set has wide vectors and lacks an
-    instruction for them, that is an error at any level."""
+    """What one with AVX2, one with AVX, and one without both would compile passes the same tests.
+    By day with AVX, by a compiler without OpenMP. An instruction that a set lacks is an error."""
     compiler = tmp_path / "cc"
     refuses = "" if openmp else 'case "$*" in *-fopenmp*) echo "no OpenMP" >&2; exit 1;; esac\n'
     compiler.write_text(
@@ -533,9 +532,9 @@ def test_processors_with_shorter_vectors(
 def test_every_set_of_instructions_compiles(processor: str, tmp_path: Path) -> None:
     """-O1 also warns of values that are used before they are set."""
     flags = ("-std=gnu11", "-O1", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-c")
+    flags += (f"-march={processor}",)
     done = subprocess.run(
-        [str(build.find()), *flags, build.headers(), f"-march={processor}"]
-        + [*map(str, build.sources())],
+        [str(build.find()), *flags, build.headers(), *map(str, build.sources())],
         cwd=tmp_path,
         capture_output=True,
         text=True,
