@@ -1,4 +1,4 @@
-"""What torch on a CPU converts and caches, and the lowest score by hand."""
+"""What torch on a CPU converts and caches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from guards import guarded
-from lowest import Case, outcome
 
 from minikv import kernels
 from minikv.kernels.decode import plain_cpu as decode_cpu
@@ -40,10 +38,3 @@ def test_without_products_of_bfloat16_float32_multiplies(
 
     assert off(native=False) < 1e-5
     assert off(native=True) > 1e-4
-
-
-def test_the_lowest_score_by_hand() -> None:
-    """Two rows have the lowest score; the older of them is the last one."""
-    scores, pos = torch.tensor([[3.0, -1.0, torch.inf, -1.0]]), torch.tensor([[9, 7, -1, 3]])
-    case = Case(scores, pos, torch.tensor([20]), torch.tensor([True]))
-    assert outcome(kernels.lowest, case, guarded).tolist() == [23]
