@@ -1,10 +1,10 @@
-"""That the counting is right, and what is counted by day. Run by test_launches.py in a process of
+"""That the counting is right, and what is launched. Run by test_launches.py in a process of
 its own, which then launches on the stub and takes `stand_in.GPU` for a device."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import counting
 import torch
+from builds import builds
 from counting import CHUNK, VOCAB, Bench, Case, ids
+from pairwise import some_by_day
 from stand_in import GPU, StandIn, near
-from test_launches import TABLE, differences
 
 from minikv.cache.kv_cache import KVCache
 from minikv.engine.capture import Eager
@@ -119,15 +120,83 @@ def test_choosing_among_the_rows_of_a_long_document_compiles_nothing(bench: Benc
     assert dict(bench.launches.builds - before) == {}
 
 
-def test_steps_and_prompts_launch_what_the_table_says(bench: Bench) -> None:
-    found = counting.counted(bench)
-    for part in ("columns", "kernels"):
-        assert found[part] == TABLE[part]
-    for part in ("steps", "prompts"):
-        assert differences(found[part]) == []
-        assert [*found[part]] == [*TABLE[part]]
+FILTERED = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05)
+LAUNCHES: Sequence[tuple[Case, str, str, str]] = [
+    (Case("full", "none"), "7 9 0 0 + 1 22 1 2", "6 0 0 0 + 3 19 0 1", "8 29 0 0 + 1 23 1 3"),
+    (
+        Case("full", "none", "windows"),
+        "7 11 0 0 + 1 22 1 2",
+        "6 1 0 0 + 3 38 0 1",
+        "9 40 0 0 + 1 23 1 3",
+    ),
+    (
+        Case("full", "none", weights="int4"),
+        "11 9 0 0 + 1 19 1 2",
+        "6 0 0 0 + 3 19 0 1",
+        "12 29 0 0 + 1 20 1 3",
+    ),
+    (
+        Case("full", "none", sampling=FILTERED),
+        "7 9 0 0 + 1 22 1 2",
+        "6 0 0 0 + 3 51 0 1",
+        "8 29 0 0 + 1 23 1 3",
+    ),
+    (
+        Case("global-span", "h2o"),
+        "8 152 0 0 + 2 98 1 3",
+        "6 0 0 0 + 4 18 0 1",
+        "13 208 0 0 + 1 99 1 4",
+    ),
+    (Case("adakv", "roco"), "14 49 0 0 + 2 24 1 2", "6 0 0 0 + 4 18 0 1", "18 90 0 0 + 1 25 1 3"),
+    (
+        Case("snapkv", "roco", "int8"),
+        "14 75 0 0 + 2 24 1 2",
+        "6 0 0 0 + 4 18 0 1",
+        "18 135 0 0 + 1 25 1 3",
+    ),
+    (
+        Case("snapkv", "hashevict"),
+        "13 36 1 0 + 2 24 1 2",
+        "6 0 0 0 + 3 23 0 1",
+        "16 65 0 0 + 2 26 1 3",
+    ),
+    (
+        Case("kvzip", "none"),
+        "13 96 48 16 + 3 127 -30 3",
+        "6 0 0 0 + 3 19 0 1",
+        "16 187 48 16 + 2 128 -30 4",
+    ),
+    (
+        Case("defensive", "tova"),
+        "13 69 0 0 + 2 24 1 2",
+        "6 0 0 0 + 4 67 0 1",
+        "18 90 0 0 + 1 25 1 3",
+    ),
+    (
+        Case("roco", "roco", stride=16),
+        "12 593 0 0 + 1 24 1 2",
+        "6 0 0 0 + 4 18 0 1",
+        "13 760 0 0 + 1 25 1 3",
+    ),
+]
+"""A first prompt, a step and a later prompt, of the kinds that `counting.py` counts. A difference
+is a mistake, or the point of a change."""
 
 
-def test_no_kernel_is_compiled_in_the_middle_of_a_turn(bench: Bench) -> None:
+@pytest.mark.parametrize(("case", "first", "step", "later"), LAUNCHES)
+def test_what_is_launched(bench: Bench, case: Case, first: str, step: str, later: str) -> None:
+    assert counting.rows(bench, case) == {"first": first, "step": step, "later": later}
+
+
+@pytest.mark.parametrize(
+    "case", some_by_day(counting.every_case(), Case("snapkv", "hashevict").__eq__), ids=str
+)
+def test_no_kernel_is_compiled_in_the_middle_of_a_turn(bench: Bench, case: Case) -> None:
     """What prompts and steps launch was compiled while the model was loaded."""
-    assert counting.late(bench, Case("snapkv", "hashevict")) == {}
+    assert counting.late(bench, case) == {}
+
+
+def test_every_kernel_was_launched_here(bench: Bench) -> None:
+    """So the compile gate's list of kernels is whole."""
+    launched = {name for name, count in bench.launches.total().items() if count}
+    assert launched == {build.kernel for build in builds().values()}

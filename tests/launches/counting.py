@@ -1,8 +1,8 @@
 """What a prompt and a step launch on a GPU, counted without one.
 
-    python tests/launches/counting.py [--json FILE]
-    python tests/launches/counting.py --write      the table that tests/launches/ compares with
-    python tests/launches/counting.py --late [CASE]  kernels that a turn compiles after the warm-up
+    python tests/launches/counting.py [POLICY/STEP ...]         by default every policy
+    python tests/launches/counting.py --late [POLICY/STEP ...]  kernels that a turn compiles after
+                                                                the warm-up
 
 The whole program runs as on a GPU, on a small network of random weights in bfloat16: the engine,
 the cache, the policies, the host side of every Triton kernel, and Triton's own launcher. Launched
@@ -16,22 +16,20 @@ what follows is as it would be. Counted are, in this order,
     sent     copies from the host to the GPU
     fetched  copies or values from the GPU; all but that of a step's token make the host wait
 
-A row is a straight line through runs of different sizes. Of a step, `layer` is what one layer more
-adds, and `beside` is the rest. Of a prompt, `layer` is what one layer more adds with one chunk, of
-which `finish` chooses and moves the rows that stay; `chunk` is what one chunk more adds in a layer,
-`beside` the rest of the first chunk and `beside_chunk` of each further one. The rest may be
-negative: of the last layer only the last token is needed. `first` is a prompt into an empty cache,
-`later` one behind an answer. There are 8 KV heads, which matters where code loops over heads.
+A row is a straight line through runs of one layer and of two: `layer` is what one layer more adds,
+and `beside` is the rest, which may be negative: of a prompt's last layer only the last token is
+needed. `first` is a prompt into an empty cache, `step` one of an answer, after others like it, and
+`later` a prompt behind that answer, each of one chunk. There are 8 KV heads, which matters where
+code loops over heads.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +50,6 @@ from torch.utils._pytree import tree_leaves
 
 from minikv import policies
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.prefill import Prefill
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.capture import Eager
@@ -70,36 +67,22 @@ HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 8, 16, 128
 CHUNK = 64
 WINDOW = 48
 BUDGET = 40
+GREEDY = Sampling()
 KINDS = ("triton", "torch", "sent", "fetched")
-PARTS = ("layer", "finish", "chunk", "beside", "beside_chunk")
-"""Of a prompt's row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """What is counted. kept: "int8" keys and values, or "windows": layers with a sliding window;
-    options: of the policies; stride: with it, the step policy also reads the prompt; weights: how
-    the matrices of the layers are kept, one of `linear.FORMS`; budget: rows per head; chunks: of
-    the prompts that are compared with others of one chunk more."""
+    stride: with it, the step policy also reads the prompt; weights: how the matrices of the layers
+    are kept, one of `linear.FORMS`; sampling: of the answer's tokens."""
 
     policy: str
     decode: str
     kept: str = ""
-    options: tuple[tuple[str, object], ...] = ()
     stride: int = 0
     weights: str = "auto"
-    budget: int = BUDGET
-    chunks: int = 1
-
-    @property
-    def name(self) -> str:
-        """In the table."""
-        pair = f"{self.policy} blocks" if self.stride else f"{self.policy}/{self.decode}"
-        options = (f"{name}={value}" for name, value in self.options)
-        weights = "" if self.weights == "auto" else f"{self.weights} weights"
-        budget = "" if self.budget == BUDGET else f"budget {self.budget}"
-        chunks = "" if self.chunks == 1 else f"{self.chunks} chunks"
-        return " ".join((pair, *options, *filter(None, (self.kept, weights, budget, chunks))))
+    sampling: Sampling = GREEDY
 
 
 _LAUNCH = on_gpu()
@@ -187,16 +170,7 @@ class Bench:
         self.launches = stub_driver.install(folder)
         stand_in.install()
         self.torch = Counts()
-        self.finished: Count = Counter()
         self._nets: dict[tuple[int, int | None, torch.dtype, str], Llama] = {}
-        finish = Prefill.finish
-
-        def counted(prefill: Prefill, layer: int) -> None:
-            with self.counted() as found:
-                finish(prefill, layer)
-            self.finished += found
-
-        Prefill.finish = counted  # type: ignore[method-assign]
 
     @contextmanager
     def counted(self) -> Iterator[Count]:
@@ -218,9 +192,7 @@ class Bench:
         net = self._net(layers, WINDOW if case.kept == "windows" else None, dtype, case.weights)
         shape = Shape(layers, KV_HEADS, HEADS, HEAD_DIM, net.config.windows, net.config.max_context)
         decode = "auto" if case.stride else case.decode
-        eviction = EvictionConfig.read(
-            case.policy, decode, case.budget, dict(case.options), 0, case.stride
-        )
+        eviction = EvictionConfig.read(case.policy, decode, BUDGET, {}, 0, case.stride)
         kv = KVCache(
             shape,
             eviction.rules(),
@@ -282,67 +254,29 @@ def ids(count: int, seed: int) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=made).tolist()
 
 
-def step_row(bench: Bench, case: Case, sampling: Sampling | None) -> dict[str, Count]:
-    """What a step of an answer launches, after others like it; without `sampling` one that the
-    host waits for."""
-    found = []
-    for layers in LAYERS:
-        engine = bench.engine(case, layers)
-        token = token_of(engine.prompt(ids(CHUNK - 9, 0)))
-        for _ in range(2):
-            with bench.counted() as counted:
-                if sampling is None:
-                    token = token_of(engine.step(token))
-                else:  # this step, and the next one ahead
-                    token = engine.next(token, VOCAB, sampling, 0)
-        assert not engine.notices, engine.notices
-        found.append(counted)
-    layer = _less(found[1], found[0])
-    return {"layer": layer, "beside": _less(found[0], layer, LAYERS[0])}
+def rows(bench: Bench, case: Case) -> dict[str, str]:
+    """What a first prompt, a step and a later prompt launch: `layer` + `beside`, by `KINDS`."""
+    few, more = (launched(bench, case, layers) for layers in LAYERS)
+    found = {}
+    for name, one in few.items():
+        layer = _less(more[name], one)
+        found[name] = f"{_kinds(layer)} + {_kinds(_less(one, layer, LAYERS[0]))}"
+    return found
 
 
-def prompt_rows(bench: Bench, case: Case, *, whole: bool = True) -> list[dict[str, Count]]:
-    """What a first prompt launches, and one behind it and a step. whole: also what one chunk more
-    adds."""
-    runs: dict[tuple[int, int], list[Count]] = {}
-    ends: dict[tuple[int, int], list[Count]] = {}
-    for layers in LAYERS:
-        for chunks in (1, 2) if whole else (1,):
-            key = layers, chunks
-            runs[key], ends[key] = prompt_runs(bench, case, layers, case.chunks + chunks - 1)
-    rows = []
-    few, more = LAYERS
-    for turn in range(2):
-        n = {key: each[turn] for key, each in runs.items()}
-        layer = _less(n[more, 1], n[few, 1])
-        row = {
-            "layer": layer,
-            "finish": _less(ends[more, 1][turn], ends[few, 1][turn]),
-            "beside": _less(n[few, 1], layer, few),
-        }
-        if whole:
-            chunk = _less(_less(n[more, 2], n[more, 1]), _less(n[few, 2], n[few, 1]))
-            row["chunk"] = chunk
-            row["beside_chunk"] = _less(_less(n[few, 2], n[few, 1]), chunk, few)
-        rows.append({part: row[part] for part in PARTS if part in row})
-    return rows
-
-
-def prompt_runs(
-    bench: Bench, case: Case, layers: int, chunks: int
-) -> tuple[list[Count], list[Count]]:
-    """What a first prompt and a later one launch; and of that, what chooses and moves the rows."""
-    engine = bench.engine(case, layers)
-    runs, ends = [], []
-    for turn in range(2):
-        bench.finished.clear()
-        with bench.counted() as counted:
-            logits = engine.prompt(ids(chunks * CHUNK - 9, turn))
-        runs.append(counted)
-        ends.append(bench.finished.copy())
-        engine.next(token_of(logits), VOCAB, Sampling(), 0, ahead=False)
+def launched(bench: Bench, case: Case, layers: int) -> dict[str, Count]:
+    """The same with so many layers."""
+    engine, found = bench.engine(case, layers), dict[str, Count]()
+    with bench.counted() as found["first"]:
+        logits = engine.prompt(ids(CHUNK - 9, 0))
+    token = token_of(logits)
+    for _ in range(2):
+        with bench.counted() as found["step"]:  # this step, and the next one ahead
+            token = engine.next(token, VOCAB, case.sampling, 0)
+    with bench.counted() as found["later"]:
+        engine.prompt(ids(CHUNK - 9, 1))
     assert not engine.notices, engine.notices
-    return runs, ends
+    return found
 
 
 def token_of(logits: Tensor) -> int:
@@ -356,95 +290,18 @@ def _less(a: Count, b: Count, times: int = 1) -> Count:
     return Counter({key: a[key] - times * b[key] for key in a | b if a[key] != times * b[key]})
 
 
-# -- the table --------------------------------------------------------------------------------
-
-TABLE = Path(__file__).with_name("table.json")
-KEPT = ("", "int8", "windows")
-SAMPLINGS = {
-    "temperature": Sampling(temperature=0.8),
-    "top_p": Sampling(temperature=0.8, top_p=0.9),
-    "top_k top_p min_p": Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05),
-    "repeat_penalty": Sampling(repeat_penalty=1.1),
-    "waited for": None,
-}
-_EVERY_WAY = ("full", "snapkv")
-"""Prompt policies that are counted in every way of keeping rows, and in prompts of two chunks."""
-_ONE_CHUNK = (("full", "windows"), ("snapkv", "int8"))
-"""Of them and ways of keeping rows: prompts of one chunk only. Each of these values meets two
-chunks in another pair."""
-_STEPS = ("none", "roco", "hashevict")
-"""Step policies that are counted in every way of keeping rows."""
-
-Row = dict[str, list[int]]
-Rows = dict[str, Row]
-
-
-_MANY_ROWS = 18  # chunks after which several programs search the rows of a layer
-
-
-def step_cases() -> list[Case]:
-    """Every step policy behind a prompt policy. A full cache is without both."""
-    pairs = [("full" if name == "none" else "snapkv", name) for name in policies.step_names()]
-    more = [Case("snapkv+turns", "roco")]  # some rows leave last
-    more += [Case("full", "none", weights=form) for form in ("int8", "int4")]
-    ways = ((*pair, kept) for kept in KEPT for pair in pairs)
-    return [*(Case(*w) for w in ways if not w[2] or w[1] in _STEPS), *more]
-
-
-def prompt_cases() -> list[Case]:
-    """Every prompt policy; a step policy that notes what a prompt's queries see; and some that read
-    it in blocks."""
+def every_case() -> list[Case]:
+    """Every prompt policy; every step policy, behind a prompt policy; and some that read the prompt
+    in blocks."""
     found = [Case(name, "none") for name in policies.prompt_names()]
-    found += [Case(name, "none", kept) for name in _EVERY_WAY for kept in KEPT if kept]
-    found += [Case("full", "none", weights=form) for form in ("int8", "int4")]
-    found += [Case("snapkv", "roco"), Case("adakv", "none", chunks=_MANY_ROWS)]
-    return [*found, *block_cases()]
+    found += [Case("snapkv", name) for name in policies.step_names() if name != "none"]
+    blocks = "h2o", "roco", "scissorhands", "hashevict", "rkv"
+    return [*found, *(Case(name, name, stride=CHUNK // 4) for name in blocks)]
 
 
-def block_cases() -> list[Case]:
-    """Step policies that read the prompt in blocks; one with so many rows that attention divides
-    them."""
-    names = "roco", "scissorhands", "hashevict", "rkv"
-    found = [Case(name, name, stride=CHUNK // 4) for name in names]
-    return [*found, Case("h2o", "h2o", stride=CHUNK // 4, budget=300)]
-
-
-def steps(bench: Bench) -> Rows:
-    """The table's part about steps: also of steps that sample, and of one that the
-    host waits for."""
-    found = {case.name: _kinds(step_row(bench, case, Sampling())) for case in step_cases()}
-    for name, sampling in SAMPLINGS.items():
-        found[f"full/none {name}"] = _kinds(step_row(bench, Case("full", "none"), sampling))
-    return found
-
-
-def prompts(bench: Bench) -> Rows:
-    """The table's part about prompts."""
-    found = {}
-    for case in prompt_cases():
-        two = case.policy in _EVERY_WAY and (case.policy, case.kept) not in _ONE_CHUNK
-        first, later = prompt_rows(bench, case, whole=two)
-        found |= {f"{case.name} first": _kinds(first), f"{case.name} later": _kinds(later)}
-    return found
-
-
-def _kinds(row: dict[str, Count]) -> Row:
-    def sums(part: Count) -> list[int]:
-        return [sum(n for (kind, _), n in part.items() if kind == wanted) for wanted in KINDS]
-
-    return {name: sums(part) for name, part in row.items()}
-
-
-def text(table: Mapping[str, object]) -> str:
-    """The table as JSON, a row on a line."""
-    parts = []
-    for name, value in table.items():
-        if isinstance(value, dict):
-            rows = (f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in value.items())
-            parts.append(f"{json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n}")
-        else:
-            parts.append(f"{json.dumps(name)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+def _kinds(part: Count) -> str:
+    sums = (sum(n for (kind, _), n in part.items() if kind == wanted) for wanted in KINDS)
+    return " ".join(map(str, sums))
 
 
 # -- kernels that are compiled in the middle of a turn ------------------------------------------
@@ -465,46 +322,21 @@ def late(bench: Bench, case: Case) -> dict[str, int]:
     return dict(bench.launches.builds - before)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
-    parser.add_argument("what", nargs="*", help="with --late: cases, as POLICY/STEP")
-    parser.add_argument("--json", type=Path, help="write here, too")
-    parser.add_argument("--write", action="store_true", help="write the table anew")
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", metavar="POLICY/STEP")
     parser.add_argument("--late", action="store_true", help="what is compiled after the warm-up")
     asked = parser.parse_args()
+    cases = [Case(*name.split("/")) for name in asked.cases] or every_case()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         with bench.torch:
-            found = lates(bench, asked.what) if asked.late else counted(bench)
-    print(text(found), end="")
-    if asked.json is not None:
-        asked.json.write_text(text(found))
-    if asked.write:
-        TABLE.write_text(text(found))
-    return 0
-
-
-def lates(bench: Bench, names: Sequence[str]) -> dict[str, Any]:
-    """`late` of these cases, or of every step policy."""
-    cases = [Case(*name.split("/")) for name in names] or [*step_cases(), *block_cases()]
-    return {"late": {case.name: late(bench, case) for case in cases}}
-
-
-def counted(bench: Bench) -> dict[str, Any]:
-    """The table."""
-    found: dict[str, Any] = {"columns": list(KINDS)}
-    kernels: dict[str, list[str]] = {}
-    for part, count in (("steps", steps), ("prompts", prompts)):
-        bench.launches.builds.clear()
-        bench.launches.forget()
-        found[part] = count(bench)
-        kernels[part] = sorted(name.strip("_") for name in bench.launches.builds)
-    return {**found, "kernels": kernels}
-
-
-class _Plain(argparse.RawDescriptionHelpFormatter):
-    """Help as it is written."""
+            for case in cases:
+                found = late(bench, case) if asked.late else rows(bench, case)
+                print(f"{case.policy}/{case.decode}{' in blocks' * bool(case.stride)}: {found}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
