@@ -26,7 +26,7 @@ def test_nacl_draws_in_proportion_to_the_score() -> None:
             "nacl", {"proxies": 1, "sinks": 0, "random": 1.0, "temperature": temperature}
         )
         counts = torch.zeros(4)
-        trials = 300
+        trials = 150
         for layer in range(trials):
             mass = weight.expand(40, 1, 5)
             counts += choose(policy, view(mass, 1, layer), 40 * 2)[:, :4].sum(0)

@@ -1,4 +1,5 @@
-"""A policy is a file and a name: what CONTRIBUTING says is done here, for a toy of every kind."""
+"""A policy is a file and a name: what CONTRIBUTING says is done here, for a scorer, another part
+and a step rule."""
 
 from __future__ import annotations
 
@@ -47,50 +48,6 @@ LAYERS = '''
         ) -> list[int]:
             moved = max(0, min(self.more, most - budget, budget - least)) if layers > 1 else 0
             return [budget + moved, *[budget] * (layers - 2), budget - moved][:layers]
-'''
-HEADS = '''
-    """The first heads get what they can."""
-
-    from dataclasses import dataclass
-
-    import torch
-    from torch import Tensor
-
-    from minikv.policies.parts import Candidates, HeadAllocator
-
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class FirstHeads(HeadAllocator):
-        name = "firsts"
-        summary = "the first heads"
-
-        def share(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
-            have = rows.free.sum(1)
-            before = have.cumsum(0) - have
-            return torch.minimum(have, (total - before).clamp(min=0))
-'''
-SELECT = '''
-    """The oldest rows, whatever their scores, or the youngest."""
-
-    from dataclasses import dataclass, replace
-
-    from torch import Tensor
-
-    from minikv.policies.parts import Candidates, Selector
-    from minikv.policies.options import option
-
-
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class Oldest(Selector):
-        name = "oldest"
-        summary = "the oldest rows"
-
-        youngest: bool = option(False, "the youngest instead")
-
-        def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
-            age = rows.view.pos.float()
-            worth = age if self.youngest else -age
-            return replace(rows, scores=worth).best(counts, most)
 '''
 STEP = '''
     """The row that was least looked at since it came leaves, or any."""
@@ -141,12 +98,12 @@ STEP = '''
 '''
 
 
-TOYS = {"first": LAYERS, "firsts": HEADS, "oldest": SELECT, "toystep": STEP}
+TOYS = {"first": LAYERS, "toystep": STEP}
 
 
 @pytest.fixture
 def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of CONTRIBUTING and four others: a file each, and its name in the registry."""
+    """The example of CONTRIBUTING and two others: a file each, and its name in the registry."""
     (example,) = re.findall(r"   ```python\n(.*?)   ```", CONTRIBUTING, re.S)
     for name, text in {"values": example, **TOYS}.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text).lstrip())
@@ -154,7 +111,7 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for names, more in (
         ("PROMPT", ["values"]),
         ("SCORERS", ["values"]),
-        ("OTHER_PARTS", ["first", "firsts", "oldest"]),
+        ("OTHER_PARTS", ["first"]),
         ("STEP", ["toystep"]),
     ):
         monkeypatch.setattr(registry, names, [*getattr(registry, names), *more])
@@ -162,7 +119,7 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("toys")
 def test_toys_are_policies_like_all_others() -> None:
-    made = policies.prompt_policy("values+first+firsts+oldest", {"power": 2.0, "more": 3})
+    made = policies.prompt_policy("values+first", {"power": 2.0, "more": 3})
     assert made is not None
     assert made.evidence.sinks == 4
     assert made.layer_rows(3, 40, 100, 5) == [43, 40, 37]
@@ -174,7 +131,7 @@ def test_toys_are_policies_like_all_others() -> None:
     table = CliRunner().invoke(app, ["policies"]).output
     assert re.search(r"^values +prompt +comparisons +safe +baseline$", table, re.M)
     assert re.search(r"^toystep +step ", table, re.M)
-    assert re.search(r"parts to add to a policy:.* oldest \(as", table, re.S)
+    assert re.search(r"parts to add to a policy:.* first \(as", table, re.S)
 
 
 @pytest.mark.usefixtures("toys")
@@ -182,10 +139,7 @@ def test_toys_are_policies_like_all_others() -> None:
     ("policy", "decode"),
     [
         ("values", "toystep"),
-        ("values+first", "roco"),
-        ("values+firsts", "roco"),
-        ("adakv+oldest", "toystep"),
-        ("snapkv+oldest+first", "none"),
+        ("adakv+first", "roco"),
         ("kvcrush(values)+critical+turns", "toystep"),
     ],
 )
@@ -202,10 +156,7 @@ def test_toys_in_the_walks_of_the_property_tests(
 
 @pytest.mark.usefixtures("toys")
 def test_a_toy_keeps_what_it_says() -> None:
-    """The oldest rows; all that the first heads have; large values."""
-    walk = Walk(EvictionConfig.read("values+oldest", "none", 30, {"sinks": 0}))
-    walk.prompt(ids(90))
-    assert walk.kv.kept(1, 2).tolist() == [*range(30)]
+    """Rows of large values."""
     walk = Walk(EvictionConfig.read("values", "none", 30, {"sinks": 0}))
     walk.prompt(ids(90))
     value = torch.cat(walk.fed[0])[:, 1, 1]
@@ -215,9 +166,7 @@ def test_a_toy_keeps_what_it_says() -> None:
 @pytest.mark.usefixtures("toys")
 def test_toys_in_a_chat_and_in_eval(tmp_path: Path) -> None:
     text = "The mill on the river is run by Ada, who came from Velgate. " * 9
-    chat = minikv.load(
-        policy="values+first+oldest", decode="toystep", budget=72, device="cpu", power=2.0
-    )
+    chat = minikv.load(policy="values+first", decode="toystep", budget=72, device="cpu", power=2.0)
     for turn in range(2):
         if not turn:
             chat.attach(text, name="mill.txt")
@@ -228,10 +177,10 @@ def test_toys_in_a_chat_and_in_eval(tmp_path: Path) -> None:
         assert record["policy_options"]["decode"]["policy"] == "toystep"
     out = tmp_path / "out.json"
     arguments = ["eval", "--tasks", "needle", "--length", "400", "-n", "1", "--budget", "128"]
-    arguments += ["--policy", "values+firsts,adakv+oldest", "--decode", "toystep"]
+    arguments += ["--policy", "values+first", "--decode", "toystep"]
     ran = CliRunner().invoke(app, [*arguments, "--json", str(out)])
     assert ran.exit_code == 0, ran.output
-    assert "values+firsts" in json.dumps(json.loads(out.read_text()))
+    assert "values+first" in json.dumps(json.loads(out.read_text()))
 
 
 @pytest.mark.usefixtures("toys")
