@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-import guards
 import pytest
+import tensors
 import torch
 from torch import Tensor
 from triton_device import DEVICE, INTERPRETED, kernel
@@ -41,7 +41,7 @@ class Form:
 
     def place(self, t: Tensor) -> Tensor:
         """A copy on the form's device between absurd numbers."""
-        return guards.guarded(t, self.device)
+        return tensors.guarded(t, self.device)
 
     def loose(self, dtype: torch.dtype) -> float:
         """What rounding may change, relative and absolute. Torch also rounds between its steps."""

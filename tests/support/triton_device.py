@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import guards
 import pytest
+import tensors
 import torch
-from guards import untouched
+from tensors import untouched
 from torch import Tensor
 
 __all__ = [
@@ -68,7 +68,7 @@ def randoms(seed: int) -> torch.Generator:
 
 def guarded(t: Tensor) -> Tensor:
     """A copy on the device between absurd numbers, beginning at 16 bytes."""
-    return guards.guarded(t, DEVICE)
+    return tensors.guarded(t, DEVICE)
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Tensor:

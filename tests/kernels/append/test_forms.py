@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import step_oracle
 import torch
-from drawing import randoms
 from forms import Form, forms, needs_c
-from guards import absurd, guarded, untouched
 from pairwise import pairwise, some_by_day
-from ragged import in_use
+from tensors import absurd, guarded, in_use, randoms, untouched
 from torch import Tensor
 from triton_device import close, kernel, on_device
 from triton_device import guarded as place

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import randoms
 from forms import Form, each, forms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompts import weights
+from tensors import randoms
 from torch import Tensor
 from triton_device import DEVICE, INTERPRETED, close, on_device
 

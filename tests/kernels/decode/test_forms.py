@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import randoms
 from forms import Form, each, forms, needs_c
-from guards import untouched
-from ragged import in_use, segments
+from tensors import in_use, randoms, segments, untouched
 from triton_device import INTERPRETED, close, guarded, kernel, on_device
 
 from minikv.kernels import Segments, to_codes

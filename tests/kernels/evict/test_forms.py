@@ -12,8 +12,7 @@ import pytest
 import step_oracle
 import torch
 from forms import Form, forms, needs_c
-from guards import guarded, untouched
-from ragged import segments
+from tensors import guarded, segments, untouched
 from torch import Tensor
 from triton_device import close
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from drawing import randoms
 from pairwise import pairwise, some_by_day
 from small import FAMILIES, SOON, config, ids, over
+from tensors import randoms
 from torch import Tensor
 
 from minikv import policies
@@ -35,6 +35,8 @@ from minikv.policies.hashevict import HashEvict
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 
 STEPS = [*policies.step_names()]
+TOKENS = 8
+"""Of an answer: every step policy evicts within these."""
 SHAPES = {"3 queries": (6, 2, 32), "one": (2, 2, 24), "5": (10, 2, 16)}
 """Heads, KV heads and head size."""
 
@@ -88,7 +90,7 @@ def cached(
     return Engine(net, made)
 
 
-def told(engine: Engine, steps: int = 12) -> list[Tensor]:
+def told(engine: Engine, steps: int = TOKENS) -> list[Tensor]:
     """The logits of a prompt and of some steps after it."""
     found = [engine.prompt(ids(70))]
     for _ in range(steps):
@@ -159,7 +161,7 @@ def test_a_step_is_that_of_separate_calls(
             assert torch.equal(mine, other)
             assert bool(mine.isfinite().all())
     coded = step == "hashevict" and kv is not None  # C's hashing does not take int8
-    assert calls == ([] if coded else [3] * 12)
+    assert calls == ([] if coded else [3] * TOKENS)
     same(*caches[:2])
     same(*caches[1:])
 
@@ -220,7 +222,7 @@ def test_large_weights_are_read_in_several_calls(
     monkeypatch.setattr(layers, "_AT_ONCE", 2 * layer.nbytes)
     for mine, other in zip(want, told(cached(net)), strict=True):
         assert torch.equal(mine, other)
-    assert calls == [2, 2, 1] * 12
+    assert calls == [2, 2, 1] * TOKENS
 
 
 @pytest.mark.parametrize("step", ["none", "roco", "l2", "hashevict"])
@@ -286,7 +288,7 @@ def test_a_policy_that_needs_the_query_is_asked_layer_by_layer(calls: list[int])
         policy = kind(sinks=4, recent=1, bits=8, hash_with="query", seed=0)
         engine.kv.configure(Rules(rules.prompt, policy, rules.budget))
         runs.append((engine.kv, told(engine)))
-    assert calls == [3] * 12
+    assert calls == [3] * TOKENS
     (one, mine), (two, other) = runs
     assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
     same(one, two)
@@ -344,7 +346,7 @@ def test_a_long_text_is_read_by_threads_whatever_the_weights() -> None:
     net, before = network("one"), torch.get_num_threads()
     found = []
     try:
-        for threads, together in product((1, 2, 3), (True, False)):
+        for threads, together in product((1, 3), (True, False)):
             torch.set_num_threads(1)
             engine = cached(net, way=WAYS[not together])
             engine.prompt(ids(2500))

@@ -9,9 +9,8 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
-from drawing import randoms
 from forms import Form, forms
-from guards import untouched
+from tensors import randoms, untouched
 from triton_device import INTERPRETED, close, kernel
 
 from minikv.cache import kv_cache

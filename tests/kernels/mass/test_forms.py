@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from forms import Form, each, forms, needs_c
-from guards import untouched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompts import observed, weights
+from tensors import untouched
 from torch import Tensor
 from triton_device import close
 

@@ -15,8 +15,8 @@ import ggufs
 import pytest
 import torch
 import torch.nn.functional as F
-from drawing import randoms
 from pairwise import pairwise
+from tensors import randoms
 from torch import Tensor
 
 from minikv.kernels import dispatch, to_codes

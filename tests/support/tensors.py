@@ -1,4 +1,5 @@
-"""Tensors between absurd numbers: what is read or written beside them is noticed."""
+"""Random tensors; segments of an arena with unused rows between them; and tensors between absurd
+numbers, so that what is read or written beside them is noticed."""
 
 from __future__ import annotations
 
@@ -8,6 +9,27 @@ import torch
 from torch import Tensor
 
 EDGE = 16 * 64  # numbers on each side; tensors begin at 16 bytes
+
+
+def randoms(seed: int, *shape: int, dtype: torch.dtype = torch.float32, by: float = 1.0) -> Tensor:
+    """Normal numbers times `by`."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (made * by).to(dtype)
+
+
+def segments(lengths: list[int], gap: int = 3) -> tuple[Tensor, Tensor, int]:
+    """start and length [H] of segments with unused rows between them, and R."""
+    length = torch.tensor(lengths)
+    start = (length + gap).cumsum(0) - length
+    return start, length, int(start[-1] + length[-1]) + gap
+
+
+def in_use(start: Tensor, length: Tensor, rows: int) -> Tensor:
+    """Which rows are in use, bool [R]."""
+    used = torch.zeros(rows, dtype=torch.bool)
+    for a, n in zip(start.flatten().tolist(), length.flatten().tolist(), strict=True):
+        used[a : a + n] = True
+    return used
 
 
 def absurd(dtype: torch.dtype) -> float:
