@@ -519,44 +519,6 @@ def others(bench: Bench) -> None:
         bench.row(name, tok_s=len(ids) / read_s, read_s=read_s, step_ms=step * 1e3)
 
 
-def presses(bench: Bench) -> None:
-    """kvpress, on transformers as above: prompts that leave 512 rows a head, and steps behind them.
-
-    Needs kvpress and a transformers that it accepts.
-    """
-    import kvpress
-
-    system = Transformers(networks.Spec(bench.sizes, None, "bfloat16", str(bench.device)))
-    for thousands in (8, 32):
-        ids = networks.prompt(bench.tokens(thousands), bench.sizes.vocab)
-        ratio = 1 - int(bench.budget(512)) / len(ids)
-        for name, press in (
-            ("snapkv", kvpress.SnapKVPress(ratio, window_size=32)),
-            ("adakv", kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=32))),
-        ):
-            times = []
-            for _ in range(3):
-                system.close()
-                machine.settle(bench.device)
-                before = bench.memory()["allocated"]
-                torch.cuda.reset_peak_memory_stats(bench.device)
-                with press(system.model):
-                    times.append(system.read(ids))
-                memory = bench.memory()
-            read_s = min(times)
-            machine.settle(bench.device)
-            held = bench.memory()["allocated"] - before
-            system.write(3)
-            bench.row(
-                f"kvpress {name} 512 at {len(ids):,}",
-                tok_s=len(ids) / read_s,
-                read_s=read_s,
-                step_ms=median(system.write(bench.steps) for _ in range(bench.rounds)) * 1e3,
-                cache_allocated=held,
-                peak_over_before=memory["peak"] - before,
-            )
-
-
 FIRST = (
     Item("ceilings", 12, ceilings),
     Item("steps at 8k", 18, partial(steps, thousands=8)),
@@ -567,7 +529,7 @@ FIRST = (
     Item("question", 20, question),
     Item("packed weights", 16, packed),
 )
-PEER = (Item("peer", 50, others), Item("kvpress", 40, presses))
+PEER = (Item("peer", 50, others),)
 
 
 # -- a process, and the one that starts it ---------------------------------------------------------
