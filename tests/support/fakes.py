@@ -339,25 +339,3 @@ class FakeEngine:
             digest = hashlib.sha256(repr(self.fed).encode()).digest()
             logits[97 + digest[0] % 26] = 9.0
         return logits
-
-
-class Kept:
-    """A copy of such a cache."""
-
-    def __init__(self, fed: list[int]) -> None:
-        self.fed, self.nbytes, self.state = fed, len(fed), State(len(fed))
-
-
-class FakeEngineWithMemory(FakeEngine):
-    """A fake whose cache can be set aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kv: Any = self.kv
-        kv.snapshot = lambda: Kept(list(self.fed))
-        kv.restore = self.put_back
-        kv.check = lambda *eviction: None
-
-    def put_back(self, held: Kept, *eviction: object) -> None:
-        self.fed = list(held.fed)
-        self.kv.position = len(self.fed)

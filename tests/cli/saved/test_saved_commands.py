@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngineWithMemory
+from fakes import FakeEngine
 from lettered import lettered
 from pairwise import pairwise
 from small_chat import chat, say
@@ -85,7 +85,7 @@ def make(session: ChatSession, capsys: pytest.CaptureFixture[str], active: bool 
 @pytest.fixture
 def talk(home: Path, capsys: pytest.CaptureFixture[str]) -> Talk:
     """Over a fake, whose answers follow from every token that was fed."""
-    return make(fake_chat(FakeEngineWithMemory(), undo_turns=16), capsys)
+    return make(fake_chat(FakeEngine(), undo_turns=16), capsys)
 
 
 @pytest.fixture
