@@ -1,6 +1,7 @@
 """Mutated files for every reader (tests/support/fuzzing.py): each is read or refused in one line.
 
-FUZZ_COUNT and FUZZ_SEED change how many, and which; a finding is shown with its input in base64.
+FUZZ_COUNT and FUZZ_SEED (or several seeds) change how many, and which; a finding is shown with its
+input in base64.
 The soak run takes about an hour.
 """
 
@@ -13,8 +14,8 @@ from pathlib import Path
 import fuzzing
 import pytest
 
-COUNT, MANY = 3000, 1_000_000
-SEEDS = (19, 20)
+COUNT, MANY = int(os.environ.get("FUZZ_COUNT", 3000)), 1_000_000
+SEEDS = map(int, os.environ.get("FUZZ_SEED", "19 20").split())
 
 
 @pytest.fixture
@@ -30,8 +31,7 @@ def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[fuzzing.Tar
 def test_a_mutated_file_is_read_or_refused(
     targets: list[fuzzing.Target], count: int, seed: int
 ) -> None:
-    count = int(os.environ.get("FUZZ_COUNT", count))
-    found = fuzzing.run(targets, count, int(os.environ.get("FUZZ_SEED", seed)))
+    found = fuzzing.run(targets, count, seed)
     assert found.findings == []
     assert found.tried.total() >= 0.9 * count
     # Mutations that all are refused, or none, would try little.

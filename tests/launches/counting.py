@@ -291,10 +291,14 @@ def _less(a: Count, b: Count, times: int = 1) -> Count:
 
 
 def every_case() -> list[Case]:
-    """Every prompt policy; every step policy, behind a prompt policy; and some that read the prompt
-    in blocks."""
+    """Every prompt policy; every step policy, behind a prompt policy; other ways to keep rows and
+    weights; and some that read the prompt in blocks."""
     found = [Case(name, "none") for name in policies.prompt_names()]
     found += [Case("snapkv", name) for name in policies.step_names() if name != "none"]
+    steps = "none", "roco", "hashevict"
+    found += [Case("snapkv", name, kept) for name in steps for kept in ("int8", "windows")]
+    found += [Case("full", "none", weights=form) for form in ("int8", "int4")]
+    found.append(Case("snapkv+turns", "roco"))  # some rows leave last
     blocks = "h2o", "roco", "scissorhands", "hashevict", "rkv"
     return [*found, *(Case(name, name, stride=CHUNK // 4) for name in blocks)]
 
