@@ -1,6 +1,6 @@
-"""The invariants of shared/reference/policies.md, section 17, as properties.
+"""What is true of every policy, and of some for any prompt, as properties.
 
-Those that are not here are tested beside the code that they are about.
+What is not here is tested beside the code that it is about.
 """
 
 from __future__ import annotations
@@ -107,15 +107,12 @@ def chosen(policy: PromptPolicy, made: Rows, budget: int) -> list[list[int]]:
     return kept(kv)
 
 
-# -- 1 --------------------------------------------------------------------------------------
-
-
 @given(st.sampled_from(COMPOSITIONS), st.integers(0, 4), st.sampled_from(policies.step_names()))
 @BRIEF
 def test_any_composition_on_a_large_budget_changes_no_bit(
     words: tuple[str, ...], outside: int, decode: str
 ) -> None:
-    """Invariant 1 for parts, too."""
+    """Nothing is evicted, so nothing is computed differently."""
     eviction = EvictionConfig.read(spell(words, outside), decode, 200)
     assert least(eviction) <= 200
     net = network(layers=2)
@@ -128,14 +125,11 @@ def test_any_composition_on_a_large_budget_changes_no_bit(
     assert run.kv.stats().evicted == 0
 
 
-# -- 4 to 6 ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["nacl", "h2o"])
 @given(SEEDS, st.integers(1, 50))
 @BRIEF
 def test_scores_are_column_sums_of_the_attention(name: str, seed: int, proxies: int) -> None:
-    """Invariant 5 by the definition: causal softmax, summed over the proxies, which for H2O are all
+    """By the definition: causal softmax, summed over the proxies, which for H2O are all
     queries of the prompt, mean over the group."""
     tokens = 80
     made = rows(seed, tokens)
@@ -152,17 +146,11 @@ def test_scores_are_column_sums_of_the_attention(name: str, seed: int, proxies: 
     assert chosen(policy, made, proxies + 9) == want
 
 
-# -- 7 and 8 --------------------------------------------------------------------------------
-
-
-# -- 10 -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stride", [0, 4])
 @given(SEEDS, st.integers(1, 32))
 @BRIEF
 def test_rocos_counters_are_ages(stride: int, seed: int, first: int) -> None:
-    """Invariant 10: of every survivor, the queries since its own, that one included. A prompt of
+    """Of every survivor, the queries since its own, that one included. A prompt of
     more tokens than are observed is the only place where less is counted."""
     made = rows(seed, first + 60, group=1)
     policy = step("roco")
@@ -175,9 +163,6 @@ def test_rocos_counters_are_ages(stride: int, seed: int, first: int) -> None:
     pos, count = (kv.arena.columns[name][index][live] for name in ("pos", "count"))
     assert torch.equal(count, (kv.position - pos).float())
     assert len(count) < 2 * kv.position
-
-
-# -- 13 -------------------------------------------------------------------------------------
 
 
 BASES = [
@@ -193,7 +178,7 @@ def shares_layers(name: str) -> bool:
 
 @pytest.mark.parametrize("base", BASES)
 def test_kvcrush_without_representatives_is_its_base(base: str) -> None:
-    """Invariant 13, over every method that has no selector of its own."""
+    """Of every method that has no selector of its own."""
     crushed = policies.find(f"kvcrush({base})").name
     net = network(layers=2)
     prompts = [
@@ -218,12 +203,9 @@ def presets(base: str) -> dict[str, object]:
     return {option.name: option.default for option in policies.find(base).prompt_options}
 
 
-# -- 14 and 15 ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("examples", some_by_day([8, 20], lambda count: count == 8))
 def test_streaming_is_the_same_however_rows_come(examples: int) -> None:
-    """Invariant 14: as one prompt, in several, in blocks, token by token, and for any network."""
+    """As one prompt, in several, in blocks, token by token, and for any network."""
     drawn = given(SEEDS, st.integers(0, 6), st.integers(16, 40), st.integers(1, 80), st.data())
     settings(BRIEF, max_examples=examples)(drawn(streamed))()
 
@@ -255,7 +237,7 @@ def streamed(seed: int, sinks: int, budget: int, tokens: int, data: st.DataObjec
 @given(SEEDS, st.sampled_from([3, 5, 7]))
 @BRIEF
 def test_the_group_comes_before_the_pool(seed: int, kernel: int) -> None:
-    """Invariant 15: average pooling commutes with the group's mean, maximum pooling does not, and
+    """Average pooling commutes with the group's mean, maximum pooling does not, and
     then ours is the one that joins the group first."""
     generator = torch.Generator().manual_seed(seed)
     mass = torch.rand(2, 3, 60, generator=generator)
@@ -275,12 +257,9 @@ def test_the_group_comes_before_the_pool(seed: int, kernel: int) -> None:
         torch.testing.assert_close(found[free], want[free])
 
 
-# -- 18 -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("prompt", "decode"), by_day(PAIRS))
 def test_the_same_seed_keeps_the_same_rows(prompt: str, decode: str) -> None:
-    """Invariant 18, on one device: nothing is left to a global generator or to an order."""
+    """On one device: nothing is left to a global generator or to an order."""
     found = []
     for noise in range(2):
         torch.manual_seed(noise)
