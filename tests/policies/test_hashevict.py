@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from views import rule
 
 from minikv import policies
 from minikv.policies.hashevict import HashEvict, codes, distances, projection
@@ -58,8 +59,7 @@ def test_a_code_is_stored_in_the_smallest_integer_with_a_bit_to_spare() -> None:
     """Of 16, 32 or 64 bits; the first one is the sign."""
     found = {}
     for bits in (8, 15, 16, 31, 32, 60):
-        policy = policies.step_policy("hashevict", {"bits": bits})
-        assert policy is not None
+        policy = rule("hashevict", {"bits": bits})
         (found[bits],) = policy.columns.values()
     short, wide = torch.int16, torch.int32
     assert found == {8: short, 15: short, 16: wide, 31: wide, 32: torch.int64, 60: torch.int64}

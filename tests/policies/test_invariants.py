@@ -6,7 +6,6 @@ What is not here is tested beside the code that it is about.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from small import (
     spell,
 )
 from torch import Tensor
-from views import view
+from views import build, kept, rule, view
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -47,18 +46,6 @@ from minikv.policies.snapkv import SnapKV
 
 BRIEF = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 SEEDS = st.integers(0, 1 << 30)
-
-
-def one(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy:
-    made = policies.prompt_policy(name, options)
-    assert made is not None
-    return made
-
-
-def step(name: str, options: Mapping[str, object] | None = None) -> StepPolicy:
-    made = policies.step_policy(name, options)
-    assert made is not None
-    return made
 
 
 Rows = tuple[Tensor, Tensor]
@@ -95,11 +82,6 @@ def write(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
         kv.advance(1)
 
 
-def kept(kv: KVCache) -> list[list[int]]:
-    heads = range(kv.shape.kv_heads)
-    return [kv.kept(layer, h).tolist() for layer in range(kv.shape.layers) for h in heads]
-
-
 def chosen(policy: PromptPolicy, made: Rows, budget: int) -> list[list[int]]:
     """What a prompt policy keeps of all rows."""
     kv = cache(made, policy, None, budget)
@@ -134,7 +116,7 @@ def test_scores_are_column_sums_of_the_attention(name: str, seed: int, proxies: 
     tokens = 80
     made = rows(seed, tokens)
     given = {"proxies": proxies, "sinks": 0} if name == "nacl" else {"window": proxies, "sinks": 0}
-    policy = one(name, given | ({"random": 0.0} if name == "nacl" else {}))
+    policy = build(name, given | ({"random": 0.0} if name == "nacl" else {}))
     query, key = made[0][0].double().unflatten(1, (2, 2)), made[1][0].double()
     logits = torch.einsum("thgd,nhd->hgtn", query, key) / 8**0.5
     late = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
@@ -153,7 +135,7 @@ def test_rocos_counters_are_ages(stride: int, seed: int, first: int) -> None:
     """Of every survivor, the queries since its own, that one included. A prompt of
     more tokens than are observed is the only place where less is counted."""
     made = rows(seed, first + 60, group=1)
-    policy = step("roco")
+    policy = rule("roco")
     assert policy.observe >= first
     kv = cache(made, None, policy, 24, stride)
     read(kv, made, 0, first)
@@ -212,7 +194,7 @@ def test_streaming_is_the_same_however_rows_come(examples: int) -> None:
 
 def streamed(seed: int, sinks: int, budget: int, tokens: int, data: st.DataObject) -> None:
     given = {"sinks": sinks}
-    prompt, decode = one("streaming", given), step("streaming", given)
+    prompt, decode = build("streaming", given), rule("streaming", given)
     first, newest = min(sinks, tokens), min(tokens, budget)
     want = [*range(first), *range(max(first, tokens - (newest - first)), tokens)]
     cut = data.draw(st.integers(1, tokens))
@@ -307,8 +289,7 @@ def test_the_extreme_draws_are_inside_the_unit_interval(seed: int) -> None:
 
 def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
     """Of a head with sinks alone the others may, so that a cap can be held."""
-    policy = policies.step_policy("tova", {"sinks": 4})
-    assert policy is not None
+    policy = rule("tova", {"sinks": 4})
     pos = torch.tensor([[0, 1, 9, -1], [0, 7, 8, 9]])
     free = [[True, True, False, False], [False, True, True, False]]
     assert policy.free(pos, 10, 1).tolist() == free
@@ -404,7 +385,7 @@ def test_heads_that_are_computed_at_once_keep_what_each_keeps_alone(
         run.kv.ops.block = most
         for turn, count in enumerate((90, 30)):
             run.prompt(ids(count, turn))
-            found.append([run.kv.kept(i, h).tolist() for i in range(3) for h in range(3)])
+            found.append(kept(run.kv))
     assert found[:2] == found[2:]
 
 

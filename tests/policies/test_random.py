@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 from small import victims
-from views import asked
-
-from minikv import policies
+from views import asked, rule
 
 
 def test_random_takes_every_row_alike() -> None:
-    step = policies.step_policy("random", {"sinks": 2, "recent": 3})
-    assert step is not None
+    step = rule("random", {"sinks": 2, "recent": 3})
     rows, trials = 25, 4000
     pos = torch.arange(rows).expand(trials, rows)
     first = victims(step, asked(step, rows, pos, {}))

@@ -13,6 +13,7 @@ import torch
 from small import Walk, ids
 from torch import Tensor
 from typer.testing import CliRunner
+from views import build
 
 import minikv
 from minikv import policies
@@ -119,8 +120,7 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("toys")
 def test_toys_are_policies_like_all_others() -> None:
-    made = policies.prompt_policy("values+first", {"power": 2.0, "more": 3})
-    assert made is not None
+    made = build("values+first", {"power": 2.0, "more": 3})
     assert made.evidence.sinks == 4
     assert made.layer_rows(3, 40, 100, 5) == [43, 40, 37]
     with pytest.raises(UsageError, match="power must be between"):

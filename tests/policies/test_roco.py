@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 from small import victims
-from views import asked, view
+from views import asked, rule, view
 
-from minikv import policies
 from minikv.policies.base import StepPolicy, StepView
 
 PAPER = {"pool": 1, "lead": 1}
@@ -31,21 +30,18 @@ def roco_view(
 
 def test_roco_spares_the_unsteady() -> None:
     """Row 0 has the lowest mean but the highest deviation; of the steady ones row 2 is lowest."""
-    roco = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.25, **PAPER})
-    assert roco is not None
+    roco = rule("roco", {"sinks": 1, "recent": 1, "scope": 0.25, **PAPER})
     view = roco_view(
         roco, [0.01, 0.30, 0.05, 0.20, 0.00], [0.9, 0.1, 0.1, 0.1, 0.0], [10, 20, 30, 40, 99], cap=4
     )
     assert victims(roco, view).tolist() == [2]
-    plain = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.0, **PAPER})
-    assert plain is not None
+    plain = rule("roco", {"sinks": 1, "recent": 1, "scope": 0.0, **PAPER})
     assert victims(plain, view).tolist() == [0]
 
 
 def test_roco_takes_a_constant_stream_for_steady() -> None:
     """Rounding makes some of their variances negative; none may pass for steadier than another."""
-    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, "scope": 0.8, **PAPER})
-    assert roco is not None
+    roco = rule("roco", {"sinks": 0, "recent": 1, "scope": 0.8, **PAPER})
     values = torch.linspace(0.02, 0.018, 40)  # the older, the more attention
     columns = {name: torch.zeros(40) for name in roco.columns}
     for _ in range(30):
@@ -61,8 +57,7 @@ def test_roco_takes_a_constant_stream_for_steady() -> None:
 
 def started(mass: list[float], **options: float) -> dict[str, list[float]]:
     """A head's columns after a first prompt, of whose queries the last two gave this attention."""
-    roco = policies.step_policy("roco", options)
-    assert roco is not None
+    roco = rule("roco", options)
     seen = view(torch.tensor([[mass]]), 2)  # squares are those of the sum
     none = {name: torch.zeros(1, len(mass)) for name in roco.columns}
     return {name: c[0].tolist() for name, c in roco.init(replace(seen, carried=none)).items()}
@@ -96,8 +91,7 @@ def leaves(**options: float) -> list[int]:
     """Who leaves of 16 rows of a prompt, of which row 4 was attended to and its neighbours were
     not, and four of the answer."""
     mass = [0.02, 0.02, 0.02, 0.0, 1.0, 0.0] + [0.02] * 8 + [0.3, 0.3]
-    roco = policies.step_policy("roco", {"sinks": 0, "recent": 2, "scope": 0.3, **options})
-    assert roco is not None
+    roco = rule("roco", {"sinks": 0, "recent": 2, "scope": 0.3, **options})
     made = started(mass, **options)
     answer = {roco.total: 0.2, "squares": 0.02, "count": 4.0}
     columns = {name: torch.tensor([[*c, *[answer[name]] * 4]]) for name, c in made.items()}
@@ -116,8 +110,7 @@ def test_where_numbers_can_be_read_the_same_rows_leave() -> None:
     """Rows of few values, so that means and deviations are often equal: with or without a look at
     the numbers the victim is that of the whole rule."""
     generator = torch.Generator().manual_seed(0)
-    roco = policies.step_policy("roco", {"sinks": 1, "recent": 1, "scope": 0.5, **PAPER})
-    assert roco is not None
+    roco = rule("roco", {"sinks": 1, "recent": 1, "scope": 0.5, **PAPER})
     heads, rows = 400, 9
     mean = torch.randint(3, (heads, rows), generator=generator) / 4
     spread = torch.randint(3, (heads, rows), generator=generator) / 4
@@ -132,8 +125,7 @@ def test_where_numbers_can_be_read_the_same_rows_leave() -> None:
 
 def test_where_several_rows_leave_the_steady_ones_are_sorted() -> None:
     """Rows 0 and 2 have the lowest means, but row 2's attention varies most."""
-    roco = policies.step_policy("roco", {"sinks": 0, "recent": 1, "scope": 0.25, **PAPER})
-    assert roco is not None
+    roco = rule("roco", {"sinks": 0, "recent": 1, "scope": 0.25, **PAPER})
     seen = roco_view(
         roco, [0.1, 0.3, 0.2, 0.4, 0.0], [0.1, 0.2, 0.9, 0.3, 0.0], [1, 2, 3, 4, 99], 4, 2
     )
@@ -142,8 +134,7 @@ def test_where_several_rows_leave_the_steady_ones_are_sorted() -> None:
 
 def test_queries_that_saw_every_row_count_for_every_row() -> None:
     """Where a prompt's queries are taken to stand behind all of its rows."""
-    roco = policies.step_policy("roco", PAPER)
-    assert roco is not None
+    roco = rule("roco", PAPER)
     none = {name: torch.zeros(1, 6) for name in roco.columns}
     seen = replace(view(torch.ones(1, 1, 6), 4), causal=False, carried=none)
     assert roco.init(seen)["count"].tolist() == [[4.0] * 6]
@@ -151,8 +142,7 @@ def test_queries_that_saw_every_row_count_for_every_row() -> None:
 
 def test_a_prompt_of_which_one_query_was_observed() -> None:
     """Every row was seen once: the largest of three neighbours, and the last one its own."""
-    roco = policies.step_policy("roco", {"pool": 3, "lead": 1})
-    assert roco is not None
+    roco = rule("roco", {"pool": 3, "lead": 1})
     seen = view(torch.tensor([[MASS]]), 1)
     none = {name: torch.zeros(1, 8) for name in roco.columns}
     found = roco.init(replace(seen, carried=none))

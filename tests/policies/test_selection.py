@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from views import build
 
 from minikv import policies
 from minikv.kernels.evict.plain import best, ensure_least, fill, order_key, share, wanted
@@ -352,8 +353,7 @@ def test_who_stays(
     options = {o.name: setting[o.name] for o in takes if o.name in setting}
     if name.endswith("(l2)"):
         options["bits"] = "kv"
-    made = policies.prompt_policy(name, options)
-    assert made is not None
+    made = build(name, options)
     rows_ = Candidates(view, made.scorer, made.scorer.score(view), free)
     how = torch.tensor(counts), max(counts) + slack
     if made.weigh is None:

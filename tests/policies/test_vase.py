@@ -6,9 +6,8 @@ import pytest
 import torch
 from small import engine, ids, network
 from torch import Tensor
-from views import asked
+from views import asked, rule
 
-from minikv import policies
 from minikv.cache.eviction import leaving
 
 
@@ -16,10 +15,9 @@ def gone(
     fading: Tensor, value: Tensor, pos: Tensor, count: int, **options: object
 ) -> list[list[int]]:
     """The positions that leave heads with these columns, values [F, N, D] and positions [F, N]."""
-    rule = policies.step_policy("vase", {"window": 2, "kernel": 1, "sinks": 1, **options})
-    assert rule is not None
+    vase = rule("vase", {"window": 2, "kernel": 1, "sinks": 1, **options})
     seen = asked(
-        rule,
+        vase,
         int(pos.max()) + 1,
         pos,
         {"fading": fading},
@@ -27,7 +25,7 @@ def gone(
         cap=torch.full((len(pos),), 8),
         values=lambda heads: value[heads],
     )
-    out = leaving(rule.worth(seen), pos, torch.full((len(pos),), count))
+    out = leaving(vase.worth(seen), pos, torch.full((len(pos),), count))
     return [sorted(pos[h][out[h]].tolist()) for h in range(len(pos))]
 
 
@@ -61,11 +59,10 @@ def test_the_others_are_drawn_in_proportion_to_their_attention() -> None:
 
 def test_attention_fades() -> None:
     """With a window of 4 a query counts three quarters as much as the one after it."""
-    rule = policies.step_policy("vase", {"window": 4})
-    assert rule is not None
+    vase = rule("vase", {"window": 4})
     columns = {"fading": torch.tensor([0.0, 1.0])}
     for given in ([1.0, 0.0], [0.0, 0.5]):
-        rule.update(columns, torch.tensor(given), lambda: torch.ones(2))
+        vase.update(columns, torch.tensor(given), lambda: torch.ones(2))
     torch.testing.assert_close(columns["fading"], torch.tensor([0.75, 0.5625 + 0.5]))
 
 

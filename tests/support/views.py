@@ -1,4 +1,4 @@
-"""What prompt policies judge: a view of a prompt whose attention was made up."""
+"""Policies by name, and what they judge: views of prompts and steps that were made up."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from minikv import policies
+from minikv.cache.kv_cache import KVCache
 from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.parts import PromptPolicy
 
 
 def build(name: str, options: Mapping[str, object] | None = None) -> PromptPolicy:
     made = policies.prompt_policy(name, options)
+    assert made is not None
+    return made
+
+
+def rule(name: str, options: Mapping[str, object] | None = None) -> StepPolicy:
+    made = policies.step_policy(name, options)
     assert made is not None
     return made
 
@@ -77,6 +84,12 @@ def asked(
 def choose(policy: PromptPolicy, seen: PromptView, total: int) -> Tensor:
     """bool [H, N] of the rows that stay, as a prompt asks for them."""
     return policy.keep(seen, total)
+
+
+def kept(kv: KVCache) -> list[list[int]]:
+    """The positions that each head of each layer holds."""
+    heads = range(kv.shape.kv_heads)
+    return [kv.kept(layer, h).tolist() for layer in range(kv.shape.layers) for h in heads]
 
 
 def random_mass(heads: int = 3, group: int = 2, rows: int = 120, seed: int = 0) -> Tensor:
