@@ -262,8 +262,10 @@ def test_flags_are_imported_only_when_a_command_is_typed() -> None:
         imported = {"minikv.cli.chat.arguments", "minikv.settings"} & loaded
         assert len(imported) == (2 if typed else 0)
         assert not loaded & {"minikv.cli.plan", "minikv.cli.chat.ask", "minikv.cli.eval.arguments"}
-    for typed in ("plan", "doctor", "models", "chats", "cache", "policies", "config"):
-        assert "torch" not in loaded_after(f"{_GO}go(*'{typed} --help'.split())"), typed
+    light = ("plan", "doctor", "models", "chats", "cache", "policies", "config")
+    loaded = loaded_after(_GO + "; ".join(f"go('{one}', '--help')" for one in light))
+    assert "minikv.cli.plan" in loaded  # the commands did run
+    assert "torch" not in loaded
 
 
 def test_nothing_is_imported_under_a_bare_name() -> None:
