@@ -7,7 +7,8 @@ CPU, `kernels/product/packing.c` computes the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from minikv.kernels.product.matrix import BLOCKS, FOUR_BITS, PLAIN
 from minikv.models.checkpoint import read_exactly
 from minikv.models.files import open_regular
-from minikv.models.stored import Steps, apart, unpaired
+from minikv.models.stored import Steps, Stored, apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,55 +44,37 @@ columns; the others are read as they are and kept in eight bits by row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """A quantised matrix, a `Stored`. heads: of which the file has the rows in rotary pairs, see
-    `Unpaired`; 0: none."""
+class Blocks(Stored):
+    """A quantised matrix."""
 
-    name: str
-    path: Path
-    start: int
-    shape: tuple[int, ...]
-    kind: Kind
-    heads: int = 0
+    kind: Kind = field(kw_only=True)
 
-    @property
-    def form(self) -> str:
-        """See `Stored`."""
-        return self.kind.form
-
-    @property
-    def group(self) -> int:
-        """See `Stored`."""
-        return 16 if self.kind.name == "Q6_K" else 32
-
-    @property
-    def _row(self) -> int:
-        return self.shape[1] // self.kind.weights * self.kind.bytes
-
-    @property
-    def size(self) -> int:
-        """See `Stored`."""
-        return self.shape[0] * self._row
+    @classmethod
+    def at(cls, name: str, path: Path, start: int, shape: tuple[int, ...], kind: Kind) -> Blocks:
+        """The matrix of this type at this place."""
+        size = prod(shape) // kind.weights * kind.bytes
+        group = 16 if kind.name == "Q6_K" else 32
+        return cls(name, path, start, shape, size, kind.form, group, kind=kind)
 
     def blocks(self, start: int, end: int) -> Tensor:
         """These rows as the file has them, uint8 [n, bytes]. Raises ModelError."""
-        if self.heads:
-            first, last, order = unpaired(self.shape[0] // self.heads, start, end)
-            return replace(self, heads=0).blocks(first, last)[order]
+        first, last, order = self._span(start, end)
+        return self._read(first, last)[order]
+
+    def _read(self, start: int, end: int) -> Tensor:
+        row = self.size // self.shape[0]
         with open_regular(self.path) as file:
-            file.seek(self.start + start * self._row)
-            data = read_exactly(file, (end - start) * self._row, self.path)
+            file.seek(self.start + start * row)
+            data = read_exactly(file, (end - start) * row, self.path)
         return torch.frombuffer(data, dtype=torch.uint8).view(end - start, -1)
 
-    def rows(self, start: int, end: int) -> Tensor:
-        """See `Stored`."""
+    def _rows(self, start: int, end: int) -> Tensor:
         codes, scale, least = self._decoded(start, end)
         codes = apart(codes) if self.form == "int4" else codes
         wide = codes.view(*scale.shape, -1).float().mul_(scale[..., None])
         return (wide if least is None else wide.add_(least[..., None])).flatten(1)
 
-    def steps(self, start: int, end: int) -> Steps:
-        """See `Stored`."""
+    def _steps(self, start: int, end: int) -> Steps:
         codes, scale, least = self._decoded(start, end)
         assert least is not None
         return codes, scale, least.add_(scale, alpha=8)
@@ -100,7 +83,7 @@ class Blocks:
         """Codes, as `Steps` has them, and scale and least [n, groups], float32: code * scale +
         least."""
         codes, scale, least = _DECODERS[self.kind.name](
-            self.blocks(start, end).view(end - start, -1, self.kind.bytes)
+            self._read(start, end).view(end - start, -1, self.kind.bytes)
         )
         least = None if least is None else least.flatten(1)
         return codes.reshape(end - start, -1), scale.flatten(1), least

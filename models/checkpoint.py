@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +32,7 @@ from minikv.models.files import (
     unreadable,
     weight_map,
 )
-from minikv.models.stored import Steps, Stored
+from minikv.models.stored import Stored
 
 HEADER_LIMIT = 16 * 2**20  # bytes
 STAGING = 32 * 2**20
@@ -62,43 +62,17 @@ _COMPUTED = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor in a file, a `Stored`. dtype: as safetensors names it. start and end: byte offsets
-    in the file."""
+class Entry(Stored):
+    """A tensor whose numbers are in the file. dtype: as safetensors names it."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    start: int
-    end: int
+    dtype: str = field(kw_only=True)
 
-    @property
-    def size(self) -> int:
-        """Bytes in the file."""
-        return self.end - self.start
-
-    @property
-    def form(self) -> str:
-        """See `Stored`."""
-        return "plain"
-
-    @property
-    def group(self) -> None:
-        """See `Stored`."""
-        return None
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """The rows from `start` to `end`, in the file's dtype. Raises ModelError."""
+    def _rows(self, start: int, end: int) -> Tensor:
         made = torch.empty((end - start, *self.shape[1:]), dtype=READ[self.dtype])
         with open_regular(self.path) as file:
             file.seek(self.start + start * (self.size // max(1, self.shape[0])))
             read_into(file, memory(made), self.path)
         return made
-
-    def steps(self, start: int, end: int) -> Steps:
-        """See `Stored`."""
-        raise AssertionError("it is plain")
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -136,7 +110,7 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
         raise CorruptModel(f"{path.name}: {len(raw)} tensors; at most {TENSOR_LIMIT} are read")
     base = 8 + length
     entries = {name: _entry(name, facts, path, base) for name, facts in raw.items()}
-    _check_cover(sorted(entries.values(), key=lambda e: (e.start, e.end)), base, size, path)
+    _check_cover(sorted(entries.values(), key=lambda e: (e.start, e.size)), base, size, path)
     return entries
 
 
@@ -165,7 +139,7 @@ def _entry(name: str, facts: Any, path: Path, base: int) -> Entry:
         bits *= size
     if bits != 8 * (span[1] - span[0]):
         raise CorruptModel(f"{where}: {quote(shape)} of {dtype} does not fill {quote(span)}")
-    return Entry(name, dtype, tuple(shape), path, base + span[0], base + span[1])
+    return Entry(name, path, base + span[0], tuple(shape), span[1] - span[0], dtype=dtype)
 
 
 def _counts(value: Any) -> bool:
@@ -178,10 +152,10 @@ def _check_cover(entries: list[Entry], base: int, size: int, path: Path) -> None
     if entries[0].start != base:
         raise CorruptModel(f"{path.name}: a hole before {quote(entries[0].name)}")
     for one, two in pairwise(entries):
-        if two.start != one.end:
-            what = "overlap" if two.start < one.end else "have a hole between them"
+        if two.start != (end := one.start + one.size):
+            what = "overlap" if two.start < end else "have a hole between them"
             raise CorruptModel(f"{path.name}: {quote(one.name)} and {quote(two.name)} {what}")
-    end = entries[-1].end
+    end = entries[-1].start + entries[-1].size
     if end != size:
         what = "is truncated" if size < end else "has bytes after the last tensor"
         raise CorruptModel(

@@ -254,11 +254,11 @@ class Gguf:
                 raise self._bad(f"{where} is not aligned, or ends beyond the file (truncated?)")
             spans.append((start, end, where))
             if kind.form == "plain":
-                tensors[name] = Entry(name, kind.name, shape, self.path, start, end)
+                tensors[name] = Entry(name, self.path, start, shape, end - start, dtype=kind.name)
             elif len(shape) != 2:
                 raise self._bad(f"{where} of {kind.name} is not a matrix")
             else:
-                tensors[name] = Blocks(name, self.path, start, shape, kind)
+                tensors[name] = Blocks.at(name, self.path, start, shape, kind)
         for (_, end, one), (start, _, two) in pairwise(sorted(spans)):
             if start < end:
                 raise self._bad(f"{one} and {two} overlap")

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import parse_json
 from minikv.models.linear import GROUPS, fits_int8
 from minikv.models.llama import Llama
-from minikv.models.stored import Steps, paired, together
+from minikv.models.stored import Steps, Stored, paired, together
 from minikv.pages import Pages
 
 _IGNORED = re.compile(
@@ -175,14 +174,12 @@ class _Grid:
         return made.add(self.plus).mul_(self.times)
 
 
-@dataclass(slots=True)
-class Matrix:
-    """A quantised matrix, a `Stored`. parts: its tensors. form: "plain" if its codes cannot be kept
-    as they are; `why` then says why. middle: the zero point, if the file has none. wide: columns of
-    a tile. tiles: the tile of each column."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix(Stored):
+    """A quantised matrix. parts: its tensors, the codes first. form: "plain" if its codes cannot be
+    kept as they are; `why` then says why. middle: the zero point, if the file has none. wide:
+    columns of a tile. tiles: the tile of each column."""
 
-    name: str
-    shape: tuple[int, ...]
     parts: tuple[Entry, ...]
     codes: _Part
     scale: _Grid
@@ -190,39 +187,16 @@ class Matrix:
     middle: int
     wide: int
     tiles: Tensor
-    form: str = "plain"
-    why: str = ""
+    why: str
 
-    @property
-    def path(self) -> Path:
-        """Where the codes are."""
-        return self.parts[0].path
-
-    @property
-    def start(self) -> int:
-        """The offset of the codes in that file."""
-        return self.parts[0].start
-
-    @property
-    def size(self) -> int:
-        """Bytes in the files."""
-        return sum(entry.size for entry in self.parts)
-
-    @property
-    def group(self) -> int | None:
-        """How many columns share a scale in `steps`; None: a whole row."""
-        fitting = (size for size in GROUPS if self.wide % size == 0)
-        return next(fitting) if self.form == "int4" else None
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """See `Stored`."""
+    def _rows(self, start: int, end: int) -> Tensor:
         made = self.codes.rows(start, end)[:, : self.shape[1]].float()
         zero = self.middle if self.zero is None else self.zero.rows(start, end)[:, self.tiles]
         return (made - zero).mul_(self.scale.rows(start, end)[:, self.tiles])
 
-    def steps(self, start: int, end: int) -> Steps:
-        """See `Stored`. The least code of int8 becomes -127, because the kernels of some processors
-        cannot multiply -128."""
+    def _steps(self, start: int, end: int) -> Steps:
+        """The least code of int8 becomes -127, because the kernels of some processors cannot
+        multiply -128."""
         codes, scale = self.codes.rows(start, end)[:, : self.shape[1]], self.scale.rows(start, end)
         if self.group is None:
             codes = codes if codes.dtype == torch.int8 else (codes ^ 128).view(torch.int8)
@@ -356,31 +330,42 @@ def _matrix(
         _must(part.shape() == (_full(tall, part, "out"), across), zeros, f"is not as {scales.name}")
         zero = _Grid(part, scale.high, about.zero)
     middle = 1 << (codes.bits - 1) if layout.packed and not four else 0
-    tiles = torch.arange(columns) // wide
+    straight = torch.arange(columns) // wide
+    tiles = straight if order is None else _order(order, straight)
+    whole = wide == columns and fits_int8(columns)
+    if zero is not None and codes.bits == 8 and whole and (zero.rows(0, rows) == middle).all():
+        zero = None
+    form, why = "plain", ""  # why it must be unpacked
+    if codes.table is not None or codes_in.dtype == "F8_E4M3":
+        why = about.kind
+    elif not torch.equal(tiles, straight):
+        why = "their columns are not in the order of groups (desc_act)"
+    elif codes.bits == 4 and wide % 32:
+        why = f"groups of {wide} columns"
+    elif codes.bits == 4:
+        form = "int4"
+    elif whole and zero is None:
+        form = "int8"
+    else:
+        why = "eight bits with groups or zero points"
     used = tuple(part for part in (codes_in, scales, zeros, order) if part is not None)
-    made = Matrix(name, shape, used, codes, scale, zero, middle, wide, tiles)
-    if order is not None:
-        made.tiles = _order(order, tiles)
-    made.form, made.why = _form(made, about, torch.equal(made.tiles, tiles))
-    return made
-
-
-def _form(made: Matrix, about: Quantisation, straight: bool) -> tuple[str, str]:
-    """In which form a matrix is kept, and why it must be unpacked. straight: whether the columns
-    are in the order of their tiles."""
-    rows, columns = made.shape
-    if made.codes.table is not None or made.codes.entry.dtype == "F8_E4M3":
-        return "plain", about.kind
-    if not straight:
-        return "plain", "their columns are not in the order of groups (desc_act)"
-    if made.codes.bits == 4:
-        return ("int4", "") if made.wide % 32 == 0 else ("plain", f"groups of {made.wide} columns")
-    whole = made.wide == columns and fits_int8(columns)
-    if whole and made.zero is not None and (made.zero.rows(0, rows) == made.middle).all():
-        made.zero = None
-    if whole and made.zero is None:
-        return "int8", ""
-    return "plain", "eight bits with groups or zero points"
+    return Matrix(
+        name=name,
+        path=codes_in.path,
+        start=codes_in.start,
+        shape=shape,
+        size=sum(part.size for part in used),
+        form=form,
+        group=next(size for size in GROUPS if wide % size == 0) if form == "int4" else None,
+        parts=used,
+        codes=codes,
+        scale=scale,
+        zero=zero,
+        middle=middle,
+        wide=wide,
+        tiles=tiles,
+        why=why,
+    )
 
 
 def _order(entry: Entry, tiles: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """A matrix as a file stores it: plain, or quantised in groups of columns.
 
-A reader of a quantised format makes one `Stored` for each matrix; `models/weights.py` fills the
+A reader of a format makes one `Stored` for each tensor; `models/weights.py` fills the
 network from it. Nothing here holds more than the rows that are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,39 +34,55 @@ def apart(pairs: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
 
 
-class Stored(Protocol):
-    """A matrix in a file.
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A matrix in a file, or another tensor of a plain form.
 
     name, path, start: the tensor's name and place in the file, for messages and the order of
     reading. shape: (out, in). size: the bytes that are read for it. form: "plain", "int8" or
     "int4", the form that loses least. group: how many columns share a scale; None: a whole row.
+    heads: of a query or key matrix, if the file has the rows of each head in rotary pairs: (x0, y0,
+    x1, y1, ...), here (x0, x1, ..., y0, y1, ...); 0: rows are in order.
 
-    `steps` is only called for int4, and for int8 without a group. These are kept as they are. Other
-    tensors are read through `rows`, and quantised by row if they are kept in eight bits.
+    Subclasses say what the rows from `start` to `end` are in the order of the file: `_rows`, and
+    those that can be kept as they are `_steps`.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> Path: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def form(self) -> str: ...
-    @property
-    def group(self) -> int | None: ...
+    name: str
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    size: int
+    form: str = "plain"
+    group: int | None = None
+    heads: int = field(default=0, kw_only=True)
 
     def rows(self, start: int, end: int) -> Tensor:
         """The rows from `start` to `end`, [n, in], as numbers. Raises ModelError."""
-        ...
+        first, last, order = self._span(start, end)
+        return self._rows(first, last)[order]
 
     def steps(self, start: int, end: int) -> Steps:
-        """These rows as they are stored. Raises ModelError."""
-        ...
+        """These rows as they are stored; only for int4, and for int8 without a group. Raises
+        ModelError."""
+        first, last, order = self._span(start, end)
+        codes, scale, middle = self._steps(first, last)
+        return codes[order], scale[order], None if middle is None else middle[order]
+
+    def _span(self, start: int, end: int) -> tuple[int, int, Tensor | slice]:
+        """The rows of the file that have these rows, and where among them they are."""
+        if not self.heads:
+            return start, end, slice(None)
+        size = self.shape[0] // self.heads
+        first, last = start // size * size, -(-end // size) * size
+        order = torch.arange(last - first).view(-1, size // 2, 2).transpose(1, 2).flatten()
+        return first, last, order[start - first : end - first]
+
+    def _rows(self, start: int, end: int) -> Tensor:
+        raise NotImplementedError
+
+    def _steps(self, start: int, end: int) -> Steps:
+        raise NotImplementedError
 
 
 def together(forms: Iterable[tuple[str, int | None]]) -> tuple[str, int]:
@@ -114,31 +130,3 @@ class Fused:
             if start < size and end > 0:
                 yield part, max(start, 0), min(end, size)
             start, end = start - size, end - size
-
-
-class Unpaired:
-    """A query or key matrix whose file has the rows of each head in rotary pairs: (x0, y0, x1, y1,
-    ...), here (x0, x1, ..., y0, y1, ...)."""
-
-    def __init__(self, part: Stored, heads: int) -> None:
-        self.part, self.heads = part, heads
-        self.name, self.path, self.start = part.name, part.path, part.start
-        self.shape, self.size, self.form, self.group = part.shape, part.size, part.form, part.group
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """See `Stored`."""
-        first, last, order = unpaired(self.shape[0] // self.heads, start, end)
-        return self.part.rows(first, last)[order]
-
-    def steps(self, start: int, end: int) -> Steps:
-        """See `Stored`."""
-        first, last, order = unpaired(self.shape[0] // self.heads, start, end)
-        codes, scale, middle = self.part.steps(first, last)
-        return codes[order], scale[order], None if middle is None else middle[order]
-
-
-def unpaired(size: int, start: int, end: int) -> tuple[int, int, Tensor]:
-    """The span of the whole heads of `size` rows with these rows, and where in it the rows are."""
-    first, last = start // size * size, -(-end // size) * size
-    order = torch.arange(last - first).view(-1, size // 2, 2).transpose(1, 2).flatten()
-    return first, last, order[start - first : end - first]

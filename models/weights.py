@@ -46,7 +46,7 @@ from minikv.models.linear import (
 )
 from minikv.models.llama import Layer, Llama, Place
 from minikv.models.quantised import adopted
-from minikv.models.stored import Fused, Stored, Unpaired
+from minikv.models.stored import Fused, Stored
 from minikv.pages import Pages
 
 if TYPE_CHECKING:
@@ -110,8 +110,12 @@ def load_network(
         network = Llama(config, device=device, dtype=dtype, room=Pages(torch.device("meta")).empty)
         places = dict(network.places())
         _account(entries, places)
+        if checkpoint.original:
+            for name in places:
+                if heads := _pairs(name, config):
+                    entries[name] = replace(entries[name], heads=heads)
         groups = _together_read(entries, places)
-        filling = _Filling(network, checkpoint.original, form, packing, progress)
+        filling = _Filling(network, form, packing, progress)
         filling.begin(sum(entries[name].size for name in places))
         for owner, slot, parts in groups:
             filling.fill(owner, slot, parts, packed)
@@ -129,12 +133,11 @@ class _Filling:
     def __init__(
         self,
         network: Llama,
-        pairs: bool,
         form: str,
         packing: Packing,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self.network, self.pairs, self.progress = network, pairs, progress
+        self.network, self.progress = network, progress
         self.layers, self.logits = split(form)
         self.packing = packing if network.device.type == "cpu" else None
         self.room = Pages(network.device).empty
@@ -161,7 +164,7 @@ class _Filling:
             (part for part in parts if part[2].kind != "bias"),
             key=lambda part: part[2].rows.start or 0,  # not as in the file
         )
-        found = [self._turned(name, entry) for name, entry, _ in weights]
+        found = [entry for _, entry, _ in weights]
         stored = Fused(found) if len(found[0].shape) == 2 else None
         made = None if stored is None else self._packed(owner, slot, stored)
         if stored is None or made is None:
@@ -197,13 +200,6 @@ class _Filling:
         else:
             made.pack(at, part.rows(start, end))
         self._tell_rows(part, start, end)
-
-    def _turned(self, name: str, entry: Stored) -> Stored:
-        """A tensor with its rows in the order of the network."""
-        heads = _pairs(name, self.network.config) if self.pairs else 0
-        if isinstance(entry, Blocks):
-            return replace(entry, heads=heads)
-        return Unpaired(entry, heads) if heads else entry
 
     def _tell_rows(self, part: Fused | Stored, start: int, end: int) -> None:
         rows = part.shape[0]
@@ -241,13 +237,13 @@ class _Filling:
             setattr(owner, slot, new(part))
 
     def _read(self, parts: list[_Part]) -> None:
-        for name, entry, place in parts:
-            part, into = self._turned(name, entry), place.tensor()
-            same = isinstance(part, Entry) and into.dtype == DTYPES[part.dtype]
+        for _, part, place in parts:
+            into = place.tensor()
+            same = isinstance(part, Entry) and into.dtype == DTYPES[part.dtype] and not part.heads
             if same and into.device.type == "cpu":
-                with open_regular(entry.path) as file:
-                    file.seek(entry.start)
-                    read_into(file, memory(into), entry.path, self.tell)
+                with open_regular(part.path) as file:
+                    file.seek(part.start)
+                    read_into(file, memory(into), part.path, self.tell)
                 continue
             for start, end in blocks(torch.Size((*into.shape, 1)[:2]), TAKEN):
                 into[start:end] = part.rows(start, end)

@@ -39,7 +39,7 @@ QUANTISED = {kind.name: kind for kind in KINDS.values() if kind.form != "plain"}
 def test_values_are_those_of_the_specification(name: str, tmp_path: Path) -> None:
     raw, path = ggufs.blocks(name, 70, 512), tmp_path / "blocks"
     path.write_bytes(b"before" + raw.tobytes())
-    made = Blocks("x", path, 6, (70, 512), QUANTISED[name])
+    made = Blocks.at("x", path, 6, (70, 512), QUANTISED[name])
     want = torch.from_numpy(quants.dequantize(raw, GGMLQuantizationType[name]))[3:68]
     assert made.size == raw.nbytes
     assert torch.equal(made.rows(3, 68), want)

@@ -3,7 +3,8 @@ with. The values are those of the formula in `stored.Steps`, computed here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig, OwnForm
 from minikv.models.linear import Int4, Int8, Plain
 from minikv.models.llama import Llama
-from minikv.models.stored import Steps, paired
+from minikv.models.stored import Steps, Stored, paired
 from minikv.models.weights import load_network
 
 SPEC = Spec(
@@ -25,20 +26,8 @@ SPEC = Spec(
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True)
-class Coded:
+class Coded(Stored):
     """Random codes, as a reader of a quantised file finds them."""
-
-    name: str
-    path: Path
-    shape: tuple[int, ...]
-    form: str
-    group: int | None
-    start: int
-
-    @property
-    def size(self) -> int:
-        return self.shape[0] * self.shape[1]
 
     def whole(self) -> Steps:
         made = torch.Generator().manual_seed(sum(map(ord, self.name)))
@@ -62,12 +51,12 @@ class Coded:
         )
         return codes.float() * scale if middle is None else (codes.float() - 8) * scale + middle
 
-    def steps(self, start: int, end: int) -> Steps:
+    def _steps(self, start: int, end: int) -> Steps:
         codes, scale, middle = self.whole()
         codes = paired(codes) if self.form == "int4" else codes
         return codes[start:end], scale[start:end], None if middle is None else middle[start:end]
 
-    def rows(self, start: int, end: int) -> Tensor:
+    def _rows(self, start: int, end: int) -> Tensor:
         return self.values(rounded=False)[start:end]
 
 
@@ -80,7 +69,7 @@ def coded(
         edit_tensors(path, lambda t: {name: value.bfloat16() for name, value in t.items()})
     checkpoint = Checkpoint.open(folder)
     made = {
-        name: Coded(name, entry.path, entry.shape, *forms[part], entry.start)
+        name: Coded(name, entry.path, entry.start, entry.shape, prod(entry.shape), *forms[part])
         for name, entry in checkpoint.entries.items()
         for part in forms
         if name.endswith(f"{part}.weight")

@@ -121,9 +121,9 @@ def test_a_good_header(tmp_path: Path) -> None:
     )
     header = read_header(path)
     base = path.stat().st_size - 16
-    assert [(e.name, e.start - base, e.end - base, e.shape) for e in header.values()] == [
+    assert [(e.name, e.start - base, e.size, e.shape) for e in header.values()] == [
         ("a", 0, 8, (2,)),
-        ("b", 8, 16, (2, 1)),
+        ("b", 8, 8, (2, 1)),
     ]
 
 

@@ -275,7 +275,7 @@ def _models(folder: Path) -> list[Target]:
     def spanned() -> None:
         """The tensors of a header that is accepted fill the file."""
         file = folder / "model.safetensors"
-        spans = sorted((e.start, e.end) for e in read_header(file).values())
+        spans = sorted((e.start, e.start + e.size) for e in read_header(file).values())
         start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
         assert [start, *(end for _, end in spans)] == [*(at for at, _ in spans), spans[-1][1]]
         assert spans[-1][1] == file.stat().st_size
@@ -329,7 +329,7 @@ def _quantised(folder: Path) -> Target:
         file.write_bytes(save({f"m.{tail}": part for tail, part in made.items()}))
         data = file.read_bytes()
         parts = {
-            tail: [e.dtype, list(e.shape), data[e.start : e.end].decode("latin-1")]
+            tail: [e.dtype, list(e.shape), data[e.start :][: e.size].decode("latin-1")]
             for tail, e in ((n[2:], entry) for n, entry in read_header(file).items())
         }
         return _json({"config": FORMS[name].config, "parts": parts})

@@ -338,7 +338,7 @@ def test_packing_is_that_of_torch(shape: tuple[int, int], size: float) -> None:
 def test_blocks_of_a_file_are_packed_as_their_numbers(kind: Kind, tmp_path: Path) -> None:
     raw, path = torch.from_numpy(ggufs.blocks(kind.name, 70, 512)), tmp_path / "blocks"
     path.write_bytes(raw.numpy().tobytes())
-    stored = Blocks("x", path, 0, (70, 512), kind)
+    stored = Blocks.at("x", path, 0, (70, 512), kind)
     packing = linear.Packing(product.pack_int8, product.pack_int4, lambda: True)
     meta = Plain(torch.empty(70, 512, dtype=BFLOAT16, device="meta"))
     for form in dict.fromkeys(("int8", kind.form)):
