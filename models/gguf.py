@@ -7,6 +7,7 @@ computes with one thread.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import struct
@@ -22,11 +23,11 @@ import torch
 
 from minikv.models.blocks import KINDS, Blocks
 from minikv.models.checkpoint import Checkpoint, Entry, read_exactly
-from minikv.models.config import ModelConfig, OwnForm, OwnSampling, from_keys
+from minikv.models.config import ModelConfig, OwnSampling, from_keys
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
-from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text
+from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text, unreadable
 from minikv.models.split_patterns import CUTS, Cuts
-from minikv.models.stored import Stored, together
+from minikv.models.stored import Stored, own_forms
 from minikv.models.templates import ChatTemplate
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.tokenizer_json import JsonVocabulary, byte_level, joined, pieces_of_words
@@ -34,12 +35,9 @@ from minikv.models.tokenizer_json import JsonVocabulary, byte_level, joined, pie
 HEADER_LIMIT, ITEMS_LIMIT, PAIRS_LIMIT = 48 << 20, 1 << 20, 1 << 16
 """The largest header in bytes, and the most items of all arrays and pairs of the metadata. A
 vocabulary of 262,144 tokens with scores and types has three quarters of the items."""
-_USUAL = 8 << 20  # bytes of the file that are read first
 
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-_LENGTH = struct.Struct("<Q").unpack_from
 _STRING, _ARRAY = 8, 9
-_NOT_UTF_8 = "a text in its header is not UTF-8"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 
 
@@ -115,12 +113,6 @@ _TENSORS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_MATRICES = {
-    "q, k, v": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
-    "o": ("attn_output",),
-    "gate, up": ("ffn_gate", "ffn_up"),
-    "down": ("ffn_down",),
-}
 _FACTORS = "rope_freqs.weight"
 
 
@@ -132,21 +124,14 @@ class Gguf:
         self.path = path
         with open_regular(path) as file:
             self._size = os.fstat(file.fileno()).st_size
-            self._data = read_exactly(file, min(self._size, _USUAL), path)
+            self._end, self._at, self._items = min(self._size, HEADER_LIMIT), 0, 0
+            self._file = io.BufferedReader(file, 1 << 16)  # type: ignore[arg-type]
             try:
                 self.metadata, self.tensors = self._header()
-            except (struct.error, IndexError):
-                more = min(self._size, HEADER_LIMIT) - len(self._data)
-                self._data += read_exactly(file, more, path)
-                self.metadata, self.tensors = self._whole_header()
-            finally:
-                self._data = bytearray()
-
-    def _whole_header(self) -> tuple[dict[str, Any], dict[str, Stored]]:
-        try:
-            return self._header()
-        except (struct.error, IndexError):
-            raise self._bad("truncated, or its header is damaged") from None
+            except (EOFError, struct.error):
+                raise self._bad("truncated, or its header is damaged") from None
+            except OSError as error:
+                raise unreadable(path, error) from None
 
     def _bad(self, what: str, hint: str = "download the file again") -> CorruptModel:
         return CorruptModel(f"{quote(self.path.name)[1:-1]}: {what}", hint)
@@ -154,10 +139,11 @@ class Gguf:
     # -- the header -------------------------------------------------------------------------
 
     def _header(self) -> tuple[dict[str, Any], dict[str, Stored]]:
-        if self._data[:4] != b"GGUF":
-            refuse_text(bytes(self._data[:1024]), self.path.name)
+        first = self._file.peek(1024)[:1024]
+        if first[:4] != b"GGUF":
+            refuse_text(first, self.path.name)
             raise self._bad("not a GGUF file")
-        self._at, self._items = 4, 0
+        self._take(4)
         version = self._number("<I")
         if version not in (2, 3):
             raise UnsupportedModel(f"{self.path.name}: version {version} of GGUF is not read")
@@ -172,35 +158,23 @@ class Gguf:
             metadata[key] = self._value(self._number("<I"), key)
         return metadata, self._places(tensors, metadata)
 
+    def _take(self, count: int) -> bytes:
+        """The next bytes of the header."""
+        self._at += count
+        if self._at > self._end:
+            raise EOFError
+        return self._file.read(count)
+
     def _number(self, form: str) -> Any:
-        (value,) = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
-        return value
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _text(self) -> str:
-        start = self._at + 8
-        self._at = start + _LENGTH(self._data, self._at)[0]
-        if self._at > len(self._data):
-            raise IndexError
+        self._at += 8  # not by `_take`, for the sake of time: there may be half a million texts
+        length = int.from_bytes(self._file.read(8), "little")
         try:
-            return self._data[start : self._at].decode()
+            return self._take(length).decode()
         except UnicodeDecodeError:
-            raise self._bad(_NOT_UTF_8) from None
-
-    def _array_of_texts(self, count: int) -> list[str]:
-        # As `_text`, in a loop of its own: a vocabulary has 100,000 to 500,000 texts.
-        found, data, at, size = [], self._data, self._at, len(self._data)
-        try:
-            for _ in range(count):
-                start = at + 8
-                at = start + _LENGTH(data, at)[0]
-                if at > size:
-                    raise IndexError
-                found.append(data[start:at].decode())
-        except UnicodeDecodeError:
-            raise self._bad(_NOT_UTF_8) from None
-        self._at = at
-        return found
+            raise self._bad("a text in its header is not UTF-8") from None
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in _NUMBERS:
@@ -210,18 +184,13 @@ class Gguf:
         if kind != _ARRAY:
             raise self._bad(f"{quote(key)} has the unknown type {kind}")
         inner, count = self._number("<I"), self._number("<Q")
-        one = _NUMBERS.get(inner, "Q")  # of a text its length
-        least = count * struct.calcsize("<" + one)
-        known = inner == _STRING or inner in _NUMBERS
         self._items += count
-        if not known or self._items > ITEMS_LIMIT:
+        if not (inner == _STRING or inner in _NUMBERS) or self._items > ITEMS_LIMIT:
             raise self._bad(f"{quote(key)} claims {count:,} items of type {inner}")
-        if least > len(self._data) - self._at:
-            raise IndexError
         if inner == _STRING:
-            return self._array_of_texts(count)
-        self._at += least
-        return list(struct.unpack_from(f"<{count}{one}", self._data, self._at - least))
+            return [self._text() for _ in range(count)]
+        form = f"<{count}{_NUMBERS[inner]}"
+        return list(struct.unpack(form, self._take(struct.calcsize(form))))
 
     def _places(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Stored]:
         align = metadata.get("general.alignment", 32)
@@ -234,8 +203,7 @@ class Gguf:
             if not 1 <= dimensions <= 4 or _NAME.fullmatch(name) is None or name in found:
                 raise self._bad(f"{quote(name)} is no tensor name, or twice, or badly shaped")
             shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
-            found[name] = (shape, *struct.unpack_from("<IQ", self._data, self._at))
-            self._at += 12
+            found[name] = shape, self._number("<I"), self._number("<Q")
         base = -(-self._at // align) * align
         tensors: dict[str, Stored] = {}
         spans = []
@@ -303,18 +271,18 @@ class Gguf:
                     f"the {config.head_dim} of a head"
                 )
         ids = (data.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-        first = "blk.0."
+        first, tied = "blk.0.", "output.weight" not in tensors
         return replace(
             config,
             rope=replace(config.rope, factors=self._factors(config.head_dim // 2)),
-            tied="output.weight" not in tensors,
+            tied=tied,
             qkv_bias=f"{first}attn_q.bias" in tensors,
             o_bias=f"{first}attn_output.bias" in tensors,
             mlp_bias=f"{first}ffn_down.bias" in tensors,
             stop_ids=tuple(sorted({id for id in ids if isinstance(id, int)})),
             own=OwnSampling(why="a GGUF file says nothing about sampling"),
             form=self.form,
-            stored=self._own_forms(config.layers),
+            stored=own_forms(self.checkpoint().entries, tied),
         )
 
     def _scaling(self, prefix: str) -> dict[str, Any] | None:
@@ -354,26 +322,6 @@ class Gguf:
         names = dict(enumerate(_FILE_TYPES))
         known = names.get(number, "") if isinstance(number, int) else ""
         return known or quantised.most_common(1)[0][0]
-
-    def _own_forms(self, layers: int) -> tuple[OwnForm, ...]:
-        def form_of(*names: str) -> tuple[str, int]:
-            parts = [self.tensors[name] for name in names if name in self.tensors]
-            stored = [part for part in parts if not isinstance(part, Entry)]
-            if len(stored) < len(parts) or not stored:
-                return "plain", 0
-            return together((part.form, part.group) for part in stored)
-
-        found: Counter[tuple[str, str, int]] = Counter()
-        for layer in range(layers):
-            for matrix, parts in _MATRICES.items():
-                names = (f"blk.{layer}.{part}.weight" for part in parts)
-                found[matrix, *form_of(*names)] += 1
-        if "output.weight" in self.tensors:
-            found["head", *form_of("output.weight")] += 1
-        table, group = form_of("token_embd.weight")
-        slot = "embedding" if "output.weight" in self.tensors else "head"
-        found[slot, table.replace("int4", "int8"), group] += 1
-        return tuple(OwnForm(*one, n) for one, n in found.items() if one[1] != "plain")
 
     def checkpoint(self) -> Checkpoint:
         """The tensors by their Hugging Face names."""

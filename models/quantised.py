@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from minikv.models.checkpoint import DTYPES, READ, SMALL, Checkpoint, Entry
-from minikv.models.config import ModelConfig, OwnForm, Quantisation, quantised
+from minikv.models.config import ModelConfig, Quantisation, quantised
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import parse_json
 from minikv.models.linear import GROUPS, fits_int8
 from minikv.models.llama import Llama
-from minikv.models.stored import Steps, Stored, paired, together
+from minikv.models.stored import Steps, Stored, own_forms, paired
 from minikv.pages import Pages
 
 _IGNORED = re.compile(
@@ -58,8 +58,6 @@ class _Layout:
     order: tuple[int, ...] = ()
 
 
-_SLOTS = {"qkv": "q, k, v", "out": "o", "gate_up": "gate, up", "down": "down", "head": "head"}
-"""What the matrices of a network are called in its configuration (`weights.matrices`)."""
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 _PACKED = "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
 _LAYOUTS = {
@@ -219,26 +217,15 @@ def adopted(
     if checkpoint.original:
         raise quantised(f"{config.form}, in Mistral's own layout")
     network = Llama(config, device="meta", room=Pages(torch.device("meta")).empty)
-    places = dict(network.places())
-    shapes = {name: tuple(place.tensor().shape) for name, place in places.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.tensors()}
     shapes["lm_head.weight"] = config.vocab, config.hidden
     made = stored(plain, config.quantisation, shapes)
-    groups: dict[tuple[int, str], list[tuple[str, int | None]]] = {}
-    for name, place in places.items():
-        if place.kind == "weight":
-            part = made.get(name)
-            facts = (part.form, part.group) if isinstance(part, Matrix) else ("plain", None)
-            groups.setdefault((id(place.owner), place.slot), []).append(facts)
-    forms = Counter((_SLOTS[slot], *together(facts)) for (_, slot), facts in groups.items())
-    own = (OwnForm(slot, kind, group, count) for (slot, kind, group), count in forms.items())
-    why = Counter(one.why for one in made.values() if isinstance(one, Matrix) and one.why)
-    notes = [f"{count} matrices are unpacked: {reason}" for reason, count in why.items()]
-    notes = notes if form == "auto" and config.stored else []
-    return Checkpoint(made, checkpoint.original), replace(
-        config,
-        stored=tuple(one for one in own if one.form != "plain"),
-        notes=(*config.notes, *notes),
-    )
+    notes: list[str] = []
+    if form == "auto" and config.stored:
+        why = Counter(one.why for one in made.values() if isinstance(one, Matrix) and one.why)
+        notes = [f"{count} matrices are unpacked: {reason}" for reason, count in why.items()]
+    config = replace(config, stored=own_forms(made, config.tied), notes=(*config.notes, *notes))
+    return Checkpoint(made, checkpoint.original), config
 
 
 def stored(

@@ -6,13 +6,17 @@ network from it. Nothing here holds more than the rows that are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from minikv.models.config import OwnForm
 
 Steps = tuple[Tensor, Tensor, Tensor | None]
 """(codes, scale float32 [n, groups], middle float32 [n, groups] or None) of some rows. For int4:
@@ -92,6 +96,35 @@ def together(forms: Iterable[tuple[str, int | None]]) -> tuple[str, int]:
     kinds = {form for form, _ in forms}
     form = kinds.pop() if len(kinds) == 1 else "plain" if "plain" in kinds else "int8"
     return form, gcd(*(group or 0 for _, group in forms))
+
+
+_MATRICES = {
+    "q, k, v": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate, up": ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
+    "down": ("mlp.down_proj",),
+    "head": ("lm_head",),
+    "embedding": ("model.embed_tokens",),
+}
+_MATRIX_OF = {f"{part}.weight": name for name, parts in _MATRICES.items() for part in parts}
+_LAYER = re.compile(r"model\.layers\.\d+\.")
+
+
+def own_forms(entries: Mapping[str, Stored], tied: bool | None) -> tuple[OwnForm, ...]:
+    """In which forms a checkpoint has the matrices of a network. tied: the head is the
+    embedding."""
+    groups: dict[tuple[str, str], list[tuple[str, int | None]]] = {}
+    for name, entry in entries.items():
+        layer = match[0] if (match := _LAYER.match(name)) else ""
+        slot = _MATRIX_OF.get(name.removeprefix(layer))
+        if slot is None or (tied and slot == "head"):
+            continue
+        form = entry.form
+        if slot == "embedding":  # single rows are taken of it
+            form, slot = form.replace("int4", "int8"), "head" if tied else slot
+        groups.setdefault((layer, slot), []).append((form, entry.group))
+    found = Counter((slot, *together(forms)) for (_, slot), forms in groups.items())
+    return tuple(OwnForm(*one, n) for one, n in found.items() if one[1] != "plain")
 
 
 class Fused:
