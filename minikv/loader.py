@@ -172,26 +172,19 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
 
 
 def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packing:
-    """The functions that pack weights on a CPU, for this setting of `kernels`. C is compiled only
+    """The kernels that pack weights on a CPU, for this setting of `kernels`. C is compiled only
     when the first matrix is packed, so not for a model that does not exist; `first` is called
     before that."""
     import torch
 
-    from minikv.kernels.dispatch import choose
-    from minikv.models.linear import Packing, pack_int4, pack_int8
+    from minikv.kernels.dispatch import Kernels, choose
 
     @cache
-    def chosen() -> Packing:
+    def chosen() -> Kernels:
         first()
-        ops, _ = choose(torch.device("cpu"), kernels, 64, torch.bfloat16)  # as for any head
-        both = ops.pack_int8 is not None and ops.pack_int4 is not None
-        return Packing(ops.pack_int8 or pack_int8, ops.pack_int4 or pack_int4, lambda: both)
+        return choose(torch.device("cpu"), kernels, 64, torch.bfloat16)[0]  # as for any head
 
-    return Packing(
-        lambda *given: chosen().int8(*given),
-        lambda *given: chosen().int4(*given),
-        lambda: chosen().blocks(),
-    )
+    return chosen
 
 
 def settings_from(budget: int | str = "auto", **given: Any) -> Settings:

@@ -89,7 +89,7 @@ def load(
       "int4": the layers are packed, and the rest is bfloat16, which `dtype` "auto" then means.
       "int8+head" or "int4+head": the lm_head is packed to int8, too.
     - progress: gets the progress of a download and of reading the weights.
-    - packing: the functions that pack to int8 and int4; None: torch.
+    - packing: returns the kernels that pack to int8 and int4; None: torch.
     - keep_packed: packed weights are kept on disk, so that later calls need not pack.
 
     Raises ModelError: a setting that this machine cannot use (exit code 2); not found, gated or
@@ -99,10 +99,11 @@ def load(
 
     refuse_without_torch()
     rendering.process().start()  # early, so that it is ready when the first template is rendered
+    from minikv.kernels.dispatch import Kernels
     from minikv.models.checkpoint import Checkpoint
     from minikv.models.config import ModelConfig
     from minikv.models.hub import Source, resolve
-    from minikv.models.linear import TORCH, packs
+    from minikv.models.linear import packs
     from minikv.models.templates import ChatTemplate
     from minikv.models.tokenizer import Tokenizer
     from minikv.models.weights import load_network
@@ -144,7 +145,7 @@ def load(
             form=weights,
             dtype=dtype_of(dtype, stored, where, weights),
             progress=None if progress is None else progress.weights,
-            packing=packing or TORCH,
+            packing=packing or Kernels,
             packed=packed,
         )
         if packed is not None:

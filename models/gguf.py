@@ -125,7 +125,7 @@ class Gguf:
         with open_regular(path) as file:
             self._size = os.fstat(file.fileno()).st_size
             self._end, self._at, self._items = min(self._size, HEADER_LIMIT), 0, 0
-            self._file = io.BufferedReader(file, 1 << 16)  # type: ignore[arg-type]
+            self._file = io.BufferedReader(file, 1 << 16)  # type: ignore[type-var]
             try:
                 self.metadata, self.tensors = self._header()
             except (EOFError, struct.error):

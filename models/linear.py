@@ -23,7 +23,6 @@ from __future__ import annotations
 import platform
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from math import gcd
 
@@ -64,15 +63,9 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 """A product with one matrix, without its bias: (x bfloat16 [t, in], room bfloat16 [>= t, out] or
 None) -> bfloat16 [t, out], written to `room` if there is one."""
 
-PackInt8 = Callable[..., None]
-"""(weight bfloat16 [n, in], codes int8 [n, in], scale bfloat16 [n]): packs weight into the others.
-Where `Packing.blocks`, weight may be blocks of a file, uint8 [n, bytes], and a fourth argument says
-of which type of `matrix.BLOCKS`."""
-
-PackInt4 = Callable[..., None]
-"""(weight bfloat16 [n, in], packed uint8 [N, in / 2], scales bfloat16 [in / group, N, 2], half):
-packs weight into the others. N is n, rounded up to whole tiles; `half` is that of `half_tile`. A
-fifth argument is the fourth of `PackInt8`, one of `matrix.FOUR_BITS`."""
+Packing = Callable[[], Kernels]
+"""The kernels that pack on a CPU, chosen when the first matrix is packed. Where they have no
+`pack_int8` or `pack_int4`, those here compute the same numbers."""
 
 
 class Scratch(threading.local):
@@ -107,9 +100,15 @@ def row_product(x: Tensor, weight: Tensor) -> Tensor:
             torch._C._set_mkldnn_enabled(enabled)
 
 
-def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """The `PackInt8` of torch. A row's scale is its largest magnitude divided by 127. The weight
-    may be on another device."""
+_SCRATCH = Scratch()
+
+
+def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor, kind: int = PLAIN) -> None:
+    """Pack weight bfloat16 [n, in], on any device, into codes int8 [n, in] and scale bfloat16 [n].
+    A row's scale is its largest magnitude divided by 127.
+
+    A kernel in C also takes blocks of a file, uint8 [n, bytes], of a type of `matrix.BLOCKS`."""
+    assert kind == PLAIN
     for start, end in _packed_blocks(weight.shape):
         part = weight[start:end].to(codes.device).float()
         steps = (part.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -118,8 +117,14 @@ def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor) -> None:
         codes[start:end] = part.round_().clamp_(-127, 127)
 
 
-def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int | None) -> None:
-    """The `PackInt4` of torch. It packs in the layout of this processor, whatever `half` is."""
+def pack_int4(
+    weight: Tensor, packed: Tensor, scales: Tensor, half: int | None, kind: int = PLAIN
+) -> None:
+    """Pack weight bfloat16 [n, in] into packed uint8 [N, in / 2] and scales bfloat16 [in / group,
+    N, 2], in the layout of this processor. N is n, rounded up to whole tiles.
+
+    A kernel in C needs `half`, see `half_tile`. It also takes blocks of `matrix.FOUR_BITS`."""
+    assert kind == PLAIN
     for start, end in _packed_blocks(weight.shape):
         steps = _sixteen_steps(weight[start:end], scales[:, start:end]).flatten(1).to(torch.int32)
         tiles = -(-end // _TILE) * _TILE
@@ -175,20 +180,6 @@ def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
         out[start:end] = steps.mul_(by).add_(middle).flatten(1).to(torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The functions that pack bfloat16 weights on a CPU: torch's, or kernels that compute the same
-    numbers faster. int4 is only called if the layout is known (`half_tile`). blocks: whether they
-    take blocks of a file."""
-
-    int8: PackInt8 = pack_int8
-    int4: PackInt4 = pack_int4
-    blocks: Callable[[], bool] = lambda: False
-
-
-TORCH = Packing()
-
-
 class Plain:
     """A matrix with the weights as the checkpoint has them.
 
@@ -196,19 +187,17 @@ class Plain:
     faster than bfloat16 although the processor multiplies bfloat16; None: never.
     """
 
-    __slots__ = ("bias", "float_rows", "product", "scratch", "weight")
+    __slots__ = ("bias", "float_rows", "product", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.product: Callable[[Tensor, Tensor], Tensor] = row_product
         self.float_rows: int | None = None
-        self.scratch: Scratch | None = None
 
-    def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
-        """Multiply with the kernels `ops` from now on. scratch: memory for unpacked blocks. dtype:
-        of the input."""
+    def use(self, ops: Kernels, dtype: torch.dtype) -> None:
+        """Multiply with the kernels `ops` from now on. dtype: of the input."""
         self.product = ops.row_product if ops.products else row_product
-        self.float_rows, self.scratch = ops.float_rows, scratch
+        self.float_rows = ops.float_rows
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [t, in] -> x @ weight.T + bias, [t, out], in x's dtype. out [>= t, out]: memory for the
@@ -232,13 +221,14 @@ class Plain:
         return self.weight.shape
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `PackedMatrix.columns`."""
+        """The rows from `start`, the first of a tile, to `end` of the weights, transposed: [in, end
+        - start]. If they must be unpacked, they are written to `scratch`, if there is one."""
         return self.weight[start:end].t()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights, bias included."""
-        return self.weight.nbytes + _bytes(self.bias)
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class PackedMatrix:
@@ -254,14 +244,14 @@ class PackedMatrix:
     """
 
     form: str
-    few: int  # up to how many rows of the input torch's packed kernel is faster than unpacking
+    names: tuple[str, str]  # of the tensors of weights and scales
     tile = 1  # rows that are packed together
 
     def __init__(
         self,
         plain: Plain,
         room: Empty = empty,
-        packing: Packing | None = TORCH,
+        packing: Packing | None = Kernels,
         group: int = 0,
     ) -> None:
         self.shape, self.bias, self.packing = plain.shape, plain.bias, packing
@@ -269,25 +259,22 @@ class PackedMatrix:
         self.many = True
         self.rows_product: Product | None = None
         self.row: Callable[[Tensor], Tensor] | None = None
-        self.scratch: Scratch | None = None
         self._allocate(room, group)
         if not plain.weight.is_meta:
             self.pack(0, plain.weight)
 
-    def _allocate(self, room: Empty, group: int) -> None:
-        """Memory for the packed weights. group: see `group_of`."""
-        raise NotImplementedError
-
-    def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
+    def use(self, ops: Kernels, dtype: torch.dtype) -> None:
         """See `Plain`."""
-        read, self.scratch = as_read(self), scratch
+        read = as_read(self)
         self.product = self.row = self.rows_product = None
         if self.packing is None:
             if ops.packed_row is not None and read is not None:
                 self.row = ops.packed_row(read, dtype)
-        elif ops.products:
-            self.product = self._kernel(ops)
-            if ops.rows_product is not None and read is not None:
+        elif ops.products and read is not None:
+            kernel = getattr(ops, f"{self.form}_product")
+            given = read.weights, read.scales, *((read.half, read.outs) if read.half else ())
+            self.product = None if kernel is None else lambda x, room: kernel(x, *given, room)
+            if ops.rows_product is not None:
                 self.rows_product = ops.rows_product(read)
         self.many = ops.products and ops.integer_prompts
 
@@ -297,7 +284,7 @@ class PackedMatrix:
             if self.row is not None and len(x) == 1:
                 return self.row(x)
             return _product(x, self.dense(), self.bias, out)
-        few = len(x) <= self.few
+        few = len(x) <= FEW[self.form]
         if self.product is not None and (few or self.many):
             made = self.product(x, out)
         elif few:
@@ -308,52 +295,55 @@ class PackedMatrix:
             made = _by_blocks(x, self, out, bf16_products())
         return _biased(made, self.bias)
 
-    def takes_blocks(self, kind: int) -> bool:
-        """Whether `pack` takes blocks of this type."""
-        return self.packing is not None and self.packing.blocks()
-
-    def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
-        """Pack weight [n, in], or blocks of a file, as the rows from `start` to `start` + n. start:
-        a multiple of `tile`."""
-        raise NotImplementedError
-
-    def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
-        """Take rows from `start` on as a file has them (`stored.Steps`), without quantising them.
-        start: a multiple of `tile`. Groups may be larger than those here."""
-        raise NotImplementedError
-
-    def parts(self) -> dict[str, Tensor]:
-        """The tensors of the packed matrix, by name, with its bias."""
-        raise NotImplementedError
-
-    def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """The rows from `start`, the first of a tile, to `end` of the weights, transposed: [in, end
-        - start]. If they must be unpacked, they are written to `scratch`, if there is one."""
-        raise NotImplementedError
-
-    def _few(self, x: Tensor) -> Tensor:
-        """The product with a few rows, by torch's packed kernel."""
-        raise NotImplementedError
-
-    def _kernel(self, ops: Kernels) -> Product | None:
-        """The product of these kernels, if they have one."""
-        raise NotImplementedError
-
     def dense(self) -> Tensor:
         """See `Plain`."""
         return self.columns(0, self.shape[0]).t()
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors of the packed matrix, by name, with its bias."""
+        found = {name: getattr(self, name) for name in (*self.names, "bias")}
+        return {name: part for name, part in found.items() if part is not None}
 
     @property
     def nbytes(self) -> int:
         """See `Plain`."""
         return sum(part.nbytes for part in self.parts().values())
 
+    def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
+        """Pack weight [n, in], or blocks of a file, as the rows from `start` to `start` + n. start:
+        a multiple of `tile`."""
+        raise NotImplementedError
+
+    def takes_blocks(self, kind: int) -> bool:
+        """Whether `pack` takes blocks of this type."""
+        if self.packing is None:
+            return False
+        ops = self.packing()
+        return ops.pack_int8 is not None and ops.pack_int4 is not None
+
+    def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
+        """Take rows from `start` on as a file has them (`stored.Steps`), without quantising them.
+        start: a multiple of `tile`. Groups may be larger than those here."""
+        raise NotImplementedError
+
+    def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
+        """See `Plain`."""
+        raise NotImplementedError
+
+    def _allocate(self, room: Empty, group: int) -> None:
+        """Memory for the packed weights. group: see `group_of`."""
+        raise NotImplementedError
+
+    def _few(self, x: Tensor) -> Tensor:
+        """The product with a few rows, by torch's packed kernel."""
+        raise NotImplementedError
+
 
 class Int8(PackedMatrix):
     """A matrix with eight bits per weight and one bfloat16 scale per row. `in` must be a multiple
     of 16, because torch's kernel reads whole vectors."""
 
-    form, few = "int8", FEW["int8"]
+    form, names = "int8", ("quantised", "scale")
 
     def _allocate(self, room: Empty, group: int) -> None:
         assert fits_int8(self.shape[1])
@@ -362,20 +352,14 @@ class Int8(PackedMatrix):
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         """See `PackedMatrix`."""
-        end = start + len(weight)
-        pack: PackInt8 = pack_int8 if self.packing is None else self.packing.int8
-        if kind != PLAIN:
-            return pack(weight, self.quantised[start:end], self.scale[start:end], kind)
-        return pack(_dense(weight), self.quantised[start:end], self.scale[start:end])
+        rows = slice(start, start + len(weight))
+        pack = (self.packing and self.packing().pack_int8) or pack_int8
+        pack(_dense(weight, kind), self.quantised[rows], self.scale[rows], kind)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
         """See `PackedMatrix`."""
         self.quantised[start : start + len(codes)] = codes
         self.scale[start : start + len(codes)] = scale[:, 0]
-
-    def parts(self) -> dict[str, Tensor]:
-        """See `PackedMatrix`."""
-        return _named(quantised=self.quantised, scale=self.scale, bias=self.bias)
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
         """See `PackedMatrix`."""
@@ -391,10 +375,6 @@ class Int8(PackedMatrix):
     def _few(self, x: Tensor) -> Tensor:
         return torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
 
-    def _kernel(self, ops: Kernels) -> Product | None:
-        kernel, codes, scale = ops.int8_product, self.quantised, self.scale
-        return None if kernel is None else lambda x, room: kernel(x, codes, scale, room)
-
 
 class Int4(PackedMatrix):
     """A matrix with four bits per weight, and a bfloat16 scale and middle for each group of
@@ -404,7 +384,7 @@ class Int4(PackedMatrix):
     unpack: unpacks all rows on a GPU; None: torch.
     """
 
-    form, few = "int4", FEW["int4"]
+    form, names, tile = "int4", ("packed", "scales"), _TILE
     unpack: Callable[..., None] | None = None
 
     def _allocate(self, room: Empty, group: int) -> None:
@@ -413,32 +393,31 @@ class Int4(PackedMatrix):
         assert found is not None
         self.group = group = found
         if self.packing is not None:
-            self.tile = _TILE
             rows = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
         self.packed = room((rows, columns // 2), torch.uint8)
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
 
-    def use(self, ops: Kernels, scratch: Scratch, dtype: torch.dtype) -> None:
+    def use(self, ops: Kernels, dtype: torch.dtype) -> None:
         """See `Plain`."""
-        super().use(ops, scratch, dtype)
+        super().use(ops, dtype)
         self.unpack = ops.unpack_int4_rows
 
     def takes_blocks(self, kind: int) -> bool:
         """See `PackedMatrix`."""
-        return kind in FOUR_BITS and half_tile() is not None and super().takes_blocks(kind)
+        fits = kind in FOUR_BITS and self.group == PAIRED and half_tile() is not None
+        return fits and super().takes_blocks(kind)
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         """See `PackedMatrix`."""
         end = start + len(weight)
         if self.packing is None:
-            return pack_int4_rows(weight, self.packed[start:end], self.scales[:, start:end])
+            pack_int4_rows(weight, self.packed[start:end], self.scales[:, start:end])
+            return
         tiles, half = -(-end // _TILE) * _TILE, half_tile()
         self.scales[:, end:tiles] = 0
-        pack: PackInt4 = pack_int4 if half is None else self.packing.int4
+        pack = (half is not None and self.packing().pack_int4) or pack_int4
         rows = slice(start, tiles)
-        if kind != PLAIN:
-            return pack(weight, self.packed[rows], self.scales[:, rows], half, kind)
-        return pack(_dense(weight), self.packed[rows], self.scales[:, rows], half)
+        pack(_dense(weight, kind), self.packed[rows], self.scales[:, rows], half, kind)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
         """See `PackedMatrix`."""
@@ -457,22 +436,11 @@ class Int4(PackedMatrix):
         codes = codes if end == tiles else F.pad(codes, (0, 0, 0, tiles - end))
         self.packed[start:tiles] = _tiled(codes, half_tile())
 
-    def parts(self) -> dict[str, Tensor]:
-        """See `PackedMatrix`."""
-        return _named(packed=self.packed, scales=self.scales, bias=self.bias)
-
     def _few(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             x.contiguous(), self.packed, self.group, self.scales
         )
         return made[:, : self.shape[0]]
-
-    def _kernel(self, ops: Kernels) -> Product | None:
-        kernel, packed, scales, outs = ops.int4_product, self.packed, self.scales, self.shape[0]
-        half = half_tile()
-        if kernel is None or half is None:
-            return None
-        return lambda x, room: kernel(x, packed, scales, half, outs, room)
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
         """See `PackedMatrix`. For a CPU."""
@@ -505,7 +473,7 @@ def kept(
     plain: Plain,
     form: str,
     room: Empty = empty,
-    packing: Packing | None = TORCH,
+    packing: Packing | None = Kernels,
     group: int = 0,
 ) -> Linear:
     """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself if `form` is
@@ -520,13 +488,11 @@ def as_read(made: Linear) -> Matrix | None:
     rows, columns = made.shape
     if isinstance(made, Plain):
         return Matrix(rows, columns, made.weight, bias=made.bias)
-    if isinstance(made, Int8):
-        return Matrix(rows, columns, made.quantised, made.scale, made.bias)
-    assert isinstance(made, Int4)
-    half = 0 if made.packing is None else half_tile()
+    half = half_tile() if isinstance(made, Int4) and made.packing is not None else 0
     if half is None:
         return None
-    return Matrix(rows, columns, made.packed, made.scales, made.bias, half)
+    weights, scales = (getattr(made, name) for name in made.names)
+    return Matrix(rows, columns, weights, scales, made.bias, half)
 
 
 def split(form: str) -> tuple[str, str]:
@@ -662,33 +628,22 @@ def _by_blocks(x: Tensor, matrix: Linear, out: Tensor | None, native: bool) -> T
     in float32."""
     rows = matrix.shape[0]
     made = x.new_empty(x.shape[0], rows) if out is None else out[: x.shape[0]]
-    scratch = matrix.scratch
     if not native:
         x = x.float()
     for start, end in blocks(matrix.shape):
-        part = matrix.columns(start, end, scratch)
+        part = matrix.columns(start, end, _SCRATCH)
         if native:
             torch.mm(x, part, out=made[:, start:end])
-        elif scratch is None:
-            made[:, start:end] = x @ part.float()
         else:
-            wide = scratch.room(end - start, matrix.shape[1], torch.float32)
+            wide = _SCRATCH.room(end - start, matrix.shape[1], torch.float32)
             made[:, start:end] = x @ wide.copy_(part.t()).t()
     return made
 
 
-def _dense(weight: Tensor) -> Tensor:
-    """The weight as the packing kernels take it: bfloat16 and contiguous."""
-    return weight.to(torch.bfloat16).contiguous()
-
-
-def _named(**parts: Tensor | None) -> dict[str, Tensor]:
-    return {name: part for name, part in parts.items() if part is not None}
+def _dense(weight: Tensor, kind: int) -> Tensor:
+    """The weight as the packing kernels take it: bfloat16 and contiguous, or blocks of a file."""
+    return weight.to(torch.bfloat16).contiguous() if kind == PLAIN else weight
 
 
 def _biased(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y.add_(bias)
-
-
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.nbytes

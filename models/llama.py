@@ -19,7 +19,7 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int4, Int8, Linear, Plain, Scratch, as_read
+from minikv.models.linear import Int4, Int8, Linear, Plain, as_read
 from minikv.models.rope import Rotation
 from minikv.pages import Empty, Pages
 
@@ -138,7 +138,6 @@ class Llama:
         self._tails: list[LayerTail] = []  # one for each layer, or empty
         self._first: Callable[[Tensor], Tensor] | None = None  # x -> the first layer's `_qkv`
         self._layers: Callable[..., Tensor] | None = None  # attention and tail of all layers
-        self._scratch = Scratch()
 
     def use(self, ops: Kernels | None) -> None:
         """Use the kernels `ops` from now on; None: torch. Call this again when a matrix or a norm
@@ -147,7 +146,7 @@ class Llama:
         self.rows = self._chunk(ops.prompt_rows)
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
-            matrix.use(ops, self._scratch, self.dtype)
+            matrix.use(ops, self.dtype)
         self._tails = self._all_tails(ops) if ops.products else []
         self._layers = self._first = None
         if self._tails and ops.normed_product is not None:

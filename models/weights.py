@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from minikv.kernels.dispatch import Kernels
 from minikv.models.blocks import Blocks
 from minikv.models.checkpoint import DTYPES, STAGING, Checkpoint, Entry, memory, read_into, same
 from minikv.models.config import ModelConfig, OwnForm
@@ -30,7 +31,6 @@ from minikv.models.files import open_regular
 from minikv.models.limits import address_space
 from minikv.models.linear import (
     FORMS,
-    TORCH,
     Int4,
     Int8,
     Packing,
@@ -64,7 +64,7 @@ def load_network(
     dtype: torch.dtype | None = None,
     form: str = "auto",
     progress: Callable[[int, int], None] | None = None,
-    packing: Packing = TORCH,
+    packing: Packing = Kernels,
     packed: Packed | None = None,
 ) -> Llama:
     """A network with the checkpoint's weights.
@@ -77,7 +77,7 @@ def load_network(
     another they are unpacked, and packed anew.
 
     progress(done, total): called with the bytes read from the files, first with 0; its exceptions
-    end the loading. packing: the functions that pack to int8 and int4. packed: kept packed
+    end the loading. packing: the kernels that pack to int8 and int4. packed: kept packed
     matrices; these are neither read from the checkpoint nor packed.
 
     The result's `config.tied` says whether lm_head is tied: only if the file says so and `lm_head`
@@ -401,9 +401,7 @@ def _pairs(name: str, config: ModelConfig) -> int:
 
 def _as_blocks(made: Int8 | Int4, part: Fused | Stored) -> Blocks | None:
     """The part, if its blocks are packed as the file has them."""
-    if not isinstance(part, Blocks) or not made.takes_blocks(part.kind.number):
-        return None
-    return part if isinstance(made, Int8) or made.group == part.group else None
+    return part if isinstance(part, Blocks) and made.takes_blocks(part.kind.number) else None
 
 
 def _group(made: Int8 | Int4) -> int:

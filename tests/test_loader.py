@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import minikv
-from minikv import loader
 from minikv.cache import kv_cache
 from minikv.chat.fitting import USEFUL, Machine
 from minikv.engine import threads, warmup
@@ -36,7 +35,6 @@ from minikv.loader import (
 )
 from minikv.models import linear
 from minikv.models.errors import ModelError
-from minikv.models.linear import TORCH
 from minikv.settings import Generation, Settings
 
 
@@ -302,35 +300,8 @@ def test_packing_chooses_once_and_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "choose", choose)
     made = packing_of("auto", lambda: said.append("first"))
     assert said == []
-    weight = torch.randn(4, 32).bfloat16()
-    for _ in range(2):
-        codes, scale = torch.empty(4, 32, dtype=torch.int8), torch.empty(4)
-        made.int8(weight, codes, scale)
-        want = torch.empty_like(codes), torch.empty_like(scale)
-        TORCH.int8(weight, *want)
-        assert torch.equal(codes, want[0])
-        assert torch.equal(scale, want[1])
+    assert made() is made()
     assert said == ["first", "choose cpu auto torch.bfloat16"]
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_packing_is_the_kernels_where_they_have_it(
-    monkeypatch: pytest.MonkeyPatch, both: bool
-) -> None:
-    called: list[str] = []
-
-    class Native(Kernels):
-        pack_int8 = staticmethod(lambda *given: called.append("int8"))
-        pack_int4 = staticmethod(lambda *given: called.append("int4")) if both else None
-
-    monkeypatch.setattr(dispatch, "choose", lambda *given: (Native(), None))
-    monkeypatch.setattr(loader, "threads", threads)
-    monkeypatch.setattr(linear, "pack_int4", lambda *given: called.append("torch's int4"))
-    made = packing_of("auto")
-    nothing = torch.empty(0)
-    made.int8(nothing, nothing, nothing)
-    made.int4(nothing, nothing, nothing, None)
-    assert called == ["int8", "int4" if both else "torch's int4"]
 
 
 # -- arguments ------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ from minikv.kernels.attention import plain as attention
 from minikv.kernels.mass import cpu as attention_mass
 from minikv.kernels.mass import plain as mass_in_torch
 from minikv.kernels.native import choice
-from minikv.kernels.product import cpu as products
-from minikv.models.linear import Int4, Int8, Linear, Packing, Plain, Scratch, kept
+from minikv.kernels.product import cpu as in_c
+from minikv.models.linear import Int4, Int8, Linear, Plain, kept
 from minikv.pages import Pages
 
 PARTS = (
@@ -46,7 +46,6 @@ PARTS = (
     "sampling",
 )
 ROWS, COLUMNS = 28672, 4096  # gate and up of a layer of Llama-3-8B
-C = Packing(products.pack_int8, products.pack_int4)
 SAMPLINGS = {
     "greedy": Sampling(),
     "temperature 0.7": Sampling(0.7),
@@ -90,7 +89,7 @@ def packed(repeat: int) -> list[dict[str, Any]]:
     return rows
 
 
-BY = {"C": C, "torch": Packing()}
+BY = {"C": lambda: in_c, "torch": dispatch.Kernels}
 
 
 def prompts(repeat: int, dtype: torch.dtype) -> list[dict[str, Any]]:
@@ -176,12 +175,11 @@ def products(repeat: int) -> list[dict[str, Any]]:
     """
     made = []
     weights = [torch.randn(COLUMNS, COLUMNS).to(torch.bfloat16) for _ in range(4)]
-    scratch = Scratch()
     forms: dict[str, list[Linear]] = {}
     for name, rows in (("bfloat16", None), ("bfloat16 in float32", 2)):
         plain = [Plain(weight) for weight in weights]
         for each in plain:
-            each.float_rows, each.scratch = rows, scratch
+            each.float_rows = rows
         forms[name] = list(plain)
     for form in ("int8", "int4"):
         for how in ("unpacked", "integers", "tiles"):
@@ -190,7 +188,7 @@ def products(repeat: int) -> list[dict[str, Any]]:
             matrices = [kept(Plain(weight), form) for weight in weights]
             forms[f"{form}, {how}"] = matrices
             for matrix in matrices:
-                matrix.use(_products(how), scratch, torch.bfloat16)
+                matrix.use(_products(how), torch.bfloat16)
     held = {form: forms[f"{form}, integers"] for form in ("int8", "int4")}
     for rows in (1, 8, 32, 128, 512, 1024, 4096):
         x = torch.randn(rows, COLUMNS).to(torch.bfloat16)

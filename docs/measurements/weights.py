@@ -32,7 +32,7 @@ from minikv.cache.attend import DenseAttend
 from minikv.kernels.dispatch import choose
 from minikv.models.bundled import exam, world
 from minikv.models.checkpoint import Checkpoint
-from minikv.models.linear import Linear, Plain, Scratch, kept, row_product
+from minikv.models.linear import Linear, Plain, kept, row_product
 from minikv.models.weights import load_network
 from minikv.pages import Pages
 
@@ -159,7 +159,7 @@ def as_minikv(matrix: Linear) -> None:
     """Let a matrix be multiplied as `Llama.use` would have it."""
     ours = choose(torch.device("cpu"), "auto", 64, torch.bfloat16)[0]
     if ours.products:
-        matrix.use(ours, Scratch(), torch.bfloat16)
+        matrix.use(ours, torch.bfloat16)
 
 
 def best(calls: list[Callable[[Tensor], object]], x: Tensor, seconds: float) -> float:

@@ -140,13 +140,12 @@ def test_memory_that_is_used_again_gives_the_same(
 ) -> None:
     """In several threads at once, over matrices of several sizes and blocks."""
     monkeypatch.setattr(linear, "BLOCK", 64 * 192)
-    shared, cases = linear.Scratch(), []
+    cases = []
     with torch.no_grad():
         for i, (rows, columns) in enumerate([(130, 192), (200, 384), (64, 32), (300, 192)]):
             made = matrix(rows, columns, form)
             x = torch.randn(40, columns, generator=torch.Generator().manual_seed(i)).bfloat16()
             cases.append((made, x, made(x)))
-            made.scratch = shared  # type: ignore[attr-defined]
 
     def same(number: int) -> bool:
         with torch.inference_mode():

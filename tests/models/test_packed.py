@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 import minikv.models as models
 from minikv.errors import Interrupted
+from minikv.kernels.dispatch import Kernels
 from minikv.models import linear, packed, packed_files
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
@@ -73,7 +74,8 @@ def load(folder: Path, form: str = "int8", watcher: Watcher | None = None) -> tu
 
         return run
 
-    packing = linear.Packing(counted(linear.pack_int8), counted(linear.pack_int4))
+    ops = Kernels()
+    ops.pack_int8, ops.pack_int4 = counted(linear.pack_int8), counted(linear.pack_int4)
     checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
     told = watcher or Watcher()
     kept = Packed(Origin("mine", folder, checkpoint, config, form), told)
@@ -82,7 +84,7 @@ def load(folder: Path, form: str = "int8", watcher: Watcher | None = None) -> tu
         config,
         dtype=torch.bfloat16,
         form=form,
-        packing=packing,
+        packing=lambda: ops,
         packed=kept,
         progress=told.weights,
     )

@@ -339,11 +339,10 @@ def test_blocks_of_a_file_are_packed_as_their_numbers(kind: Kind, tmp_path: Path
     raw, path = torch.from_numpy(ggufs.blocks(kind.name, 70, 512)), tmp_path / "blocks"
     path.write_bytes(raw.numpy().tobytes())
     stored = Blocks.at("x", path, 0, (70, 512), kind)
-    packing = linear.Packing(product.pack_int8, product.pack_int4, lambda: True)
     meta = Plain(torch.empty(70, 512, dtype=BFLOAT16, device="meta"))
     for form in dict.fromkeys(("int8", kind.form)):
         make = Int8 if form == "int8" else Int4
-        in_c, want = make(meta, packing=packing, group=32), make(meta, group=32)
+        in_c, want = make(meta, packing=lambda: product, group=32), make(meta, group=32)
         assert in_c.takes_blocks(kind.number)
         in_c.pack(0, raw, kind.number)
         if form == "int4":
