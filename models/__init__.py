@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.models.limits import refuse_without_torch as refuse_without_torch
+
 if TYPE_CHECKING:
     import torch
 
@@ -46,13 +48,6 @@ def free_memory(device: torch.device | None = None) -> int | None:
     from minikv.models import weights
 
     return weights.free_memory(device or torch.device("cpu"))
-
-
-def refuse_without_torch() -> None:
-    """Raise ModelTooLarge if torch is not imported yet and this process has no room for it."""
-    from minikv.models import limits
-
-    limits.refuse_without_torch()
 
 
 def config_of(path: Path) -> ModelConfig:
@@ -133,10 +128,9 @@ def load(
     stored = None if config.quantisation else checkpoint.dtype
     packed = None
     if keep_packed and packs(weights) and not config.stored and where.type == "cpu":
-        from minikv.models.packed import Origin, Packed
+        from minikv.models.packed import Packed
 
-        origin = Origin(source.name, source.folder, checkpoint, config, weights)
-        packed = Packed(origin, progress)
+        packed = Packed(source.name, source.folder, checkpoint, config, weights, progress)
     try:
         network = load_network(
             checkpoint,

@@ -15,8 +15,6 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,59 +45,34 @@ _SAMPLES = 64  # pages of each file of the model that are hashed
 _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.bfloat16: "BF16"}
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The model that is packed. name: as the user gave it. form: one of `linear.FORMS`."""
-
-    name: str
-    folder: Path
-    checkpoint: Checkpoint
-    config: ModelConfig
-    form: str
-
-    def key(self) -> str:
-        """A hash of everything that the packed numbers depend on. Of the model's files it includes
-        names, sizes, samples, both times (of modification and of status change) and inode numbers.
-        So a file that was replaced has another key, even if its modification time is the old one.
-        Raises OSError or ModelError."""
-        digest = hashlib.sha256(f"{FORMAT}\n{self.form}\n{_layout(self.form)}\n".encode())
-        facts = (self.checkpoint.original, self.config.heads, self.config.kv_heads)
-        digest.update(f"{facts} {self.config.tied}\n".encode())
-        for path in sorted({entry.path for entry in self.checkpoint.entries.values()}):
-            with open_regular(path) as file:
-                about = os.fstat(file.fileno())
-                times = f"{about.st_mtime_ns} {about.st_ctime_ns}"
-                # Not st_dev, which on some file systems changes with every boot.
-                digest.update(f"{path.name} {about.st_size} {times} {about.st_ino}\n".encode())
-                for i in range(_SAMPLES):
-                    file.seek(max(0, about.st_size - _PAGE) * i // (_SAMPLES - 1))
-                    digest.update(file.read(_PAGE))
-        return digest.hexdigest()[:32]
-
-    def known_as(self) -> str:
-        """A name that identifies the model: the hub id, or the real path of a directory, which the
-        user may have named "." or "./model"."""
-        place = os.path.realpath(self.folder)
-        return place if os.path.realpath(os.path.expanduser(self.name)) == place else self.name
-
-
 class Packed:
     """The kept packed weights of one model in one form. `fill` reads them; `keep` writes them after
     weights had to be packed.
 
-    If reading or writing is not possible, `progress.say` gets a line, and no error is raised.
-    Exceptions of `progress` end the loading.
+    name: of the model, as the user gave it. form: one of `linear.FORMS`. If reading or writing is
+    not possible, `progress.say` gets a line, and no error is raised. Exceptions of `progress` end
+    the loading.
     """
 
-    def __init__(self, origin: Origin, progress: Progress | None) -> None:
-        self._origin, self._progress = origin, progress
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        form: str,
+        progress: Progress | None,
+    ) -> None:
+        self._about = {"format": FORMAT, "model": known_as(name, folder)}
+        self._about["folder"] = os.path.realpath(folder)
+        self._progress = progress
         self._entries: dict[str, tuple[Entry, int]] = {}  # and their checksums
         self._file: BinaryIO | None = None
         self._path: Path | None = None
         self._packs = False  # whether a matrix had to be packed
         try:
-            folder = packed_files.store()
-            self._path = folder / f"{origin.key()}-{origin.form}.safetensors"
+            store = packed_files.store()
+            self._path = store / f"{key(checkpoint, config, form)}-{form}.safetensors"
         except (OSError, ModelError) as error:
             self._say(f"packed weights are neither read nor kept: {_why(error)}")
             return
@@ -185,20 +158,47 @@ class Packed:
             f"keeping the packed weights for the next start: {_gib(needs)} in {folder}, "
             f'{_gib(free)} free (`keep_packed="off"` keeps none)'
         )
-        about = {
-            "format": FORMAT,
-            "model": self._origin.known_as(),
-            "folder": os.path.realpath(self._origin.folder),
-        }
         part = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.part")
         try:
             new = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(new, "wb") as file:
-                write(file, parts, about, self._progress)
+                write(file, parts, self._about, self._progress)
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
         return ""
+
+
+def key(checkpoint: Checkpoint, config: ModelConfig, form: str) -> str:
+    """A hash of everything that the packed numbers depend on. Of the model's files it includes
+    names, sizes, samples, both times (of modification and of status change) and inode numbers. So a
+    file that was replaced has another key, even if its modification time is the old one. Raises
+    OSError or ModelError."""
+    layout = ""
+    if form.startswith("int4"):  # which depends on the processor
+        half = half_tile()
+        torchs = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+        layout = torchs if half is None else f"tiles of {2 * half}"
+    digest = hashlib.sha256(f"{FORMAT}\n{form}\n{layout}\n".encode())
+    facts = (checkpoint.original, config.heads, config.kv_heads)
+    digest.update(f"{facts} {config.tied}\n".encode())
+    for path in sorted({entry.path for entry in checkpoint.entries.values()}):
+        with open_regular(path) as file:
+            about = os.fstat(file.fileno())
+            times = f"{about.st_mtime_ns} {about.st_ctime_ns}"
+            # Not st_dev, which on some file systems changes with every boot.
+            digest.update(f"{path.name} {about.st_size} {times} {about.st_ino}\n".encode())
+            for i in range(_SAMPLES):
+                file.seek(max(0, about.st_size - _PAGE) * i // (_SAMPLES - 1))
+                digest.update(file.read(_PAGE))
+    return digest.hexdigest()[:32]
+
+
+def known_as(name: str, folder: Path) -> str:
+    """A name that identifies the model: the hub id, or the real path of a directory, which the user
+    may have named "." or "./model"."""
+    place = os.path.realpath(folder)
+    return place if os.path.realpath(os.path.expanduser(name)) == place else name
 
 
 def _checked(file: BinaryIO, path: Path) -> dict[str, tuple[Entry, int]]:
@@ -251,15 +251,12 @@ def write(
 
 def _parts(network: Llama) -> Iterator[tuple[str, Tensor]]:
     """The tensors of all packed matrices, by the names with which `fill` reads them."""
-    inside = (
-        (f"layers.{i}.{slot}", getattr(layer, slot))
-        for i, layer in enumerate(network.layers)
-        for slot in layer.__slots__
-    )
-    for name, matrix in chain(inside, [("head", network.head)]):
-        if isinstance(matrix, Int8 | Int4):
-            for part, tensor in matrix.parts().items():
-                yield f"{name}.{part}", tensor
+    owners = [(f"layers.{i}.", layer, layer.__slots__) for i, layer in enumerate(network.layers)]
+    for prefix, owner, slots in (*owners, ("", network, ("head",))):
+        for slot in slots:
+            if isinstance(matrix := getattr(owner, slot), Int8 | Int4):
+                for part, tensor in matrix.parts().items():
+                    yield f"{prefix}{slot}.{part}", tensor
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
@@ -267,16 +264,6 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     data = memory(tensor)
     for start in range(0, len(data), PIECE):
         yield data[start : start + PIECE]
-
-
-def _layout(form: str) -> str:
-    """What the packed layout depends on: for int4 the processor. "" for int8."""
-    if not form.startswith("int4"):
-        return ""
-    half = half_tile()
-    if half is not None:
-        return f"tiles of {2 * half}"
-    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _why(error: Exception) -> str:

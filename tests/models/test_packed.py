@@ -25,7 +25,7 @@ from minikv.models import linear, packed, packed_files
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
-from minikv.models.packed import Origin, Packed
+from minikv.models.packed import Packed
 from minikv.models.weights import load_network
 
 FORMS = ("int8", "int8+head", "int4", "int4+head")
@@ -78,7 +78,7 @@ def load(folder: Path, form: str = "int8", watcher: Watcher | None = None) -> tu
     ops.pack_int8, ops.pack_int4 = counted(linear.pack_int8), counted(linear.pack_int4)
     checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
     told = watcher or Watcher()
-    kept = Packed(Origin("mine", folder, checkpoint, config, form), told)
+    kept = Packed("mine", folder, checkpoint, config, form, told)
     network = load_network(
         checkpoint,
         config,
@@ -282,7 +282,7 @@ def test_forms_and_layouts_have_files_of_their_own(
 
     def key(form: str) -> str:
         checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
-        return Origin("mine", folder, checkpoint, config, form).key()
+        return packed.key(checkpoint, config, form)
 
     keys = {}
     for half in (16, 32, None):
@@ -387,7 +387,7 @@ def test_a_model_that_cannot_be_read_is_not_called_damaged(
     checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
     (folder / "model.safetensors").rename(folder / "elsewhere")
     watcher = Watcher()
-    kept = Packed(Origin("mine", folder, checkpoint, config, "int8"), watcher)
+    kept = Packed("mine", folder, checkpoint, config, "int8", watcher)
     kept.close()
     (line,) = watcher.lines
     assert line.startswith("packed weights are neither read nor kept: ")
@@ -421,10 +421,9 @@ def test_a_directory_is_known_by_its_path_and_a_model_of_the_hub_by_its_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    checkpoint, config = Checkpoint.open(folder), ModelConfig.from_folder(folder)
     for name in (".", "../model", str(folder)):
-        assert Origin(name, folder, checkpoint, config, "int8").known_as() == str(folder)
-    assert Origin("owner/name", folder, checkpoint, config, "int8").known_as() == "owner/name"
+        assert packed.known_as(name, folder) == str(folder)
+    assert packed.known_as("owner/name", folder) == "owner/name"
 
 
 def test_a_start_removes_what_a_killed_one_left(folder: Path) -> None:
