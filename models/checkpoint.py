@@ -103,7 +103,10 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
             "download the file again",
         )
     raw = parse_json(bytes(read_exactly(file, length, path)), path.name)
-    _check_metadata(raw.pop("__metadata__", None), path)
+    metadata = raw.pop("__metadata__", None)
+    texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if metadata is not None and not texts:
+        raise CorruptModel(f"{path.name}: __metadata__ is not a table of strings")
     if not raw:
         raise CorruptModel(f"{path.name}: holds no tensors")
     if len(raw) > TENSOR_LIMIT:
@@ -112,13 +115,6 @@ def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
     entries = {name: _entry(name, facts, path, base) for name, facts in raw.items()}
     _check_cover(sorted(entries.values(), key=lambda e: (e.start, e.size)), base, size, path)
     return entries
-
-
-def _check_metadata(metadata: Any, path: Path) -> None:
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-    ):
-        raise CorruptModel(f"{path.name}: __metadata__ is not a table of strings")
 
 
 def _entry(name: str, facts: Any, path: Path, base: int) -> Entry:

@@ -56,12 +56,13 @@ _SHARD = r"model-\d+-of-\d+\.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
 
-def wanted_files(names: Iterable[str]) -> list[str]:
-    """The files of a repository that minikv reads. names: all its files.
+def wanted_files(given: Iterable[str]) -> list[str]:
+    """The files of a repository that minikv reads. given: all its files.
 
     Only top-level files. If both layouts of the weights exist, the Hugging Face one; never pickles.
     Raises ModelUnavailable or UnsupportedModel if nothing can be loaded.
     """
+    names = [*given]
     present = {name for name in names if "/" not in name}
     wanted = present & _TEXT_FILES
     shards = {name for name in present if re.fullmatch(_SHARD, name)}
@@ -95,17 +96,6 @@ def is_gguf(name: str) -> bool:
     return name.lower().endswith(".gguf")
 
 
-def gguf(names: Collection[str]) -> ModelUnavailable:
-    """The error for a repository or folder that has only these GGUF files, of which none is
-    named."""
-    first = min(names)
-    form = re.search(r"(?i)[-._]((?:iq|q|f|bf)\d\w*)\.gguf$", first)
-    return ModelUnavailable(
-        f"the weights are in {len(names)} GGUF files, such as {quote(first)}",
-        f"name one by its form: owner/name:{form[1] if form else 'Q4_K_M'}, or by its path",
-    )
-
-
 def gguf_of(names: Iterable[str], form: str) -> str:
     """The GGUF file of a repository whose name ends in a form, such as Q4_K_M. Raises
     ModelUnavailable."""
@@ -134,7 +124,11 @@ def no_weights(names: Collection[str]) -> ModelError:
     if weights:
         name = weights[0]
         if all(map(is_gguf, weights)):
-            return gguf(weights)
+            form = re.search(r"(?i)[-._]((?:iq|q|f|bf)\d\w*)\.gguf$", name)
+            return ModelUnavailable(
+                f"the weights are in {len(weights)} GGUF files, such as {quote(name)}",
+                f"name one by its form: owner/name:{form[1] if form else 'Q4_K_M'}, or by its path",
+            )
         if name.lower().endswith((".msgpack", ".h5")):
             why = "Flax and TensorFlow weights are not supported"
         else:
@@ -145,20 +139,14 @@ def no_weights(names: Collection[str]) -> ModelError:
     return ModelUnavailable("no weights found: neither model.safetensors nor an index of shards")
 
 
-def model_files(folder: Path) -> list[str]:
-    """The names of the files in `folder` that minikv reads, also of links to files that are not
-    there. Raises ModelError if there is no model."""
-    try:
-        return wanted_files(os.listdir(folder))
-    except OSError as error:
-        raise unreadable(folder, error) from None
-
-
 def unfinished(folder: Path) -> str:
     """The first link to a file that is not there, among the files that minikv reads; "" if there is
     none. Such a file is a part of the model, and its download did not end."""
-    with contextlib.suppress(ModelError):
-        return next((n for n in model_files(folder) if not os.path.exists(folder / n)), "")
+    places = folder, folder / "additional_chat_templates"
+    with contextlib.suppress(ModelError, OSError):
+        paths = [path for place in places if place.is_dir() for path in place.iterdir()]
+        wanted = wanted_files(path.relative_to(folder).as_posix() for path in paths)
+        return next((name for name in wanted if not os.path.exists(folder / name)), "")
     return ""
 
 
@@ -272,15 +260,12 @@ def refuse_stand_in(data: bytes, name: str) -> None:
     """Raise CorruptModel if a file holds what some downloads leave in its place. data: at least its
     first bytes."""
     first = _beginning(data[:1024]).encode("utf-8", "surrogateescape")
+    # Tags at the beginning of a chat template may be those that it writes. No template writes a
+    # doctype, and the scripts of a web page may have two braces.
+    tags = b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
     for pattern, what, hint in _STAND_INS:
-        if pattern.match(first) and not (name.endswith(".jinja") and _is_template(first, data)):
+        if pattern.match(first) and not (name.endswith(".jinja") and tags):
             raise CorruptModel(f"{name} {what}", hint)
-
-
-def _is_template(first: bytes, data: bytes) -> bool:
-    """Whether tags at the beginning of a file are those that its chat template writes. No template
-    writes a doctype, and the scripts of a web page may have two braces."""
-    return b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
 
 
 def refuse_text(data: bytes, name: str) -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,12 +112,13 @@ def load_network(
         places = dict(network.places())
         _account(entries, places)
         if checkpoint.original:
-            for name in places:
-                if heads := _pairs(name, config):
-                    entries[name] = replace(entries[name], heads=heads)
+            heads = {".q_proj.": config.heads, ".k_proj.": config.kv_heads}
+            for name, part in product(places, heads):
+                if part in name:
+                    entries[name] = replace(entries[name], heads=heads[part])
         groups = _together_read(entries, places)
-        filling = _Filling(network, form, packing, progress)
-        filling.begin(sum(entries[name].size for name in places))
+        total = sum(entries[name].size for name in places)
+        filling = _Filling(network, form, packing, progress, total)
         for owner, slot, parts in groups:
             filling.fill(owner, slot, parts, packed)
         if config.tied and isinstance(network.embedding, Tensor):
@@ -136,17 +138,15 @@ class _Filling:
         form: str,
         packing: Packing,
         progress: Callable[[int, int], None] | None,
+        total: int,
     ) -> None:
+        """total: the bytes that will be read."""
         self.network, self.progress = network, progress
         self.layers, self.logits = split(form)
         self.packing = packing if network.device.type == "cpu" else None
         self.room = Pages(network.device).empty
         self.names = {id(layer): f"layers.{i}" for i, layer in enumerate(network.layers)}
-        self.done = self.total = 0
-
-    def begin(self, total: int) -> None:
-        """total: the bytes that will be read."""
-        self.total = total
+        self.done, self.total = 0, total
         self.tell(0)
 
     def tell(self, count: int) -> None:
@@ -193,9 +193,11 @@ class _Filling:
 
     def _pack(self, made: Int8 | Int4, at: int, part: Fused | Stored, start: int, end: int) -> None:
         """Pack rows of a part as those from `at` on."""
+        # Of how many columns, or of a multiple of them, the codes of a file must share a scale.
+        group = made.group if isinstance(made, Int4) else made.shape[1]
         if (blocks := _as_blocks(made, part)) is not None:
             made.pack(at, blocks.blocks(start, end), blocks.kind.number)
-        elif part.form == made.form and not (part.group or 0) % _group(made):
+        elif part.form == made.form and not (part.group or 0) % group:
             made.fill(at, *part.steps(start, end))
         else:
             made.pack(at, part.rows(start, end))
@@ -223,18 +225,15 @@ class _Filling:
         return made
 
     def _allocate(self, owner: Llama | Layer, slot: str) -> None:
-        """Allocate memory for a tensor or a matrix that has none."""
-
-        def new(like: Tensor) -> Tensor:
-            # Not empty_like, which imports sympy for tensors on the meta device: 35 MB, 0.3 seconds
-            return self.room(like.shape, like.dtype)
+        """Allocate memory for a tensor or a matrix that has none. Not with empty_like, which
+        imports sympy for tensors on the meta device: 35 MB, 0.3 seconds."""
 
         part = getattr(owner, slot)
         if isinstance(part, Plain):
-            bias = None if part.bias is None else new(part.bias)
-            setattr(owner, slot, Plain(new(part.weight), bias))
+            bias = None if part.bias is None else self.room(part.bias.shape, part.bias.dtype)
+            setattr(owner, slot, Plain(self.room(part.shape, part.weight.dtype), bias))
         else:
-            setattr(owner, slot, new(part))
+            setattr(owner, slot, self.room(part.shape, part.dtype))
 
     def _read(self, parts: list[_Part]) -> None:
         for _, part, place in parts:
@@ -392,21 +391,9 @@ def _account(entries: Mapping[str, Stored], places: dict[str, Place]) -> None:
             )
 
 
-def _pairs(name: str, config: ModelConfig) -> int:
-    """How many heads the tensor has whose rows must be reordered from rotary pairs; 0: none."""
-    if ".q_proj." in name:
-        return config.heads
-    return config.kv_heads if ".k_proj." in name else 0
-
-
 def _as_blocks(made: Int8 | Int4, part: Fused | Stored) -> Blocks | None:
     """The part, if its blocks are packed as the file has them."""
     return part if isinstance(part, Blocks) and made.takes_blocks(part.kind.number) else None
-
-
-def _group(made: Int8 | Int4) -> int:
-    """Of how many columns, or of a multiple of them, the codes of a file must share a scale."""
-    return made.group if isinstance(made, Int4) else made.shape[1]
 
 
 def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str) -> None:
