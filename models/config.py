@@ -204,20 +204,22 @@ class _Reader:
         return self.raw.get(key) is not None
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        value: Any = self.raw.get(key)
-        if value is None and default is not None:
-            return default
-        if not _is_number(value, int) or not low <= value <= high:
-            raise self.bad(key, f"a whole number from {low} to {high}")
-        return int(value)
+        wants = f"a whole number from {low} to {high}"
+        return int(self._bounded(key, low, high, default, wants, int))
 
     def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        wants = f"a number from {low:g} to {high:g}"
+        return float(self._bounded(key, low, high, default, wants, int, float))
+
+    def _bounded(
+        self, key: str, low: Any, high: Any, default: Any, wants: str, *kinds: type
+    ) -> Any:
         value: Any = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if not _is_number(value, int, float) or not low <= value <= high:  # false for NaN
-            raise self.bad(key, f"a number from {low:g} to {high:g}")
-        return float(value)
+        if not _is_number(value, *kinds) or not low <= value <= high:  # false for NaN
+            raise self.bad(key, wants)
+        return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.raw.get(key)
@@ -274,9 +276,29 @@ class _Family:
     wraps: tuple[str, ...] = ()
 
 
-def _sizes(read: _Reader, family: _Family) -> ModelConfig:
-    """What both config.json and params.json say. Windows and biases are left out."""
-    notes: tuple[str, ...] = ()
+def from_keys(
+    raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
+) -> ModelConfig:
+    """The configuration that the keys of a config.json say. where: the file. names: see
+    `_Reader`."""
+    read = _Reader(raw, where, names)
+    name = _family_name(read)
+    family = FAMILIES[name]
+    if not family.wraps:
+        return _read(read, name, family)
+    inner = _Reader(_text_part(read), where)
+    inside = _family_name(inner, family.wraps, f", the text part of {quote(name)}")
+    note = f"only the text part of this {name} model is loaded: it sees no images"
+    config = _read(inner, inside, FAMILIES[inside], note)
+    # transformers does not ask the text part
+    return config if read.given("tie_word_embeddings") else replace(config, tied=None)
+
+
+def _read(read: _Reader, name: str, family: _Family, *notes: str) -> ModelConfig:
+    """The configuration of a model of this family."""
+    quantisation = _quantisation(read)
+    _refuse_foreign(read, family)
+    said = [*notes]
     heads = read.integer("num_attention_heads", 1, MAX_HEADS)
     kv_heads = read.integer("num_key_value_heads", 1, MAX_HEADS, family.kv_heads or heads)
     if read.raw.get("num_key_value_heads", 0) is None:
@@ -298,9 +320,35 @@ def _sizes(read: _Reader, family: _Family) -> ModelConfig:
     key = "max_position_embeddings"
     max_context = read.integer(key, 1, MAX_POSITIONS, family.max_context)
     if not read.given(key):
-        notes = (f"{read.where} has no {read.name(key)}: assuming {max_context}",)
-    return ModelConfig(
-        family="llama",
+        said.append(f"{read.where} has no {read.name(key)}: assuming {max_context}")
+    rope = _rope(read, family, max_context)
+    plain = _plain_attention(read)
+    if plain is not None and plain < max_context:
+        said.append(
+            f"dual_chunk_attention_config: limited to {plain:,} of {max_context:,} positions; "
+            "beyond them, the model needs an attention that minikv does not have"
+        )
+        max_context = plain
+    if rope.kind == "dynamic":
+        said.append(f"dynamic rotary scaling: limited to its original {max_context} positions")
+    if read.integer("pretraining_tp", 0, 1024, 1) > 1:
+        said.append("pretraining_tp is ignored: it changes only the order of additions")
+    if read.given("auto_map"):
+        said.append("auto_map is ignored: no code from a model is ever run")
+    biases = {key for key in ("attention_bias", "mlp_bias") if read.flag(key)}
+    for key in biases - {*family.biases, *(("attention_bias",) if family.qkv_bias else ())}:
+        raise UnsupportedModel(f"{read.where}: {name} has no {key}")
+    biases &= {*family.biases}
+    stored: tuple[OwnForm, ...] = ()
+    if quantisation is not None:
+        stored = quantisation.stored(layers)
+        if quantisation.activations:
+            said.append("config.json quantises activations, too; minikv does not")
+        if not stored:
+            kept = "kept are int4 in groups of 32, and int8 by row"
+            said.append(f"{quantisation.name} is unpacked: {kept}")
+    config = ModelConfig(
+        family=name,
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
@@ -309,71 +357,19 @@ def _sizes(read: _Reader, family: _Family) -> ModelConfig:
         mlp=read.integer("intermediate_size", 1, MAX_MLP),
         vocab=read.integer("vocab_size", 1, MAX_VOCAB),
         norm_eps=read.number("rms_norm_eps", 0.0, 0.1, family.norm_eps),
-        rope=_rope(read, family, max_context),
+        rope=rope,
         max_context=max_context,
-        windows=(None,) * layers,
+        windows=_windows(read, name, family, layers),
         tied=read.flag("tie_word_embeddings", family.tied),
-        notes=notes,
-        **family.net,
-    )
-
-
-def from_keys(
-    raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
-) -> ModelConfig:
-    """The configuration that the keys of a config.json say. where: the file. names: see
-    `_Reader`."""
-    read = _Reader(raw, where, names)
-    name = _family_name(read)
-    family, notes, unsaid = FAMILIES[name], [], False
-    if family.wraps:
-        notes.append(f"only the text part of this {name} model is loaded: it sees no images")
-        unsaid = not read.given("tie_word_embeddings")  # transformers does not ask the text part
-        read = _Reader(_text_part(read), where)
-        name = _family_name(read, family.wraps, f", the text part of {quote(name)}")
-        family = FAMILIES[name]
-    quantisation = _quantisation(read)
-    _refuse_foreign(read, family)
-    config = _sizes(read, family)
-    notes, max_context = [*notes, *config.notes], config.max_context
-    plain = _plain_attention(read)
-    if plain is not None and plain < max_context:
-        notes.append(
-            f"dual_chunk_attention_config: limited to {plain:,} of {max_context:,} positions; "
-            "beyond them, the model needs an attention that minikv does not have"
-        )
-        max_context = plain
-    if config.rope.kind == "dynamic":
-        notes.append(f"dynamic rotary scaling: limited to its original {max_context} positions")
-    if read.integer("pretraining_tp", 0, 1024, 1) > 1:
-        notes.append("pretraining_tp is ignored: it changes only the order of additions")
-    if read.given("auto_map"):
-        notes.append("auto_map is ignored: no code from a model is ever run")
-    biases = {key for key in ("attention_bias", "mlp_bias") if read.flag(key)}
-    for key in biases - {*family.biases, *(("attention_bias",) if family.qkv_bias else ())}:
-        raise UnsupportedModel(f"{read.where}: {name} has no {key}")
-    biases &= {*family.biases}
-    form, stored = "", tuple[OwnForm, ...]()
-    if quantisation is not None:
-        form, stored = quantisation.name, quantisation.stored(config.layers)
-        if quantisation.activations:
-            notes.append("config.json quantises activations, too; minikv does not")
-        if not stored:
-            notes.append(f"{form} is unpacked: kept are int4 in groups of 32, and int8 by row")
-    config = replace(
-        config,
-        family=name,
-        max_context=max_context,
-        tied=None if unsaid else config.tied,
-        windows=_windows(read, name, family, config.layers),
         qkv_bias=family.qkv_bias or "attention_bias" in biases,
         o_bias="attention_bias" in biases,
         mlp_bias="mlp_bias" in biases,
         stop_ids=_ids(read, "eos_token_id"),
         quantisation=quantisation,
-        form=form,
+        form="" if quantisation is None else quantisation.name,
         stored=stored,
-        notes=tuple(notes),
+        notes=tuple(said),
+        **family.net,
     )
     return family.reads(read, config) if family.reads else config
 
@@ -907,19 +903,19 @@ def _from_params(raw: Mapping[str, Any]) -> ModelConfig:
         raise UnsupportedModel(f"unsupported architecture {quote(raw['model_type'])}")
     if read.flag("use_biases") or not read.flag("causal", True):
         raise UnsupportedModel("params.json: use_biases and causal=false are not supported")
-    config = _sizes(read, _PARAMS)
-    windows = _params_windows(read, config.layers)
+    windows = _params_windows(read, read.integer("num_hidden_layers", 1, MAX_LAYERS))
     # Mistral v0.1 is the only release with a window and no rope_theta: it has the usual 1e4.
     if not read.given("rope_theta") and not any(windows):
         raise CorruptModel(
             "params.json: rope_theta is missing", "add it, or use the config.json form"
         )
-    return replace(config, family="mistral" if any(windows) else "llama", windows=windows)
+    config = _read(read, "mistral" if any(windows) else "llama", _PARAMS)
+    return replace(config, windows=windows)
 
 
 def _params_windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
     """`sliding_window` of params.json: absent, a number, or a pattern repeated over the layers."""
-    value = read.raw.get("sliding_window")
+    value = read.raw.pop("sliding_window", None)
     pattern = value if isinstance(value, list) else [value]
     for window in pattern:
         if window is not None and not (_is_number(window, int) and 1 <= window <= MAX_POSITIONS):
