@@ -122,21 +122,20 @@ class Rotary:
         start: a number, or an int64 [] tensor on the device, which is not read back; then count
         must be 1.
         """
+        positions: float | Tensor
         if count == 1:  # with few operations, because every decode step does this
-            first = start.to(torch.float32) if isinstance(start, Tensor) else float(start)
-            angle = self._twice * first
-            cos, sin = angle.cos(), angle.sin().mul_(self._sign)
-            if self.scale != 1.0:
-                cos, sin = cos * self.scale, sin * self.scale
-            return cos.to(dtype), sin.to(dtype)
-        assert not isinstance(start, Tensor)
-        position = torch.arange(
-            start, start + count, dtype=torch.float32, device=self.inverse.device
-        )
-        angle = position[:, None, None] * self.inverse
-        cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
+            positions = start.to(torch.float32) if isinstance(start, Tensor) else float(start)
+        else:
+            assert not isinstance(start, Tensor)
+            device = self.inverse.device
+            positions = torch.arange(start, start + count, dtype=torch.float32, device=device)
+            positions = positions[:, None, None]
+        angle = self._twice * positions
         # The first half of a rotated vector subtracts the second half: the sign is in the table.
-        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+        cos, sin = angle.cos(), angle.sin().mul_(self._sign)
+        if self.scale != 1.0:
+            cos, sin = cos.mul_(self.scale), sin.mul_(self.scale)
+        return cos.to(dtype), sin.to(dtype)
 
 
 class Rotation:

@@ -8,7 +8,6 @@ go through the whole program.
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import shutil
 import time
@@ -52,10 +51,9 @@ def _header(header: object, data: bytes, length: int | None) -> Make:
     return lambda folder: test_weights.raw_file(folder / "model.safetensors", header, data, length)
 
 
-def _sharded(mapping: object) -> Make:
+def _sharded(text: str) -> Make:
     def make(folder: Path) -> None:
         (folder / "model.safetensors").rename(folder / SHARD)
-        text = mapping if isinstance(mapping, str) else json.dumps({"weight_map": mapping})
         (folder / "model.safetensors.index.json").write_text(text)
 
     return make
@@ -90,7 +88,6 @@ def _too_much(changes: dict[str, Any]) -> Make:
 CASES: list[tuple[str, int, Make]] = [
     *((f"header: {name}", 6, _header(*given)) for name, *given, _ in test_weights.HEADERS),
     *((f"index: {text:.40}", code, _sharded(text)) for text, code in test_weights.INDEXES),
-    *((f"shard: {name!r}", 6, _sharded({"a": name})) for name in test_weights.SHARDS),
     *((f"config: {name}", code, _config(raw)) for name, raw, code, _ in test_config.BAD),
     *(
         (f"tensors {i}: {word}", code, _weights(change))

@@ -258,7 +258,8 @@ WIDE = Spec(hidden=64, heads=4, kv_heads=2, head_dim=16, extra={"intermediate_si
 @pytest.mark.parametrize("layout", ["hf", "sharded", "original"])
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_packed_as_read_is_packed_afterwards(form: str, layout: str, tmp_path: Path) -> None:
-    checkpoint, config = stored(tmp_path, replace(WIDE, layout=layout))
+    biased = {"bias": True, "mlp_bias": True} if layout == "hf" else {}
+    checkpoint, config = stored(tmp_path, replace(WIDE, layout=layout, **biased))
     plain = load_network(checkpoint, config)
     made = load_network(checkpoint, config, form=form)
     assert made.config.notes == plain.config.notes
@@ -267,20 +268,14 @@ def test_packed_as_read_is_packed_afterwards(form: str, layout: str, tmp_path: P
             whole = getattr(one, slot)
             assert isinstance(getattr(two, slot), PACKED[form])
             assert torch.equal(getattr(two, slot).dense(), kept(whole, form).dense())
+            bias = getattr(two, slot).bias
+            assert bias is whole.bias is None or torch.equal(bias, whole.bias)
             setattr(one, slot, Plain(getattr(two, slot).dense(), whole.bias))
     assert torch.equal(made.head.dense(), plain.head.dense())
     assert made.weight_bytes < plain.weight_bytes
     assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
     want, got = logits(plain), logits(made)  # by the same values
     assert (got - want).abs().max() <= 0.03 * want.abs().max()
-
-
-def test_biases_and_a_tied_head_stay(tmp_path: Path) -> None:
-    checkpoint, config = stored(tmp_path, replace(WIDE, bias=True, mlp_bias=True, tied=True))
-    made, plain = load_network(checkpoint, config, form="int8"), load_network(checkpoint, config)
-    assert made.head.dense() is made.embedding
-    assert torch.equal(made.layers[1].qkv.bias, plain.layers[1].qkv.bias)  # type: ignore[attr-defined]
-    assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "int8")
 
 
 HEADS = ["int8+head", "int4+head"]
@@ -434,6 +429,7 @@ def test_a_head_with_odd_rows_stays_plain(tied: bool, tmp_path: Path) -> None:
     assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "int4+head")
     assert torch.equal(made.head.dense(), load_network(checkpoint, config).head.dense())
     assert (made.head.dense() is made.embedding) == tied
+    assert isinstance(made.layers[0].qkv, Plain)
 
 
 def test_a_random_network_of_the_bench_has_a_packed_head_too() -> None:
@@ -471,14 +467,6 @@ def test_the_flag_takes_the_forms_that_there_are() -> None:
     assert [linear.packs(form) for form in linear.FORMS] == [
         *((), (), ("int8",), ("int4",), ("int8",), ("int4", "int8"))
     ]
-
-
-def test_odd_rows_stay_plain_and_it_is_said(tmp_path: Path) -> None:
-    checkpoint, config = stored(tmp_path, Spec())
-    made = load_network(checkpoint, config, form="int4")
-    assert "q, k, v (rows of 48)" in made.config.notes[-1]
-    assert isinstance(made.layers[0].qkv, Plain)
-    assert torch.equal(logits(made), logits(load_network(checkpoint, config)))
 
 
 def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,25 +519,31 @@ def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "free", "form", "offered"),
+    ("changes", "free", "form", "lacking", "offered"),
     [
-        ({"layers": 20_000, "windows": (None,) * 20_000}, "int8", "auto", ["int8", "int4"]),
-        ({"layers": 20_000, "windows": (None,) * 20_000}, "int4", "int8", ["int4"]),
-        ({"vocab": 20_000_000}, "int8+head", "auto", ["int8+head", "int4+head"]),
-        ({"vocab": 20_000_000}, "int4+head", "auto", ["int4+head"]),
-        ({"vocab": 20_000_000}, "int4+head", "int8+head", ["int4+head"]),
-        ({"vocab": 20_000_000}, "", "auto", []),
+        ({"layers": 20_000, "windows": (None,) * 20_000}, "int8", "auto", "", ["int8", "int4"]),
+        ({"layers": 20_000, "windows": (None,) * 20_000}, "int4", "int8", "", ["int4"]),
+        ({"layers": 20_000, "windows": (None,) * 20_000}, "int8", "auto", "int4", ["int8"]),
+        ({"vocab": 20_000_000}, "int8+head", "auto", "", ["int8+head", "int4+head"]),
+        ({"vocab": 20_000_000}, "int4+head", "auto", "", ["int4+head"]),
+        ({"vocab": 20_000_000}, "int4+head", "auto", "int8", []),  # which the head would be
+        ({"vocab": 20_000_000}, "int4+head", "auto", "int4", []),
+        ({"vocab": 20_000_000}, "int4+head", "int8+head", "", ["int4+head"]),
+        ({"vocab": 20_000_000}, "", "auto", "", []),
     ],
 )
 def test_the_hint_names_the_forms_that_fit(
     changes: dict[str, Any],
     free: str,
     form: str,
+    lacking: str,
     offered: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The head is packed only if packing the layers is not enough."""
+    """The head is packed only if packing the layers is not enough. What this processor cannot pack
+    is not offered."""
+    monkeypatch.setattr(weights, "lacks", lambda form: "it does" if form == lacking else "")
     _, config = stored(tmp_path, WIDE)
     config = replace(config, **changes)
     room = weights.loading_bytes(config, torch.bfloat16, free) if free else 1 << 20

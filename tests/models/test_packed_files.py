@@ -123,6 +123,7 @@ def test_a_directory_is_found_by_its_path_alone(
     assert [one.path for one in of_model("./owner/name")] == [other]
 
 
-def test_listing_needs_no_torch() -> None:
-    code = "import sys, minikv.models.packed_files; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["packed_files", "errors", "limits"])
+def test_some_need_no_torch(module: str) -> None:
+    code = f"import sys, minikv.models.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
