@@ -78,7 +78,9 @@ _LAYOUTS = {
 @dataclass(slots=True)
 class _Part:
     """One tensor of a matrix, read by the matrix's rows. turned, packed, order: see `_Layout`.
-    bits: of a packed code. table: what the codes stand for."""
+    bits: of a packed code. table: what the codes stand for. scales: of which each multiplies `size`
+    of these numbers in a row, whatever rows they belong to, before `offset` is added: the absmax of
+    bitsandbytes that is quantised itself; None: there are none."""
 
     entry: Entry
     turned: bool = False
@@ -86,6 +88,9 @@ class _Part:
     order: tuple[int, ...] = ()
     bits: int = 8
     table: Tensor | None = None
+    scales: Tensor | None = None
+    size: int = 256
+    offset: float = 0.0
     _held: Tensor | None = field(default=None, init=False)
 
     def shape(self) -> tuple[int, ...]:
@@ -107,7 +112,11 @@ class _Part:
             return made[start - first * self.per() :][: end - start]
         made = self._block(start, end)
         made = self._unpacked(made) if self.packed else made
-        return made if self.table is None else self.table[made.int()]
+        made = made if self.table is None else self.table[made.int()]
+        if self.scales is None:
+            return made
+        at = torch.arange(start * made.shape[1], end * made.shape[1]) // self.size
+        return made * self.scales[at].view_as(made) + self.offset
 
     def _block(self, first: int, last: int) -> Tensor:
         """Rows of the file's tensor. A turned one is read whole, and held up to its last row."""
@@ -133,22 +142,6 @@ def _read(entry: Entry, first: int = 0, last: int | None = None) -> Tensor:
     if len(entry.shape) < 2:
         entry = replace(entry, shape=(*entry.shape, 1, 1)[:2])
     return entry.rows(first, entry.shape[0] if last is None else last)
-
-
-@dataclass(slots=True)
-class _Nested(_Part):
-    """The absmax of bitsandbytes that is quantised itself: codes with a scale for each `size` of
-    them in a row, whatever rows they belong to, and an offset."""
-
-    scales: Tensor = field(default_factory=lambda: torch.ones(1))
-    size: int = 256
-    offset: float = 0.0
-
-    def rows(self, start: int, end: int) -> Tensor:
-        """See `_Part`."""
-        codes = _Part.rows(self, start, end)
-        at = torch.arange(start * codes.shape[1], end * codes.shape[1]) // self.size
-        return codes * self.scales[at].view_as(codes) + self.offset
 
 
 @dataclass(slots=True)
@@ -419,7 +412,7 @@ def _four_bits(parts: Mapping[str, Entry], rows: int, columns: int) -> tuple[_Pa
     scales = _Part(replace(_checked(absmax, "F32", "U8"), shape=(rows, columns // size)))
     if twice:
         table, values = (_table(parts[twice[0]], 256), _table(parts[twice[1]], ceil(count / each)))
-        scales = _Nested(scales.entry, table=table, scales=values, size=each, offset=float(offset))
+        scales = replace(scales, table=table, scales=values, size=each, offset=float(offset))
     table = _table(parts["weight.quant_map"], 16)
     codes = _Part(replace(entry, shape=(rows, columns // 2)), False, "in", (1, 0), 4, table)
     return codes, _Grid(scales), size

@@ -126,7 +126,7 @@ def load_network(
     return network
 
 
-_Part = tuple[str, Stored, Place]
+_Part = tuple[Stored, Place]
 
 
 class _Filling:
@@ -161,26 +161,25 @@ class _Filling:
         in_layer = isinstance(owner, Layer)
         name = f"{self.names[id(owner)]}.{slot}" if in_layer else "head"
         weights = sorted(
-            (part for part in parts if part[2].kind != "bias"),
-            key=lambda part: part[2].rows.start or 0,  # not as in the file
+            (part for part in parts if part[1].kind != "bias"),
+            key=lambda part: part[1].rows.start or 0,  # not as in the file
         )
-        found = [entry for _, entry, _ in weights]
-        stored = Fused(found) if len(found[0].shape) == 2 else None
-        made = None if stored is None else self._packed(owner, slot, stored)
-        if stored is None or made is None:
+        found = [entry for entry, _ in weights]
+        made = self._packed(owner, slot, Fused(found)) if len(found[0].shape) == 2 else None
+        if made is None:
             self._allocate(owner, slot)
             self._read(parts)
             return
         if packed is not None and made.packing is not None and packed.fill(name, made):
-            self.tell(sum(entry.size for _, entry, _ in parts))
+            self.tell(sum(entry.size for entry, _ in parts))
         else:
             if made.bias is not None:
                 setattr(owner, slot, Plain(getattr(owner, slot).weight, made.bias))
-                self._read([part for part in parts if part[2].kind == "bias"])
+                self._read([part for part in parts if part[1].kind == "bias"])
             # Rows of four bits are packed in whole tiles.
             whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
             at = 0
-            for one in found if whole else [stored]:
+            for one in found if whole else [Fused(found)]:
                 # Threads wait for each other after every piece, so those of blocks are larger.
                 most = TAKEN if _as_blocks(made, one) is None else 4 * TAKEN
                 for start, end in blocks(torch.Size(one.shape), most):
@@ -217,17 +216,16 @@ class _Filling:
         group = stored.group if form == stored.form else 0
         if slot == "embedding":
             part, form = Plain(part), form.replace("int4", "int8")  # single rows are taken of it
-        if not isinstance(part, Plain) or not suits(form, part.shape[1], group):
+        made = kept(part, form, self.room, self.packing, group)
+        if not isinstance(made, Int8 | Int4):
             return None
-        bias = None if part.bias is None else self.room(part.bias.shape, part.bias.dtype)
-        made = kept(Plain(part.weight, bias), form, self.room, self.packing, group)
-        assert isinstance(made, Int8 | Int4)
+        if part.bias is not None:
+            made.bias = self.room(part.bias.shape, part.bias.dtype)
         return made
 
     def _allocate(self, owner: Llama | Layer, slot: str) -> None:
         """Allocate memory for a tensor or a matrix that has none. Not with empty_like, which
         imports sympy for tensors on the meta device: 35 MB, 0.3 seconds."""
-
         part = getattr(owner, slot)
         if isinstance(part, Plain):
             bias = None if part.bias is None else self.room(part.bias.shape, part.bias.dtype)
@@ -236,7 +234,7 @@ class _Filling:
             setattr(owner, slot, self.room(part.shape, part.dtype))
 
     def _read(self, parts: list[_Part]) -> None:
-        for _, part, place in parts:
+        for part, place in parts:
             into = place.tensor()
             same = isinstance(part, Entry) and into.dtype == DTYPES[part.dtype] and not part.heads
             if same and into.device.type == "cpu":
@@ -259,7 +257,7 @@ def _together_read(
         place = places[name]
         key = (id(place.owner), place.slot)
         group = groups.setdefault(key, (place.owner, place.slot, []))
-        group[2].append((name, entries[name], place))
+        group[2].append((entries[name], place))
     return list(groups.values())
 
 
