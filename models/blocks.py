@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -111,28 +112,14 @@ def _bits(data: Tensor, count: int, width: int = 1) -> Tensor:
     return torch.stack(fields, -2)
 
 
-def _q4(blocks: Tensor) -> Steps:
-    (scale,) = _halves(blocks, 0, 1)
-    return blocks[..., 2:], scale, -8 * scale
-
-
-def _q4_1(blocks: Tensor) -> Steps:
-    return blocks[..., 4:], *_halves(blocks, 0, 2)  # type: ignore[return-value]
-
-
-def _fifth(blocks: Tensor, start: int) -> Tensor:
-    """Codes of five bits: 32 upper ones, and then bytes of nibbles."""
-    upper = _bits(blocks[..., start : start + 4], 8).transpose(-1, -2).flatten(-2)
-    return _nibbles(blocks[..., start + 4 :]).flatten(-2) | upper << 4
-
-
-def _q5(blocks: Tensor) -> Steps:
-    (scale,) = _halves(blocks, 0, 1)
-    return _fifth(blocks, 2), scale, -16 * scale
-
-
-def _q5_1(blocks: Tensor) -> Steps:
-    return _fifth(blocks, 4), *_halves(blocks, 0, 2)  # type: ignore[return-value]
+def _groups_of_32(blocks: Tensor, bits: int, offset: bool = False) -> Steps:
+    """Blocks of one group of four or five bits. offset: the file has one for each."""
+    scale, *least = _halves(blocks, 0, 1 + offset)
+    codes = blocks[..., 4 if offset else 2 :]
+    if bits == 5:  # 32 upper bits, and then bytes of nibbles
+        upper = _bits(codes[..., :4], 8).transpose(-1, -2).flatten(-2)
+        codes = _nibbles(codes[..., 4:]).flatten(-2) | upper << 4
+    return codes, scale, least[0] if offset else scale * -(1 << (bits - 1))
 
 
 def _q8(blocks: Tensor) -> Steps:
@@ -178,6 +165,7 @@ def _iq4(blocks: Tensor) -> Steps:
 
 
 _DECODERS: Mapping[str, Callable[[Tensor], Steps]] = {
-    **{"Q4_0": _q4, "Q4_1": _q4_1, "Q5_0": _q5, "Q5_1": _q5_1, "Q8_0": _q8},
-    **{"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4},
+    **{f"Q{n}_0": partial(_groups_of_32, bits=n) for n in (4, 5)},
+    **{f"Q{n}_1": partial(_groups_of_32, bits=n, offset=True) for n in (4, 5)},
+    **{"Q8_0": _q8, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4},
 }

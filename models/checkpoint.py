@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,9 @@ _COMPUTED = re.compile(
     r"(.+\.)?(rotary_(pos_)?emb\.\w+|rope\.freqs|freqs_(cis|cos|sin)|(cos|sin)_cached)"
 )
 """Tables of the rotary embedding, which the network computes. Some programs store them."""
+
+
+_AnyStored = TypeVar("_AnyStored", bound=Stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,26 +213,20 @@ class Checkpoint:
             names = sorted(path.name for path in folder.iterdir())
         except OSError as error:
             raise unreadable(folder, error) from None
-        original = False
-        if INDEX in names:
-            entries = _sharded(folder, folder / INDEX)
-        elif SINGLE in names:
-            entries = _together([read_header(folder / SINGLE)])
+        original = INDEX not in names and SINGLE not in names
+        files = [name for name in names if ORIGINAL.fullmatch(name)] if original else [SINGLE]
+        if not files:
+            raise no_weights(names)
+        index = ORIGINAL_INDEX if original else INDEX
+        if index in names:
+            entries = _sharded(folder, folder / index)
         else:
-            files = [name for name in names if ORIGINAL.fullmatch(name)]
-            if not files:
-                raise no_weights(names)
-            original = True
-            if ORIGINAL_INDEX in names:
-                entries = _sharded(folder, folder / ORIGINAL_INDEX)
-            else:
-                entries = _together(read_header(folder / name) for name in files)
+            entries = _together(read_header(folder / name) for name in files)
         if not entries:
             raise CorruptModel("the weight files hold no weights")
-        entries = _text_part(entries)
-        if original:
-            entries = _renamed(entries)
-        return cls(entries, original)
+        if any(_WRAPPED.match(name) for name in entries):
+            entries = renamed(entries, _text_name)
+        return cls(renamed(entries, _own_name) if original else entries, original)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -252,17 +249,23 @@ _WRAPPED = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?(lm_head\.)?")
 _OTHER_PART = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
-def _text_part(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Of a model that wraps a text model, the tensors of that one, by the names that they have
-    alone."""
-    if not any(_WRAPPED.match(name) for name in entries):
-        return entries
-    made: dict[str, Entry] = {}
+def _text_name(name: str) -> str:
+    """Of a model that wraps a text model, the name that a tensor of that one has alone."""
+    if _OTHER_PART.match(name):
+        return ""
+    return _WRAPPED.sub(lambda match: match[1] or "model.", name, count=1)
+
+
+def renamed(
+    entries: Mapping[str, _AnyStored], rename: Callable[[str], str]
+) -> dict[str, _AnyStored]:
+    """The tensors under other names, "" leaves one out. Raises CorruptModel."""
+    made: dict[str, _AnyStored] = {}
     for name, entry in entries.items():
-        if not _OTHER_PART.match(name):
-            new = _WRAPPED.sub(lambda match: match[1] or "model.", name, count=1)
-            if new in made:
-                raise CorruptModel(f"{entry.path.name}: {quote(name)} is there twice")
+        new = rename(name)
+        if new in made:
+            raise CorruptModel(f"{entry.path.name}: {quote(name)} is there twice, under two names")
+        if new:
             made[new] = entry
     return made
 
@@ -323,20 +326,13 @@ _ORIGINAL_LAYER = {
 }
 
 
-def _renamed(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Change original names to Hugging Face's. An unknown name stays; `load_network` refuses it
-    later."""
-    made: dict[str, Entry] = {}
-    for name, entry in entries.items():
-        match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-        if match and match[2] in _ORIGINAL_LAYER:
-            new = f"model.layers.{match[1]}.{_ORIGINAL_LAYER[match[2]]}.{match[3]}"
-        else:
-            new = _ORIGINAL_NAMES.get(name, name)
-        if new in made:
-            raise CorruptModel(f"{entry.path.name}: {quote(name)} and {quote(new)} are the same")
-        made[new] = entry
-    return made
+def _own_name(name: str) -> str:
+    """Hugging Face's name for one of Mistral's layout. An unknown name stays; `load_network`
+    refuses it later."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    if match and match[2] in _ORIGINAL_LAYER:
+        return f"model.layers.{match[1]}.{_ORIGINAL_LAYER[match[2]]}.{match[3]}"
+    return _ORIGINAL_NAMES.get(name, name)
 
 
 def same(one: Entry, two: Entry) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from minikv.models.blocks import KINDS, Blocks
-from minikv.models.checkpoint import Checkpoint, Entry, read_exactly
+from minikv.models.checkpoint import Checkpoint, Entry, read_exactly, renamed
 from minikv.models.config import ModelConfig, OwnSampling, from_keys
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text, unreadable
@@ -281,7 +281,7 @@ class Gguf:
             mlp_bias=f"{first}ffn_down.bias" in tensors,
             stop_ids=tuple(sorted({id for id in ids if isinstance(id, int)})),
             own=OwnSampling(why="a GGUF file says nothing about sampling"),
-            form=self.form,
+            form=self._form(),
             stored=own_forms(self.checkpoint().entries, tied),
         )
 
@@ -310,33 +310,26 @@ class Gguf:
             raise self._bad(f"{_FACTORS} has numbers that are no factors")
         return tuple(found.tolist())
 
-    @property
-    def form(self) -> str:
+    def _form(self) -> str:
         """What the file's form is called ("Q4_K_M"); "" if no matrix is quantised."""
-        quantised = Counter(
-            one.kind.name for one in self.tensors.values() if isinstance(one, Blocks)
-        )
-        if not quantised:
-            return ""
+        kinds = Counter(one.kind.name for one in self.tensors.values() if isinstance(one, Blocks))
         number = self.metadata.get("general.file_type")
-        names = dict(enumerate(_FILE_TYPES))
-        known = names.get(number, "") if isinstance(number, int) else ""
-        return known or quantised.most_common(1)[0][0]
+        known = _FILE_TYPES.get(number, "") if isinstance(number, int) else ""
+        return (known or kinds.most_common(1)[0][0]) if kinds else ""
 
     def checkpoint(self) -> Checkpoint:
         """The tensors by their Hugging Face names."""
-        about, entries = ARCHITECTURES[self.metadata["general.architecture"]], {}
+        about = ARCHITECTURES[self.metadata["general.architecture"]]
         inside = {**_TENSORS, "ffn_up": about.up}
-        for name, entry in self.tensors.items():
+
+        def own(name: str) -> str:
             match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
             if match and (own := (_TABLES if match[1] is None else inside).get(match[2])):
                 layer = "" if match[1] is None else f"model.layers.{match[1]}."
-                name = f"{layer}{own}.{match[3]}"
-            if name in entries:
-                raise self._bad(f"{quote(name)} is there under two names")
-            if name != _FACTORS:
-                entries[name] = entry
-        return Checkpoint(entries, about.paired)
+                return f"{layer}{own}.{match[3]}"
+            return "" if name == _FACTORS else name
+
+        return Checkpoint(renamed(self.tensors, own), about.paired)
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer. Raises CorruptModel or UnsupportedModel."""
@@ -420,10 +413,10 @@ class Gguf:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = range(1, 6)
 _LONGEST = 64  # characters of a piece
-_FILE_TYPES = (
-    *("", "", "Q4_0", "Q4_1", "", "", "", "Q8_0", "Q5_0", "Q5_1", "", "", "", ""),
-    *("Q4_K_S", "Q4_K_M", "Q5_K_S", "Q5_K_M", "Q6_K"),
-)
+_FILE_TYPES = {
+    **{2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 14: "Q4_K_S", 15: "Q4_K_M"},
+    **{16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K"},
+}
 """What files are called by their general.file_type."""
 _OTHER_TYPES = {
     **{10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
