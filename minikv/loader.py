@@ -261,7 +261,6 @@ def workspace(
     residual stream, and a chunk of logits that of the intermediates."""
     from minikv.engine.engine import logits_nbytes
     from minikv.models.llama import chunk_rows
-    from minikv.models.weights import largest_matrix
 
     asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
     rows = min(tokens, chunk_rows(cuda, itemsize, asked))
@@ -273,7 +272,8 @@ def workspace(
         chunk += rows * q * (2 * 4 + itemsize)
     stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
     told = logits_nbytes(tokens, config.vocab) if foresees else 0
-    unpacked = itemsize * largest_matrix(config) if packed and cuda else 0
+    largest = max(wide * high for high, wide, _ in config.matrices.values())
+    unpacked = itemsize * largest if packed and cuda else 0
     return unpacked + stream + max(chunk + 4 * config.vocab, told)
 
 

@@ -45,8 +45,9 @@ class OwnSampling:
 class OwnForm:
     """In which form the files have some of the matrices, so that it is kept.
 
-    matrix: one of those that `weights.matrices` names. form: "int8" or "int4". group: how many
-    columns share a scale; 0: a whole row. count: in how many layers it is so.
+    matrix: one of those that `ModelConfig.matrices` names, "head" or "embedding". form: "int8" or
+    "int4". group: how many columns share a scale; 0: a whole row. count: in how many layers it is
+    so.
     """
 
     matrix: str
@@ -170,15 +171,24 @@ class ModelConfig:
         return heads[0] * self.head_dim, heads[1] * self.head_dim
 
     @property
+    def matrices(self) -> dict[str, tuple[int, int, bool]]:
+        """The matrices of a layer by name, as the network stores them: rows, columns, and whether
+        there is a bias."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q, k, v": (q + 2 * kv, self.hidden, self.qkv_bias),
+            "o": (self.hidden, q, self.o_bias),
+            "gate, up": (2 * self.mlp, self.hidden, self.mlp_bias),
+            "down": (self.hidden, self.mlp, self.mlp_bias),
+        }
+
+    @property
     def parameters(self) -> int:
         """Number of weights; a tied lm_head is counted once."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (q + 2 * kv) + q * self.hidden
-        attention += self.qkv_bias * (q + 2 * kv) + self.o_bias * self.hidden
-        mlp = 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
+        sizes = (rows * columns + rows * bias for rows, columns, bias in self.matrices.values())
+        layer = sum(sizes) + 2 * self.hidden + sum(self.qk_sizes)
         head = self.vocab * self.hidden * (1 if self.tied else 2)
-        norms = 2 * self.hidden + sum(self.qk_sizes)
-        return self.layers * (attention + mlp + norms) + self.hidden + head
+        return self.layers * layer + self.hidden + head
 
 
 class _Reader:

@@ -116,18 +116,14 @@ class Llama:
             return Plain(new(rows, columns), new(rows) if bias else None)
 
         c = config
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        qkv, out, gate_up, down = c.matrices.values()
         normed = c.qk_sizes if c.qk_norm else ()
         self.embedding: Tensor | Int8 = new(c.vocab, c.hidden)
         self.layers = [
             Layer(
-                attention_norm=new(c.hidden),
-                qkv=matrix(q + 2 * kv, c.hidden, c.qkv_bias),
-                out=matrix(c.hidden, q, c.o_bias),
-                mlp_norm=new(c.hidden),
-                gate_up=matrix(2 * c.mlp, c.hidden, c.mlp_bias),
-                down=matrix(c.hidden, c.mlp, c.mlp_bias),
-                **dict(zip(("q_norm", "k_norm"), map(new, normed), strict=False)),
+                *(new(c.hidden), matrix(*qkv), matrix(*out)),
+                *(new(c.hidden), matrix(*gate_up), matrix(*down)),
+                *map(new, normed),
             )
             for _ in range(c.layers)
         ]

@@ -261,18 +261,14 @@ def _together_read(
     return list(groups.values())
 
 
-def check_form(
-    form: str, device: torch.device, dtype: torch.dtype, config: ModelConfig | None = None
-) -> None:
+def check_form(form: str, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> None:
     """Raise UnusableSetting if weights cannot have this form with this device and dtype. config:
     of the model, whose own forms "auto" means."""
     if form not in FORMS:
         raise UnusableSetting(f"unknown weights {form!r}", f"use {', '.join(FORMS)}")
-    own = config is not None and bool(config.stored)
-    forms = packs(form) if config is None else packed_forms(config, form)
-    if not forms:
+    if not (forms := packed_forms(config, form)):
         return
-    other = 'use `weights="plain"`' if own else 'use `weights="auto"`'
+    other = 'use `weights="plain"`' if config.stored else 'use `weights="auto"`'
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise UnusableSetting(
@@ -284,27 +280,11 @@ def check_form(
         raise UnusableSetting(f'`weights="{form}"`: {missing}', other)
 
 
-def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the matrices of a layer, as the network stores them, by name."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    return {
-        "q, k, v": (q + 2 * kv, config.hidden),
-        "o": (config.hidden, q),
-        "gate, up": (2 * config.mlp, config.hidden),
-        "down": (config.hidden, config.mlp),
-    }
-
-
-def largest_matrix(config: ModelConfig) -> int:
-    """How many numbers the largest matrix of a layer has."""
-    return max(rows * columns for rows, columns in matrices(config).values())
-
-
 def _shapes(config: ModelConfig, form: str) -> Iterator[tuple[int, int, OwnForm]]:
     """(rows, columns, form) of all matrices that are packed, or that `form` asks to pack."""
     layers, logits = split(form)
     table = config.vocab, config.hidden
-    asked = {name: (*shape, layers, config.layers) for name, shape in matrices(config).items()}
+    asked = {name: (*size, layers, config.layers) for name, (*size, _) in config.matrices.items()}
     asked["head"] = *table, logits, 1
     if not config.tied:
         asked["embedding"] = *table, "plain" if form == "plain" else "auto", 1
@@ -429,7 +409,7 @@ def _shown(size: int) -> str:
 
 def loading_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     """The peak of bytes while loading: the weights, and the rows that are read and packed."""
-    widest = max(columns for _, columns in matrices(config).values())
+    widest = max(columns for _, columns, _ in config.matrices.values())
     packing = packing_bytes(widest) if packed_forms(config, form) else 0
     return weight_bytes(config, dtype, form) + STAGING + packing
 

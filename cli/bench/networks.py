@@ -105,7 +105,7 @@ def network(spec: Spec) -> Llama:
             spec.folder, device=spec.device, dtype=spec.dtype, weights=spec.weights, offline=True
         ).network
     net = plain(spec)
-    check_form(spec.weights, net.device, net.dtype)
+    check_form(spec.weights, net.device, net.dtype, net.config)
     layers, logits = split(spec.weights)
     room, packing = Pages(net.device).empty, Kernels if net.device.type == "cpu" else None
     for layer in net.layers:

@@ -469,9 +469,10 @@ def test_the_flag_takes_the_forms_that_there_are() -> None:
     ]
 
 
-def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     cuda, fp32 = torch.device("cuda"), torch.float32
+    sizes = random_models.llama(1, 64, 4, 2, 16, 128, 256)
     cases = [
         ("int2", cpu, bf16),
         ("auto+head", cpu, bf16),
@@ -484,22 +485,22 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     for form, device, dtype in cases:
         with pytest.raises(ModelError) as caught:
-            weights.check_form(form, device, dtype)
+            weights.check_form(form, device, dtype, sizes)
         assert caught.value.exit_code == 2
         assert form in str(caught.value)
         assert "\n" not in str(caught.value)
         assert caught.value.hint
     monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int4" else "")
-    weights.check_form("int8", cpu, bf16)
-    weights.check_form("int8+head", cpu, bf16)
+    weights.check_form("int8", cpu, bf16, sizes)
+    weights.check_form("int8+head", cpu, bf16, sizes)
     for form in ("int4", "int4+head"):
         with pytest.raises(ModelError, match="no kernel"):
-            weights.check_form(form, cpu, bf16)
-        weights.check_form(form, cuda, bf16)  # there torch's operators can unpack
+            weights.check_form(form, cpu, bf16, sizes)
+        weights.check_form(form, cuda, bf16, sizes)  # there torch's operators can unpack
     monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int8" else "")
-    weights.check_form("int4", cpu, bf16)
+    weights.check_form("int4", cpu, bf16, sizes)
     with pytest.raises(ModelError, match=r'"int4\+head"`: no kernel'):  # the head is in eight bits
-        weights.check_form("int4+head", cpu, bf16)
+        weights.check_form("int4+head", cpu, bf16, sizes)
     for form in ("int8", "int8+head", "int4+head"):
         assert models.dtype_of("auto", torch.float32, cpu, form) == bf16
 
