@@ -94,11 +94,10 @@ def load(
 
     refuse_without_torch()
     rendering.process().start()  # early, so that it is ready when the first template is rendered
-    from minikv.kernels.dispatch import Kernels
     from minikv.models.checkpoint import Checkpoint
     from minikv.models.config import ModelConfig
     from minikv.models.hub import Source, resolve
-    from minikv.models.linear import packs
+    from minikv.models.linear import TORCH, packs
     from minikv.models.templates import ChatTemplate
     from minikv.models.tokenizer import Tokenizer
     from minikv.models.weights import load_network
@@ -139,7 +138,7 @@ def load(
             form=weights,
             dtype=dtype_of(dtype, stored, where, weights),
             progress=None if progress is None else progress.weights,
-            packing=packing or Kernels,
+            packing=packing or TORCH,
             packed=packed,
         )
         if packed is not None:

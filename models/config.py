@@ -628,6 +628,8 @@ def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
         if inner.given("rope_theta"):
             thetas[key] = inner.number("rope_theta", 1.0, 1e15)
         scalings[key] = _scaling(inner, read, family, max_context)
+    if _BETA in family.rope_keys and not scalings:
+        raise read.bad("rope_parameters", f"an object with {_BETA}")
     if len(set(thetas.values())) > 1:
         stated = ", ".join(f"{key} {value:g}" for key, value in thetas.items())
         taken = max(thetas, key=("rope_theta", "rope_parameters", "rope_scaling").index)
@@ -757,12 +759,6 @@ def _own_sampling(read: _Reader) -> OwnSampling:
         return OwnSampling(why=str(error))
 
 
-def _ministral3(read: _Reader, config: ModelConfig) -> ModelConfig:
-    if not config.rope.original:
-        raise read.bad("rope_parameters", f"an object with {_BETA}")
-    return config
-
-
 def _granite(read: _Reader, config: ModelConfig) -> ModelConfig:
     def number(key: str) -> float:
         return read.number(key, 1e-9, 1e9, 1.0)
@@ -813,7 +809,6 @@ FAMILIES: Mapping[str, _Family] = {
         norm_eps=1e-5,
         theta=1e6,
         rope_keys=(_BETA,),
-        reads=_ministral3,
     ),
     "mistral3": _Family("Mistral3ForConditionalGeneration", wraps=("mistral", "ministral3")),
     "qwen2": _Family("Qwen2ForCausalLM", 32_768, windows="switch", window=4096, qkv_bias=True),

@@ -66,6 +66,7 @@ None) -> bfloat16 [t, out], written to `room` if there is one."""
 Packing = Callable[[], Kernels]
 """The kernels that pack on a CPU, chosen when the first matrix is packed. Where they have no
 `pack_int8` or `pack_int4`, those here compute the same numbers."""
+TORCH: Packing = Kernels
 
 
 class Scratch(threading.local):
@@ -251,7 +252,7 @@ class PackedMatrix:
         self,
         plain: Plain,
         room: Empty = empty,
-        packing: Packing | None = Kernels,
+        packing: Packing | None = TORCH,
         group: int = 0,
     ) -> None:
         self.shape, self.bias, self.packing = plain.shape, plain.bias, packing
@@ -473,7 +474,7 @@ def kept(
     plain: Plain,
     form: str,
     room: Empty = empty,
-    packing: Packing | None = Kernels,
+    packing: Packing | None = TORCH,
     group: int = 0,
 ) -> Linear:
     """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself if `form` is

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minikv.kernels.dispatch import Kernels
 from minikv.models.blocks import Blocks
 from minikv.models.checkpoint import DTYPES, STAGING, Checkpoint, Entry, memory, read_into, same
 from minikv.models.config import ModelConfig, OwnForm
@@ -32,6 +31,7 @@ from minikv.models.files import open_regular
 from minikv.models.limits import address_space
 from minikv.models.linear import (
     FORMS,
+    TORCH,
     Int4,
     Int8,
     Packing,
@@ -65,7 +65,7 @@ def load_network(
     dtype: torch.dtype | None = None,
     form: str = "auto",
     progress: Callable[[int, int], None] | None = None,
-    packing: Packing = Kernels,
+    packing: Packing = TORCH,
     packed: Packed | None = None,
 ) -> Llama:
     """A network with the checkpoint's weights.

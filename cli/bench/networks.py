@@ -17,9 +17,8 @@ from torch import Tensor
 from minikv.chat.report import size
 from minikv.checks import guess
 from minikv.errors import MemoryShortError, UsageError
-from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int8, Plain, kept, packs, split
+from minikv.models.linear import TORCH, Int8, Plain, kept, packs, split
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 from minikv.models.weights import check_form, free_memory
@@ -107,7 +106,7 @@ def network(spec: Spec) -> Llama:
     net = plain(spec)
     check_form(spec.weights, net.device, net.dtype, net.config)
     layers, logits = split(spec.weights)
-    room, packing = Pages(net.device).empty, Kernels if net.device.type == "cpu" else None
+    room, packing = Pages(net.device).empty, TORCH if net.device.type == "cpu" else None
     for layer in net.layers:
         for name in _MATRICES:
             matrix = getattr(layer, name)
