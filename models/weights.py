@@ -284,7 +284,7 @@ def _shapes(config: ModelConfig, form: str) -> Iterator[tuple[int, int, OwnForm]
     """(rows, columns, form) of all matrices that are packed, or that `form` asks to pack."""
     layers, logits = split(form)
     table = config.vocab, config.hidden
-    asked = {name: (*size, layers, config.layers) for name, (*size, _) in config.matrices.items()}
+    asked = {name: (*size[:2], layers, config.layers) for name, size in config.matrices.items()}
     asked["head"] = *table, logits, 1
     if not config.tied:
         asked["embedding"] = *table, "plain" if form == "plain" else "auto", 1
