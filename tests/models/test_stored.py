@@ -17,7 +17,7 @@ from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig, OwnForm
 from minikv.models.linear import Int4, Int8, Plain
 from minikv.models.llama import Llama
-from minikv.models.stored import Steps, Stored, paired
+from minikv.models.stored import Steps, Stored, own_forms, paired
 from minikv.models.weights import load_network
 
 SPEC = Spec(
@@ -160,9 +160,7 @@ def test_another_form_is_made_of_the_values(form: str, tmp_path: Path) -> None:
     own = "int8" if form == "int4" else "int4"
     forms = dict.fromkeys((*LAYERS, "embed_tokens"), (own, None if own == "int8" else 32))
     checkpoint, config, made = coded(tmp_path, forms, tied=True)
-    stored = [("q, k, v", 2), ("o", 2), ("gate, up", 2), ("down", 2), ("head", 1)]
-    kinds = tuple(OwnForm(name, own if n > 1 else "int8", 32, n) for name, n in stored)
-    config = replace(config, layers=2, form="Q9_K", stored=kinds)
+    config = replace(config, form="Q9_K", stored=own_forms(checkpoint.entries, True))
     net = load_network(checkpoint, config, form=form)
     asked = form.removesuffix("+head")
     assert [("Q9_K" in note) for note in net.config.notes] == [True]
@@ -181,7 +179,9 @@ def test_figures_know_the_own_form(tmp_path: Path) -> None:
     checkpoint, config, _ = coded(tmp_path, forms)
     kinds = [("q, k, v", "int8", 0), ("o", "int4", 32), ("gate, up", "int4", 32)]
     stored = [OwnForm(*kind, config.layers) for kind in (*kinds, ("down", "int4", 32))]
-    config = replace(config, form="Q9_K", stored=(*stored, OwnForm("embedding", "int8", 0, 1)))
+    found = own_forms(checkpoint.entries, False)
+    assert {*found} == {*stored, OwnForm("embedding", "int8", 32, 1)}
+    config = replace(config, form="Q9_K", stored=found)
     net = load_network(checkpoint, config)
     assert net.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "auto")
     with pytest.raises(weights.UnusableSetting, match="needs bfloat16"):
