@@ -177,7 +177,7 @@ def test_figures_know_the_own_form(tmp_path: Path) -> None:
     forms: dict[str, tuple[str, int | None]] = dict.fromkeys(LAYERS, ("int4", 32))
     forms |= {"v_proj": ("int8", 16), "embed_tokens": ("int8", 32)}
     checkpoint, config, _ = coded(tmp_path, forms)
-    kinds = [("q, k, v", "int8", 0), ("o", "int4", 32), ("gate, up", "int4", 32)]
+    kinds = [("q, k, v", "int8", 16), ("o", "int4", 32), ("gate, up", "int4", 32)]
     stored = [OwnForm(*kind, config.layers) for kind in (*kinds, ("down", "int4", 32))]
     found = own_forms(checkpoint.entries, False)
     assert {*found} == {*stored, OwnForm("embedding", "int8", 32, 1)}
