@@ -40,10 +40,10 @@ class Failure:
     code: int
 
 
-def explain(error: Exception) -> Failure:
-    """The line, hint and exit code for any exception."""
+def explain(error: Exception, *, chat: bool = False) -> Failure:
+    """The line, hint and exit code for any exception. chat: as `worded`."""
     if isinstance(error, MinikvError):
-        return Failure(_line(error), worded(error.hint), error.exit_code)
+        return Failure(_line(error, chat), worded(error.hint, chat=chat), error.exit_code)
     if isinstance(error, OutputError):
         return Failure(_line(error), "", 1)
     if _is_memory(error):
@@ -57,7 +57,7 @@ def explain(error: Exception) -> Failure:
     from minikv.models.errors import ModelError
 
     if isinstance(error, ModelError):
-        return Failure(_line(error), worded(error.hint), error.exit_code)
+        return Failure(_line(error, chat), worded(error.hint, chat=chat), error.exit_code)
     if isinstance(error, OSError) and error.errno is not None:
         name = f": {clean(str(error.filename))}" if error.filename is not None else ""
         return Failure(
@@ -109,15 +109,15 @@ def guard(terminal: Terminal, *, debug: bool) -> Iterator[None]:
         terminal.close()
 
 
-def show(terminal: Terminal, error: Exception) -> int:
-    """Print the failure and return its exit code."""
-    failure = explain(error)
+def show(terminal: Terminal, error: Exception, *, chat: bool = False) -> int:
+    """Print the failure and return its exit code. chat: as `worded`."""
+    failure = explain(error, chat=chat)
     terminal.fail(failure.message, failure.hint)
     return failure.code
 
 
-def _line(error: Exception) -> str:
-    return _cut(" ".join(worded(str(error)).split()))
+def _line(error: Exception, chat: bool = False) -> str:
+    return _cut(" ".join(worded(str(error), chat=chat).split()))
 
 
 def _cut(text: str) -> str:

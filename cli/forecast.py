@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import amount
 from minikv.cli.wording import worded
 from minikv.errors import ContextError, UsageError
 from minikv.policies import DEFAULT_PROMPT
@@ -175,9 +176,9 @@ class Planner:
         except (UsageError, ContextError) as error:
             text, suffices = f"{error}; {error.hint}", not isinstance(error, ContextError)
             if not suffices and tokens == positions:
-                text = f"{tokens:,} tokens leave no position for an answer"
+                text = f"{amount(tokens, 'token')} leave no position for an answer"
             elif not suffices and tokens > positions:
-                text = f"{tokens:,} tokens do not fit in {positions:,} positions"
+                text = f"{amount(tokens, 'token')} do not fit in {positions:,} positions"
             return Row(name, choice.decode, stride, error=worded(text), suffices=suffices)
         rules = setup.rules
         foresees = rules.evidence.predicted and plan.evicts_any
@@ -207,13 +208,15 @@ class Planner:
     def forecast(
         self, tokens: int, cases: Sequence[tuple[str, int]], answer: int = 512
     ) -> Forecast:
-        """The figures. cases: policies, each with its stride."""
+        """The figures. cases: policies, each with its stride. An answer is no longer than the
+        positions that the document leaves."""
         import torch
 
         from minikv.cache.stats import full_cache_bytes
         from minikv.cache.tier_rows import row_nbytes
         from minikv.chat.store import LEAST
 
+        answer = min(answer, max(1, self.config.max_context - tokens))
         rows = [self.row(*case, tokens, answer) for case in cases]
         same, int8 = (tokens * row_nbytes(self.shape, self.dtype, coded) for coded in (False, True))
         # A cache from a second pass serves all questions: nothing is recalled.

@@ -80,12 +80,18 @@ _COMMANDS = (
 _GONE = {
     "report": "minikv chat --resume NAME, then /export report.html",
     "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
-    "--csv": "--json has every figure",
-    "--plot": "--json has every figure",
-    "--map": "the table of the task needle shows scores by depth and length",
-    "--truncate": "records that are too long are skipped and counted",
+    "config path": "`minikv config show` says which file each value comes from",
+    "chats --json": "`minikv chats` prints one line for each chat, which a pipe gets uncut",
+    "bench kernels": "`minikv bench decode` and `minikv bench prefill` measure whole steps",
+    "bench --model": "--shape takes the sizes of a network, such as llama-3-8b",
+    "bench -m": "--shape takes the sizes of a network, such as llama-3-8b",
+    "eval --csv": "--json has every figure",
+    "eval --plot": "--json has every figure",
+    "eval --map": "the table of the task needle shows scores by depth and length",
+    "eval --truncate": "records that are too long are skipped and counted",
 }
-"""Commands and flags of earlier versions that are no settings, with what to use instead."""
+"""Commands of earlier versions, and what else a command no longer takes, with what to use
+instead."""
 
 
 def _later(place: str) -> Callable[[], typer.Typer]:
@@ -128,15 +134,17 @@ def run() -> None:
 
 def _told(message: str) -> str:
     """A message of typer; for a flag or command of earlier versions, what to use instead."""
-    unknown = re.match(r"No such (?:option: |command ')([\w-]+)", message)
+    unknown = re.match(
+        r"(?:No such (?:option: |command ')|Invalid value for .*?: Value error, ')([\w-]+)", message
+    )
     if unknown is None:
         return message
     from minikv.cli.wording import worded
     from minikv.settings import GONE
 
-    name = unknown[1]
+    name, command = unknown[1], sys.argv[1]
     words = GONE.get(name.removeprefix("--").replace("-", "_")) if name[:2] == "--" else None
-    words = words or (_GONE.get(name) if name[:2] == "--" or name == sys.argv[1] else None)
+    words = words or _GONE.get(name if name == command else f"{command} {name}")
     return f"{name} is gone: {worded(words)}" if words else message
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Annotated
 
 from minikv.cache.budget import Budget
-from minikv.chat.report import size
+from minikv.chat.report import amount, size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Planner, Suggestion
 from minikv.cli.screen.text import clean, folded
@@ -135,7 +135,7 @@ def shown(
         lines.append("")
         if several:
             every = " (the whole context)" if whole and each is made[-1] else ""
-            lines.append(f"{each.tokens:,} tokens{every}")
+            lines.append(f"{amount(each.tokens, 'token')}{every}")
         lines += _table(each, width)
     least, most = size(one.workspace), size(made[-1].workspace)
     space = f"about {least}" if least == most else f"about {least} to {most}"
@@ -165,9 +165,9 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
         yield "disk", f"{size(one.disk)} {kept}"
     context = f"{one.positions:,} positions"
     if not whole and one.suffices:
-        context += f", enough for {one.tokens:,} tokens"
+        context += f", enough for {amount(one.tokens, 'token')}"
     elif not whole:
-        context += f", too few for {one.tokens:,} tokens; eviction does not extend them"
+        context += f", too few for {amount(one.tokens, 'token')}; eviction does not extend them"
     yield "context", context
     full = each(lambda made: f"{size(made.full)} for {made.tokens:,}")
     yield "cache", f"{size(one.token_bytes)} a token, {full} without eviction"
@@ -185,7 +185,7 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
         kept = each(lambda made: f"{size(made.remembered)} for {made.tokens:,}")
         yield "remember", f"{kept} on disk, so that the document is not read twice (--remember)"
     for tokens, row in ((one.tokens, row) for one in made for row in one.rows if row.again):
-        read = f"{row.label} reads {row.again:,} tokens more to score {tokens:,}"
+        read = f"{row.label} reads {amount(row.again, 'token')} more to score {tokens:,}"
         file = f"{size(row.file)} in a file and " if row.file else ""
         yield "scoring", f"{read}, and holds keys and values: {file}{size(row.ram)} of RAM"
 
@@ -196,11 +196,14 @@ def _advice(hint: Suggestion, model: str) -> str:
 
     needs = f"needs {size(hint.needs)} of {size(hint.free)}"
     if not hint.fits:
-        return f"{hint.tokens:,} tokens do not fit: {hint.flags or '--budget auto'} still {needs}"
+        return (
+            f"{amount(hint.tokens, 'token')} do not fit: {hint.flags or '--budget auto'} "
+            f"still {needs}"
+        )
     chosen = "" if model == "bundled" else f"-m {shlex.quote(clean(model))} "
     flags = f"{hint.flags} " if hint.flags else ""
     kept = fit_words(hint.rows or 0, hint.tokens)
-    return f"{hint.tokens:,} tokens: minikv chat {chosen}{flags}FILE ({needs}; {kept})"
+    return f"{amount(hint.tokens, 'token')}: minikv chat {chosen}{flags}FILE ({needs}; {kept})"
 
 
 def _table(made: Forecast, width: int) -> list[str]:

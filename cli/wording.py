@@ -18,8 +18,8 @@ _SET = re.compile(r"chat\.(\w+) = (.+)")
 
 def worded(text: str, *, chat: bool = False) -> str:
     """`dtype="float32"` becomes --dtype float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"`
-    /set reuse once. chat: a setting is changed there, so `budget` becomes /set budget. Other
-    backquotes stay as they are."""
+    /set reuse once. chat: what can change there is
+    changed there, so `budget` becomes /set budget. Other backquotes stay as they are."""
     return _CODE.sub(lambda found: _worded(found[1], chat) or found[0], text)
 
 
@@ -36,7 +36,7 @@ def _setting(argument: str, chat: bool) -> str:
     name, _, value = argument.partition("=")
     if name not in SETTINGS:
         return ""
-    shown = f"/set {name}" if chat else SETTINGS[name].flag
+    shown = f"/set {name}" if chat and SETTINGS[name].live else SETTINGS[name].flag
     return f"{shown} {'' if value == 'True' else _plain(value)}".rstrip()
 
 

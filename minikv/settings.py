@@ -55,7 +55,7 @@ class Setting:
     of a number. words: texts that may be in place of a number. test: raises UsageError for a text
     that means nothing; later: the same where a flag may take several, so that the command tests it.
     commands: those for which a configuration file sets it (empty: every command that has the flag).
-    in_file: if False, a configuration file cannot set it.
+    in_file: if False, a configuration file cannot set it. live: `/set` changes it in a chat.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Setting:
     letters: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
     in_file: bool = True
+    live: bool = False
     common: bool = False
     takes: str = ""
     words: tuple[str, ...] = ()
@@ -158,6 +159,7 @@ def setting(
     default of the field, or "" if that is None. how: other fields of `Setting`."""
     if panel in (CACHE, DOCUMENTS, SAMPLING):  # what a chat alone has
         how.setdefault("commands", _CHAT)
+    how.setdefault("live", panel == SAMPLING)
     shown = default if flag_default is None else flag_default
     made = Setting("", "" if shown is None else shown, help, panel, **how)
     return field(default=default, metadata={_KEY: made})
@@ -261,7 +263,6 @@ class Settings:
         MODEL,
         flag_default="on",
         choices=("on", "off"),
-        takes="on|off",
     )
     policy: str = setting(
         DEFAULT_PROMPT,
@@ -271,6 +272,7 @@ class Settings:
         common=True,
         takes="NAME",
         later=_known_policy,
+        live=True,
     )
     budget: str = setting(
         DEFAULT_BUDGET,
@@ -282,6 +284,7 @@ class Settings:
         common=True,
         takes="SIZE",
         later=read_budget,
+        live=True,
     )
     decode: str = setting(
         "auto",
@@ -289,6 +292,7 @@ class Settings:
         CACHE,
         takes="NAME",
         later=_known_step_policy,
+        live=True,
     )
     stride: int = setting(
         0,
@@ -313,6 +317,7 @@ class Settings:
         common=True,
         takes="WAY",
         choices=REUSES,
+        live=True,
     )
     overflow: str = setting(
         "refuse",
@@ -321,6 +326,7 @@ class Settings:
         CACHE,
         takes="HOW",
         choices=OVERFLOWS,
+        live=True,
     )
     tier: str = setting(
         "auto",
@@ -353,21 +359,26 @@ class Settings:
         "with --tier, measure with each question what eviction loses (/stats shows it); off: saves "
         "a step for each question",
         CACHE,
-        takes="on|off",
         choices=("on", "off"),
+        live=True,
     )
     check: str = setting(
         "off",
         "after each answer, until you type, write it again from all that --tier keeps, and say "
         "whether it is the answer of a cache without eviction",
         CACHE,
-        takes="on|off",
         choices=("on", "off"),
+        live=True,
     )
     options: Mapping[str, object] = field(default_factory=dict)
     pin_system: bool = setting(False, "never evict the system prompt", CACHE, commands=_CHAT)
     system: str = setting(
-        "", "system prompt; @FILE reads it from a file", DOCUMENTS, common=True, letters=("-S",)
+        "",
+        "system prompt; @FILE reads it from a file",
+        DOCUMENTS,
+        common=True,
+        letters=("-S",),
+        live=True,
     )
     seed: int = setting(0, "seed of every random draw", SAMPLING, letters=("-s",), commands=_CHAT)
     threads: int | None = setting(

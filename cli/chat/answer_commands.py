@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import amount
 from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.turn import continue_turn, note_report
@@ -50,7 +51,7 @@ def _copy(context: Context, arguments: list[str]) -> None:
         raise UsageError("/copy needs a terminal that takes escape sequences", elsewhere)
     count = len(answer)
     terminal.say(
-        f"sent {count:,} character{'' if count == 1 else 's'} to the terminal's clipboard, which "
+        f"sent {amount(count, 'character')} to the terminal's clipboard, which "
         "not every terminal allows (OSC 52)"
     )
 
@@ -90,7 +91,7 @@ def _verify(context: Context, arguments: list[str]) -> None:
         terminal.page(shown(session.turns[-1].answer, found, terminal.screen))
     if not found.complete:
         raise Interrupted(
-            f"stopped verifying after {_tokens(len(found.tokens))}", "the chat is as it was"
+            f"stopped verifying after {amount(len(found.tokens), 'token')}", "the chat is as it was"
         )
 
 
@@ -128,7 +129,7 @@ def _written_again(
         nonlocal last
         if (now := monotonic()) - last >= FRAME:
             last = now
-            terminal.status(f"checking  {done:,} of {total:,} tokens")
+            terminal.status(f"checking  {done:,} of {amount(total, 'token')}")
         if typed():
             session.cancel()
 
@@ -149,7 +150,10 @@ def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
     """The lines of /verify: that the answers are the same, or both and where they first differ."""
     took = f"{found.seconds:.1f} s"
     if not found.differs:
-        said = f"the same: all {_tokens(found.same)}, each written from all that was read ({took})"
+        said = (
+            f"the same: all {amount(found.same, 'token')}, each written from all that was "
+            f"read ({took})"
+        )
         return folded(said, screen.width, "  ", screen.encoding)
     lines = []
     for name, text in (("the answer", answer), ("from all that was read", found.text)):
@@ -158,14 +162,11 @@ def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
         rows = folded(text.strip() or "(empty)", wide, "", screen.encoding)
         lines += [f"  {row}".rstrip() for row in rows]
     said = (
-        f"the same: {_tokens(found.same)}; then the answer has {_quoted(found.was, screen)}, and "
+        f"the same: {amount(found.same, 'token')}; then the answer has "
+        f"{_quoted(found.was, screen)}, and "
         f"from all that was read it is {_quoted(found.now, screen)} ({took})"
     )
     return [*lines, *folded(said, screen.width, "  ", screen.encoding)]
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,} token{'' if count == 1 else 's'}"
 
 
 def _quoted(token: str | None, screen: Screen) -> str:

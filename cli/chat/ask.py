@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from minikv.chat.report import percent_saved
+from minikv.chat.report import amount, percent_saved
 from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.question import sorted_out
-from minikv.cli.chat.turn import open_chat, run_turn, thoughts_of
+from minikv.cli.chat.turn import figures, open_chat, run_turn, thoughts_of
 from minikv.cli.documents.named import attach, opened
 from minikv.cli.documents.origin import changes
 from minikv.cli.documents.stdin import STDIN, read_stdin
@@ -96,7 +96,9 @@ def ask(
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report
-        answer = run_turn(session, question, generation, terminal, interrupts, show=not as_json)
+        answer = run_turn(
+            session, question, generation, terminal, interrupts, show=not as_json, alone=True
+        )
         if checks:
             check(session, terminal, interrupts)
     finally:
@@ -113,7 +115,7 @@ def ask(
     assert report is not None, "a finished turn has a report"
     if as_json:
         thoughts = thoughts_of(session.turns[-1])
-        terminal.data(json.dumps({"answer": answer, **thoughts, **report.to_dict()}))
+        terminal.data(json.dumps({"answer": answer, **thoughts, **figures(report, terminal)}))
     if interface.stats:
         terminal.say(render.stats(report), "dim")
     else:
@@ -135,7 +137,7 @@ def _take_up(
     """Replace the session's chat by the saved one, with further documents."""
     keeper.load(session, name, given=given)
     count = len(session.turns)
-    turns, under = f"{count:,} turn{'' if count == 1 else 's'}", session.eviction.pair
+    turns, under = amount(count, "turn"), session.eviction.pair
     asked = cut(" ".join(session.turns[-1].question.split()), _ASKED) if count else ""
     where = f"in chat {name}" if name != LAST else f'under {under}, behind "{asked}"'
     terminal.note(f"{where}, after {turns}")
@@ -181,7 +183,8 @@ def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:
     if report.against_full.same is None and min(gone, kv.saved) >= _MOST:
         terminal.warn(
             f"{percent_saved(gone)} of what was read was evicted ({tokens.kept_mean:,.0f} of "
-            f"{tokens.seen_total:,} tokens per head kept): the answer may miss something; a larger "
+            f"{amount(tokens.seen_total, 'token')} per head kept): the answer may miss "
+            "something; a larger "
             "--budget keeps more"
         )
 

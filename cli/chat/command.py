@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
+from minikv.chat.report import amount
 from minikv.cli.chat import slash_commands
 from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.interrupt import Interrupts, Terminated
@@ -199,9 +200,13 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 # The session is as it was, or has what was written; the chat continues.
                 if context.debug:
                     terminal.say("".join(traceback.format_exception(error)))
-                code = show(terminal, error)
+                code = show(terminal, error, chat=True)
                 if terminal.records and not command and session.report is report:
-                    failed = {"question": literal, "error": explain(error).message, "code": code}
+                    failed = {
+                        "question": literal,
+                        "error": explain(error, chat=True).message,
+                        "code": code,
+                    }
                     terminal.data(json.dumps(failed))
                 first_failure = first_failure or code
                 if isinstance(error, ContextError) and session.pending:
@@ -226,7 +231,8 @@ def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
     """Ask whether `--reuse auto` may read so much again. Ctrl-C and Ctrl-D mean no."""
     session, terminal = context.session, context.terminal
     terminal.say(
-        f"for the best answer, {session.reads_again:,} tokens are read again, now and for each "
+        f"for the best answer, {amount(session.reads_again, 'token')} are read again, now and "
+        "for each "
         "later question; without that, the answer may miss what question "
         f"{session.evicted_for_turn} did not need"
     )

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.chat.report import TurnReport, ratio
+from minikv.chat.report import TurnReport, amount, ratio
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.progress import FRAME, Live
 from minikv.cli.screen.terminal import Screen, Terminal
@@ -256,7 +256,7 @@ def run(
 
 def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
     """How many of its first tokens an answer has in common with the full cache's."""
-    count = f"{len(full):,} token{'' if len(full) == 1 else 's'}"
+    count = amount(len(full), "token")
     if tokens == full:
         return f"all {count}" if full else "both are empty"
     both = zip(tokens, full, strict=False)
@@ -268,7 +268,7 @@ def facts(one: Run, full: Run) -> dict[str, str]:
     """The rows of a run, in order; figures that were not measured say so."""
     tokens, rate = one.report.tokens, one.report.rate
     faster = "" if one is full else ratio(one.speed, full.speed)
-    recalled = f"{tokens.prompt_new:,} tokens, {tokens.prompt_reused:,} from the tier"
+    recalled = f"{amount(tokens.prompt_new, 'token')}, {tokens.prompt_reused:,} from the tier"
     return {
         "answer": one.text.strip() or "(empty)",
         "same as full": "-" if one is full else same_as(one.tokens, full.tokens),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import amount
 from minikv.cli.chat import kept
 from minikv.cli.chat.kept import Kept
 from minikv.cli.chat.slash import Command, Context
@@ -101,7 +102,7 @@ def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
     layers, heads, tokens = facts.held.shape
     rows = facts.rows()
     lines = [
-        f"kept {percent(float(facts.share().mean()))} of {tokens:,} tokens in "
+        f"kept {percent(float(facts.share().mean()))} of {amount(tokens, 'token')} in "
         f"{layers} x {heads} heads (layers x KV heads): {float(rows.double().mean()):,.1f} "
         f"in each on average, {int(rows.min()):,} to {int(rows.max()):,}"
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.chat.report import amount
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.text import read_file
 from minikv.cli.screen import render
@@ -16,25 +17,26 @@ from minikv.cli.settings.config import SETTINGS
 from minikv.cli.settings.values import listed, read_pairs, text
 from minikv.cli.wording import worded
 from minikv.errors import UsageError
-from minikv.settings import GONE, Generation, settings_of, spelled
+from minikv.settings import GONE, spelled
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _SHORT = {"temp": "temperature", "n": "max_tokens"}
+_LIVE = [name for name, one in SETTINGS.items() if one.live]
 
 
 def _set(context: Context, arguments: list[str]) -> None:
     if not arguments:
         context.terminal.say("\n".join(_lines(context, SETTINGS)))
-        context.terminal.say(f"/set KEY VALUE changes: {', '.join(_CHANGES)}")
+        context.terminal.say(f"/set KEY VALUE changes: {', '.join(_LIVE)}")
         return
     first, *rest = arguments
     name, equals, value = first.partition("=")
     if equals:
         rest = [value, *rest]
     key = _SHORT.get(name, name.lstrip("-").replace("-", "_"))
-    if key not in _CHANGES:
+    if key not in _LIVE:
         raise _refused(name, key)
     if rest:
         _change(context, key, rest)
@@ -45,7 +47,7 @@ def _change(context: Context, key: str, words: Sequence[str]) -> None:
     if len(words) > 1 and key not in ("system", "stop"):
         raise UsageError(f"{key} takes one value, got {' '.join(words)!r}")
     one, value = SETTINGS[key], [spelled(word) for word in words if word]
-    _CHANGES[key](context, one.read(value if key == "stop" else one.parse(" ".join(words)), key))
+    _changed(context, key, one.read(value if key == "stop" else one.parse(" ".join(words)), key))
     context.origins[key] = "/set"
 
 
@@ -57,7 +59,7 @@ def _refused(name: str, key: str) -> UsageError:
         return UsageError("stats is a flag of `minikv ask`", "/stats shows the figures here")
     if key in SETTINGS:
         return UsageError(f"{key} cannot change in a chat", f"start one with {SETTINGS[key].flag}")
-    return UsageError(f"no setting {name!r}", f"{checks.guess(key, _CHANGES)}/set lists them all")
+    return UsageError(f"no setting {name!r}", f"{checks.guess(key, _LIVE)}/set lists them all")
 
 
 def _lines(context: Context, names: Iterable[str]) -> list[str]:
@@ -96,14 +98,6 @@ def _values(context: Context) -> dict[str, Any]:
 # -- what changes ---------------------------------------------------------------------------
 
 
-def _seed(context: Context, seed: int) -> None:
-    session = context.session
-    changed = reseeded(session.eviction, seed)
-    if changed != session.eviction:
-        session.configure(changed)
-    session.seed = seed
-
-
 def reseeded(eviction: EvictionConfig, seed: int, before: int | None = None) -> EvictionConfig:
     """The settings with another seed for policies that draw random numbers. If `before` is given,
     only seeds that have this value change."""
@@ -115,11 +109,6 @@ def reseeded(eviction: EvictionConfig, seed: int, before: int | None = None) -> 
         for options in (eviction.policy_options, eviction.decode_options)
     )
     return replace(eviction, policy_options=policy, decode_options=decode)
-
-
-def _budget(context: Context, value: str) -> None:
-    session = context.session
-    session.configure(replace(session.eviction, budget=read_budget(value)))
 
 
 def _policy(
@@ -143,15 +132,6 @@ def _decode(context: Context, value: str) -> None:
     session.configure(replace(chosen, budget=now.budget, policy_options=now.policy_options))
 
 
-def _reuse(context: Context, value: str) -> None:
-    session = context.session
-    session.reuse = value
-    if value == "blind" and session.documents and session.evicted_for_turn != 0:
-        context.terminal.say(
-            "what was read stays as it is; /clear reads it again, and evicts before any question"
-        )
-
-
 def _system(context: Context, given: str) -> None:
     """Change the system prompt: at once if nothing was read yet, else for the next conversation."""
     session = context.session
@@ -169,29 +149,41 @@ def _system(context: Context, given: str) -> None:
         context.terminal.say(f"{what}, for the next conversation: /clear begins it")
 
 
-def _written(key: str) -> Callable[[Context, Any], None]:
-    def change(context: Context, value: Any) -> None:
-        context.generation = replace(context.generation, **{key: value})
-
-    return change
-
-
-_CHANGES: Mapping[str, Callable[[Context, Any], None]] = {
-    **{key: _written(key) for key in settings_of(Generation)},
-    "seed": _seed,
-    "policy": _policy,
-    "budget": _budget,
-    "decode": _decode,
-    "reuse": _reuse,
-    "overflow": lambda context, value: setattr(context.session, "overflow", value),
-    "fidelity": lambda context, value: setattr(context.session, "fidelity", value == "on"),
-    "check": lambda context, value: setattr(context, "checks", value == "on"),
-    "encoding_errors": lambda context, value: setattr(context, "errors", value),
-    "thoughts": lambda context, value: setattr(context.terminal, "thoughts", value),
-    "quiet": lambda context, value: setattr(context.terminal, "quiet", value),
-    "system": _system,
-}
-"""Setting -> the function that changes it to a value of the setting's type."""
+def _changed(context: Context, key: str, value: Any) -> None:
+    """Change a setting to a value of its type."""
+    session, eviction = context.session, context.session.eviction
+    match key:
+        case "seed":
+            if (drawn := reseeded(eviction, value)) != eviction:
+                session.configure(drawn)
+            session.seed = value
+        case "policy":
+            _policy(context, value)
+        case "budget":
+            session.configure(replace(eviction, budget=read_budget(value)))
+        case "decode":
+            _decode(context, value)
+        case "reuse":
+            session.reuse = value
+            if value == "blind" and session.documents and session.evicted_for_turn != 0:
+                context.terminal.say(
+                    "what was read stays as it is; /clear reads it again, and evicts before any "
+                    "question"
+                )
+        case "overflow":
+            session.overflow = value
+        case "fidelity":
+            session.fidelity = value == "on"
+        case "check":
+            context.checks = value == "on"
+        case "encoding_errors":
+            context.errors = value
+        case "thoughts" | "quiet":
+            setattr(context.terminal, key, value)
+        case "system":
+            _system(context, value)
+        case _:
+            context.generation = replace(context.generation, **{key: value})
 
 
 # -- /policy, /budget and /system -----------------------------------------------------------
@@ -230,14 +222,16 @@ def _system_command(context: Context, arguments: list[str]) -> None:
     terminal.say(session.system or "no system prompt; /system TEXT sets one")
     if session.system:
         pinned = "never evicted" if session.pin_system else "may be evicted"
-        terminal.say(f"({len(session.tokenizer.encode(session.system)):,} tokens; {pinned})")
+        terminal.say(
+            f"({amount(len(session.tokenizer.encode(session.system)), 'token')}; {pinned})"
+        )
 
 
 def _after_set(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     if not before:
-        return _CHANGES
+        return _LIVE
     key = before[0].lstrip("-").replace("-", "_")
-    return completion.values(SETTINGS[key], word) if key in _CHANGES and len(before) == 1 else ()
+    return completion.values(SETTINGS[key], word) if key in _LIVE and len(before) == 1 else ()
 
 
 def _after_policy(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:

@@ -13,6 +13,7 @@ from minikv.settings import Generation
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
+    from minikv.chat.transcript import Turn
 
 
 class Leave(Exception):
@@ -25,7 +26,8 @@ class Context:
     `generation`: how the next answers are written; `keeper`: saves the chat; `loaders`: a command
     per file extension; `began`: the settings with which the chat was started; `origins`: where
     each one's value came from; `debug`: show where an error happened; `checks`: answers are
-    compared with those of a cache without eviction."""
+    compared with those of a cache without eviction; `stopped`: the turn whose question was asked
+    again and stopped."""
 
     session: ChatSession
     terminal: Terminal
@@ -38,6 +40,7 @@ class Context:
     origins: dict[str, str] = field(default_factory=dict)
     debug: bool = False
     checks: bool = False
+    stopped: Turn | None = None
 
 
 def _nothing(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:

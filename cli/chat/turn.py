@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.documents.named import attach
@@ -41,10 +41,13 @@ def is_toy(session: ChatSession) -> bool:
     return session.facts.model == "bundled"
 
 
-def _warn_of_toy(session: ChatSession, terminal: Terminal) -> None:
-    """Say so where the bundled model is to read a document that is not of its world."""
+def _warn_of_toy(session: ChatSession, terminal: Terminal, *, alone: bool = False) -> None:
+    """Say so where the bundled model is to read a document that is not of its world. alone: also
+    where it has no document at all, of which the header of a chat has a line."""
     if not is_toy(session):
         return
+    if alone and not (session.documents or session.pending):
+        terminal.warn(TOY)
     for text in (document.text[:_SAMPLE] for document in session.pending):
         if len(text) < _FOREIGN * len(session.tokenizer.encode(text)):
             terminal.warn(TOY)
@@ -92,9 +95,11 @@ def run_turn(
     interrupts: Interrupts,
     *,
     show: bool = True,
+    alone: bool = False,
 ) -> str:
-    """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through."""
-    _warn_of_toy(session, terminal)
+    """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through.
+    alone: say what the bundled model is where it has no document."""
+    _warn_of_toy(session, terminal, alone=alone)
     live = Live(terminal, "reading")
 
     def progress(done: int, total: int) -> None:
@@ -170,7 +175,7 @@ def _stream(
             for line in late:
                 terminal.warn(line)
             if terminal.records and session.report is not before:
-                terminal.data(json.dumps(record(session.turns[-1])))
+                terminal.data(json.dumps(record(session.turns[-1], terminal)))
     return "".join(pieces)
 
 
@@ -179,7 +184,14 @@ def thoughts_of(turn: Turn) -> dict[str, str]:
     return {"thoughts": turn.thoughts} if turn.thoughts else {}
 
 
-def record(turn: Turn) -> dict[str, object]:
+def figures(report: TurnReport, terminal: Terminal) -> dict[str, Any]:
+    """The figures of a turn as --json prints them, with every warning that came on stderr since the
+    last turn."""
+    warned, terminal.warned = terminal.warned, []
+    return report.to_dict() | {"warnings": list(dict.fromkeys((*warned, *report.warnings)))}
+
+
+def record(turn: Turn, terminal: Terminal) -> dict[str, Any]:
     """A turn as `chat --json` prints it: question, answer, thoughts if there are any, the names of
     its documents, figures."""
     return {
@@ -187,5 +199,5 @@ def record(turn: Turn) -> dict[str, object]:
         "answer": turn.answer,
         **thoughts_of(turn),
         "documents": [document.name for document in turn.documents],
-        **turn.report.to_dict(),
+        **figures(turn.report, terminal),
     }

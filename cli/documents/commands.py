@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import amount
 from minikv.checks import guess
 from minikv.cli.chat.kept import counted
 from minikv.cli.chat.slash import Command, Context
@@ -58,7 +59,8 @@ def _add(context: Context, arguments: list[str]) -> None:
     if notes:
         characters = sum(len(text.text) for text in texts)
         terminal.say(
-            f"{len(texts):,} documents: {characters:,} characters, read with your next "
+            f"{amount(len(texts), 'document')}: {amount(characters, 'character')}, read with "
+            "your next "
             "question; /docs lists them"
         )
         return
@@ -74,8 +76,8 @@ def _docs(context: Context, arguments: list[str]) -> None:
         return
     rows, counts = [], counted(session, COUNTED)
     for n, (document, count) in enumerate(zip(listed, counts, strict=True), 1):
-        size = f"{len(document.text):,} characters"
-        tokens = "" if count is None else f" · {count:,} token{'' if count == 1 else 's'}"
+        size = amount(len(document.text), "character")
+        tokens = "" if count is None else f" · {amount(count, 'token')}"
         state = "read" if n <= len(session.documents) else "read with your next question"
         rows.append(f"{n:>{len(str(len(listed)))}}  {_name(document)} · {size}{tokens} · {state}")
     terminal.say("\n".join(rows))

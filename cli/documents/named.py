@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import amount
 from minikv.cli.documents.loaders import command_for
 from minikv.cli.documents.markup import ZIP
 from minikv.cli.documents.stdin import STDIN
@@ -203,7 +204,7 @@ def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[lis
     if not texts:
         reason = f"all of it was skipped: {skipped}" if skipped else "it is empty"
         raise UsageError(f"no text in {shown}: {reason}")
-    count = f"{len(texts):,} document{'' if len(texts) == 1 else 's'}, in the order of their paths"
+    count = f"{amount(len(texts), 'document')}, in the order of their paths"
     notes = [f"{shown}: {count}" + (f"; skipped {skipped}" if skipped else "")]
     notes += [f"  {text.name}: {text.facts}" for text in texts[:LISTED]]
     return texts, notes + [f"  and {len(texts) - LISTED:,} more"] * (len(texts) > LISTED)

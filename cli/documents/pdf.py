@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minikv.chat.report import amount
 from minikv.cli.documents.loaders import TIMEOUT, extract, serve
 from minikv.errors import UsageError
 
@@ -90,7 +91,7 @@ def _judge(text: str, shown: str) -> Pdf:
                 joined.append(n)
     if broken and not texts:
         raise UsageError(f"{shown}: {_listed(broken)} could not be read", "is it damaged?")
-    number = f"{len(pages):,} page{'' if len(pages) == 1 else 's'}"
+    number = amount(len(pages), "page")
     if not texts:
         why = "a scan? recognise its text first, for example with ocrmypdf"
         raise UsageError(f"{shown} has {number} and no text in them", why)
@@ -101,14 +102,14 @@ def _judge(text: str, shown: str) -> Pdf:
         gaps.append(f"{_listed(broken)} could not be read (damaged?)")
     if odd:
         has = "has" if len(odd) == 1 else "have"
-        characters = f"{unread:,} character{'' if unread == 1 else 's'}"
+        characters = amount(unread, "character")
         gaps.append(f"{_listed(odd)} {has} {characters} that cannot be told")
     if joined:
         gaps.append(f"words run together on {_listed(joined)}")
     if odd or joined:
         gaps.append(_way_out())
     text = "\n\n".join(texts)
-    return Pdf(text, f"{number}, {len(text):,} characters", "; ".join(gaps))
+    return Pdf(text, f"{number}, {amount(len(text), 'character')}", "; ".join(gaps))
 
 
 def _way_out() -> str:

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 import minikv
-from minikv.chat.report import percent_saved, size, thought_for
+from minikv.chat.report import amount, percent_saved, size, thought_for
 from minikv.cli.screen.render import figures
 from minikv.cli.screen.strips import percent
 from minikv.cli.wording import worded
@@ -151,7 +151,8 @@ def _text(facts: ChatFacts) -> Mapping[str, object]:
         ],
         "scale": bars / count,
         "kept": f"The tallest bar is {percent(largest)}. A head holds {mean} of the tokens on "
-        f"average; {np.count_nonzero(by):,} of {count:,} tokens are held by at least one head.",
+        f"average; {np.count_nonzero(by):,} of {amount(count, 'token')} are held by at least "
+        "one head.",
         "map": _map(facts.held.sum(axis=2), count),
     }
 
@@ -182,7 +183,7 @@ def _map(rows: np.ndarray, count: int) -> Sequence[Sequence[tuple[str, str, str]
     def cell(layer: int, head: int, kept: int) -> tuple[str, str, str]:
         level = 1 + round((LEVELS - 1) * (kept - low) / max(high - low, 1))
         place = f"layer {layer}, KV head {head}"
-        words = f"{place}: {kept:,} of {count:,} tokens kept ({percent(kept / count)})"
+        words = f"{place}: {kept:,} of {amount(count, 'token')} kept ({percent(kept / count)})"
         return f"s{level if kept else 0}", words, f"{kept:,}" if len(rows) <= 12 else ""
 
     return [

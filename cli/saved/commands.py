@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
+from minikv.chat.report import amount
 from minikv.cli.chat.settings_commands import reseeded
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.turn import note_report, run_turn
@@ -59,7 +60,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
     flags = _flags(arguments)
     eviction, seed = _settings(session, flags)
     session.check(eviction)  # before anything is taken back
-    if not session.undone:
+    if context.stopped is None or context.stopped not in session.undone[:1]:
         if not session.turns:
             raise UsageError("there is no question to ask again", "ask something first")
         session.undo()
@@ -90,7 +91,8 @@ def _retry(context: Context, arguments: list[str]) -> None:
             note_report(session.report, terminal)
             if other and not session.recall.place:
                 terminal.note("  the next question reads all again, for the chat's own policy")
-        elif session.turn == before:
+        context.stopped = session.undone[0] if session.undone else None
+        if session.turn == before:
             terminal.say("  the question is taken back; /retry asks it again")
 
 
@@ -189,12 +191,15 @@ def summary(session: ChatSession, saved: Saved, seconds: float) -> str:
     elif not session.fed:
         how += ", with all that was read"
     elif again := _read_again(session):
-        how += f"; your next question reads {again:,} tokens again"
+        how += f"; your next question reads {amount(again, 'token')} again"
     else:
         how += "; nothing was read again"
-    lines = [f"{saved.name}: {_turns(len(saved.turns))}, {how}", f"  {render.policy_line(session)}"]
+    lines = [
+        f"{saved.name}: {amount(len(saved.turns), 'turn')}, {how}",
+        f"  {render.policy_line(session)}",
+    ]
     lines += [
-        f"  {document.name or 'piped text'}: {len(document.text):,} characters"
+        f"  {document.name or 'piped text'}: {amount(len(document.text), 'character')}"
         for document in (*saved.documents, *saved.pending)
     ]
     for turn in saved.turns[-1:]:
@@ -223,10 +228,6 @@ def left(context: Context) -> str:
             return ""
         return "  the chat so far was not saved and is lost"
     return f"  the chat so far is saved as {name}; /load {name} goes back to it"
-
-
-def _turns(count: int) -> str:
-    return "1 turn" if count == 1 else f"{count:,} turns"
 
 
 def _line(text: str) -> str:

@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minikv.chat.report import amount
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage, renew
@@ -253,7 +254,8 @@ class Keeper:
         if rows.damage:
             again = max(0, len(saved.tokens) - rows.rows)
             self._terminal.warn(
-                f"the tier of chat {saved.name}: {rows.damage}; {again:,} tokens are read again"
+                f"the tier of chat {saved.name}: {rows.damage}; {amount(again, 'token')} are "
+                "read again"
             )
         return rows
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
+from minikv.chat.report import amount
 from minikv.chat.report import size as size_of
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.wording import worded
@@ -70,8 +71,8 @@ class Live:
         elif first:
             self._last = now
             if not self._announced and total >= LARGE.get(self._unit, total + 1):
-                amount = size_of(total) if self._unit == "B" else f"{total:,} tokens"
-                self._terminal.note(f"{self.label}: {amount}")
+                much = size_of(total) if self._unit == "B" else f"{total:,} tokens"
+                self._terminal.note(f"{self.label}: {much}")
         elif now - self._last >= SELDOM and done < total and total - done >= self._rate():
             self._last = now  # and nothing for the last second
             line = [f"{self.label}: {amounts(done, total, self._unit)}", self._left(done, total)]
@@ -120,7 +121,7 @@ class Loading:
         self._cancelled = False
 
     def planned(self, files: int, size: int, free: int | None) -> None:
-        what = f"will download {size_of(size)} in {files:,} file{'' if files == 1 else 's'}"
+        what = f"will download {size_of(size)} in {amount(files, 'file')}"
         self._terminal.note(what if free is None else f"{what}, {size_of(free)} free")
 
     def download(self, done: int, total: int) -> None:

@@ -60,14 +60,16 @@ class Screen:
 class Terminal:
     """Writes the answer to stdout and everything else to stderr. Colour, live lines and Markdown
     only on a terminal. `plain`: no escape sequences. `ascii`: stderr can write only ASCII.
-    `records`: stdout gets a JSON record per turn instead of the answer. `thoughts`: how those of a
-    reasoning model are shown (`minikv.cli.screen.thoughts`)."""
+    `records`: stdout gets a JSON record per turn instead of the answer. `warned`: the warnings
+    since the last record. `thoughts`: how those of a reasoning model are shown
+    (`minikv.cli.screen.thoughts`)."""
 
     def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet
         self.out: TextIO = sys.stdout
         self.err: TextIO = sys.stderr
         self.records = False
+        self.warned: list[str] = []
         self.thoughts = "fold"
         self.plain = plain or os.environ.get("TERM", "dumb") == "dumb"
         self.live = _is_tty(self.err) and not self.plain and not quiet
@@ -179,6 +181,7 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """A warning, one line. --quiet silences it, but not in the record of the turn."""
+        self.warned.append(text)
         self.note(f"! {text}", "warn")
 
     def fail(self, message: str, hint: str = "") -> None:

@@ -162,7 +162,9 @@ class Conversations:
 
         def reads(done: int, total: int) -> None:
             going_on()
-            tell(News(f"read {done} of {total} tokens"))
+            # What the cache or the disk already has is not part of the total.
+            new = "" if session.rereading else "new "
+            tell(News(f"read {done} of {total} {new}tokens"))
 
         def thinks(text: str, tokens: int) -> None:
             going_on()

@@ -59,6 +59,7 @@ class Interface:
         "invalid bytes in a document: refuse them, or replace them with U+FFFD",
         DOCUMENTS,
         choices=("strict", "replace"),
+        live=True,
     )
     stats: bool = setting(
         False, "print what the answer cost to stderr", OUTPUT, commands=("ask",), common=True
@@ -80,6 +81,7 @@ class Interface:
         commands=("ask", "chat"),
         choices=("show", "fold", "hide"),
         takes="HOW",
+        live=True,
     )
     quiet: bool = setting(
         False,
@@ -88,6 +90,7 @@ class Interface:
         letters=("-q",),
         commands=("ask", "chat"),
         common=True,
+        live=True,
     )
     plain: bool = setting(False, "no Markdown, colours or progress lines", OUTPUT, in_file=False)
     debug: bool = setting(False, "show tracebacks", ADVANCED, in_file=False)

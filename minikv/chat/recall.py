@@ -19,7 +19,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.tier import Tier, copy_rows
 from minikv.cache.tier_file import FileRows, Header, remove
 from minikv.cache.tier_rows import Columns, RamRows, TierError, columns_of, row_nbytes
-from minikv.chat.report import size
+from minikv.chat.report import amount, size
 from minikv.chat.store import Store
 from minikv.chat.transcript import Stored, shared
 from minikv.errors import MinikvError, UsageError
@@ -259,7 +259,7 @@ class Recall:
             return self.broken
         self._take(rows, self.ids)
         over = f", as {because}" if because else ""
-        self._tell(f"tier: a file, {size(self._bytes(tokens))} for {tokens:,} tokens{over}")
+        self._tell(f"tier: a file, {size(self._bytes(tokens))} for {amount(tokens, 'token')}{over}")
         return ""
 
     def _made(
@@ -444,7 +444,7 @@ class Recall:
             return f"the tier cannot be used any more: {error}; this chat goes on without it"
         lost = self.tokens - error.rows
         self.tier.truncate(error.rows)
-        return f"the tier is damaged: {error}; {lost:,} tokens are read again"
+        return f"the tier is damaged: {error}; {amount(lost, 'token')} are read again"
 
     # -- prompts with a second pass ---------------------------------------------------------------
 

@@ -192,7 +192,7 @@ class TurnReport:
         tokens = self.tokens
         words = [
             f"turn {self.turn}",
-            f"{tokens.prompt_new:,} tokens read",
+            f"{amount(tokens.prompt_new, 'token')} read",
             f"{tokens.generated:,} written in {self.time_s.total:.1f} s",
             self.memory,
             f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head",
@@ -238,7 +238,7 @@ class TurnReport:
         """The short lines below an answer: speed, then memory, then what the answer may lack."""
         tokens = self.tokens
         written = tokens.generated - tokens.thoughts
-        speed = [f"{written:,} token{'' if written == 1 else 's'}"]
+        speed = [amount(written, "token")]
         if tokens.thoughts:
             speed[0] += f" after {tokens.thoughts:,} of thought"
         if self.rate.decode_tok_s is not None and tokens.generated >= FEW:
@@ -250,7 +250,7 @@ class TurnReport:
         if not self.whole:
             memory.append(f"kept {tokens.kept_mean:,.0f} of {tokens.seen_total:,} tokens per head")
         if self.reuse == "refresh":
-            again = f"{tokens.prompt_reread:,} tokens " if tokens.prompt_reread else ""
+            again = f"{amount(tokens.prompt_reread, 'token')} " if tokens.prompt_reread else ""
             memory.append(f"{again}read again")
         elif self.shaped_by_turn == 0:
             memory.append("evicted before any question")
@@ -267,6 +267,11 @@ class TurnReport:
 def thought_for(tokens: int) -> str:
     """What stands for folded thoughts: "thought for 312 tokens"."""
     return f"thought for {tokens:,} token{'' if tokens == 1 else 's'}"
+
+
+def amount(count: int, word: str) -> str:
+    """ "1 token", "2,000 tokens"."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
 def size(count: int, unit: str = "") -> str:

@@ -47,7 +47,7 @@ from minikv.chat.plan import (
 )
 from minikv.chat.reading import Reader, Tools
 from minikv.chat.recall import Recall
-from minikv.chat.report import line
+from minikv.chat.report import amount, line
 from minikv.chat.snapshot import (
     ChatSnapshot,
     Conversation,
@@ -375,7 +375,7 @@ class ChatSession(ConversationView):
             self.facts.model,
             self.eviction.pair,
             f"budget {self.eviction.budget}" if self.eviction.evicts else "",
-            "1 turn" if turns == 1 else f"{turns:,} turns",
+            amount(turns, "turn"),
             f"{len(self.fed):,} of {self.max_context:,} tokens",
         ]
         return line("chat", words)

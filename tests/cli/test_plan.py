@@ -504,6 +504,7 @@ def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:
     assert "8,192 positions, too few for 9,000 tokens" in text
     assert text.count("no, context") == 7
     assert [record(None, n)["suffices"] for n in ("8191", "8192")] == [True, False]
+    assert "plan     read 8,100 tokens, write 92; budget" in run(None, "8100", budget="512")
 
 
 # -- without --tokens, and what is suggested ------------------------------------------------

@@ -31,5 +31,14 @@ def test_python_becomes_flags_and_commands(text: str, shown: str) -> None:
 
 
 def test_errors_and_hints_are_reworded() -> None:
-    failure = explain(UsageError("`top_p` is wrong", 'use `device="cpu"`'))
-    assert (failure.message, failure.hint) == ("--top-p is wrong", "use --device cpu")
+    error = UsageError("`top_p` is wrong", 'use `device="cpu"`; `policy` takes: h2o')
+    made = explain(error)
+    assert (made.message, made.hint) == (
+        "--top-p is wrong",
+        "use --device cpu; --policy takes: h2o",
+    )
+    made = explain(error, chat=True)
+    assert (made.message, made.hint) == (
+        "/set top_p is wrong",
+        "use --device cpu; /set policy takes: h2o",
+    )

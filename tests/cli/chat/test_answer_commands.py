@@ -137,7 +137,7 @@ def test_a_first_question_is_asked_and_the_chat_stays(world: World, document: st
 
 def test_json_is_a_record_per_turn_and_nothing_else(world: World, document: str) -> None:
     first = answer_of(TEXT, "Who runs it?")
-    lines = "Who runs it?\n/stats\n/undo\n/retry\n/set top_k 4\nAnd why?\n/continue\n"
+    lines = "Who runs it?\n/stats\n/retry\n/set top_k 4\nAnd why?\n/continue\n"
     result = world.run("chat", document, "--json", input=lines)
     found = records(result.stdout)
     assert [(one["question"], one["turn"]) for one in found] == [

@@ -14,7 +14,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import demo
 from minikv.cli.chat.interrupt import Interrupts
-from minikv.cli.chat.turn import TOY, note_report, run_turn
+from minikv.cli.chat.turn import TOY, note_report, record, run_turn
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
@@ -34,17 +34,26 @@ def session() -> ChatSession:
 
 
 def said(
-    session: ChatSession, texts: list[str], capsys: pytest.CaptureFixture[str], model: str = ""
+    session: ChatSession,
+    texts: list[str],
+    capsys: pytest.CaptureFixture[str],
+    model: str = "",
+    *,
+    alone: bool = False,
 ) -> int:
-    """How often the line is said with a question about these documents."""
+    """How often the line is said with a question about these documents, and in the record."""
     session.reset()
     facts = session.facts
     session.facts = replace(facts, model=model or facts.model)
     for text in texts:
         session.attach(text)
-    run_turn(session, "Who?", Generation(max_tokens=1), Terminal(), Interrupts())
+    terminal = Terminal()
+    run_turn(session, "Who?", Generation(max_tokens=1), terminal, Interrupts(), alone=alone)
     session.facts = facts
-    return capsys.readouterr().err.count(TOY)
+    count = capsys.readouterr().err.count(TOY)
+    assert record(session.turns[-1], terminal)["warnings"].count(TOY) == count
+    assert record(session.turns[-1], terminal)["warnings"] == []
+    return count
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,7 @@ def test_the_toy_says_that_it_does_not_know_a_document(
     texts = [own.get(text, text) for text in texts]
     assert said(session, texts, capsys) == times
     assert said(session, texts, capsys, model="owner/another") == 0
+    assert said(session, texts, capsys, alone=True) == (times or not texts)
 
 
 def test_the_whole_sample_is_of_its_world(session: ChatSession) -> None:

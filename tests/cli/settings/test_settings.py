@@ -569,5 +569,7 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
     do(context, "system", "")
     assert session.messages == []
     assert "no system prompt" in do(context, "system")
+    do(context, "system", "a")
+    assert "(1 token; may be evicted)" in do(context, "system")
     with pytest.raises(UsageError, match="names no file"):
         do(context, "system", "@")
