@@ -1,14 +1,12 @@
-"""What `minikv eval` and `minikv bench` share: flags from a dataclass, what is compared, a line of
-progress, and JSON that keeps what a stopped run has measured."""
+"""What `minikv eval` and `minikv bench` share: what is compared, a line of progress, and JSON that
+keeps what a stopped run has measured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from inspect import Parameter, signature
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.cli.screen.progress import Live
@@ -18,21 +16,6 @@ from minikv.errors import UsageError
 
 STDOUT = "-"
 """The value of --json without a file."""
-
-
-def with_flags(run: Callable[..., None], kind: type) -> Callable[..., None]:
-    """`run`, whose last parameter collects keywords, with a flag for each field of the dataclass
-    `kind`. The fields are annotated with typer's options."""
-    hints = get_type_hints(kind, include_extras=True)
-    flags = [
-        Parameter(x.name, Parameter.KEYWORD_ONLY, default=x.default, annotation=hints[x.name])
-        for x in fields(kind)
-    ]
-    made = signature(run, eval_str=True)
-    own = list(made.parameters.values())[:-1]
-    vars(run)["__signature__"] = made.replace(parameters=[*own, *flags])
-    run.__annotations__ = {each.name: each.annotation for each in (*own, *flags)}
-    return run
 
 
 def choices(

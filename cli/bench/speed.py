@@ -15,7 +15,7 @@ import torch
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.cli.bench import machine, networks, systems
-from minikv.cli.bench.asked import Asked
+from minikv.cli.bench.arguments import Asked
 from minikv.cli.bench.systems import Cached, Transformers
 from minikv.cli.measure import Results, choices, lengths
 from minikv.cli.screen.terminal import Terminal

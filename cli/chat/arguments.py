@@ -7,6 +7,7 @@ runs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -25,16 +26,14 @@ Files = Annotated[
 ]
 
 
-@alone
-def ask(
-    call: Call,
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What `minikv ask` is asked. go_on: behind the last `ask`."""
+
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="the question; - reads the message from stdin")
-    ],
-    settings: Settings,
-    generation: Generation,
-    interface: Interface,
-    files: Files = None,
+    ]
+    files: Files = None
     go_on: Annotated[
         bool,
         flag(
@@ -43,7 +42,7 @@ def ask(
             letters=["-c"],
             rich_help_panel=SAVED,
         ),
-    ] = False,
+    ] = False
     chat: Annotated[
         str | None,
         flag(
@@ -53,10 +52,19 @@ def ask(
             autocompletion=completion.saved,
             rich_help_panel=SAVED,
         ),
-    ] = None,
+    ] = None
     as_json: Annotated[
         bool, json_flag("one JSON object: the answer and the figures of the turn")
-    ] = False,
+    ] = False
+
+
+@alone
+def ask(
+    call: Call,
+    settings: Settings,
+    generation: Generation,
+    interface: Interface,
+    asked: Question,
 ) -> None:
     """minikv ask "Who runs the mill?" report.txt --budget 256 --stats
 
@@ -66,29 +74,18 @@ def ask(
     """
     from minikv.cli.chat.ask import ask as run
 
-    run(
-        question,
-        files or [],
-        settings,
-        generation,
-        interface,
-        call,
-        as_json=as_json,
-        chat=chat,
-        go_on=go_on,
-    )
+    run(asked, settings, generation, interface, call)
 
 
-@alone
-def chat(
-    call: Call,
-    settings: Settings,
-    generation: Generation,
-    interface: Annotated[Interface, Only("encoding_errors chats_limit thoughts quiet plain debug")],
-    files: Files = None,
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """How `minikv chat` begins. prompt: is asked before anything is typed. resume: a saved chat,
+    "" the newest one; reread: without its cache."""
+
+    files: Files = None
     prompt: Annotated[
         str | None, flag("--prompt", "ask this first", letters=["-p"], metavar="QUESTION")
-    ] = None,
+    ] = None
     as_json: Annotated[
         bool,
         flag(
@@ -96,7 +93,7 @@ def chat(
             "print a JSON object per turn, with its answer and figures; for piped questions",
             rich_help_panel=OUTPUT,
         ),
-    ] = False,
+    ] = False
     resume: Annotated[
         str | None,
         flag(
@@ -105,7 +102,7 @@ def chat(
             metavar="[NAME]",
             autocompletion=completion.saved,
         ),
-    ] = None,
+    ] = None
     reread: Annotated[
         bool,
         flag(
@@ -113,14 +110,23 @@ def chat(
             "with --resume: do not load the saved cache; the next question reads everything again",
             rich_help_panel=SAVED,
         ),
-    ] = False,
-    no_save: Annotated[
-        bool, flag("--no-save", "do not save this chat", rich_help_panel=SAVED)
-    ] = False,
+    ] = False
+    no_save: Annotated[bool, flag("--no-save", "do not save this chat", rich_help_panel=SAVED)] = (
+        False
+    )
     no_history: Annotated[
         bool,
         flag("--no-history", "do not store what is typed for later chats", rich_help_panel=SAVED),
-    ] = False,
+    ] = False
+
+
+@alone
+def chat(
+    call: Call,
+    settings: Settings,
+    generation: Generation,
+    interface: Annotated[Interface, Only("encoding_errors chats_limit thoughts quiet plain debug")],
+    asked: Talk,
 ) -> None:
     """minikv chat report.txt --budget 256
 
@@ -132,19 +138,7 @@ def chat(
     """
     from minikv.cli.chat.command import chat as run
 
-    run(
-        files or [],
-        settings,
-        generation,
-        interface,
-        call,
-        first=prompt,
-        as_json=as_json,
-        resume=resume,
-        reread=reread,
-        save=not no_save,
-        history=not no_history,
-    )
+    run(asked, settings, generation, interface, call)
 
 
 @alone

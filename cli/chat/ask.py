@@ -13,6 +13,7 @@ import typer
 
 from minikv.chat.report import amount, percent_saved
 from minikv.cli.chat.answer_commands import check
+from minikv.cli.chat.arguments import Question
 from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.question import sorted_out
 from minikv.cli.chat.turn import figures, open_chat, run_turn, thoughts_of
@@ -41,29 +42,25 @@ _MOST = 0.5  # if a larger share of what was read was evicted, a line says so
 
 
 def ask(
-    question: str,
-    files: Sequence[str],
+    asked: Question,
     settings: Settings,
     generation: Generation,
     interface: Interface,
     call: Call,
-    *,
-    as_json: bool = False,
-    chat: str | None = None,
-    go_on: bool = False,
 ) -> None:
-    """Answer on stdout. With `chat`, in the saved chat of this name, and with `go_on`, in that of
-    the last `ask`: with its own settings except those that were typed; the chat is then saved with
-    this turn. Exits with 130 if the user stopped the answer.
+    """Answer on stdout. With `asked.chat`, in the saved chat of this name, and with `asked.go_on`,
+    in that of the last `ask`: with its own settings except those that were typed; the chat is then
+    saved with this turn. Exits with 130 if the user stopped the answer.
 
-    `question` "-" is the whole user message from standard input, verbatim but for one line end at
+    The question "-" is the whole user message from standard input, verbatim but for one line end at
     its end, which `echo` adds. Otherwise what is piped in is the document if no file is named, or
-    if one of `files` is "-".
+    if one of the files is "-".
     """
+    chat, go_on, as_json = asked.chat, asked.go_on, asked.as_json
     terminal, given, loaders = call.terminal, call.given, call.config.loaders
     terminal.thoughts = interface.thoughts
     errors = interface.encoding_errors
-    question, files, note = sorted_out(question, files)
+    question, files, note = sorted_out(asked.question, asked.files or [])
     if note:
         terminal.note(note)
     refuse_without_torch()
@@ -76,7 +73,7 @@ def ask(
         raise UsageError(
             "with --remember off no ask is kept that could be continued", "leave it out here"
         )
-    asked = settings
+    own = settings
     if not go_on and settings.reuse == "recall":  # there is no later question
         settings = replace(settings, reuse="once")
     if go_on and question != "-" and "-" not in files:  # the documents are in the chat
@@ -106,22 +103,22 @@ def ask(
             if go_on:
                 keeper.keep(session)
             elif remembers:  # for questions to come, with what was left out for this one
-                session.reuse, session.recall.kind = asked.reuse, asked.tier
+                session.reuse, session.recall.kind = own.reuse, own.tier
                 keeper.keep_ask(session)
         if session is not None:
             session.recall.leave()
         keeper.close()
     report = session.report
     assert report is not None, "a finished turn has a report"
+    if not interface.stats:
+        _say_what_is_gone(report, terminal)
     if as_json:
         thoughts = thoughts_of(session.turns[-1])
         terminal.data(json.dumps({"answer": answer, **thoughts, **figures(report, terminal)}))
     if interface.stats:
         terminal.say(render.stats(report), "dim")
-    else:
-        _say_what_is_gone(report, terminal)
-        if not as_json:
-            _say_why_it_ended(report, generation, terminal)
+    elif not as_json:
+        _say_why_it_ended(report, generation, terminal)
     if report.stop_reason == "user":
         raise typer.Exit(130)
 

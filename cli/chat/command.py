@@ -16,6 +16,7 @@ import minikv
 from minikv.chat.report import amount
 from minikv.cli.chat import slash_commands
 from minikv.cli.chat.answer_commands import check
+from minikv.cli.chat.arguments import Talk
 from minikv.cli.chat.interrupt import Interrupts, Terminated
 from minikv.cli.chat.slash import Context, Leave
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
@@ -48,27 +49,16 @@ LONG = 32_768
 
 
 def chat(
-    files: Sequence[str],
+    asked: Talk,
     settings: Settings,
     generation: Generation,
     interface: Interface,
     call: Call,
-    *,
-    first: str | None = None,
-    as_json: bool = False,
-    resume: str | None = None,
-    reread: bool = False,
-    save: bool = True,
-    history: bool = True,
 ) -> None:
     """Talk until /exit or Ctrl-D. Without a terminal, each line of standard input is a question;
-    the exit code is then that of the first turn that failed.
-
-    `first` is asked before anything is typed. With `as_json`, stdout gets a JSON record per turn.
-    `resume` opens a saved chat, "" the newest one; with `reread`, without its cache. The settings
-    that were typed (`call.given`) win over those with which that chat was saved. With `history`,
-    what is typed is stored for later chats.
-    """
+    the exit code is then that of the first turn that failed. The settings that were typed
+    (`call.given`) win over those with which a resumed chat was saved."""
+    files, first, resume = asked.files or [], asked.prompt, asked.resume
     terminal, config, given = call.terminal, call.config, call.given
     terminal.thoughts = interface.thoughts
     errors = interface.encoding_errors
@@ -82,7 +72,7 @@ def chat(
             "`minikv chat FILE` takes piped questions, one per line; "
             '`minikv ask "QUESTION" < FILE` takes a piped document',
         )
-    if reread and resume is None:
+    if asked.reread and resume is None:
         raise UsageError(
             "--reread opens a saved chat without its cache, and needs --resume",
             "minikv chat --resume NAME --reread",
@@ -97,7 +87,7 @@ def chat(
 
     if typed:
         terminal.open_keyboard()
-    keeper = Keeper(terminal, active=save)
+    keeper = Keeper(terminal, active=not asked.no_save)
     interrupts = Interrupts()
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
     session.undo_turns = UNDO_TURNS
@@ -105,13 +95,13 @@ def chat(
     origins = config.origins(given)
     if resume is not None:
         began = perf_counter()
-        saved = keeper.load(session, resume, reread=reread, given=given)
-        origins |= origins_of(saved, given, reread=reread)
+        saved = keeper.load(session, resume, reread=asked.reread, given=given)
+        origins |= origins_of(saved, given, reread=asked.reread)
         terminal.note(summary(session, saved, perf_counter() - began))
         for line in changes(session.documents + session.pending):
             terminal.warn(line)
         attach(session, texts, terminal)
-    terminal.records = as_json
+    terminal.records = asked.as_json
     if typed:
         terminal.note(render.header(session, minikv.__version__, generation.max_tokens))
         terminal.note(
@@ -135,7 +125,9 @@ def chat(
         if typed:
             from minikv.cli.screen.editor import open_reader
 
-            read_line = open_reader(terminal, _help(session), history_file() if history else None)
+            read_line = open_reader(
+                terminal, _help(session), None if asked.no_history else history_file()
+            )
         if first is not None:
             read_line = _after(first, read_line, terminal)
         code = converse(context, read_line, typed=typed)

@@ -12,7 +12,7 @@ import minikv
 from minikv.chat.session import ChatSession
 from minikv.cli.documents.text import read_file
 from minikv.cli.eval import tasks
-from minikv.cli.eval.asked import Asked
+from minikv.cli.eval.arguments import Asked
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.names import ANSWERED, BESIDE, TASKS
 from minikv.cli.eval.records import is_text, named, read_items

@@ -147,19 +147,6 @@ class Config:
             found += f"{self.alias_files[name]}: [aliases] {clean(name)}: "
         return found
 
-    def default_map(self, commands: Mapping[str, Collection[str]]) -> dict[str, dict[str, Plain]]:
-        """The flags' defaults as typer's context takes them. `commands`: parameters by command."""
-        return {
-            command: {
-                name: value.value
-                for name, value in self.values.items()
-                if value.value != ""  # the same as saying nothing
-                and name in parameters
-                and command in (SETTINGS[name].commands or (command,))
-            }
-            for command, parameters in commands.items()
-        }
-
     def origins(self, given: Collection[str]) -> dict[str, str]:
         """Where each setting's value came from; `given`: parameters typed on the command line."""
         return {
@@ -234,20 +221,22 @@ def short(path: Path) -> str:
 
 def given(context: typer.Context) -> set[str]:
     """The parameters that were typed on the command line."""
-    typed = set()
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            typed.add(name)
-    return typed
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 def install(context: typer.Context, config: Config) -> None:
     """Make `config` the defaults of the command below `context`, and its object."""
-    name, below = context.invoked_subcommand or "", getattr(context.command, "commands", {})
-    params = {name: [p.name for p in below[name].params]} if name in below else {}
-    context.default_map = config.default_map(params)
-    context.obj = config
+    command = context.invoked_subcommand or ""
+    below = getattr(context.command, "commands", {}).get(command)
+    defaults = {
+        name: value.value
+        for name, value in config.values.items()
+        if value.value != ""  # the same as saying nothing
+        and name in [one.name for one in (below.params if below else ())]
+        and command in (SETTINGS[name].commands or (command,))
+    }
+    context.default_map, context.obj = {command: defaults}, config
 
 
 def read_toml(path: Path, shown: str) -> dict[str, object] | None:

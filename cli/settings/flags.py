@@ -11,9 +11,9 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -57,10 +57,12 @@ class Call:
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
     """`run` as a function for typer: without its first parameter `call: Call`, and with a flag for
-    each field of its settings classes. Errors become a line and an exit code. It does not run where
-    a command below it does."""
+    each field of its dataclasses: those of settings, and others whose fields are annotated with
+    typer's options. Errors become a line and an exit code. It does not run where a command below
+    it does."""
     made = inspect.signature(run, eval_str=True)
     parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context)]
+    asked: dict[str, type] = {}
     groups: dict[str, tuple[type, Mapping[str, Setting]]] = {}
     for one in list(made.parameters.values())[1:]:
         noted = get_origin(one.annotation) is Annotated
@@ -69,6 +71,19 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             parameters.append(one.replace(kind=_KIND))
             continue
         assert isinstance(kind, type)
+        if not settings_of(kind):
+            asked[one.name] = kind
+            hints = get_type_hints(kind, include_extras=True)
+            parameters += (
+                inspect.Parameter(
+                    each.name,
+                    _KIND,
+                    default=_EMPTY if each.default is MISSING else each.default,
+                    annotation=hints[each.name],
+                )
+                for each in fields(kind)
+            )
+            continue
         only = next((note for note in notes if isinstance(note, Only)), None)
         known = {**settings_of(kind), **(only.changed if only else {})}
         groups[one.name] = kind, known
@@ -96,6 +111,8 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
                 read = _read({key: typed.pop(key) for key in own}, settings, call)
                 call.values.update(read)
                 typed[name] = kind(**read)
+            for name, kind in asked.items():
+                typed[name] = kind(**{each.name: typed.pop(each.name) for each in fields(kind)})
             with _naming(origin):
                 run(call, **typed)
 
@@ -104,7 +121,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     called.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     called.__name__ = run.__name__
     # The signature that typer reads. Parameters without a default must come first.
-    parameters.sort(key=lambda one: one.default is not inspect.Parameter.empty)
+    parameters.sort(key=lambda one: one.default is not _EMPTY)
     vars(called)["__signature__"] = inspect.Signature(parameters)
     vars(called)["__wrapped__"] = run
     called.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -169,7 +186,7 @@ def _check_cwd_exists() -> None:
         ) from None
 
 
-_KIND = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_KIND, _EMPTY = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
 _OPTIONS = inspect.Parameter(
     "options",
     _KIND,

@@ -342,7 +342,7 @@ def test_06_an_answer_from_a_small_part_of_the_document_says_so(program: Program
     )
     for flags, count in {
         "--budget 64": 1,
-        "--budget 64 --json": 1,
+        "--budget 64 --json": 1,  # and in the record
         "--budget 64 --quiet": 0,
         "--budget 64 --stats": 0,
         "--budget 70%": 0,

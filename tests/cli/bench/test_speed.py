@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minikv.cli.bench import machine, networks, speed, systems
-from minikv.cli.bench.asked import Asked
+from minikv.cli.bench.arguments import Asked
 from minikv.cli.bench.systems import Cached
 from minikv.cli.measure import STDOUT
 from minikv.cli.screen.terminal import Terminal
