@@ -29,7 +29,7 @@ from minikv.cli.screen.terminal import OutputError
 from minikv.cli.screen.text import folded
 from minikv.cli.settings.config import Interface
 from minikv.cli.settings.flags import Call, Only, alone, json_flag
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import worded
 from minikv.models import refuse_without_torch
 from minikv.policies import prompt_names, step_names
 from minikv.settings import Settings

@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 
 import minikv
-from minikv.cli.help import Group, Later
 from minikv.cli.screen.terminal import Terminal, hush, open_streams
+from minikv.cli.settings.help import Group, Later
 from minikv.engine import threads
 
 _MORE = "Look up, measure, set up"
@@ -58,24 +58,24 @@ def main(
 
 
 _COMMANDS = (
-    ("ask", "chat.arguments:ask", None, "one question, one answer; made for pipes"),
-    ("chat", "chat.arguments:chat", None, "questions and answers over documents, on a terminal"),
-    ("serve", "serve.arguments:serve", None, "answers for other programs, as OpenAI's API does"),
-    ("demo", "chat.arguments:demo", None, "a guided chat of two minutes, with the bundled model"),
+    ("ask", "arguments:ask", None, "one question, one answer; made for pipes"),
+    ("chat", "arguments:chat", None, "questions and answers over documents, on a terminal"),
+    ("serve", "arguments:serve", None, "answers for other programs, as OpenAI's API does"),
+    ("demo", "arguments:demo", None, "a guided chat of two minutes, with the bundled model"),
     (
         "eval",
-        "eval.arguments:app",
+        "arguments:evaluate",
         _MORE,
         "answer quality under each policy, compared with the full cache",
     ),
     ("plan", "plan:plan", None, "will it fit in memory? and what to do if not"),
     ("doctor", "doctor:doctor", None, "what this machine offers, and a self-test"),
     ("policies", "policies_command:policies", _MORE, "the eviction methods, one line each"),
-    ("bench", "bench.arguments:app", _MORE, "speed of steps and prompts, beside other systems"),
+    ("bench", "arguments:bench", _MORE, "speed of steps and prompts, beside other systems"),
     ("config", "settings.command:config", _MORE, "settings from files and MINIKV_* variables"),
     ("models", "models_command:models", None, "list, download and remove models"),
     ("chats", "saved.chats:chats", None, "list, show and remove saved chats"),
-    ("cache", "cache_command:cache", _MORE, "prompts that were read and need not be read again"),
+    ("cache", "saved.chats:cache", _MORE, "prompts that were read and need not be read again"),
 )
 _GONE = {
     "report": "minikv chat --resume NAME, then /export report.html",
@@ -123,7 +123,7 @@ def run() -> None:
         code = error.exit_code
     except typer.Abort:
         code = 130
-    except OSError as error:  # from typer's own output, as of --help: ours is guarded
+    except OSError as error:  # from typer's own output, as of --settings.help: ours is guarded
         Terminal().fail(f"cannot write the output: {error.strerror}")
         hush()
         code = 1
@@ -139,7 +139,7 @@ def _told(message: str) -> str:
     )
     if unknown is None:
         return message
-    from minikv.cli.wording import worded
+    from minikv.cli.settings.values import worded
     from minikv.settings import GONE
 
     name, command = unknown[1], sys.argv[1]

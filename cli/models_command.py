@@ -17,7 +17,7 @@ import typer
 
 from minikv.chat.report import size
 from minikv.checks import guess
-from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.failures import Interrupts
 from minikv.cli.screen.progress import Loading
 from minikv.cli.screen.terminal import window
 from minikv.cli.screen.text import clean, cut, grid

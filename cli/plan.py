@@ -16,8 +16,7 @@ from minikv.cli.forecast import Forecast, Planner, Suggestion
 from minikv.cli.screen.text import clean, folded
 from minikv.cli.settings.config import Interface
 from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag, json_flag, list_of
-from minikv.cli.settings.values import read_count
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import read_count, worded
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import DEFAULT_PROMPT

@@ -129,8 +129,8 @@ def test_unknown_arguments_of_a_method_are_pythons_own_error(chat: ChatSession) 
 
 
 def test_no_text_of_the_runtime_names_a_flag_or_a_slash_command() -> None:
-    """They are written as Python, and the command line rewords them: `minikv.cli.wording`. Help of
-    settings and policies is shown by the command line alone."""
+    """They are written as Python, and the command line rewords them (`worded`). Help of settings
+    and policies is shown by the command line alone."""
     found = []
     for folder in ("minikv", "models"):
         for path in sorted((ROOT / folder).rglob("*.py")):

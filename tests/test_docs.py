@@ -20,8 +20,8 @@ from llama_8b import LLAMA
 from typer.testing import CliRunner
 
 from minikv.chat.report import size
-from minikv.cli.help import Group
 from minikv.cli.main import _resume_alone, app
+from minikv.cli.settings.help import Group
 from minikv.kernels.native import choice
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -259,9 +259,9 @@ def test_light_commands_load_no_torch() -> None:
 def test_flags_are_imported_only_when_a_command_is_typed() -> None:
     for typed in ("", "demo", "ask"):
         loaded = loaded_after(f"{_GO}go(*'{typed} --help'.split())")
-        imported = {"minikv.cli.chat.arguments", "minikv.settings"} & loaded
+        imported = {"minikv.cli.arguments", "minikv.settings"} & loaded
         assert len(imported) == (2 if typed else 0)
-        assert not loaded & {"minikv.cli.plan", "minikv.cli.chat.ask", "minikv.cli.eval.arguments"}
+        assert not loaded & {"minikv.cli.plan", "minikv.cli.chat.ask", "minikv.cli.eval.command"}
     light = ("plan", "doctor", "models", "chats", "cache", "policies", "config")
     loaded = loaded_after(_GO + "; ".join(f"go('{one}', '--help')" for one in light))
     assert "minikv.cli.plan" in loaded  # the commands did run

@@ -14,8 +14,8 @@ import torch
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
-from minikv.cli.bench import machine, networks, systems
-from minikv.cli.bench.arguments import Asked
+from minikv.cli.asked import Bench
+from minikv.cli.bench import networks, systems
 from minikv.cli.bench.systems import Cached, Transformers
 from minikv.cli.measure import Results, choices, lengths
 from minikv.cli.screen.terminal import Terminal
@@ -31,14 +31,21 @@ floor: share of what bandwidth measured in this run allows
 x full, x HF: times as fast as the full cache, as transformers (sdpa)"""
 
 
-def measure(asked: Asked, settings: Settings, terminal: Terminal, command: Sequence[str]) -> None:
+def measure(asked: Bench, settings: Settings, terminal: Terminal, command: Sequence[str]) -> None:
     """Measure steps after prompts of every length, prompts, or both; `command` is for the record.
     Raises UsageError, ModelError and MemoryShortError."""
+    for flag, value, least, most in (
+        ("--repeat", asked.repeat, 1, 100),
+        ("--steps", asked.steps, 0, 10_000),
+    ):
+        if not least <= value <= most:
+            raise UsageError(f"{flag} must be {least} to {most:,}, got {value}")
+    lengths(asked.length)
     evictions = choices(settings.policy, settings.budget, settings.decode, options=settings.options)
     record = {"command": " ".join(command), "complete": False, "rows": []}
     results = Results(terminal, asked.as_json, record)
     terminal.status("starting")
-    device = machine.prepare(settings.device, settings.threads or 0)
+    device = networks.prepare(settings.device, settings.threads or 0)
     if settings.kernels == "triton" and device.type != "cuda":
         raise UsageError("no Triton kernels without a CUDA device", "use --kernels auto or torch")
     name = asked.shape.lower()
@@ -46,9 +53,9 @@ def measure(asked: Asked, settings: Settings, terminal: Terminal, command: Seque
         name = "llama-3-8b" if device.type == "cuda" else "s"
     sizes = networks.find(name)
     terminal.status("measuring the machine's bandwidth")
-    rate, facts, made = machine.bandwidth(device), machine.facts(device), results.record
-    made |= {"machine": facts, "versions": machine.versions(), "bandwidth": rate}
-    results.show(machine.header(facts, rate, name))
+    rate, facts, made = networks.bandwidth(device), networks.facts(device), results.record
+    made |= {"machine": facts, "versions": networks.versions(), "bandwidth": rate}
+    results.show(networks.header(facts, rate, name))
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
     spec = networks.Spec(sizes, None, dtype, str(device), settings.weights)
     steps = asked.steps or (128 if device.type == "cuda" else 32)
@@ -81,7 +88,7 @@ class Run:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: Bench,
         settings: Settings,
         evictions: Sequence[EvictionConfig],
         spec: networks.Spec,
@@ -129,7 +136,7 @@ class Run:
             self.results.write()
             for entry in every:
                 entry.system.close()
-            machine.settle(self.device)
+            networks.settle(self.device)
 
     def _each(self, what: str, entries: list[Entry], work: Callable[[Entry], None]) -> None:
         """A turn of every system. If transformers fails, it takes no more turns."""
@@ -146,7 +153,7 @@ class Run:
             # Outside, so that nothing of what failed is held by its traceback.
             entries.remove(entry)
             entry.system.close()
-            machine.settle(self.device)
+            networks.settle(self.device)
 
     def _begin(self, kind: str, entry: Entry, ids: list[int]) -> None:
         """What is not measured: a prompt for the steps, or a first one."""
@@ -170,7 +177,7 @@ class Run:
             system.close()
             return
         if self.device.type == "cpu":  # whose memory is faster at one time than at another
-            self.rate = max(self.rate, machine.read_rate(_READ, 1))
+            self.rate = max(self.rate, networks.read_rate(_READ, 1))
         system.write(_WARM)
         entry.times.append(system.write(self.asked.steps))
 

@@ -17,7 +17,7 @@ import torch
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import machine, networks
+from minikv.cli.bench import networks
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.loader import output_of, shape_of
@@ -56,7 +56,7 @@ class Cached:
         self.name = " ".join(x for x in named if x not in ("-", "auto", "kv auto"))
         self.device, self.vocab = net.device, net.config.vocab
         self.engine = _engine(net, eviction, kernels, kv)
-        self._clock = machine.Clock(net.device)
+        self._clock = networks.Clock(net.device)
         self._token = 0
 
     def read(self, ids: list[int], room: int = 256) -> float:
@@ -162,7 +162,7 @@ class Transformers:
             self.model = _random(library, spec, net or networks.plain(spec))
         self.model.eval()
         self.vocab = int(self.model.config.vocab_size)
-        self._clock = machine.Clock(self.device)
+        self._clock = networks.Clock(self.device)
         self._new_cache = library.DynamicCache
         self._cache: Any = None
         self._token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)

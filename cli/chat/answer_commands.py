@@ -7,13 +7,13 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import amount
-from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.turn import continue_turn, note_report
+from minikv.cli.failures import Interrupts
 from minikv.cli.screen.progress import FRAME
 from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.cli.screen.text import clipped, folded
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import worded
 from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:

@@ -14,16 +14,14 @@ import typer
 
 import minikv
 from minikv.chat.report import amount
+from minikv.cli.asked import Talk
 from minikv.cli.chat import slash_commands
 from minikv.cli.chat.answer_commands import check
-from minikv.cli.chat.arguments import Talk
-from minikv.cli.chat.interrupt import Interrupts, Terminated
 from minikv.cli.chat.slash import Context, Leave
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
-from minikv.cli.documents.named import attach, opened
-from minikv.cli.documents.origin import changes
-from minikv.cli.documents.stdin import PipedLines, piped_document
-from minikv.cli.failures import explain, show
+from minikv.cli.documents.named import PipedLines, attach, opened, piped_document
+from minikv.cli.documents.text import changes
+from minikv.cli.failures import Interrupts, Terminated, explain, show
 from minikv.cli.paths import history_file
 from minikv.cli.saved.chats import warn_of
 from minikv.cli.saved.commands import origins_of, summary
@@ -34,7 +32,7 @@ from minikv.cli.screen import render
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.settings.config import Interface
 from minikv.cli.settings.flags import Call
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import worded
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings

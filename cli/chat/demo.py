@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass
 
 from minikv.cli.chat import slash_commands
-from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.slash import Context
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
 from minikv.cli.documents.text import read_file
+from minikv.cli.failures import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal, window

@@ -15,7 +15,7 @@ from minikv.chat.report import amount
 from minikv.cli.chat import kept
 from minikv.cli.chat.kept import Kept
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.screen.strips import along, level, percent, strip
+from minikv.cli.screen.render import along, level, percent, strip
 from minikv.cli.screen.terminal import Screen
 from minikv.cli.screen.text import broken, cells, clipped, folded, shown
 from minikv.errors import UsageError

@@ -12,10 +12,9 @@ from minikv.chat.report import amount
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.text import read_file
 from minikv.cli.screen import render
-from minikv.cli.settings import completion
+from minikv.cli.settings import values
 from minikv.cli.settings.config import SETTINGS
-from minikv.cli.settings.values import listed, read_pairs, text
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import listed, read_pairs, text, worded
 from minikv.errors import UsageError
 from minikv.settings import GONE, spelled
 
@@ -231,19 +230,19 @@ def _after_set(session: ChatSession, before: Sequence[str], word: str) -> Iterab
     if not before:
         return _LIVE
     key = before[0].lstrip("-").replace("-", "_")
-    return completion.values(SETTINGS[key], word) if key in _LIVE and len(before) == 1 else ()
+    return values.values_of(SETTINGS[key], word) if key in _LIVE and len(before) == 1 else ()
 
 
 def _after_policy(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     if not before:
-        return completion.policies(word)
+        return values.policies(word)
     if word.startswith("decode="):
-        return [f"decode={step}" for step in completion.steps()]
-    return ["decode=", *completion.options(before[0])]
+        return [f"decode={step}" for step in values.steps()]
+    return ["decode=", *values.options_of(before[0])]
 
 
 def _after_budget(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return () if before else completion.BUDGETS
+    return () if before else values.BUDGETS
 
 
 COMMANDS = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.failures import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen.terminal import Terminal
 from minikv.settings import Generation

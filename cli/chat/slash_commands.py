@@ -139,7 +139,7 @@ def _stats(context: Context, arguments: list[str]) -> None:
     if report is None:
         terminal.say("no turn yet")
         return
-    from minikv.cli.screen.strips import strips
+    from minikv.cli.screen.render import strips
 
     screen = terminal.screen
     drawn = strips(context.session, screen.width, screen.signs)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.documents.named import attach
 from minikv.cli.documents.text import Text
-from minikv.cli.screen.progress import Live, Loading
+from minikv.cli.failures import Interrupts
+from minikv.cli.screen.progress import Live, Loading, Thinking
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.screen.thoughts import Thinking
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import worded
 from minikv.loader import build
 from minikv.settings import Generation, Settings
 

@@ -1,4 +1,4 @@
-"""A document and its questions, wherever they come from."""
+"""The tasks of `minikv eval` by name; a document with its questions, wherever it comes from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from dataclasses import dataclass, replace
 
 from minikv.cli.eval import metrics
 from minikv.cli.eval.metrics import Metric
+
+CHATS = ("followup", "long")
+ANSWERED = ("needle", "facts", *CHATS, "answers")
+BESIDE = ("agree", "kl", "ppl")
+"""What is measured beside the full cache, of questions and of texts."""
+TASKS = (*ANSWERED, *BESIDE)
+"""Those that --tasks takes; `answers` are those to the records of FILEs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.eval import intervals
-from minikv.cli.eval.intervals import Rows
-from minikv.cli.eval.items import Item
-from minikv.cli.eval.names import ANSWERED
+from minikv.cli.eval import metrics
+from minikv.cli.eval.items import ANSWERED, Item
+from minikv.cli.eval.metrics import Rows
 from minikv.cli.screen import text
 
 Against = tuple[float, float | None, float | None]
@@ -97,15 +96,15 @@ def cell(
             more = {"until": mean(firsts)}
     elif task in ("ppl", "kl"):
         rows, whole = (_nats(task, x) for x in (made, full))
-        more = {"against": _against(rows, whole, intervals.of_means)} if task == "ppl" else {}
+        more = {"against": _against(rows, whole, metrics.of_means)} if task == "ppl" else {}
     else:
         rows, whole = (_scored(items, x) for x in (made, full))
-        against = _against(rows, whole, intervals.of_differences)
+        against = _against(rows, whole, metrics.of_differences)
         answers = [list(row) for row in made]
         more = {"against": against, "answers": answers, "scores": rows}
         more["by_group"] = _grouped(items, rows)
     score = mean([value for row in rows for value in row])
-    low, high = (intervals.of_means if task in ("ppl", "kl") else intervals.of_shares)(rows)
+    low, high = (metrics.of_means if task in ("ppl", "kl") else metrics.of_shares)(rows)
     if task == "ppl":
         score = _exp(score)
         few = len(rows) < 5
@@ -144,7 +143,7 @@ def _scored(items: Sequence[Item], made: Sequence[Sequence[str]]) -> list[list[f
     ]
 
 
-def _against(rows: Rows, full: Rows, interval: Callable[[Rows], intervals.Bounds]) -> Against:
+def _against(rows: Rows, full: Rows, interval: Callable[[Rows], metrics.Bounds]) -> Against:
     """How much more than the full cache, in pairs, with its interval over documents."""
     less = [[a - b for a, b in zip(*both, strict=True)] for both in zip(rows, full, strict=True)]
     return (mean([x for row in less for x in row]), *interval(less))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from minikv.chat.report import size
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.saved import files
+from minikv.cli.saved import database
 from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
@@ -47,7 +47,7 @@ def export(context: Context, arguments: list[str]) -> None:
     data = rendered(gather(context.session), kind).encode()
     _refuse(path, _FORCE in arguments)
     try:
-        files.write(path.parent, path.name, data, 0o666)
+        database.write(path.parent, path.name, data, 0o666)
     except OSError as error:
         raise _cannot(path, error) from None
     context.terminal.say(f"{clean(str(path))}: {size(len(data))}")
@@ -55,11 +55,11 @@ def export(context: Context, arguments: list[str]) -> None:
 
 def rendered(facts: ChatFacts, kind: str) -> str:
     """The text of a file: "json", or a "page" or "markdown" in which nothing is invisible."""
-    from minikv.cli.export import markdown, page
+    from minikv.cli.export import page
 
     if kind == "json":
         return json.dumps(facts.to_dict(), indent=1) + "\n"
-    return _visible(page.render(facts) if kind == "page" else markdown.render(facts))
+    return _visible(page.render(facts) if kind == "page" else page.as_markdown(facts))
 
 
 def _visible(text: str) -> str:

@@ -1,38 +1,44 @@
-"""`minikv chats`: the saved chats, what was said in one, and their removal. Needs no torch."""
+"""`minikv chats`: the saved chats, what was said in one, and their removal. `minikv cache`: prompts
+that need not be read again, and theirs."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from minikv.cache.budget import Budget
 from minikv.chat.report import size, thought_for
 from minikv.checks import quoted
-from minikv.cli.paths import chats_folder
-from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere
-from minikv.cli.saved.files import check_name
-from minikv.cli.saved.listing import Entry, listing, unknown
+from minikv.cli.paths import cache_folder, chats_folder
+from minikv.cli.saved import listing as lists
+from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere, check_name
+from minikv.cli.saved.listing import listing, unknown
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import clean, cut, grid
-from minikv.cli.settings import completion
+from minikv.cli.settings import values
 from minikv.cli.settings.config import Interface
-from minikv.cli.settings.flags import Call, Only, Yes, command, flag, group
+from minikv.cli.settings.flags import Call, Json, Only, Yes, command, flag, group
 from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.chat.store import Entry, Store
+
 
 _UNITS = {"min": 60, "h": 3600, "d": 86400, "w": 604_800, "mo": 2_592_000, "y": 31_536_000}
 """Seconds."""
 
 chats = group("minikv chats show NAME\n\nThe saved chats, the newest first.")
 Saved = Annotated[
-    str, typer.Argument(help="a name from `minikv chats`", autocompletion=completion.saved)
+    str, typer.Argument(help="a name from `minikv chats`", autocompletion=values.saved)
 ]
 
 
@@ -51,7 +57,7 @@ def listed(call: Call, interface: Annotated[Interface, Only("chats_limit")]) -> 
     warn_of(interface.chats_limit, terminal)
 
 
-def table(entries: Sequence[Entry]) -> list[str]:
+def table(entries: Sequence[lists.Entry]) -> list[str]:
     """A line for each saved chat, below a head."""
     rows = [("NAME", "TURNS", "AGE", "SIZE", "DOCS", "FIRST QUESTION")]
     rows += [
@@ -99,7 +105,7 @@ def show(call: Call, name: Saved) -> None:
 def remove(
     call: Call,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", autocompletion=completion.saved)
+        list[str] | None, typer.Argument(metavar="[NAME]...", autocompletion=values.saved)
     ] = None,
     older: Annotated[
         str | None,
@@ -188,3 +194,76 @@ def _bytes(name: str) -> int:
         for path in (chats_folder() / name).rglob("*"):
             total += path.lstat().st_size
     return total
+
+
+cache = group(
+    "minikv cache\n\nThe prompts that were read and are kept for later, the last used first."
+)
+
+
+@cache.callback(invoke_without_command=True)
+@command
+def prompts(call: Call, as_json: Json = False) -> None:
+    from minikv.chat.store import taken
+
+    terminal = call.terminal
+    entries = _store().entries()
+    rows = [
+        {
+            "name": one.path.name,
+            "model": one.model,
+            "documents": one.about,
+            "tokens": one.tokens,
+            "bytes": one.nbytes,
+            "used": round(one.used),
+        }
+        for one in entries
+    ]
+    if as_json:
+        terminal.data(json.dumps(rows))
+        return
+    if not entries:
+        terminal.say(f"no prompt is kept in {cache_folder() / 'prompts'}")
+        return
+    lines = [("NAME", "TOKENS", "SIZE", "USED", "MODEL", "DOCUMENTS")]
+    for one in entries:
+        used, about = age(time.time() - one.used), clean(one.about) or "-"
+        tokens, bytes_ = f"{one.tokens:,}", size(one.nbytes)
+        lines.append((one.path.name, tokens, bytes_, used, clean(one.model), about))
+    terminal.data(grid(lines, "<>>><<"), fold=True)
+    count = "1 prompt" if len(entries) == 1 else f"{len(entries):,} prompts"
+    terminal.say(f"{count}, {size(taken(entries))}")
+
+
+@cache.command("rm")
+@command
+def forget(
+    call: Call,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
+    yes: Yes = False,
+) -> None:
+    """Remove these prompts, or all."""
+    from minikv.chat.store import taken
+
+    terminal, names = call.terminal, names or []
+    store = _store()
+    entries = {one.path.name: one for one in store.entries()}
+    for name in names:
+        if name not in entries:
+            raise UsageError(f"no prompt {name!r} is kept", "`minikv cache` lists them")
+    chosen: list[Entry] = [entries[name] for name in names or entries]
+    rest = [one for one in entries.values() if one not in chosen]
+    total, count = taken(entries.values()) - taken(rest), len(chosen)
+    what = "1 prompt" if count == 1 else f"{count:,} prompts"
+    if not chosen or not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):
+        terminal.say("nothing was removed")
+        return
+    for one in chosen:
+        store.remove(one)
+    terminal.note(f"removed {what}, {size(total)}")
+
+
+def _store() -> Store:
+    from minikv.chat.store import Store  # with torch
+
+    return Store(cache_folder() / "prompts", 0, {})

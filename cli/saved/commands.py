@@ -12,14 +12,14 @@ from minikv.chat.report import amount
 from minikv.cli.chat.settings_commands import reseeded
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.turn import note_report, run_turn
-from minikv.cli.documents.origin import changes
+from minikv.cli.documents.text import changes
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.chats import table
 from minikv.cli.saved.listing import listing
 from minikv.cli.saved.transcript import Saved
 from minikv.cli.screen import render
 from minikv.cli.screen.text import cut
-from minikv.cli.settings import completion
+from minikv.cli.settings import values
 from minikv.cli.settings.config import SETTINGS
 from minikv.errors import UsageError
 
@@ -242,14 +242,14 @@ def _list(names: list[str]) -> str:
 def _after_retry(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     flag = before[-1] if before else ""
     if flag in ("--policy", "--budget"):
-        return completion.values(SETTINGS[flag.removeprefix("--")], word)
+        return values.values_of(SETTINGS[flag.removeprefix("--")], word)
     given = {one.partition("=")[0] for one in before}
     return (f"--{name}" for name in _RETRY if f"--{name}" not in given and flag != "--seed")
 
 
 def _after_load(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     named = any(not one.startswith("-") for one in before)
-    return ("--reread",) if named or word.startswith("-") else completion.saved()
+    return ("--reread",) if named or word.startswith("-") else values.saved()
 
 
 COMMANDS = (

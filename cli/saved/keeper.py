@@ -19,10 +19,29 @@ from typing import TYPE_CHECKING, Any
 from minikv.chat.report import amount
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.database import FILE, REREAD, ChatFile, damage, renew
-from minikv.cli.saved.files import LAST, check_name, new_folder, private
-from minikv.cli.saved.identity import POLICY, differences, identity, model_identity, tier_identity
-from minikv.cli.saved.tier import TIER, find, place, settle, taken_out
+from minikv.cli.saved.database import (
+    FILE,
+    LAST,
+    REREAD,
+    ChatFile,
+    check_name,
+    damage,
+    new_folder,
+    private,
+    renew,
+)
+from minikv.cli.saved.identity import (
+    POLICY,
+    TIER,
+    differences,
+    find,
+    identity,
+    model_identity,
+    place,
+    settle,
+    taken_out,
+    tier_identity,
+)
 from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of, texts_of
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.settings.config import short

@@ -1,21 +1,94 @@
-"""The list of saved chats. Needs no torch."""
+"""The list of saved chats, and the form in which version 0.1.0 saved them: `chat.jsonl` beside
+files with the documents and the cache. Needs no torch."""
 
 from __future__ import annotations
 
+import array
 import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minikv.checks import guess
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved import old
-from minikv.cli.saved.database import DAMAGE, FILE, Chat, ChatFile
-from minikv.cli.saved.files import LAST, is_name
+from minikv.cli.saved.database import DAMAGE, FILE, LAST, Chat, ChatFile, is_name, opened, parts
 from minikv.errors import UsageError
+
+TRANSCRIPT = "chat.jsonl"
+_FACTS = "title turns identity seed system pin_system opened_with pending curve no_cache".split()
+
+
+def is_old(folder: Path) -> bool:
+    """Whether a chat was saved by that version, and not opened since."""
+    return os.path.lexists(folder / TRANSCRIPT) and not os.path.lexists(folder / FILE)
+
+
+class OldChat:
+    """Such a chat, with the rows that its new file will have. Raises OSError and `DAMAGE`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self._folder = folder.name, folder
+        body, newline, end = _bytes_of(folder / TRANSCRIPT).rstrip(b"\n").rpartition(b"\n")
+        if json.loads(end)["sha256"] != hashlib.sha256(body + newline).hexdigest():
+            raise ValueError(f"the checksum of {TRANSCRIPT} does not fit: it was cut or edited")
+        self._top, *lines = [json.loads(line) for line in body.split(b"\n")]
+        if self._top["kind"] != "chat" or self._top["identity"]["format"] != 1:
+            raise ValueError(f"{TRANSCRIPT} is of another version")
+        kinds = ("document", "turn", "tokens")
+        self._lines = {kind: [one for one in lines if one["kind"] == kind] for kind in kinds}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def rows(self, table: str) -> Iterator[Sequence[str | bytes]]:
+        """As `ChatFile.rows`."""
+        cache = self._top["cache"]
+        if table == "chat":
+            facts = {
+                **{key: self._top[key] for key in _FACTS},
+                "reuse": self._top.get("reuse", "once"),
+                "run": {"kv": "auto", "weights": "auto", **self._top["run"]},
+                "documents": [line["name"] for line in self._lines["document"]],
+                "cache": cache["bytes"] if cache else 0,
+            }
+            tokens = [id for line in self._lines["tokens"] for id in line["ids"]]
+            yield json.dumps(facts), array.array("i", tokens).tobytes()
+        elif table == "document":
+            for line in self._lines["document"]:
+                about = {"name": line["name"], "source": line.get("source")}
+                yield json.dumps(about), self._file(line).decode()
+        elif table == "turn":
+            for line in self._lines["turn"]:
+                about = {"documents": line["documents"], "record": line["record"]}
+                yield json.dumps(about), line["question"], line["answer"]
+        else:
+            yield from parts(self._file(cache) if cache else b"")
+
+    def _file(self, line: Mapping[str, Any]) -> bytes:
+        """A file that a line names."""
+        path = self._folder / os.path.basename(line["file"])
+        data = _bytes_of(path)
+        if hashlib.sha256(data).hexdigest() != line["sha256"]:
+            raise ValueError(f"the checksum of {path.name} does not fit: it was edited or damaged")
+        return data
+
+    def remove(self) -> None:
+        """Remove its files. The transcript goes last: while it is there, the chat is old."""
+        named = [*self._lines["document"], *filter(None, [self._top["cache"]])]
+        for name in (*(os.path.basename(line["file"]) for line in named), "lock", TRANSCRIPT):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._folder / name)
+
+
+def _bytes_of(path: Path) -> bytes:
+    with opened(path) as file:
+        data: bytes = file.read()
+    return data
+
 
 _NAMED = 5  # chats that an error names
 _TITLE = 200  # characters that are shown
@@ -45,10 +118,10 @@ def listing() -> list[Entry]:
 
 
 def _entry(folder: Path) -> Entry | None:
-    name, is_old, saved = folder.name, old.is_old(folder), 0.0
+    name, early, saved = folder.name, is_old(folder), 0.0
     try:
-        saved = (folder / (old.TRANSCRIPT if is_old else FILE)).stat().st_mtime
-        with contextlib.closing(old.OldChat(folder) if is_old else ChatFile(name)) as chat:
+        saved = (folder / (TRANSCRIPT if early else FILE)).stat().st_mtime
+        with contextlib.closing(OldChat(folder) if early else ChatFile(name)) as chat:
             facts = facts_of(chat)
         documents = tuple(_line(name or "piped text") for name in facts["documents"])
         return Entry(name, saved, int(facts["turns"]), _line(str(facts["title"])), documents)

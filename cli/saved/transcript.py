@@ -24,14 +24,21 @@ from minikv.cli.saved.database import (
     TABLES,
     Chat,
     ChatFile,
+    check_name,
     damage,
     parts,
     renew,
 )
-from minikv.cli.saved.files import check_name
 from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
-from minikv.cli.saved.listing import MOST_JSON, decoded, facts_of, unknown
-from minikv.cli.saved.old import TRANSCRIPT, OldChat, is_old
+from minikv.cli.saved.listing import (
+    MOST_JSON,
+    TRANSCRIPT,
+    OldChat,
+    decoded,
+    facts_of,
+    is_old,
+    unknown,
+)
 from minikv.errors import UsageError
 from minikv.settings import WEIGHTS, Settings
 

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from minikv.chat.report import amount
+from minikv.chat.report import amount, thought_for
 from minikv.chat.report import size as size_of
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.wording import worded
+from minikv.cli.screen.text import cells, clean, fitting, letters
+from minikv.cli.settings.values import worded
 from minikv.errors import Interrupted
 
 FRAME = 0.1
@@ -183,3 +184,67 @@ def duration(seconds: float) -> str:
     if whole < 100 * 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return "a long time"
+
+
+_LAST = 400  # characters that are remembered for the live line
+
+
+class Thinking:
+    """The thoughts of one answer, called as `thinking(piece, tokens)` (`Say`). tokens: how many
+    there are that `end` has not told yet. `clock` gives seconds; only when the live line is written
+    depends on it."""
+
+    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = monotonic) -> None:
+        self.tokens = 0
+        self._terminal, self._clock = terminal, clock
+        self._how = "hide" if terminal.quiet else terminal.thoughts
+        self._last = float("-inf")
+        self._text = ""
+        self._wrap, self._flush = _wrapping(terminal)
+
+    def __call__(self, piece: str, tokens: int) -> None:
+        self.tokens = tokens
+        piece = clean(piece)
+        if self._how == "show":
+            text = (self._text + piece).rstrip("\n")
+            self._text = (self._text + piece)[len(text) :]  # line ends wait for what follows
+            self._terminal.think(self._wrap(text))
+            return
+        self._text = (self._text + piece)[-_LAST:]
+        now = self._clock()
+        if now - self._last >= FRAME:
+            self._last = now
+            self._terminal.status(self._line(), "dim")
+
+    def _line(self) -> str:
+        """The live line: as much of the end of the thoughts as fits."""
+        line = f"thinking  {self.tokens:,} tok"
+        room = self._terminal.screen.width - 1 - len(line) - 2
+        text = " ".join(self._terminal.writable(self._text).split())
+        if self._how == "hide" or not text or room < 1:
+            return line
+        dots = self._terminal.screen.dots if cells(text) > room else ""
+        end = fitting(letters(text)[::-1], room - len(dots))[::-1]
+        return f"{line}  {dots}{''.join(end)}"
+
+    def end(self) -> None:
+        """Before the answer, or once it is known that none comes: leave the one line."""
+        tokens, self.tokens = self.tokens, 0
+        if not tokens:
+            return
+        if self._how == "show":
+            self._terminal.think(self._flush() + "\n")
+        self._terminal.clear_status()
+        if self._how != "hide":
+            self._terminal.note(thought_for(tokens))
+
+
+def _wrapping(terminal: Terminal) -> tuple[Callable[[str], str], Callable[[], str]]:
+    """Functions that break text between words where stderr is a terminal, and that give what waits
+    for the end of its word."""
+    if not terminal.screen.rows:
+        return str, str
+    from minikv.cli.screen.markdown import Rows  # with rich
+
+    rows = Rows(terminal.screen.width - 1)
+    return rows.write, rows.flush

@@ -62,7 +62,7 @@ class Terminal:
     only on a terminal. `plain`: no escape sequences. `ascii`: stderr can write only ASCII.
     `records`: stdout gets a JSON record per turn instead of the answer. `warned`: the warnings
     since the last record. `thoughts`: how those of a reasoning model are shown
-    (`minikv.cli.screen.thoughts`)."""
+    (`minikv.cli.screen.progress`)."""
 
     def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet

@@ -17,7 +17,7 @@ from minikv.cli.chat.turn import open_chat
 from minikv.cli.serve.app import SEND_S, application, is_loopback
 from minikv.cli.serve.conversations import Conversations, Desk
 from minikv.cli.settings.flags import Call
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import worded
 from minikv.errors import MinikvError, UsageError
 from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings

@@ -19,10 +19,10 @@ import typer
 
 from minikv.checks import quoted
 from minikv.cli.failures import guard
-from minikv.cli.help import Group
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.settings import completion, config
+from minikv.cli.settings import config, values
 from minikv.cli.settings.config import SETTINGS, Config
+from minikv.cli.settings.help import Group
 from minikv.errors import UsageError
 from minikv.settings import CACHE, Setting, settings_of, spelled
 
@@ -197,7 +197,7 @@ _OPTIONS = inspect.Parameter(
             "-o",
             metavar="NAME=VALUE",
             help="option of the policy; `minikv policies show NAME` lists them",
-            autocompletion=completion.policy_options,
+            autocompletion=values.policy_options,
             rich_help_panel=CACHE,
         ),
     ],
@@ -215,7 +215,7 @@ def _parameter(one: Setting) -> inspect.Parameter:
         help=one.help,
         rich_help_panel=None if one.common else one.panel,
         metavar=one.takes or word,
-        autocompletion=completion.flag(one),
+        autocompletion=values.completed(one),
     )
     shown = str(one.default) if kind is str else one.default
     return inspect.Parameter(one.name, _KIND, default=shown, annotation=Annotated[kind, option])

@@ -1,16 +1,25 @@
-"""Values as flags take them (lists with commas, pairs, numbers of tokens), and as they are shown.
-Loads nothing else, so `--help` may import it."""
+"""Values as flags take them (lists with commas, pairs, numbers of tokens), as they are shown, and
+as Tab completes them; and messages of the runtime, which name what to do in Python, as the command
+line says it. Only the options of policies load torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
+import typer
+
 from minikv.checks import quoted
+from minikv.cli.eval.items import TASKS
 from minikv.cli.screen.text import cells, cut, padded
+from minikv.cli.settings.config import SETTINGS
 from minikv.errors import UsageError
+from minikv.policies import find, part_names, prompt_names, step_names
+from minikv.settings import Setting
 
 _SCALES = {"": 1, "k": 10**3, "ki": 1 << 10, "m": 10**6, "mi": 1 << 20}
 _MOST = 1 << 30  # tokens
@@ -66,3 +75,120 @@ def text(value: object) -> str:
     if isinstance(value, tuple):
         return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_CODE = re.compile(r"`([^`\n]+)`")
+_CALL = re.compile(r"chat\.(\w+)\(([^()]*)\)")
+_SET = re.compile(r"chat\.(\w+) = (.+)")
+
+
+def worded(text: str, *, chat: bool = False) -> str:
+    """`dtype="float32"` becomes --dtype float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"`
+    /set reuse once. chat: what can change there is
+    changed there, so `budget` becomes /set budget. Other backquotes stay as they are."""
+    return _CODE.sub(lambda found: _worded(found[1], chat) or found[0], text)
+
+
+def _worded(code: str, chat: bool) -> str:
+    if call := _CALL.fullmatch(code):
+        return f"/{call[1]} {_plain(call[2])}".rstrip()
+    if change := _SET.fullmatch(code):
+        return f"/set {change[1]} {_plain(change[2])}"
+    settings = [_setting(argument, chat) for argument in code.split(", ")]
+    return " ".join(settings) if all(settings) else ""
+
+
+def _setting(argument: str, chat: bool) -> str:
+    name, _, value = argument.partition("=")
+    if name not in SETTINGS:
+        return ""
+    shown = f"/set {name}" if chat and SETTINGS[name].live else SETTINGS[name].flag
+    return f"{shown} {'' if value == 'True' else _plain(value)}".rstrip()
+
+
+def _plain(value: str) -> str:
+    return value.strip("\"'")
+
+
+BUDGETS = ("auto", "128", "256", "512", "1024", "10%", "20%", "64MiB")
+"""Examples of budgets, in each unit."""
+
+
+def policies(word: str = "") -> list[str]:
+    """The prompt policies; after a "+", the parts that can be added to one."""
+    begin, plus, _ = word.rpartition("+")
+    if not plus:
+        return prompt_names()
+    return [f"{begin}+{part}" for part in part_names()]
+
+
+def steps() -> list[str]:
+    """The values_of of --decode."""
+    return ["auto", *step_names()]
+
+
+def options_of(policy: str) -> list[str]:
+    """The options_of of a policy, as `NAME=`; none for an unknown policy."""
+    with contextlib.suppress(UsageError):
+        return [f"{option.name}=" for option in find(policy).options]
+    return []
+
+
+def values_of(setting: Setting, word: str = "") -> Sequence[str]:
+    """The values_of of a setting, or examples of them."""
+    if type(setting.default) is bool:
+        return ("on", "off")
+    known: dict[str, Callable[[], Sequence[str]]] = {
+        "policy": lambda: policies(word),
+        "decode": steps,
+        "budget": lambda: BUDGETS,
+        "device": lambda: ("auto", "cpu", "cuda"),
+    }
+    return setting.choices or setting.words or known.get(setting.name, tuple)()
+
+
+def completed(setting: Setting) -> Callable[[str], list[str]] | None:
+    """The function that completes a flag's value in the shell. None if the shell can do that by
+    itself, or if there is nothing to complete.
+
+    A value may be one of several, separated by commas.
+    """
+    if setting.name == "model":
+        return _aliases
+    if not values_of(setting) or type(setting.default) is bool:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, word = incomplete.rpartition(",")
+        return [f"{before}{comma}{value}" for value in values_of(setting, word)]
+
+    return complete
+
+
+def policy_options(ctx: typer.Context, incomplete: str) -> list[str]:
+    """After -o: the options_of of --policy and --decode."""
+    names = (ctx.params.get("policy"), ctx.params.get("decode"))
+    return list(dict.fromkeys(one for name in names if name for one in options_of(name)))
+
+
+def tasks(incomplete: str) -> list[str]:
+    """The names that `minikv eval --tasks` takes."""
+    before, comma, _ = incomplete.rpartition(",")
+    return [f"{before}{comma}{task}" for task in TASKS]
+
+
+def saved(incomplete: str = "") -> list[str]:
+    """The saved chats, the newest first."""
+    from minikv.cli.saved.listing import listing  # --help needs no chats
+
+    with contextlib.suppress(UsageError):
+        return [entry.name for entry in listing()]
+    return []
+
+
+def _aliases(incomplete: str) -> list[str]:
+    from minikv.cli.settings import config
+
+    with contextlib.suppress(UsageError):
+        return list(config.load().aliases)
+    return []

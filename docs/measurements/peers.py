@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import machine, networks, systems
-from minikv.cli.bench.machine import prepare
+from minikv.cli.bench import networks, systems
+from minikv.cli.bench.networks import prepare
 from minikv.cli.screen.text import grid
 
 BUNDLED = Path(networks.__file__).resolve().parents[2] / "models" / "bundled"
@@ -337,7 +337,7 @@ def main() -> None:
         export(spec, args.export)
         return
     device = prepare("cpu", args.threads)
-    rate = machine.bandwidth(device)
+    rate = networks.bandwidth(device)
     rows = measured(args, spec)
     base = next((row for row in rows if row["system"] == "transformers"), rows[0])
     lines = [["system", "read tok/s", "", "write tok/s", "", "peak"]]
@@ -353,14 +353,14 @@ def main() -> None:
                 f"{row['peak_rss'] / 2**20:,.0f} MiB",
             ]
         )
-    facts = machine.facts(device)
-    print(machine.header(facts, rate, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
+    facts = networks.facts(device)
+    print(networks.header(facts, rate, f"{args.shape}, {args.dtype}, {args.tokens:,} tokens,"))
     print(grid(lines, "<>>>>>"))
     if args.json:
         record = {
             "command": " ".join(["python", "docs/measurements/peers.py", *sys.argv[1:]]),
             "machine": facts,
-            "versions": machine.versions(),
+            "versions": networks.versions(),
             "read_bytes_s": rate,
             "rows": rows,
         }

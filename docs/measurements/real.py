@@ -30,7 +30,7 @@ from minikv import models
 from minikv.cache.attend import DenseAttend
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import networks
-from minikv.cli.bench.machine import prepare
+from minikv.cli.bench.networks import prepare
 from minikv.loader import packing_of
 
 HALF = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}

@@ -22,8 +22,8 @@ from minikv.chat import reading
 from minikv.chat.recall import Place, Recall
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
-from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.turn import run_turn
+from minikv.cli.failures import Interrupts
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted, MemoryShortError, UsageError
 from minikv.settings import Generation

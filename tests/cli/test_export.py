@@ -21,7 +21,7 @@ from fakes import END, ByteTokenizer, ThinkML
 
 from minikv.chat.session import ChatSession
 from minikv.cli.chat.slash import Context
-from minikv.cli.export import command, markdown, page
+from minikv.cli.export import command, page
 from minikv.cli.export.command import rendered
 from minikv.cli.export.facts import ChatFacts, gather
 from minikv.errors import UsageError
@@ -86,7 +86,7 @@ def test_thoughts_are_folded_and_their_text_is_not_taken_for_the_answer() -> Non
         shown = "".join(piece or "" for piece in facts.text[begin:end])
         assert (shown, session.fed[end : end + 1]) == ("Ada", [END] if number == 1 else [])
     folded = f"<details><summary>thought for {len(text) - 5} tokens</summary>"
-    assert page.render(facts).count(folded) == markdown.render(facts).count(folded) == 2
+    assert page.render(facts).count(folded) == page.as_markdown(facts).count(folded) == 2
 
 
 def test_sections_hold_the_texts() -> None:
@@ -297,7 +297,7 @@ def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> Non
 
 
 def test_the_transcript_has_the_words_and_the_figures(facts: ChatFacts) -> None:
-    text = markdown.render(facts)
+    text = page.as_markdown(facts)
     report = facts.turns[1].report
     assert f"> {facts.turns[1].answer}\n" in text
     assert f"| kept | {report.tokens.kept_mean:,.1f} of" in text
@@ -313,7 +313,7 @@ def test_an_answer_cannot_leave_its_quotation() -> None:
     session = chat()
     question = "```\n# Heading\n| a | b |\n<img src=x>\n![x](http://evil)\n\\<b>\n</details>"
     list(session.ask(question))
-    lines = markdown.render(gather(session)).splitlines()
+    lines = page.as_markdown(gather(session)).splitlines()
     asked = [line for line in lines if line.startswith(">")]
     for part in ("# Heading", "| a | b |", "&lt;img src=x>", "!\\[x](http://evil)", "```"):
         assert f"> {part}" in asked

@@ -11,8 +11,8 @@ import typer
 from typed import invoke
 from typer.testing import CliRunner
 
-from minikv.cli.help import Group
 from minikv.cli.main import app
+from minikv.cli.settings.help import Group
 
 MOST = 13
 """Flags that --help shows, at most, with --help and --help-all."""

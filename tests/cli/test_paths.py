@@ -13,9 +13,9 @@ import pytest
 from typed import invoke
 
 from minikv.cli import paths
-from minikv.cli.saved import tier
-from minikv.cli.saved.files import new_folder
-from minikv.cli.screen.history import HistoryFile
+from minikv.cli.saved import identity
+from minikv.cli.saved.database import new_folder
+from minikv.cli.screen.editor import HistoryFile
 from minikv.errors import UsageError
 
 FILES = {
@@ -71,7 +71,7 @@ def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: invoke("config", "set", "seed", "3"),
         lambda: HistoryFile(paths.history_file()).store_string("Who?"),
         lambda: new_folder("chat"),
-        lambda: tier.place({}, saved=False),
+        lambda: identity.place({}, saved=False),
     ],
 )
 @pytest.mark.parametrize("own", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minikv.cli.failures import explain
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import worded
 from minikv.errors import UsageError
 
 

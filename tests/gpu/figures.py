@@ -55,7 +55,7 @@ from minikv.cache.plan import peak
 from minikv.cache.tier import Tier
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine
-from minikv.cli.bench import machine, networks
+from minikv.cli.bench import networks
 from minikv.cli.bench.systems import Cached, Transformers
 from minikv.engine.capture import Eager, captured
 from minikv.engine.decode_loop import DecodeLoop
@@ -140,7 +140,7 @@ class Bench:
         """Bytes a second of a copy; kept for a process that goes on after this one."""
         known = self.found["rates"]
         if "copy" not in known:
-            known["copy"] = machine.copy_rate(self.device, (1 if self.small else 2048) << 20, 5)
+            known["copy"] = networks.copy_rate(self.device, (1 if self.small else 2048) << 20, 5)
         return float(known["copy"])
 
     def tokens(self, thousands: float) -> int:
@@ -183,7 +183,7 @@ class Bench:
         elif not self.gpu:
             one.engine._loop = DecodeLoop(net, one.engine.kv, Eager())
         net.use(ops)
-        machine.settle(self.device)
+        networks.settle(self.device)
         before = self.memory()["allocated"]
         if self.gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -246,7 +246,7 @@ class Bench:
         for one in series:
             one.cached.close()
             one.cached.engine._loop = None  # with the memory of its graphs
-        machine.settle(self.device)
+        networks.settle(self.device)
 
     def us(self, run: Callable[[int], object], calls: int, rounds: int = 7) -> float:
         """Microseconds of a call, of so many different ones in a graph."""
@@ -263,7 +263,7 @@ class Bench:
                 body()
             torch.cuda.synchronize()
             body = captured(body, stream)
-        clock = machine.Clock(self.device)
+        clock = networks.Clock(self.device)
         return median(clock.each(body, 1 if self.small else rounds)) / calls * 1e6
 
     def normal(self, *shape: int) -> Tensor:
@@ -450,7 +450,7 @@ def packed(bench: Bench) -> None:
         bench.compare([one])
         bench.close(one)
         del one, net
-        machine.settle(bench.device)
+        networks.settle(bench.device)
 
 
 # -- 11 --------------------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def question(bench: Bench) -> None:
 
     ids = networks.prompt(tokens, vocab)
     kept = Cached(bench.net, EvictionConfig.read("adakv", "roco", bench.budget(512)))
-    kv, engine, clock = kept.engine.kv, kept.engine, machine.Clock(bench.device)
+    kv, engine, clock = kept.engine.kv, kept.engine, networks.Clock(bench.device)
     kv.use(bench.ops)
     bench.net.use(bench.ops)
     kv.tier = Tier(kv.shape, kv.dtype, kv.device)
@@ -557,7 +557,7 @@ def watched(seconds: float, bench: Bench) -> Iterator[None]:
 def measure(bench: Bench, items: Sequence[Item], until: float) -> int:
     """Measure the items that are not measured yet. Status 3: the GPU does not answer any more."""
     if not bench.found["facts"]:
-        known = {**machine.facts(bench.device), **machine.versions(), "commit": facts.commit()}
+        known = {**networks.facts(bench.device), **networks.versions(), "commit": facts.commit()}
         known["driver"] = facts.said(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
         )
@@ -588,7 +588,7 @@ def measure(bench: Bench, items: Sequence[Item], until: float) -> int:
         bench.save()
         print(f"  {mine['state']} ({mine['seconds']} s)", flush=True)
         try:
-            machine.settle(bench.device)
+            networks.settle(bench.device)
         except Exception as error:
             print(f"  the GPU does not answer any more: {error}"[:300], flush=True)
             return 3

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import minikv.models as models
 import minikv.models.checkpoint as checkpoint
 import minikv.models.weights as weights
-from minikv.cli.bench import machine as devices
+from minikv.cli.bench import networks as devices
 from minikv.models import checkpoint as checkpoint_module
 from minikv.models.checkpoint import Checkpoint, read_header
 from minikv.models.config import ModelConfig

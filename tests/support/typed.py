@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 from minikv.chat.closing import Facts
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
-from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.slash import Command, Context
+from minikv.cli.failures import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen.terminal import Terminal

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from minikv.cli.bench import machine, networks, speed, systems
-from minikv.cli.bench.arguments import Asked
+from minikv.cli.asked import Bench
+from minikv.cli.bench import networks, speed, systems
 from minikv.cli.bench.systems import Cached
 from minikv.cli.measure import STDOUT
 from minikv.cli.screen.terminal import Terminal
@@ -26,7 +26,7 @@ def measured(
     terminal = Terminal(quiet=True)
     terminal.out = io.StringIO()
     given = {"question": "decode", "length": "64", "repeat": 1, "steps": 2, "peer": False} | flags
-    asked = Asked(shape="tiny", as_json=STDOUT, **given)
+    asked = Bench(shape="tiny", as_json=STDOUT, **given)
     settings = Settings(policy=policy, budget="64", kv=kv, weights=weights, device="cpu")
     speed.measure(asked, settings, terminal, [])
     made: dict[str, Any] = json.loads(terminal.out.getvalue())
@@ -52,8 +52,8 @@ def test_systems_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_steps(seen: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is slower than before the run, and faster: the floor is that of the fastest."""
     rates = iter(seen * 2)
-    monkeypatch.setattr(machine, "bandwidth", lambda device: 1e10)
-    monkeypatch.setattr(machine, "read_rate", lambda size, rounds: next(rates))
+    monkeypatch.setattr(networks, "bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(networks, "read_rate", lambda size, rounds: next(rates))
     full, evicting = measured(length="128", repeat=2)["rows"]
     assert [full["policy"], evicting["policy"]] == ["full", "snapkv"]
     assert (full["vs_full"], full["budget"]) == (1.0, "-")

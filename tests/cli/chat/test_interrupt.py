@@ -182,7 +182,7 @@ def test_a_sent_question_begins_the_count_anew(
     monkeypatch: pytest.MonkeyPatch, typed: bool
 ) -> None:
     """Of lines from a pipe none is sent by the user, who presses twice to leave all of them."""
-    monkeypatch.setattr("minikv.cli.chat.interrupt.TWICE", 1e9)
+    monkeypatch.setattr("minikv.cli.failures.TWICE", 1e9)
     session = small_chat.chat()
     prompt = session.engine.prompt
 

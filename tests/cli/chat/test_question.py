@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from minikv.cli.chat.question import sorted_out
+from minikv.cli.chat.ask import sorted_out
 from minikv.errors import UsageError
 
 

@@ -13,9 +13,9 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import demo
-from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.turn import TOY, note_report, record, run_turn
 from minikv.cli.eval.tasks import CHATS
+from minikv.cli.failures import Interrupts
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.models import BUNDLED

@@ -18,7 +18,7 @@ from minikv.chat.report import AgainstFull
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import slash_commands
 from minikv.cli.chat.answer_commands import check, shown
-from minikv.cli.chat.interrupt import Interrupts
+from minikv.cli.failures import Interrupts
 from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.errors import Interrupted, UsageError
 

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from minikv.chat.transcript import Document
-from minikv.cli.documents.origin import changes, source_of
-from minikv.cli.documents.text import read_file
+from minikv.cli.documents.text import changes, read_file, source_of
 
 
 def test_a_document_knows_the_file_that_it_was_read_from(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minikv.cli.documents.stdin import PipedLines
+from minikv.cli.documents.named import PipedLines
 
 
 @pytest.mark.parametrize(

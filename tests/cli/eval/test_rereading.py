@@ -9,7 +9,7 @@ from small import engine, ids, network
 
 from minikv.cache.attend import Attend
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.eval.rereading import Rereading
+from minikv.cli.eval.passes import Rereading
 from minikv.engine.engine import Engine
 from minikv.policies import default_step, prompt_names
 

@@ -9,7 +9,7 @@ import pytest
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.eval import passes, run, tasks
+from minikv.cli.eval import command, passes, tasks
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.measure import choices
@@ -47,7 +47,8 @@ def test_every_policy_with_every_decode_policy() -> None:
 def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
     chat = minikv.load(policy="full")
     item = Item("word " * 90, ("What?",), (("word",),))
-    one = run.Run(chat, ["facts"], [item], [*full(), EvictionConfig.read("adakv", budget="1KiB")])
+    few = EvictionConfig.read("adakv", budget="1KiB")
+    one = command.Run(chat, ["facts"], [item], [*full(), few])
     with pytest.raises(UsageError, match="budget 1KiB, which is"):
         one.check()
 
@@ -66,7 +67,7 @@ def test_nothing_is_cut_to_fit(task: str) -> None:
     chat = minikv.load(policy="full")
     long = Item("word " * 9000, ("What?",), (("word",),), source="x.jsonl, line 7")
     fits = Item("word " * 90, ("What?",), (("word",),))
-    one = run.Run(chat, [task], [fits, long], full())
+    one = command.Run(chat, [task], [fits, long], full())
     with pytest.raises(ContextError) as refused:
         one.check()
     assert str(refused.value).startswith("x.jsonl, line 7: needs ")
@@ -77,7 +78,7 @@ def test_nothing_is_cut_to_fit(task: str) -> None:
         assert one.completed == 1
     unnamed = replace(long, source="")
     with pytest.raises(ContextError, match="mine, document 1: needs"):
-        run.Run(chat, [task], [unnamed], full(), name="mine").check()
+        command.Run(chat, [task], [unnamed], full(), name="mine").check()
 
 
 def test_every_answer_must_have_room() -> None:
@@ -89,7 +90,7 @@ def test_every_answer_must_have_room() -> None:
         (("a",),) * 3,
         max_tokens=8,
     )
-    one = run.Run(chat, ["followup"], [item], full())
+    one = command.Run(chat, ["followup"], [item], full())
     lengths: list[int] = []
     reset = chat.reset
     chat.reset = lambda **_: (lengths.append(len(chat.fed)), reset())[1]  # type: ignore
@@ -114,7 +115,7 @@ def test_every_reuse_beside_the_full_cache() -> None:
     """Each finds what it says: by the chat's own records; and the chat is as it was afterwards."""
     chat = minikv.load(policy="full")
     wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
-    one = run.Run(chat, ["followup"], [CHAT, CHAT], wanted, run.REUSES)
+    one = command.Run(chat, ["followup"], [CHAT, CHAT], wanted, command.REUSES)
     one.check()
     found: list[list[str]] = []
     answers = passes.answers
@@ -139,7 +140,7 @@ def test_every_reuse_beside_the_full_cache() -> None:
     cells = one.cells()
     assert [(c.policy, c.reuse) for c in cells] == [
         ("full", "once"),
-        *(("adakv", reuse) for reuse in run.REUSES),
+        *(("adakv", reuse) for reuse in command.REUSES),
     ]
     by = {c.reuse: c for c in cells[1:]}
     assert by["recall"].answers == by["refresh"].answers
@@ -154,7 +155,7 @@ def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
     chat = minikv.load(policy="full")
     item = next(CHATS["followup"].items(chat.tokenizer, 600, 6, 5))
     wanted = [*full(), *(EvictionConfig.read("adakv", budget=b) for b in ("48", "128"))]
-    one = run.Run(chat, ["followup"], [item], wanted, ["once", "recall"])
+    one = command.Run(chat, ["followup"], [item], wanted, ["once", "recall"])
     one.measure(never)
     made = [cell.answers for cell in one.cells()]
     for number, budget in ((3, "48"), (4, "128")):
@@ -166,7 +167,7 @@ def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
 def test_without_questions_nothing_is_measured_twice() -> None:
     chat = minikv.load(policy="full")
     wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
-    one = run.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
+    one = command.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
     one.measure(never)
     assert [(c.task, c.policy, c.reuse) for c in one.cells()] == [
         ("facts", "full", "once"),
@@ -181,8 +182,8 @@ def test_a_policy_that_cannot_recall_is_refused_before_anything_is_measured() ->
     chat = minikv.load(policy="full")
     strided = [*full(), EvictionConfig.read("roco", budget="64", stride=32)]
     with pytest.raises(UsageError, match="--reuse recall is not possible: with a stride"):
-        run.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check()
-    run.Run(chat, ["followup"], [CHAT], strided, ["once"]).check()
+        command.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check()
+    command.Run(chat, ["followup"], [CHAT], strided, ["once"]).check()
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +200,7 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
     chat = minikv.load(policy="full")
     seen = EvictionConfig.read("snapkv", budget="64")
     wanted = [*full(), seen]
-    one = run.Run(chat, ["facts", "agree"], [about], wanted, ["once", "blind"])
+    one = command.Run(chat, ["facts", "agree"], [about], wanted, ["once", "blind"])
     one.check()
     one.measure(never)
     made = [cell.answers for cell in one.cells()[:3]]
@@ -235,7 +236,7 @@ def test_what_several_budgets_and_questions_share_is_as_if_each_had_been_alone(
         chat.reuse = reuse if eviction.evicts else "once"
         alone.append(passes.PASSES["beside"].run(chat, some, memory))
     chat.reset()
-    one = run.Run(chat, ["facts", "kl"], [some], [*full(), *mine], [reuse])
+    one = command.Run(chat, ["facts", "kl"], [some], [*full(), *mine], [reuse])
     one.measure(never)
     found = [cell.score for cell in one.cells() if cell.task == "kl"]
     flat = [[t[1] for answer in made for t in answer] for made in alone]

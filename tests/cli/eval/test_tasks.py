@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from word_codec import Words
 
-from minikv.cli.eval import metrics, names, tasks
-from minikv.cli.eval.items import Item
+from minikv.cli.eval import metrics, tasks
+from minikv.cli.eval.items import TASKS, Item
 from minikv.cli.eval.tasks import CHATS, DEPTHS, TOLD
 from minikv.errors import UsageError
 from minikv.models import BUNDLED
@@ -127,7 +127,7 @@ def test_several_questions_about_each_document() -> None:
 @pytest.mark.parametrize("name", CHATS)
 def test_a_task_has_as_many_questions_as_its_row_says(name: str) -> None:
     task = CHATS[name]
-    assert name in names.TASKS
+    assert name in TASKS
     assert len(list(task.items(Words(), task.least, 1, 5))) == 1, "the shortest document"
     items = list(task.items(Words(), task.least + 100, task.questions + 1, 5))
     assert len(items) == 2

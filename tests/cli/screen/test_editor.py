@@ -17,10 +17,9 @@ from prompt_toolkit.document import Document
 from small_chat import chat
 from terminals import Terminals
 
-from minikv.cli.chat.interrupt import Terminated
+from minikv.cli.failures import Terminated
 from minikv.cli.screen import editor, render
-from minikv.cli.screen.editor import Commands, Help
-from minikv.cli.screen.history import ENTRIES, HistoryFile
+from minikv.cli.screen.editor import ENTRIES, Commands, Help, HistoryFile
 
 # Asks for messages and shows each in one line; `pause` stands for an answer that takes a while.
 LOOP = """

@@ -12,9 +12,9 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import compare
-from minikv.cli.eval import results, run
+from minikv.cli.eval import command, results
 from minikv.cli.eval.items import Item
-from minikv.cli.export import markdown, page
+from minikv.cli.export import page
 from minikv.cli.export.facts import gather
 from minikv.cli.measure import choices
 from minikv.cli.screen import render
@@ -60,7 +60,7 @@ def test_all_that_say_what_was_saved_agree(
     ran = compare.Run("x", answer, (), report)
     html, column = page.render(facts), compare.facts(ran, ran)["memory"]
     assert column == report.memory
-    for place in (report.lines()[1], render.stats(report), markdown.render(facts), html):
+    for place in (report.lines()[1], render.stats(report), page.as_markdown(facts), html):
         assert f"({words})" in place
         assert not re.search(r"-\d+(\.\d+)?%", place)
     figure = f"{words.removesuffix(' saved')}" if saved else "–"
@@ -72,7 +72,7 @@ def test_a_measurement_holds_no_more_than_all() -> None:
     with data of its own beside the tokens."""
     chat = minikv.load(policy="full")
     wanted = choices("adakv,h2o", "128", "auto")
-    measured = run.Run(chat, ["facts"], [Item(SHORT, ("What?",), (("salt",),))], wanted)
+    measured = command.Run(chat, ["facts"], [Item(SHORT, ("What?",), (("salt",),))], wanted)
     measured.measure(lambda done, total: None)
     cells = measured.cells()
     assert [cell.held for cell in cells] == [1.0, 1.0, 1.0]

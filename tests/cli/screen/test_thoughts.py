@@ -9,10 +9,10 @@ import pyte
 import pytest
 from small_chat import scripted
 
-from minikv.cli.chat.interrupt import Interrupts
 from minikv.cli.chat.turn import record, run_turn
+from minikv.cli.failures import Interrupts
+from minikv.cli.screen.progress import Thinking
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.screen.thoughts import Thinking
 from minikv.settings import Generation
 
 THOUGHTS = (
@@ -71,7 +71,7 @@ def test_a_pipe_gets_the_answer_alone(
 def test_a_terminal_keeps_what_the_setting_says(
     monkeypatch: pytest.MonkeyPatch, how: str, width: int
 ) -> None:
-    monkeypatch.setattr("minikv.cli.screen.thoughts.FRAME", 0.0)
+    monkeypatch.setattr("minikv.cli.screen.progress.FRAME", 0.0)
     written, _ = run(monkeypatch, how, width=width)
     screen = pyte.HistoryScreen(width, 40)
     pyte.Stream(screen).feed(written.replace("\n", "\r\n"))

@@ -149,6 +149,6 @@ def test_the_shell_completes_values_without_torch(saved: Path) -> None:
     found = json.loads(done.stdout)
     assert {line: said for line, (said, _) in zip(lines, found, strict=True)} == lines
     *others, (_, loaded) = found
-    assert {"minikv.cli.settings.completion", "torch"} <= {*loaded}
+    assert {"minikv.cli.settings.values", "torch"} <= {*loaded}
     for _, loaded in others:
         assert not {*loaded} & {"torch", "numpy", "transformers", "huggingface_hub"}

@@ -28,7 +28,7 @@ from minikv.cli.main import app
 from minikv.cli.settings import config
 from minikv.cli.settings.config import SETTINGS, Config, Interface, load
 from minikv.cli.settings.flags import Call, _file_text, command
-from minikv.cli.wording import worded
+from minikv.cli.settings.values import worded
 from minikv.errors import UsageError
 from minikv.settings import GONE, Generation, Settings
 

@@ -15,6 +15,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 if TYPE_CHECKING:
     from typer._click import Command, Context
 
+
 ALL = "--help-all"
 _NAME = "help_all"
 _WORDS = {
