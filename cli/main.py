@@ -82,6 +82,8 @@ _GONE = {
     "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
     "config path": "`minikv config show` says which file each value comes from",
     "chats --json": "`minikv chats` prints one line for each chat, which a pipe gets uncut",
+    "cache --json": "`minikv cache` prints one line for each prompt, which a pipe gets uncut",
+    "policies --json": "`minikv policies show NAME` prints the options and their defaults",
     "bench kernels": "`minikv bench decode` and `minikv bench prefill` measure whole steps",
     "bench --model": "--shape takes the sizes of a network, such as llama-3-8b",
     "bench -m": "--shape takes the sizes of a network, such as llama-3-8b",

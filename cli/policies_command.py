@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from minikv.checks import guess, quoted
 from minikv.cli.screen.text import grid
-from minikv.cli.settings.flags import Call, Json, command, group
+from minikv.cli.settings.flags import Call, command, group
 from minikv.cli.settings.values import text
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
@@ -36,12 +34,9 @@ policies = group("minikv policies show global-span\n\nThe eviction methods, one 
 
 @policies.callback(invoke_without_command=True)
 @command
-def listed(call: Call, as_json: Json = False) -> None:
+def listed(call: Call) -> None:
     refuse_without_torch()
     methods = registry.methods()
-    if as_json:
-        call.terminal.data(json.dumps([_record(info) for info in methods]))
-        return
     rows = [_COLUMNS, *((i.name, i.when, i.good, i.second, i.paper) for i in methods)]
     names = (
         f"--policy takes {', '.join(prompt_names())}",
@@ -60,7 +55,6 @@ def listed(call: Call, as_json: Json = False) -> None:
 def show(
     call: Call,
     name: Annotated[str, typer.Argument(help="a name from `minikv policies`")],
-    as_json: Json = False,
 ) -> None:
     """minikv policies show global-span
 
@@ -69,36 +63,15 @@ def show(
     """
     refuse_without_torch()
     if name in registry.method_names():
-        record, card = _record(registry.method(name)), _card(registry.method(name))
+        card = _card(registry.method(name))
     elif name in (*registry.SCORERS, *part_names()):
-        record, card = _part(registry.part(name))
+        card = _part(registry.part(name))
     elif len(parse(name)) > 1:
-        record, card = _record(find(name)), _card(find(name))
+        card = _card(find(name))
     else:
         near = guess(name, [*registry.method_names(), *registry.SCORERS, *part_names()])
         raise UsageError(f"unknown policy {quoted(name)}", f"{near}`minikv policies` lists all")
-    call.terminal.data(json.dumps(record) if as_json else card, fold=not as_json)
-
-
-def _record(info: Method) -> dict[str, object]:
-    """A method as JSON has it."""
-    flags = _flags(info)
-    return {
-        "name": info.name,
-        "prompt": "--policy" in flags,
-        "decode": "--decode" in flags,
-        "when": info.when,
-        "good_for": info.good,
-        "budget_shape": info.shape,
-        "scores": info.scores,
-        "state": info.state,
-        "second_question": info.second,
-        "paper": info.paper,
-        "stride": info.stride,
-        "summary": info.summary,
-        "options": _option_records(info.options),
-        "differences": list(info.differences),
-    }
+    call.terminal.data(card, fold=True)
 
 
 def _card(info: Method) -> str:
@@ -118,23 +91,16 @@ def _card(info: Method) -> str:
     return _text(summary, rows, info.options, info.differences)
 
 
-def _part(part: type[Any]) -> tuple[dict[str, object], str]:
-    """One part of a policy as JSON has it, and as text."""
+def _part(part: type[Any]) -> str:
+    """One part of a policy as text."""
     options, used = options_of(part), [i.name for i in registry.methods() if part in i.parts]
     spelled = {"select": f"{part.name}(h2o)", "scorer": f"{part.name}+ada"}
-    record = {
-        "name": part.name,
-        "axis": part.axis,
-        "summary": part.summary,
-        "options": _option_records(options),
-        "differences": list(part.differs),
-    }
     rows = [
         ("answers", _QUESTIONS[part.axis]),
         ("part of", ", ".join(used) or "no preset"),
         ("spelled", spelled.get(part.axis, f"h2o+{part.name}")),
     ]
-    return record, _text(f"{part.name}: {part.summary}", rows, options, part.differs)
+    return _text(f"{part.name}: {part.summary}", rows, options, part.differs)
 
 
 def _flags(info: Method) -> list[str]:
@@ -143,13 +109,6 @@ def _flags(info: Method) -> list[str]:
         return ["--policy"]
     takes = ("--policy", prompt_names()), ("--decode", step_names())
     return [flag for flag, names in takes if info.name in names]
-
-
-def _option_records(options: Iterable[Option]) -> list[dict[str, object]]:
-    made = [asdict(option) for option in options]
-    for record in made:
-        del record["odd"]
-    return made
 
 
 def _text(

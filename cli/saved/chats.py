@@ -4,7 +4,6 @@ that need not be read again, and theirs."""
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import time
@@ -26,7 +25,7 @@ from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import clean, cut, grid
 from minikv.cli.settings import values
 from minikv.cli.settings.config import Interface
-from minikv.cli.settings.flags import Call, Json, Only, Yes, command, flag, group
+from minikv.cli.settings.flags import Call, Only, Yes, command, flag, group
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -203,25 +202,11 @@ cache = group(
 
 @cache.callback(invoke_without_command=True)
 @command
-def prompts(call: Call, as_json: Json = False) -> None:
+def prompts(call: Call) -> None:
     from minikv.chat.store import taken
 
     terminal = call.terminal
     entries = _store().entries()
-    rows = [
-        {
-            "name": one.path.name,
-            "model": one.model,
-            "documents": one.about,
-            "tokens": one.tokens,
-            "bytes": one.nbytes,
-            "used": round(one.used),
-        }
-        for one in entries
-    ]
-    if as_json:
-        terminal.data(json.dumps(rows))
-        return
     if not entries:
         terminal.say(f"no prompt is kept in {cache_folder() / 'prompts'}")
         return

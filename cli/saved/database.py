@@ -18,7 +18,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 from minikv.chat.report import clipped
@@ -143,18 +143,6 @@ class OpenElsewhere(UsageError):
         )
 
 
-class Chat(Protocol):
-    """A saved chat that can be read."""
-
-    name: str
-
-    def rows(self, table: str) -> Iterator[Any]:
-        """The rows of one of `TABLES` in order, each as its values. Raises `DAMAGE`."""
-
-    def close(self) -> None:
-        """Close and unlock it."""
-
-
 class ChatFile:
     """An open file of a saved chat. locks: whether its file system can lock files. wrong: what
     SQLite finds damaged in it, or "" (only looked for with a lock)."""
@@ -197,7 +185,8 @@ class ChatFile:
         return not os.path.lexists(self.path)
 
     def rows(self, table: str) -> Iterator[Any]:
-        """As `Chat.rows`; of one table at a time."""
+        """The rows of one of `TABLES` in order, each as its values; of one table at a time. Raises
+        `DAMAGE`."""
         kinds = [bytes if column in _BINARY else str for column in TABLES[table]]
         found = self._reading.execute(f"SELECT * FROM {table} ORDER BY number")
         for at, (number, *values, seal) in enumerate(found):

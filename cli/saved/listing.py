@@ -15,7 +15,7 @@ from typing import Any
 
 from minikv.checks import guess
 from minikv.cli.paths import chats_folder
-from minikv.cli.saved.database import DAMAGE, FILE, LAST, Chat, ChatFile, is_name, opened, parts
+from minikv.cli.saved.database import DAMAGE, FILE, LAST, ChatFile, is_name, opened, parts
 from minikv.errors import UsageError
 
 TRANSCRIPT = "chat.jsonl"
@@ -92,6 +92,9 @@ def _bytes_of(path: Path) -> bytes:
 
 _NAMED = 5  # chats that an error names
 _TITLE = 200  # characters that are shown
+
+
+Chat = ChatFile | OldChat
 
 
 @dataclass(frozen=True, slots=True)

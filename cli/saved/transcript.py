@@ -22,7 +22,6 @@ from minikv.cli.saved.database import (
     FILE,
     REREAD,
     TABLES,
-    Chat,
     ChatFile,
     check_name,
     damage,
@@ -33,6 +32,7 @@ from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
 from minikv.cli.saved.listing import (
     MOST_JSON,
     TRANSCRIPT,
+    Chat,
     OldChat,
     decoded,
     facts_of,
