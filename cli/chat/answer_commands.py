@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -176,10 +176,6 @@ def _quoted(token: str | None, screen: Screen) -> str:
     return f'"{seen}"' if seen else ascii(token)
 
 
-def _after_refresh(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return () if before else ("off",)
-
-
 COMMANDS = (
     Command(("continue",), "", "write more of an answer that was cut off", _continue),
     Command(("copy",), "", "the last answer to the clipboard", _copy),
@@ -188,7 +184,7 @@ COMMANDS = (
         "[off]",
         "read everything again with the next question",
         _refresh,
-        follows=_after_refresh,
+        follows=("off",),
     ),
     Command(
         ("verify",),

@@ -6,7 +6,7 @@ Colour is not the only sign: each line begins with its mean share, as a block an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
@@ -79,17 +79,13 @@ def _kept(context: Context, arguments: list[str]) -> None:
     terminal.page(lines)
 
 
-def _after_kept(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return () if before else ("all", "find", "top")
-
-
 COMMANDS = (
     Command(
         ("kept",),
         '[PAGE | all | top | find "TEXT"]',
         "the text shaded by how many heads still hold it; its best-kept passages; a phrase",
         _kept,
-        follows=_after_kept,
+        follows=("all", "find", "top"),
     ),
 )
 

@@ -241,10 +241,6 @@ def _after_policy(session: ChatSession, before: Sequence[str], word: str) -> Ite
     return ["decode=", *values.options_of(before[0])]
 
 
-def _after_budget(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return () if before else values.BUDGETS
-
-
 COMMANDS = (
     Command(
         ("policy",),
@@ -258,7 +254,7 @@ COMMANDS = (
         "[TOKENS | PERCENT | BYTES | auto]",
         "show or change the budget",
         _budget_command,
-        follows=_after_budget,
+        follows=values.BUDGETS,
     ),
     Command(
         ("set",),

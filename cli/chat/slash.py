@@ -43,17 +43,14 @@ class Context:
     stopped: Turn | None = None
 
 
-def _nothing(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return ()
-
-
 @dataclass(frozen=True, slots=True)
 class Command:
     """One slash command; `words` are its names, the first one shown. `run` raises UsageError.
 
     `raw`: the rest of the line, quotes included, is one argument. For Tab: `files` says that paths
-    may follow; `follows` returns the other words that may, given the chat, the words between the
-    command and the word being typed, and that word.
+    may follow; `follows` are the other words that may: a flag anywhere, else as the first word; or
+    a function that returns them, given the chat, the words between the command and the word being
+    typed, and that word.
     """
 
     words: tuple[str, ...]
@@ -62,4 +59,4 @@ class Command:
     run: Callable[[Context, list[str]], None]
     raw: bool = False
     files: bool = False
-    follows: Callable[[ChatSession, Sequence[str], str], Iterable[str]] = _nothing
+    follows: tuple[str, ...] | Callable[[ChatSession, Sequence[str], str], Iterable[str]] = ()

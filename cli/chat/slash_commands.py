@@ -71,7 +71,10 @@ def following(session: ChatSession, words: Sequence[str]) -> list[str]:
     """The completions of the last of `words`; the first word is a command with its slash."""
     first, *before, word = words
     command = _BY_WORD.get(first.removeprefix("/"))
-    return list(command.follows(session, before, word)) if command else []
+    follows = command.follows if command else ()
+    if not isinstance(follows, tuple):
+        return list(follows(session, before, word))
+    return [one for one in follows if (word[:1] == "-" if one[0] == "-" else not before)]
 
 
 def takes_files(first: str) -> bool:

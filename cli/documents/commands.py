@@ -134,10 +134,6 @@ def _name(document: Document) -> str:
     return document.name or PIPED
 
 
-def _after_add(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return (REPLACE,) if word.startswith("-") else ()
-
-
 def _after_drop(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     return () if before else (_name(document) for document in _all(session))
 
@@ -216,7 +212,7 @@ COMMANDS = (
         "put documents before the next question: files, directories, patterns",
         _add,
         files=True,
-        follows=_after_add,
+        follows=(REPLACE,),
     ),
     Command(("docs",), "", "the documents, their sizes, and which were read", _docs),
     Command(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
-    from minikv.chat.session import ChatSession
     from minikv.cli.export.facts import ChatFacts
 
 _FORCE = "--force"
@@ -97,10 +95,6 @@ def _cannot(path: Path, error: OSError) -> UsageError:
     )
 
 
-def _after_export(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return (_FORCE,) if word.startswith("-") else ()
-
-
 COMMANDS = (
     Command(
         ("export",),
@@ -108,6 +102,6 @@ COMMANDS = (
         "write the chat as a report or a file",
         export,
         files=True,
-        follows=_after_export,
+        follows=(_FORCE,),
     ),
 )

@@ -62,7 +62,6 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     it does."""
     made = inspect.signature(run, eval_str=True)
     parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context)]
-    asked: dict[str, type] = {}
     groups: dict[str, tuple[type, Mapping[str, Setting]]] = {}
     for one in list(made.parameters.values())[1:]:
         noted = get_origin(one.annotation) is Annotated
@@ -71,8 +70,10 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             parameters.append(one.replace(kind=_KIND))
             continue
         assert isinstance(kind, type)
-        if not settings_of(kind):
-            asked[one.name] = kind
+        only = next((note for note in notes if isinstance(note, Only)), None)
+        known = {**settings_of(kind), **(only.changed if only else {})}
+        groups[one.name] = kind, known
+        if not known:
             hints = get_type_hints(kind, include_extras=True)
             parameters += (
                 inspect.Parameter(
@@ -84,9 +85,6 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
                 for each in fields(kind)
             )
             continue
-        only = next((note for note in notes if isinstance(note, Only)), None)
-        known = {**settings_of(kind), **(only.changed if only else {})}
-        groups[one.name] = kind, known
         for name in only.names if only else [each.name for each in fields(kind)]:
             parameters.append(_OPTIONS if name == "options" else _parameter(known[name]))
 
@@ -108,11 +106,11 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
                 origin = ""  # the chat says which model it is
             for name, (kind, settings) in groups.items():
                 own = {each.name for each in fields(kind)} & set(typed)
-                read = _read({key: typed.pop(key) for key in own}, settings, call)
-                call.values.update(read)
+                read = {key: typed.pop(key) for key in own}
+                if settings:
+                    read = _read(read, settings, call)
+                    call.values.update(read)
                 typed[name] = kind(**read)
-            for name, kind in asked.items():
-                typed[name] = kind(**{each.name: typed.pop(each.name) for each in fields(kind)})
             with _naming(origin):
                 run(call, **typed)
 

@@ -349,8 +349,11 @@ def test_06_an_answer_from_a_small_part_of_the_document_says_so(program: Program
         "--policy full": 0,
     }.items():
         words = ["ask", "q", str(program.folder / "story.txt"), *program.flags(), *flags.split()]
-        said = invoke(*words).stderr
+        done = invoke(*words)
+        said = done.stderr
         assert len(line.findall(said)) == said.count("what was read") == count, flags
+        if "--json" in flags:
+            assert f"! {json.loads(done.stdout)['warnings'][-1]}\n" in said
 
 
 # -- 7 --------------------------------------------------------------------------------------
