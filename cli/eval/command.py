@@ -11,13 +11,13 @@ from typing import Any
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.report import amount
 from minikv.chat.session import ChatSession
 from minikv.cli.asked import Evaluation
 from minikv.cli.documents.text import read_file
 from minikv.cli.eval import tasks
-from minikv.cli.eval.items import ANSWERED, BESIDE, TASKS, Item
+from minikv.cli.eval.items import ANSWERED, BESIDE, TASKS, Item, is_text, named, read_items
 from minikv.cli.eval.passes import PASSES, Memory, Rereading
-from minikv.cli.eval.records import is_text, named, read_items
 from minikv.cli.eval.results import Cell, cell, table
 from minikv.cli.eval.tasks import CHATS, Haystack
 from minikv.cli.measure import Results, choices, lengths
@@ -180,7 +180,7 @@ class Run:
     def left_out(self) -> str:
         """A line about records that were too long; empty where there are none."""
         records = sum(len(item.questions) for item in self.items) + self.skipped
-        said = f"{self.name}: of {records:,} records {self.skipped:,} too long and skipped"
+        said = f"{self.name}: of {amount(records, 'record')} {self.skipped:,} too long and skipped"
         return said if self.skipped else ""
 
     def _results(self, one: str, i: int) -> tuple[list[list[Any]], list[float]]:

@@ -1,12 +1,26 @@
-"""The tasks of `minikv eval` by name; a document with its questions, wherever it comes from."""
+"""The tasks of `minikv eval` by name; a document with its questions, made or from a file.
+
+A file of records has one in each line, in the form of RULER (arXiv 2404.06654, section 3). `input`
+is the whole prompt: a document and, in its last line, the question, which a cache may not have
+seen. `outputs` are the right answers. `answer_prefix`, where it is given, opens the model's turn.
+The prompt is asked to the letter. A file that is named after a task of RULER is scored as RULER
+does it; of any other, all of `outputs` are wanted.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from minikv.cli.eval import metrics
 from minikv.cli.eval.metrics import Metric
+from minikv.cli.records import refuse_many
+from minikv.errors import UsageError
+from minikv.models.errors import ModelError
+from minikv.models.files import read_bytes
 
 CHATS = ("followup", "long")
 ANSWERED = ("needle", "facts", *CHATS, "answers")
@@ -45,3 +59,91 @@ class Item:
             return
         for question, right in zip(self.questions, self.right, strict=True):
             yield replace(self, questions=(question,), right=(right,), apart=False)
+
+
+_LARGEST = 1 << 30  # bytes of a file
+_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}  # of an answer; others: 128
+_TASK = re.compile(r"(?<![a-z0-9])(niah|vt|cwe|fwe|qa(?=[_-]?[12]))(?![a-z])")
+
+
+def read_items(path: Path) -> Iterator[Item]:
+    """The items of a file. Raises UsageError that names the line."""
+    try:
+        data = read_bytes(path, _LARGEST)
+        refuse_many(data)
+        text = data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        del data
+    except (ModelError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}", "give a JSONL file") from None
+    number = 0
+    # Not splitlines: JSON texts may hold the other characters that Unicode calls a line's end.
+    for line, record in enumerate(text.split("\n"), 1):
+        if record.strip():
+            number, source = line, f"{path}, line {line}"
+            try:
+                yield _item(path, source, record)
+            except ValueError as error:
+                hint = "a record has input, whose last line is the question, and a list of outputs"
+                raise UsageError(f"{source}: {error}", hint) from None
+    if not number:
+        raise UsageError(f"{path} is empty", "give a JSONL file with one record per line")
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file is no record but a text."""
+    return path.suffix.lower() not in (".json", ".jsonl")
+
+
+def named(path: Path) -> str:
+    """The task of a file: its name, or, as RULER's own scripts write it, its folder's."""
+    return path.absolute().parent.name if path.stem in ("validation", "test") else path.stem
+
+
+def _item(path: Path, source: str, text: str) -> Item:
+    """Raises ValueError that says what is wrong."""
+    fields = _loaded(text)
+    prompt, right = _text(fields, "input"), fields.get("outputs")
+    if not isinstance(right, list) or not right:
+        raise ValueError("outputs is not a list of texts" if right else "no outputs")
+    answers = tuple(_text({"outputs": one}, "outputs") for one in right)
+    prefix = _text(fields, "answer_prefix", empty=True) if fields.get("answer_prefix") else ""
+    document, _, _ = prompt.rstrip().rpartition("\n")
+    if not document.strip():
+        raise ValueError("input has no document before its last line")
+    kinds = set(_TASK.findall(named(path).lower()))
+    kind, cut = kinds.pop() if len(kinds) == 1 else "", len(document) + 1
+    return Item(
+        prompt[:cut],
+        (prompt[cut:],),
+        (answers,),
+        metrics.contains_any if kind == "qa" else metrics.contains,
+        _TOKENS.get(kind, 128),
+        source=source,
+        name=None,
+        opens=prefix if prefix.strip() else "",
+    )
+
+
+def _loaded(text: str) -> dict[str, object]:
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg})") from None
+    except (ValueError, RecursionError):
+        raise ValueError("a number too long or lists too deep to read") from None
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    return fields
+
+
+def _text(fields: dict[str, object], name: str, *, empty: bool = False) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is not a text" if name in fields else f"no {name}")
+    if not value.strip() and not empty:
+        raise ValueError(f"{name} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has a lone surrogate at character {error.start:,}") from None
+    return value

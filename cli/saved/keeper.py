@@ -170,6 +170,8 @@ class Keeper:
         be damaged. With `reread`, cache and tier are not used: the next question reads the whole
         conversation again. On UsageError nothing has changed.
         """
+        from minikv.cache.tier_rows import TierError
+
         mine = self._file if name == self.name else None
         with contextlib.ExitStack() as undone:
             file = mine or undone.enter_context(contextlib.closing(held(name)))
@@ -190,7 +192,10 @@ class Keeper:
         if not kept:
             session.recall.clear()
         if rows is not None:
-            self._adopt(session, rows)
+            try:
+                session.recall.adopt(rows)
+            except (TierError, MemoryError, RuntimeError) as error:
+                self._terminal.warn(f"the tier cannot be used: {_reason(error)}")
         for setting in {"reuse", "overflow", "system", "pin_system"}.difference(given):
             if setting in saved.facts:  # else it was saved by an earlier version
                 setattr(session, setting, saved.facts[setting])
@@ -278,14 +283,6 @@ class Keeper:
             )
         return rows
 
-    def _adopt(self, session: ChatSession, rows: FileRows) -> None:
-        from minikv.cache.tier_rows import TierError
-
-        try:
-            session.recall.adopt(rows)
-        except (TierError, MemoryError, RuntimeError) as error:
-            self._terminal.warn(f"the tier cannot be used: {_reason(error)}")
-
     def _identity(self, session: ChatSession) -> dict[str, object]:
         """The session's identity. The model's files are hashed once."""
         mark = f"{session.facts.model}@{session.facts.revision}"
@@ -317,7 +314,9 @@ class Keeper:
         self, session: ChatSession, name: str | None, *, whole: bool = False, forked: bool = False
     ) -> bool:
         """Save. Returns whether that made a new saved chat. whole: also save a tier that is in
-        memory. forked: fail if the tier cannot be saved."""
+        memory. forked: fail if the tier cannot be saved; otherwise the chat is saved without it."""
+        from minikv.cache.tier_rows import TierError
+
         before = self.name
         made = self._place(name)
         assert self.name is not None
@@ -329,7 +328,13 @@ class Keeper:
             assert self._file is not None
             texts_of(session)  # raises, if at all, before the tier is moved
             facts = self._identity(session)
-            self._settle(session, folder, facts, whole, forked)
+            if self.name != LAST:
+                try:
+                    settle(session, folder, tier_identity(facts), whole=whole)
+                except (TierError, OSError) as error:
+                    if forked:
+                        raise
+                    self._warn(f"this chat is saved without its tier: {_reason(error)}")
             pairs = zip(session.turns, self._last[0] if self._last else (), strict=False)
             same = len([*takewhile(lambda pair: pair[0] is pair[1], pairs)])
             rows = rows_of(session, facts, ask=self.name == LAST, same=same)
@@ -344,26 +349,6 @@ class Keeper:
         self._last = self._state(session)
         self.saved = True
         return made
-
-    def _settle(
-        self,
-        session: ChatSession,
-        folder: Path,
-        facts: dict[str, object],
-        whole: bool,
-        forked: bool,
-    ) -> None:
-        """Put the tier among the chat's files. If that fails, the chat is saved without it."""
-        from minikv.cache.tier_rows import TierError
-
-        if self.name == LAST:
-            return
-        try:
-            settle(session, folder, tier_identity(facts), whole=whole)
-        except (TierError, OSError) as error:
-            if forked:
-                raise
-            self._warn(f"this chat is saved without its tier: {_reason(error)}")
 
     def _place(self, name: str | None) -> bool:
         """Make a directory for the chat (returns True), or rename the one that it has."""

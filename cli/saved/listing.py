@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class OldChat:
     def close(self) -> None:
         """Nothing is open."""
 
-    def rows(self, table: str) -> Iterator[Sequence[str | bytes]]:
+    def rows(self, table: str) -> Iterator[Any]:
         """As `ChatFile.rows`."""
         cache = self._top["cache"]
         if table == "chat":

@@ -100,13 +100,13 @@ class Saved:
 # -- reading ------------------------------------------------------------------------------
 
 
-def opened(name: str, *, lock: bool = False) -> Chat:
+def opened(name: str) -> Chat:
     """A chat to read. Raises UsageError."""
     check_name(name)
     folder = chats_folder() / name
     with damage(name):
         try:
-            return OldChat(folder) if is_old(folder) else ChatFile(name, lock=lock)
+            return OldChat(folder) if is_old(folder) else ChatFile(name)
         except FileNotFoundError:
             raise unknown(name) from None
 

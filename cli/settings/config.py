@@ -101,10 +101,7 @@ SETTINGS: Mapping[str, Setting] = {
 }
 """What a file or a variable may set, by key. The defaults are those of the flags."""
 
-_TABLES = {
-    ALIASES: "short names for --model",
-    "loaders": "a command per extension that turns a file into text",
-}
+_TABLES = (ALIASES, "loaders")  # of commands, one per extension, that turn a file into text
 
 
 @dataclass(frozen=True, slots=True)

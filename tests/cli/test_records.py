@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minikv.cli import records
-from minikv.cli.eval.records import read_items
+from minikv.cli.eval.items import read_items
 from minikv.cli.records import CONTAINERS, ITEMS, refuse_many
 from minikv.errors import UsageError
 

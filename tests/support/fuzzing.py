@@ -525,7 +525,7 @@ def _chats(folder: Path) -> list[Target]:
 
 
 def _texts(folder: Path) -> list[Target]:
-    from minikv.cli.eval.records import read_items
+    from minikv.cli.eval.items import read_items
     from minikv.cli.screen.editor import HistoryFile
     from minikv.cli.settings import config
     from minikv.errors import UsageError

@@ -228,13 +228,13 @@ def test_a_record_that_is_too_long_does_not_end_a_run(
     flags = "--policy adakv --budget 64 --json"
     result = evaluate(flags, out, one, records(two, 9000))
     assert "vt: of 3 records 2 too long and skipped" in result.stderr
-    assert "two: of 1 records 1 too long and skipped" in result.stderr
+    assert "two: of 1 record 1 too long and skipped" in result.stderr
     written = json.loads(out.read_text())
     assert written["facts"]["skipped"] == {"vt": 2, "two": 1}
     assert [c["n"] for c in written["cells"]] == [1, 1]
     assert [i["source"] for i in written["items"]["vt"]] == [f"{one}, line 2"]
     nothing = evaluate(str(two), code=5)
-    assert "two: of 1 records 1 too long and skipped" in nothing.stderr
+    assert "two: of 1 record 1 too long and skipped" in nothing.stderr
 
 
 # -- what is measured, and what is refused before anything is --------------------------------

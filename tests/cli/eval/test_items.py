@@ -12,7 +12,7 @@ import pytest
 import minikv
 from minikv.chat.transcript import Message
 from minikv.cli.eval import metrics, passes
-from minikv.cli.eval.records import read_items
+from minikv.cli.eval.items import read_items
 from minikv.errors import UsageError
 from minikv.models.tokenizer import Tokenizer
 
