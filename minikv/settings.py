@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -52,8 +52,9 @@ class Setting:
     default: of the flag; Python's may differ. A tuple is a flag that may be given several times.
     panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the
     word for its value there. letters: other spellings of the flag. within: the least and the most
-    of a number. words: texts that may be in place of a number. test: raises UsageError for a text
-    that means nothing; later: the same where a flag may take several, so that the command tests it.
+    of a number. words: texts that may be in place of a number. examples: what Tab offers where
+    there are neither choices nor words. test: raises UsageError for a text that means nothing;
+    later: the same where a flag may take several, so that the command tests it.
     commands: those for which a configuration file sets it (empty: every command that has the flag).
     in_file: if False, a configuration file cannot set it. live: `/set` changes it in a chat.
     """
@@ -71,6 +72,7 @@ class Setting:
     common: bool = False
     takes: str = ""
     words: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
     test: Callable[[str], object] | None = None
     later: Callable[[str], object] | None = None
 
@@ -91,6 +93,17 @@ class Setting:
             return value if value in self.words else kind(value)
         except ValueError:
             return text
+
+    def parse_words(self, words: Sequence[str]) -> object:
+        """As `parse`, of the words of a command. Raises UsageError for several where it takes
+        one."""
+        if isinstance(self.default, tuple):
+            return [spelled(word) for word in words if word]
+        if len(words) > 1:
+            raise UsageError(
+                f"{self.name} takes one value, got {' '.join(words)!r}", "quote a text"
+            )
+        return self.parse(words[0])
 
     def read(self, value: object, where: str) -> Plain:
         """The value in the type of the setting. Raises UsageError, which begins with `where`, for
@@ -237,7 +250,12 @@ class Settings:
     )
     offline: bool = setting(False, "never use the network", MODEL)
     device: str = setting(
-        "auto", "auto, cpu, cuda or cuda:N", MODEL, takes="NAME", test=_known_device
+        "auto",
+        "auto, cpu, cuda or cuda:N",
+        MODEL,
+        takes="NAME",
+        test=_known_device,
+        examples=("auto", "cpu", "cuda"),
     )
     dtype: str = setting(
         "auto",
@@ -285,6 +303,7 @@ class Settings:
         takes="SIZE",
         later=read_budget,
         live=True,
+        examples=("auto", "128", "256", "512", "1024", "10%", "20%", "64MiB"),
     )
     decode: str = setting(
         "auto",
@@ -292,6 +311,7 @@ class Settings:
         CACHE,
         takes="NAME",
         later=_known_step_policy,
+        examples=("auto", *step_names()),
         live=True,
     )
     stride: int = setting(

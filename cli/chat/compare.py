@@ -18,6 +18,7 @@ from minikv.cli.screen.progress import FRAME, Live
 from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.cli.screen.text import clipped, folded, shown
 from minikv.cli.settings import values
+from minikv.cli.settings.config import SETTINGS
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
 from minikv.settings import Generation, Settings
@@ -115,7 +116,7 @@ def _live(terminal: Terminal, name: str) -> Show:
 
 def _after_compare(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     if word.startswith("budget="):
-        return [f"budget={budget}" for budget in values.BUDGETS]
+        return [f"budget={budget}" for budget in SETTINGS["budget"].examples]
     given = [one.partition("=")[0] for one in before]
     return [one for one in (*values.policies(word), "budget=") if one.rstrip("=") not in given]
 

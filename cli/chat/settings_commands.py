@@ -16,7 +16,7 @@ from minikv.cli.settings import values
 from minikv.cli.settings.config import SETTINGS
 from minikv.cli.settings.values import listed, read_pairs, text, worded
 from minikv.errors import UsageError
-from minikv.settings import GONE, spelled
+from minikv.settings import GONE
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -40,14 +40,6 @@ def _set(context: Context, arguments: list[str]) -> None:
     if rest:
         _change(context, key, rest)
     context.terminal.say("\n".join(_lines(context, [key])))
-
-
-def _change(context: Context, key: str, words: Sequence[str]) -> None:
-    if len(words) > 1 and key not in ("system", "stop"):
-        raise UsageError(f"{key} takes one value, got {' '.join(words)!r}")
-    one, value = SETTINGS[key], [spelled(word) for word in words if word]
-    _changed(context, key, one.read(value if key == "stop" else one.parse(" ".join(words)), key))
-    context.origins[key] = "/set"
 
 
 def _refused(name: str, key: str) -> UsageError:
@@ -148,8 +140,10 @@ def _system(context: Context, given: str) -> None:
         context.terminal.say(f"{what}, for the next conversation: /clear begins it")
 
 
-def _changed(context: Context, key: str, value: Any) -> None:
-    """Change a setting to a value of its type."""
+def _change(context: Context, key: str, words: Sequence[str]) -> None:
+    """Change a setting to what these words say. Raises UsageError."""
+    one, words = SETTINGS[key], [" ".join(words)] if key == "system" else words
+    value: Any = one.read(one.parse_words(words), key)
     session, eviction = context.session, context.session.eviction
     match key:
         case "seed":
@@ -183,6 +177,7 @@ def _changed(context: Context, key: str, value: Any) -> None:
             _system(context, value)
         case _:
             context.generation = replace(context.generation, **{key: value})
+    context.origins[key] = "/set"
 
 
 # -- /policy, /budget and /system -----------------------------------------------------------
@@ -237,7 +232,7 @@ def _after_policy(session: ChatSession, before: Sequence[str], word: str) -> Ite
     if not before:
         return values.policies(word)
     if word.startswith("decode="):
-        return [f"decode={step}" for step in values.steps()]
+        return [f"decode={step}" for step in SETTINGS["decode"].examples]
     return ["decode=", *values.options_of(before[0])]
 
 
@@ -254,7 +249,7 @@ COMMANDS = (
         "[TOKENS | PERCENT | BYTES | auto]",
         "show or change the budget",
         _budget_command,
-        follows=values.BUDGETS,
+        follows=SETTINGS["budget"].examples,
     ),
     Command(
         ("set",),

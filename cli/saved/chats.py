@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from minikv.cache.budget import Budget
-from minikv.chat.report import size, thought_for
+from minikv.chat.report import amount, size, thought_for
 from minikv.checks import quoted
 from minikv.cli.paths import cache_folder, chats_folder
 from minikv.cli.saved import listing as lists
@@ -51,8 +51,9 @@ def listed(call: Call, interface: Annotated[Interface, Only("chats_limit")]) -> 
     width = window(terminal.out)[0] if terminal.out.isatty() else 10_000
     for line in table(entries):
         terminal.data(cut(line, width))
-    count = "1 chat" if len(entries) == 1 else f"{len(entries):,} chats"
-    terminal.say(f"{count}, {size(sum(_bytes(entry.name) for entry in entries))}")
+    terminal.say(
+        f"{amount(len(entries), 'chat')}, {size(sum(_bytes(entry.name) for entry in entries))}"
+    )
     warn_of(interface.chats_limit, terminal)
 
 
@@ -216,8 +217,7 @@ def prompts(call: Call) -> None:
         tokens, bytes_ = f"{one.tokens:,}", size(one.nbytes)
         lines.append((one.path.name, tokens, bytes_, used, clean(one.model), about))
     terminal.data(grid(lines, "<>>><<"), fold=True)
-    count = "1 prompt" if len(entries) == 1 else f"{len(entries):,} prompts"
-    terminal.say(f"{count}, {size(taken(entries))}")
+    terminal.say(f"{amount(len(entries), 'prompt')}, {size(taken(entries))}")
 
 
 @cache.command("rm")
@@ -238,8 +238,7 @@ def forget(
             raise UsageError(f"no prompt {name!r} is kept", "`minikv cache` lists them")
     chosen: list[Entry] = [entries[name] for name in names or entries]
     rest = [one for one in entries.values() if one not in chosen]
-    total, count = taken(entries.values()) - taken(rest), len(chosen)
-    what = "1 prompt" if count == 1 else f"{count:,} prompts"
+    total, what = taken(entries.values()) - taken(rest), amount(len(chosen), "prompt")
     if not chosen or not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):
         terminal.say("nothing was removed")
         return

@@ -30,7 +30,7 @@ from minikv.cli.settings.config import (
 from minikv.cli.settings.flags import Call, command, group
 from minikv.cli.settings.values import listed, text
 from minikv.errors import UsageError
-from minikv.settings import Plain, refuse_gone, spelled
+from minikv.settings import Plain, refuse_gone
 
 config = group(
     "minikv config init\n\nSettings from files and MINIKV_* variables.", no_args_is_help=True
@@ -95,12 +95,7 @@ def change(
         refuse_gone(name, name)
         raise UsageError(f"there is no key {key!r}", nearest(name, [*SETTINGS, f"{ALIASES}.NAME"]))
     one = SETTINGS[name]
-    if len(words) > 1 and not isinstance(one.default, tuple):
-        raise UsageError(f"{name} takes one value, got {' '.join(words)!r}", "quote a text")
-    value: object = [*map(spelled, filter(None, words))]
-    if not isinstance(one.default, tuple):
-        value = one.parse(words[0])
-    _write("", name, one.read_whole(value, name), call.terminal)
+    _write("", name, one.read_whole(one.parse_words(words), name), call.terminal)
 
 
 @config.command(short_help="Remove a key from your own file.")

@@ -82,29 +82,20 @@ def _prepare(command: Command, ctx: Context) -> None:
         if isinstance(param, TyperArgument):
             param.__class__ = _Argument  # typer has no switch for this
         elif isinstance(param, TyperOption):
-            _name(param, ctx)
+            if param.metavar is None:
+                kind = param.display_type(ctx)
+                param.metavar = "" if param.is_flag else _WORDS.get(kind, kind.strip("<>"))
             # Completion must offer all flags, but does not offer hidden ones.
             param.hidden = bool(param.rich_help_panel) and not ctx.resilient_parsing
             hidden += param.hidden
     if shown is not None:
         shown.metavar, shown.help = "", "show this"
         if hidden:
-            command.params.append(_all(shown, hidden))
-
-
-def _name(option: TyperOption, ctx: Context) -> None:
-    if option.metavar is None:
-        kind = option.display_type(ctx)
-        option.metavar = "" if option.is_flag else _WORDS.get(kind, kind.strip("<>"))
-
-
-def _all(shown: TyperOption, hidden: int) -> TyperOption:
-    """--help-all, made like the command's --help."""
-    made = copy(shown)
-    made.name, made.opts = _NAME, [ALL]
-    made.help = f"show the other {hidden} flags, too" if hidden > 1 else "show the other flag, too"
-    made.callback = _show_all
-    return made
+            whole = copy(shown)  # --help-all, made like the command's --help
+            others = f"{hidden} flags" if hidden > 1 else "flag"
+            whole.name, whole.opts, whole.help = _NAME, [ALL], f"show the other {others}, too"
+            whole.callback = _show_all
+            command.params.append(whole)
 
 
 def _show_all(ctx: Context, param: object, value: bool) -> None:

@@ -18,7 +18,7 @@ from minikv.cli.eval.items import TASKS
 from minikv.cli.screen.text import cells, cut, padded
 from minikv.cli.settings.config import SETTINGS
 from minikv.errors import UsageError
-from minikv.policies import find, part_names, prompt_names, step_names
+from minikv.policies import find, part_names, prompt_names
 from minikv.settings import Setting
 
 _SCALES = {"": 1, "k": 10**3, "ki": 1 << 10, "m": 10**6, "mi": 1 << 20}
@@ -110,10 +110,6 @@ def _plain(value: str) -> str:
     return value.strip("\"'")
 
 
-BUDGETS = ("auto", "128", "256", "512", "1024", "10%", "20%", "64MiB")
-"""Examples of budgets, in each unit."""
-
-
 def policies(word: str = "") -> list[str]:
     """The prompt policies; after a "+", the parts that can be added to one."""
     begin, plus, _ = word.rpartition("+")
@@ -122,29 +118,20 @@ def policies(word: str = "") -> list[str]:
     return [f"{begin}+{part}" for part in part_names()]
 
 
-def steps() -> list[str]:
-    """The values_of of --decode."""
-    return ["auto", *step_names()]
-
-
 def options_of(policy: str) -> list[str]:
-    """The options_of of a policy, as `NAME=`; none for an unknown policy."""
+    """The options of a policy, as `NAME=`; none for an unknown policy."""
     with contextlib.suppress(UsageError):
         return [f"{option.name}=" for option in find(policy).options]
     return []
 
 
 def values_of(setting: Setting, word: str = "") -> Sequence[str]:
-    """The values_of of a setting, or examples of them."""
+    """The values of a setting, or examples of them."""
     if type(setting.default) is bool:
         return ("on", "off")
-    known: dict[str, Callable[[], Sequence[str]]] = {
-        "policy": lambda: policies(word),
-        "decode": steps,
-        "budget": lambda: BUDGETS,
-        "device": lambda: ("auto", "cpu", "cuda"),
-    }
-    return setting.choices or setting.words or known.get(setting.name, tuple)()
+    if setting.name == "policy":
+        return policies(word)
+    return setting.choices or setting.words or setting.examples
 
 
 def completed(setting: Setting) -> Callable[[str], list[str]] | None:
@@ -166,7 +153,7 @@ def completed(setting: Setting) -> Callable[[str], list[str]] | None:
 
 
 def policy_options(ctx: typer.Context, incomplete: str) -> list[str]:
-    """After -o: the options_of of --policy and --decode."""
+    """After -o: the options of --policy and --decode."""
     names = (ctx.params.get("policy"), ctx.params.get("decode"))
     return list(dict.fromkeys(one for name in names if name for one in options_of(name)))
 
