@@ -17,7 +17,7 @@ import typer
 from minikv.chat.report import amount, percent_saved
 from minikv.cli.asked import Question
 from minikv.cli.chat.answer_commands import check
-from minikv.cli.chat.turn import figures, open_chat, run_turn, thoughts_of
+from minikv.cli.chat.turn import figures, open_chat, run_turn, thoughts_of, warn_of_toy
 from minikv.cli.documents.named import STDIN, attach, opened, read_stdin
 from minikv.cli.documents.text import Text, changes, decode, read_bytes, read_file
 from minikv.cli.failures import Interrupts
@@ -174,9 +174,9 @@ def ask(
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report
-        answer = run_turn(
-            session, question, generation, terminal, interrupts, show=not as_json, alone=True
-        )
+        if not (session.documents or session.pending):
+            warn_of_toy(session, terminal, [question] if asked.question == "-" else [])
+        answer = run_turn(session, question, generation, terminal, interrupts, show=not as_json)
         if checks:
             check(session, terminal, interrupts)
     finally:
@@ -261,8 +261,7 @@ def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:
     if report.against_full.same is None and min(gone, kv.saved) >= _MOST:
         terminal.warn(
             f"{percent_saved(gone)} of what was read was evicted ({tokens.kept_mean:,.0f} of "
-            f"{amount(tokens.seen_total, 'token')} per head kept): the answer may miss "
-            "something; a larger "
+            f"{tokens.seen_total:,} tokens per head kept): the answer may miss something; a larger "
             "--budget keeps more"
         )
 

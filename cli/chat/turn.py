@@ -6,7 +6,7 @@ Every answer that a user sees is written here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -40,15 +40,13 @@ def is_toy(session: ChatSession) -> bool:
     return session.facts.model == "bundled"
 
 
-def _warn_of_toy(session: ChatSession, terminal: Terminal, *, alone: bool = False) -> None:
-    """Say so where the bundled model is to read a document that is not of its world. alone: also
-    where it has no document at all, of which the header of a chat has a line."""
+def warn_of_toy(session: ChatSession, terminal: Terminal, texts: Sequence[str]) -> None:
+    """Say so where the bundled model is asked about texts that are not of its world, or about
+    none."""
     if not is_toy(session):
         return
-    if alone and not (session.documents or session.pending):
-        terminal.warn(TOY)
-    for text in (document.text[:_SAMPLE] for document in session.pending):
-        if len(text) < _FOREIGN * len(session.tokenizer.encode(text)):
+    for text in [text[:_SAMPLE] for text in texts] or [""]:
+        if not text or len(text) < _FOREIGN * len(session.tokenizer.encode(text)):
             terminal.warn(TOY)
             return
 
@@ -94,11 +92,10 @@ def run_turn(
     interrupts: Interrupts,
     *,
     show: bool = True,
-    alone: bool = False,
 ) -> str:
-    """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through.
-    alone: say what the bundled model is where it has no document."""
-    _warn_of_toy(session, terminal, alone=alone)
+    """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through."""
+    if session.pending:
+        warn_of_toy(session, terminal, [document.text for document in session.pending])
     live = Live(terminal, "reading")
 
     def progress(done: int, total: int) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typed import Tty, screen
+from typed import Tty, invoke, screen
 from typed import said as told
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import demo
-from minikv.cli.chat.turn import TOY, note_report, record, run_turn
+from minikv.cli.chat.turn import TOY, note_report, record, run_turn, warn_of_toy
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.failures import Interrupts
 from minikv.cli.screen import render
@@ -38,8 +38,6 @@ def said(
     texts: list[str],
     capsys: pytest.CaptureFixture[str],
     model: str = "",
-    *,
-    alone: bool = False,
 ) -> int:
     """How often the line is said with a question about these documents, and in the record."""
     session.reset()
@@ -48,7 +46,7 @@ def said(
     for text in texts:
         session.attach(text)
     terminal = Terminal()
-    run_turn(session, "Who?", Generation(max_tokens=1), terminal, Interrupts(), alone=alone)
+    run_turn(session, "Who?", Generation(max_tokens=1), terminal, Interrupts())
     session.facts = facts
     count = capsys.readouterr().err.count(TOY)
     assert record(session.turns[-1], terminal)["warnings"].count(TOY) == count
@@ -80,7 +78,22 @@ def test_the_toy_says_that_it_does_not_know_a_document(
     texts = [own.get(text, text) for text in texts]
     assert said(session, texts, capsys) == times
     assert said(session, texts, capsys, model="owner/another") == 0
-    assert said(session, texts, capsys, alone=True) == (times or not texts)
+
+
+@pytest.mark.parametrize(
+    ("message", "times"),
+    [(ENGLISH, 1), ((BUNDLED / "sample.txt").read_text()[:2000], 0), ("Who?", 1)],
+    ids=["English", "sample", "short"],
+)
+def test_the_toy_says_so_of_a_message_without_a_document(message: str, times: int) -> None:
+    done = invoke("ask", "-", "-n", "1", "--remember", "off", input=message)
+    assert done.stderr.count(TOY) == times
+
+
+def test_the_toy_says_so_of_a_question_alone(session: ChatSession) -> None:
+    terminal = screen()
+    warn_of_toy(session, terminal, [])
+    assert told(terminal).count(TOY) == 1
 
 
 def test_the_whole_sample_is_of_its_world(session: ChatSession) -> None:
