@@ -493,7 +493,7 @@ def test_a_record_has_thoughts_beside_the_answer(capsys: pytest.CaptureFixture[s
     for text, thoughts in ((TEXT, f"{THOUGHTS}\n\nSo it is Ada.\x1b[31m"), ("Ada.", None)):
         chat = scripted(text)
         list(chat.ask("who?", 900))
-        found = record(chat.turns[0])
+        found = record(chat.turns[0], Terminal())
         assert found.get("thoughts") == thoughts
         assert found["answer"] == text.rpartition("</think>\n\n")[2]
 
