@@ -161,7 +161,7 @@ def _sweep(folder: Path) -> None:
 def find(session: ChatSession, folder: Path, identity: Mapping[str, object]) -> FileRows | None:
     """The tier of a saved chat; None if it has none, or one of another model, or the session has it
     already. Raises TierError where it is damaged or open elsewhere."""
-    from minikv.cache.tier_file import FileRows, Header, header_of
+    from minikv.cache.tier_file import FileRows, Header
     from minikv.cache.tier_rows import columns_of
 
     path = folder / TIER
@@ -172,9 +172,11 @@ def find(session: ChatSession, folder: Path, identity: Mapping[str, object]) -> 
     shape = kv.shape
     kinds = (columns_of(shape, kv.dtype, coded) for coded in (False, True))
     here = [Header(shape.layers, shape.kv_heads, kind, identity) for kind in kinds]
-    if header_of(path) not in here:
-        return None
-    return FileRows.open(path, pinned=kv.device.type == "cuda")
+    rows = FileRows.open(path, pinned=kv.device.type == "cuda")
+    if rows.header in here:
+        return rows
+    rows.close()
+    return None
 
 
 def settle(

@@ -286,7 +286,7 @@ class KVCache:
                 tier.open(plan.tokens)
             reading = Prefill(setup, plan, arena, target, tier)
         staged = None if tier is None else tier.staging(plan.tokens)
-        in_file = scoring is not None and scoring.kind == "file"
+        in_file = scoring is not None and scoring.rows.kind == "file"
         rows = self._rows_after(prompt.position, prompt.tokens)
         most = peak(plan, setup, staged=staged, in_file=in_file).reading
         self._coming = State(plan.end, tuple(plan.turns), plan.pinned, rows, most)

@@ -16,7 +16,6 @@ from minikv.cache.arena import Arena, Layout
 from minikv.cache.global_pool import AT_ONCE
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
-from minikv.cache.tier_rows import row_nbytes, seen
 from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL
@@ -279,6 +278,11 @@ _MOVING = 48  # bytes of a row that is put in its place: the order of rows, and 
 _PROJECTED = 4096  # values that are projected at once
 
 
+def seen(tokens: int, window: int | None) -> int:
+    """How many of the rows of `tokens` tokens the next token sees; at least one."""
+    return tokens if window is None else max(min(tokens, 1), min(tokens, window - 1))
+
+
 @dataclass(frozen=True, slots=True)
 class PassCost:
     """What the second pass over a prompt costs beside reading the prompt.
@@ -305,20 +309,19 @@ class PassCost:
         shape, tokens = setup.shape, prompt.tokens
         texts = [len(repeat.ids) for repeat in repeats]
         row = 2 * shape.kv_heads * shape.head_dim * setup.dtype.itemsize
-        kept = [seen(tokens, window) for window in shape.windows]
-        ram, two, layer = row * sum(kept), min(2, shape.layers) * row * tokens, row * tokens
+        layer, whole = row * tokens, row * tokens * shape.layers
+        two = min(2, shape.layers) * layer
         # In a layer with a window, and in every one of a later prompt, the rows of the text and
         # those of the prompt that it sees are also copied.
         later = prompt.position > 0
-        copied = [rows for rows, w in zip(kept, shape.windows, strict=True) if later or w]
+        copied = [seen(tokens, window) for window in shape.windows if later or window]
         text = row * (max(texts) + (max(texts) + max(copied) if copied else 0))
-        trimmed = layer if min(kept) < tokens else 0  # such layers have a staging buffer
         gpu = setup.gpu
         return cls(
             sum(texts),
             len(texts) + 1,
-            ram if gpu else ram + trimmed + text,
-            row_nbytes(shape, setup.dtype) * tokens,
+            whole if gpu else whole + text,
+            whole,
             two if gpu else two + text,
             layer + text if gpu else 0,
             text,

@@ -20,11 +20,11 @@ from torch import Tensor
 from minikv import kernels
 from minikv.cache.arena import Arena
 from minikv.cache.earlier import EarlierRows
-from minikv.cache.plan import Plan, Setup
+from minikv.cache.plan import Plan, Setup, seen
 from minikv.cache.prefill import Prefill
 from minikv.cache.snapshot import Outcome
 from minikv.cache.tier import Tier
-from minikv.cache.tier_rows import RamRows, columns_of, seen
+from minikv.cache.tier_rows import RamRows, columns_of
 from minikv.policies.repeats import Repeat, RepeatView
 
 
@@ -49,9 +49,7 @@ class SecondPass:
         shape, dtype = setup.shape, setup.dtype
         if tier is None:
             columns, device = columns_of(shape, dtype, coded=False), arena.device
-            rows = RamRows(
-                shape.layers, shape.kv_heads, columns, plan.tokens, device, shape.windows
-            )
+            rows = RamRows(shape.layers, shape.kv_heads, columns, plan.tokens, device)
             tier = Tier(shape, dtype, device, rows=rows, ahead=False)
             tier.open(plan.tokens)
         self.tier = tier

@@ -38,7 +38,6 @@ from minikv.cache.tier_rows import (
 from minikv.kernels.dispatch import Kernels
 
 Rows = RamRows | FileRows
-_ROOM = 64  # tokens by which the own rows of `TierSteps` grow
 
 
 class Copies:
@@ -133,23 +132,12 @@ class Tier:
         self.ids: Sequence[int] = ()
         self.failed: TierError | None = None
 
-    @property
-    def kind(self) -> str:
-        """Where the rows are: "ram" or "file"."""
-        return self.rows.kind
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows, in memory or in a file."""
-        return self.rows.nbytes
-
     def staging(self, rows: int) -> tuple[int, int]:
-        """Bytes in addition to `nbytes`, on the device, while a prompt after which there are `rows`
-        rows is read: all the time; and for a moment, where a layer is converted."""
+        """Bytes on the device, beside those of the rows, while a prompt is read after which there
+        are `rows` rows: all the time; and for a moment, where a layer is converted."""
         shape, codes = self.shape, row_nbytes(self.shape, self.dtype, self.coded)
         layer = row_nbytes(shape, self.dtype) // shape.layers
-        all_direct = all(map(self._is_direct, range(shape.layers)))
-        buffers = 0 if all_direct else self._copies.slots * layer * rows
+        buffers = 0 if self._direct else self._copies.slots * layer * rows
         if isinstance(self.rows, FileRows) and self.device.type == "cpu":
             buffers += self.rows.slots * codes // shape.layers * rows
         if not self.coded:
@@ -176,10 +164,10 @@ class Tier:
         self._open(rows)
 
     def _open(self, room: int) -> None:
-        """Allocate staging buffers of `room` rows, unless all layers are staged directly in the
+        """Allocate staging buffers of `room` rows, unless layers are staged directly in the
         storage."""
         self._room = room
-        if not all(map(self._is_direct, range(self.shape.layers))):
+        if not self._direct:
             wide = (self.shape.kv_heads, room, self.shape.head_dim)
             buffers = [
                 {name: torch.empty(wide, dtype=self.dtype, device=self.device) for name in "kv"}
@@ -187,20 +175,14 @@ class Tier:
             ]
             self._staging = Slots(buffers, self.shape.layers, self._fetch, self._copies.wait)
 
-    def _is_direct(self, layer: int) -> bool:
-        """Whether the layer is staged in the memory of its rows."""
-        return self._direct and not self.rows.first(layer)
-
     def _fetch(self, layer: int, into: Mapping[str, Tensor]) -> Any:
         """Copy the layer's final rows to the device, and decode int8. Returns a mark, also if there
         are none: new rows of another layer may still be copied from there."""
         with self._copies.run():
             if self.length:
-                first = self.rows.first(layer)
                 columns = self.rows.read(layer, self.length)
                 for name, buffer in into.items():
-                    buffer[:, :first] = 0.0  # nothing sees these rows, but they must be finite
-                    place = buffer[:, first : self.length]
+                    place = buffer[:, : self.length]
                     self._copy(place, columns[name], columns.get(f"{name}_scale"))
         return self._copies.mark()
 
@@ -218,7 +200,7 @@ class Tier:
     def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [H, rows, D] on the device. Work launched from now on finds the first
         `length` rows in them; the caller writes the others."""
-        if self._is_direct(layer):
+        if self._direct:
             columns = self.rows.read(layer, self._room)
         else:
             assert self._staging is not None
@@ -229,7 +211,7 @@ class Tier:
         """The layer was read: keep the rows that were written to the buffers of `stage`."""
         if self._lent:
             return
-        begin = max(self.length, self.rows.first(layer))
+        begin = self.length
         new = {"k": key[:, begin:], "v": value[:, begin:]}
         with self._copies.run():
             if self.coded:
@@ -291,26 +273,17 @@ class TierSteps:
         assert 0 <= rows <= tier.length
         self._tier, self._rows, self._ops = tier, rows, ops
         self.position = rows
-        shape = tier.shape
-        self._own = [self._blank(0) for _ in range(shape.layers)]  # keys and values, by layer
-
-    def _blank(self, rows: int) -> Tensor:
-        shape, tier = self._tier.shape, self._tier
-        wide = (2, shape.kv_heads, rows, shape.head_dim)
-        return torch.empty(wide, dtype=tier.dtype, device=tier.device)
+        self._own: list[Tensor | None] = [None] * tier.shape.layers  # keys and values
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`; one token."""
         assert len(q) == 1
-        tier, shape, fed = self._tier, self._tier.shape, self.position - self._rows
+        tier, shape, own = self._tier, self._tier.shape, torch.stack((k[0], v[0]))[:, :, None]
         if layer == 0:
             tier.open(tier.length)
-        if fed == self._own[layer].shape[2]:
-            grown = self._blank(fed + _ROOM)
-            grown[:, :, :fed] = self._own[layer]
-            self._own[layer] = grown
-        own = self._own[layer]
-        own[0, :, fed], own[1, :, fed] = k[0], v[0]
+        if (before := self._own[layer]) is not None:
+            own = torch.cat((before, own), 2)
+        self._own[layer] = own
         query = q[0].view(shape.kv_heads, -1, 1, shape.head_dim)
         window = shape.windows[layer]
         oldest = 0 if window is None else max(0, self.position + 1 - window)
@@ -319,8 +292,8 @@ class TierSteps:
             key, value = tier.stage(layer, tier.length)
             seen = slice(oldest, self._rows)
             parts.append(self._ops.rows_attention(query, key[:, seen], value[:, seen]))
-        seen = slice(max(0, oldest - self._rows), fed + 1)
-        parts.append(self._ops.rows_attention(query, own[0, :, seen], own[1, :, seen]))
+        own = own[:, :, max(0, oldest - self._rows) :]
+        parts.append(self._ops.rows_attention(query, own[0], own[1]))
         return self._ops.merge(parts)[0].reshape(1, shape.heads, shape.head_dim)
 
     def advance(self, tokens: int) -> None:

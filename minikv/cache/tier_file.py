@@ -157,12 +157,6 @@ def _check(*numbers: object) -> None:
         raise ValueError(numbers)
 
 
-def header_of(path: Path) -> Header:
-    """Read what a tier is of, also if another process has it open. Raises TierError."""
-    with _as_tier_error(path), contextlib.ExitStack() as opened:
-        return parsed(_read_manifest(_opened(path, _FOLDER, opened)), path.name)[0]
-
-
 def is_open(path: Path) -> bool:
     """Whether a process has this open as a tier. Raises OSError if that cannot be determined."""
     with contextlib.ExitStack() as opened:
@@ -387,10 +381,6 @@ class FileRows:
         """Replace the manifest; not that of a tier without a name, which nobody opens again."""
         if self._folder is not None:
             _replace_manifest(self._folder, written(self.header, segments, ids))
-
-    def first(self, layer: int) -> int:
-        """See `RamRows`."""
-        return 0
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
         """See `RamRows`. Raises TierError if the file is damaged. After `reserve`, `commit` or

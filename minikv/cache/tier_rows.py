@@ -141,9 +141,6 @@ class RamRows:
     A prompt calls `reserve`; then, layer by layer, `read`, and `write` for its new rows; at last
     `commit`, or `drop` if it failed.
 
-    With `windows`, the rows are those of one prompt (`have` of `reserve` is 0), and of a layer with
-    a sliding window only rows that the next token sees are stored.
-
     kind: "ram" or "file". apart: every layer has its own memory, so the next layer may be read or
     written while a copy of this one is under way.
     """
@@ -158,12 +155,10 @@ class RamRows:
         columns: Columns,
         most: int,
         device: torch.device | None = None,
-        windows: Sequence[int | None] | None = None,
     ) -> None:
         """columns: dtype and size of one row of each. most: the greatest number of rows that can
         ever be needed. device: of the network, by default the CPU."""
         self._heads, self._columns, self._most = heads, columns, most
-        self._windows = windows or (None,) * layers
         self.memory = Memory(device or torch.device("cpu"))
         self._layers = [self._blank(0) for _ in range(layers)]
         self._capacity = 0  # rows
@@ -172,21 +167,18 @@ class RamRows:
     def _blank(self, rows: int) -> dict[str, Tensor]:
         return self.memory.columns(self._columns, self._heads, rows)
 
-    def _replace(self, layer: int, new: dict[str, Tensor]) -> None:
-        old, self._layers[layer] = self._layers[layer], new
-        self.memory.release(old)
-
     def reserve(self, rows: int, have: int = 0) -> None:
         """Begin a prompt after which there will be `rows` rows. The first `have` are stored and
         stay, also after an error; stored rows after them are discarded. Grows layer by layer, so
         that at most one layer exists twice at a time."""
         if rows > self._capacity:
             capacity = self.room(rows, self._most)
-            for i, old in enumerate(self._layers):
-                new = self._blank(seen(capacity, self._windows[i]))
+            for layer, old in enumerate(self._layers):
+                new = self._blank(capacity)
                 for name, column in old.items():
                     new[name][:, :have] = column[:, :have]
-                self._replace(i, new)
+                self._layers[layer] = new
+                self.memory.release(old)
             self._capacity, self._used = capacity, have
         self._used = max(self._used, rows)
 
@@ -196,22 +188,16 @@ class RamRows:
         fit, too."""
         return max(rows, min(most, -(-(rows + rows // 4) // _STEP) * _STEP))
 
-    def first(self, layer: int) -> int:
-        """How many first rows of a layer are not stored."""
-        return self._used - seen(self._used, self._windows[layer])
-
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """Memory for the first `count` rows of a layer, but those below `first`, in which the
-        stored rows are filled. Valid until the next call for another layer. count: at most the rows
-        that were reserved."""
-        count -= self.first(layer)
+        """Memory for the first `count` rows of a layer, in which the stored rows are filled. Valid
+        until the next call for another layer. count: at most the rows that were reserved."""
         assert count <= self._layers[layer]["k"].shape[1]
         return {name: column[:, :count] for name, column in self._layers[layer].items()}
 
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
-        """Store the layer's rows from `begin` on: the `have` of `reserve`, or `first` if that is
-        larger. The columns may be the memory that `read` returned. Does not wait for a GPU."""
-        put(self._layers[layer], begin - self.first(layer), columns, wait=False)
+        """Store the layer's rows from `begin` on, the `have` of `reserve`. The columns may be the
+        memory that `read` returned. Does not wait for a GPU."""
+        put(self._layers[layer], begin, columns, wait=False)
 
     def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
         """Make the first `rows` rows final. ids: their token ids, if known. Raises TierError if
@@ -226,13 +212,7 @@ class RamRows:
         memory once it was touched."""
         if self.memory.whole:
             return sum(column.nbytes for layer in self._layers for column in layer.values())
-        each = self._heads * width(self._columns)
-        return each * sum(seen(self._used, window) for window in self._windows)
-
-
-def seen(tokens: int, window: int | None) -> int:
-    """How many of the rows of `tokens` tokens the next token sees; at least one."""
-    return tokens if window is None else max(min(tokens, 1), min(tokens, window - 1))
+        return len(self._layers) * self._heads * self._used * width(self._columns)
 
 
 def put(

@@ -125,18 +125,20 @@ class Recall:
     @property
     def nbytes(self) -> int:
         """Bytes of the chat's own tier."""
-        return 0 if self.tier is None or self._chunk else self.tier.nbytes
+        return 0 if self.tier is None or self._chunk else self.tier.rows.nbytes
 
     @property
     def here(self) -> int:
         """Bytes of the tier in the cache's own memory: those of a tier in RAM, on a CPU."""
-        in_ram = self.tier is not None and self.tier.kind == "ram"
+        in_ram = self.tier is not None and self.file is None
         return self.nbytes if in_ram and self._kv.device.type == "cpu" else 0
 
     @property
     def place(self) -> str:
         """Where the chat's own tier is: "ram" or "file"; "" if it holds nothing."""
-        return self.tier.kind if self.tier is not None and self.tokens and not self._chunk else ""
+        if self.tier is None or not self.tokens or self._chunk:
+            return ""
+        return self.tier.rows.kind
 
     @property
     def file(self) -> FileRows | None:

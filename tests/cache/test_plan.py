@@ -278,7 +278,10 @@ def test_a_recall_is_planned_too(
         begin, outside, beside = partial(kv.recall, tokens, 20, begins), list[Tensor](), 0
         if rows is None:
             layers = [tier.rows.read(i, tokens) for i in range(len(windows))]
-            outside, beside = [column for layer in layers for column in layer.values()], tier.nbytes
+            outside, beside = (
+                [column for layer in layers for column in layer.values()],
+                tier.rows.nbytes,
+            )
         keeps_its_promise(kv, measured(kv, begin, fed, turn, outside) + beside, beside=beside)
     if rows is not None:
         rows.close()

@@ -425,7 +425,7 @@ def _chats(folder: Path) -> list[Target]:
     from small_chat import chat, say
     from sqlite_calls import edit, edit_facts
 
-    from minikv.cache.tier_file import FileRows, header_of, sealed
+    from minikv.cache.tier_file import FileRows, sealed
     from minikv.cache.tier_rows import TierError
     from minikv.cli.chat import kept
     from minikv.cli.saved.database import damage
@@ -510,7 +510,6 @@ def _chats(folder: Path) -> list[Target]:
     def manifest(data: bytes) -> None:
         """With a checksum that fits."""
         (tier / "manifest").write_bytes(sealed(data))
-        header_of(tier)
         FileRows.open(tier).close()
 
     return [

@@ -19,7 +19,7 @@ import torch
 from small_chat import chat, held_of, say
 from sqlite_calls import edit
 
-from minikv.cache.tier_file import FileRows, header_of, is_open, remove
+from minikv.cache.tier_file import FileRows, is_open, remove
 from minikv.cache.tier_rows import RamRows
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
@@ -498,7 +498,9 @@ def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
         "except Exception as error: print(error)"
     )
     assert "is open in another minikv" in forked.run(*PATHS, code=code).out
-    assert header_of(home / "one" / TIER).identity["dtype"] == "float32"
+    tier = FileRows.open(home / "one" / TIER, shared=True)
+    assert tier.header.identity["dtype"] == "float32"
+    tier.close()
 
 
 # -- killed -----------------------------------------------------------------------------------
